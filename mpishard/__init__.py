@@ -1,0 +1,68 @@
+"""mpishard: train models sharded over MPI ranks, with NumPy or CuPy.
+
+>>> import mpishard
+>>> mesh = mpishard.Mesh()
+>>> optimizer = mpishard.as_distributed(mpishard.AdamW(lr=1e-3), mesh)
+"""
+
+from mpishard import nn
+from mpishard.collectives import Axis, CollectiveMismatchError, Pending
+from mpishard.distributed import (
+    ShardedModel,
+    as_distributed,
+    as_distributed_for_high_bandwidth,
+    as_distributed_for_low_bandwidth,
+)
+from mpishard.layout import ParameterSpec
+from mpishard.mesh import Mesh
+from mpishard.optim import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    DDPOptimizer,
+    Lion,
+    RMSprop,
+    ShardingConfiguration,
+    ZeRO1Optimizer,
+    ZeRO2Optimizer,
+)
+from mpishard.optim.schedules import constant, cosine, inverse_square_root, linear, warmup
+from mpishard.parameters import FlatParameters
+from mpishard.training import OptimizationProblem, OptimizationResult, TrainingState
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LAMB",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Axis",
+    "CollectiveMismatchError",
+    "DDPOptimizer",
+    "FlatParameters",
+    "Lion",
+    "Mesh",
+    "OptimizationProblem",
+    "OptimizationResult",
+    "ParameterSpec",
+    "Pending",
+    "RMSprop",
+    "ShardedModel",
+    "ShardingConfiguration",
+    "TrainingState",
+    "ZeRO1Optimizer",
+    "ZeRO2Optimizer",
+    "as_distributed",
+    "as_distributed_for_high_bandwidth",
+    "as_distributed_for_low_bandwidth",
+    "constant",
+    "cosine",
+    "inverse_square_root",
+    "linear",
+    "nn",
+    "warmup",
+]

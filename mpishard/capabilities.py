@@ -1,0 +1,113 @@
+"""What this MPI and this node can do: asked once, then frozen."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from mpi4py import MPI
+
+# Set by launchers in the environment of a rank; a child process that keeps them would take itself for that rank.
+_LAUNCHER_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPIR_", "HYDRA_", "MPIEXEC_", "SLURM_")
+
+# A reduction and a non-blocking one on device memory, by a process whose crash harms nobody.
+_DEVICE_PROBE = """
+import cupy, sys
+from mpi4py import MPI
+a, b = cupy.arange(4096, dtype=cupy.float32), cupy.zeros(4096, cupy.float32)
+cupy.cuda.get_current_stream().synchronize()
+MPI.COMM_SELF.Allreduce(a, b)
+right = bool((a == b).all())
+MPI.COMM_SELF.Sendrecv(a, 0, 0, b, 0, 0)
+print("blocking", right and bool((a == b).all()), flush=True)
+b[:] = 0
+cupy.cuda.get_current_stream().synchronize()
+MPI.COMM_SELF.Iallreduce(a, b).Wait()
+print("nonblocking", bool((a == b).all()), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Facts about the MPI library in use.
+
+    Attributes
+    ----------
+    library, version : str
+        ``"MPICH"`` or ``"Open MPI"`` or another, and its version.
+    standard : tuple of int
+        The MPI standard it implements.
+    threads : bool
+        Whether several threads may call MPI at once (``MPI_THREAD_MULTIPLE``).
+    large_counts : bool
+        Whether one call can move more than 2**31 - 1 elements (MPI 4).
+    device_buffers : bool
+        Whether device pointers may be handed to blocking calls; proven in a child process, else host staging is used.
+    device_nonblocking : bool
+        The same for non-blocking reductions, which crash in common builds that do the blocking ones right.
+    """
+
+    library: str
+    version: str
+    standard: tuple[int, int]
+    threads: bool
+    large_counts: bool
+    device_buffers: bool
+    device_nonblocking: bool
+
+
+@functools.cache
+def probe(device: bool = False) -> Capabilities:
+    """Ask the MPI library what it can do; `device`: also whether it takes device memory (starts a child process)."""
+    library, version = MPI.get_vendor()
+    standard = MPI.Get_version()
+    proven = _probe_device() if device and _claims_cuda() else ""
+    return Capabilities(
+        library=library,
+        version=".".join(map(str, version)),
+        standard=(standard[0], standard[1]),
+        threads=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
+        large_counts=standard >= (4, 0),
+        device_buffers="blocking True" in proven.splitlines(),
+        device_nonblocking="nonblocking True" in proven.splitlines(),
+    )
+
+
+def _claims_cuda() -> bool:
+    """Whether the library says of itself that it takes CUDA pointers."""
+    this = ctypes.CDLL(None)
+    for library in (this, _mpi_library()):
+        query = getattr(library, "MPIX_Query_cuda_support", None)
+        if query is not None:
+            return bool(query())
+        query = getattr(library, "MPIX_GPU_query_support", None)  # MPICH: (kind, flag); 0 is CUDA
+        if query is not None:
+            flag = ctypes.c_int(0)
+            query(0, ctypes.byref(flag))
+            return bool(flag.value)
+    return False
+
+
+def _mpi_library() -> ctypes.CDLL:
+    """The MPI library behind mpi4py; its symbols are reachable through the extension module that links it."""
+    return ctypes.CDLL(MPI.__file__)
+
+
+def _probe_device() -> str:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_VARIABLES)}
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _DEVICE_PROBE],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return child.stdout

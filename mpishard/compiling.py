@@ -1,0 +1,71 @@
+"""Numba functions for NumPy arrays: how they are compiled, and how the ranks of a node share the result."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Any:
+    """``numba.njit`` without the GIL, with NumPy's division, and with a cache on disk where one can be.
+
+    Without ``error_model="numpy"`` every division carries a check for zero, which keeps loops from being
+    vectorised.
+    """
+    options = {"nogil": True, "error_model": "numpy", **options}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:
+        # Neither the folder of the source nor the user's cache folder is writable.
+        return numba.njit(**options)(function)
+
+
+class HostFunction:
+    """A function of 1-D NumPy arrays of one dtype, and scalars, compiled once for all the ranks of a node."""
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self._dispatcher = jit(function, **options)
+        self._name = f"{function.__code__.co_filename}:{function.__qualname__}"
+        self._compiled: set[tuple[Any, ...]] = set()
+
+    def __call__(self, arrays: Sequence[np.ndarray], scalars: Sequence[float] = ()) -> Any:
+        arguments = (*arrays, *scalars)
+        key = (arrays[0].dtype, *(a.flags.writeable for a in arrays))
+        if key not in self._compiled:
+            # Most of the time of a first call with a warm cache, and nothing to wait for.
+            self._dispatcher.targetctx.refresh()
+            # Without a cache, waiting for another process gains nothing.
+            cached = self._dispatcher.stats.cache_path is not None
+            with _one_compiler(self._name) if cached else contextlib.nullcontext():
+                self._dispatcher.compile(tuple(map(numba.typeof, arguments)))
+            self._compiled.add(key)
+        return self._dispatcher(*arguments)
+
+
+@contextlib.contextmanager
+def _one_compiler(name: str) -> Iterator[None]:
+    """Let one process of this user and node compile `name`, while the others wait to load it from the cache.
+
+    A courtesy between ranks that start together on a cold cache: where it cannot be had, everyone compiles.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            path = os.path.join(tempfile.gettempdir(), f"mpishard-{os.getuid()}.lock")
+            handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+            stack.callback(os.close, handle)
+            # One byte of the file a function.  Who comes second takes it shared, so that all load at once.
+            byte = zlib.crc32(name.encode())
+            try:
+                fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            except OSError:
+                fcntl.lockf(handle, fcntl.LOCK_SH, 1, byte)
+        yield

@@ -1,0 +1,60 @@
+"""Which samples a step uses, and which rank computes them: a pure function of seed and step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpishard.layout import split
+from mpishard.randomness import permuted
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Every sample once an epoch, in an order that depends on the seed and the epoch alone.
+
+    Parameters
+    ----------
+    samples : int
+        Number of samples in the data set.
+    batch_size : int
+        Samples a step, over all ranks.  The last batch of an epoch is smaller where they do not divide.
+    seed : int
+    """
+
+    samples: int
+    batch_size: int
+    seed: int = 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+    def batch(self, step: int) -> np.ndarray:
+        """Sample indices of step `step` (from 1 on), int64, the same on every rank."""
+        epoch, place = divmod(step - 1, self.steps_per_epoch)
+        start = place * self.batch_size
+        positions = np.arange(start, min(start + self.batch_size, self.samples), dtype=np.int64)
+        return permuted(positions, self.samples, self.seed, "epoch", epoch)
+
+    def consumed(self, steps: int) -> int:
+        """Samples used by the first `steps` steps."""
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        return epochs * self.samples + min(rest * self.batch_size, self.samples)
+
+    def share(self, step: int, rank: int, size: int, micro_batch_size: int | None = None) -> list[np.ndarray]:
+        """Micro-batches of `rank` among `size` at step `step`; all ranks get lists of one length, some entries empty.
+
+        The batch is cut into micro-batches first, the same ones for any number of ranks, and these are dealt out in
+        runs; without `micro_batch_size` each rank has one, its share of the batch.
+        """
+        batch = self.batch(step)
+        if micro_batch_size is None:
+            cuts = split(len(batch), size)
+            return [batch[cuts[rank] : cuts[rank + 1]]]
+        micro = [batch[start : start + micro_batch_size] for start in range(0, len(batch), micro_batch_size)]
+        cuts = split(len(micro), size)
+        mine = micro[cuts[rank] : cuts[rank + 1]]
+        rounds = -(-len(micro) // size)
+        return mine + [batch[:0]] * (rounds - len(mine))

@@ -1,0 +1,137 @@
+"""Text as bytes: the source of the standard library, which comes with every Python, and windows over it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# Not the library itself (tests, installed packages, demonstrations), or tables rather than text.
+SKIPPED = frozenset(
+    {
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "_bundled",
+        "encodings",
+        "idlelib",
+        "lib2to3",
+        "pydoc_data",
+        "turtledemo",
+    }
+)
+LEAST = 100_000  # bytes; a library that has been stripped of its sources has a few files left at most
+
+
+def standard_library_text(limit_bytes: int | None = None) -> np.ndarray:
+    """The Python sources of the running interpreter's standard library, one after the other.
+
+    Parameters
+    ----------
+    limit_bytes : int, optional
+        Stop after so many bytes; files beyond are not read. By default all, some 9 MB.
+
+    Returns
+    -------
+    ndarray of uint8
+        Files in the order of their paths, so the same bytes on every rank that runs the same Python.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where the library has no sources: some distributions ship compiled files only.
+    """
+    if limit_bytes is not None and limit_bytes < 1:
+        raise ValueError(f"limit_bytes is {limit_bytes}, but a text has at least 1 byte; None reads all")
+    places = [Path(sysconfig.get_paths()["stdlib"])]
+    places += [Path(entry) for entry in sys.path if entry.endswith(".zip")]
+    text = next((text for text in (_read(place, limit_bytes) for place in places) if text), b"")
+    wanted = LEAST if limit_bytes is None else min(limit_bytes, LEAST)
+    if len(text) < wanted:
+        raise FileNotFoundError(
+            f"{len(text)} bytes of Python source in {', '.join(map(str, places))}, but {wanted} are needed: "
+            "this Python comes without the sources of its library; take another text or another Python"
+        )
+    return np.frombuffer(text, dtype=np.uint8)
+
+
+def _read(place: Path, limit: int | None) -> bytes:
+    chunks, size = [], 0
+    for _, read in sorted(_sources(place), key=lambda source: source[0]):
+        chunks.append(read())
+        size += len(chunks[-1])
+        if limit is not None and size >= limit:
+            break
+    return b"".join(chunks)[:limit]
+
+
+def _sources(place: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """(path, reader) of each Python source in a folder or a zip file."""
+    if place.is_dir():
+        for folder, folders, files in os.walk(place):
+            folders[:] = [name for name in folders if name not in SKIPPED]
+            for file in (Path(folder, name) for name in files if name.endswith(".py")):
+                yield file.relative_to(place).as_posix(), file.read_bytes
+    elif zipfile.is_zipfile(place):
+        archive = zipfile.ZipFile(place)
+        for name in archive.namelist():
+            if name.endswith(".py") and SKIPPED.isdisjoint(name.split("/")[:-1]):
+                yield name, functools.partial(archive.read, name)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Pieces of a text that do not overlap, each with the same piece one byte on: what follows each byte.
+
+    Attributes
+    ----------
+    inputs, targets : ndarray of uint8, shape (windows, length), read-only
+        Views of the text, so they take no memory of their own.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def gather(self, samples: np.ndarray, inputs_bt: np.ndarray, targets_bt: np.ndarray) -> None:
+        """Copy the windows of the given numbers into the first rows of two buffers of any integer dtype."""
+        inputs_bt[: len(samples)] = self.inputs[samples]
+        targets_bt[: len(samples)] = self.targets[samples]
+
+    def split(self, held_out: float) -> tuple[Windows, Windows]:
+        """(all but the last, the last) windows; `held_out` is the fraction that goes to the second."""
+        cut = len(self) - round(len(self) * held_out)
+        if not 0 < cut < len(self):
+            raise ValueError(f"held_out={held_out} leaves one side of {len(self)} windows empty")
+        return (
+            Windows(self.inputs[:cut], self.targets[:cut]),
+            Windows(self.inputs[cut:], self.targets[cut:]),
+        )
+
+
+def windows(text: np.ndarray, length: int) -> Windows:
+    """Cut a 1-D array of uint8 into windows of `length`; what is left over at the end is not used."""
+    if text.ndim != 1 or text.dtype != np.uint8:
+        raise TypeError(f"a text is a 1-D array of uint8, not {text.ndim}-D of {text.dtype}")
+    if not 1 <= length < len(text):
+        raise ValueError(
+            f"windows of {length} bytes from a text of {len(text)}: take a length of 1 to {len(text) - 1}"
+        )
+    count = (len(text) - 1) // length
+    inputs = text[: count * length].reshape(count, length)
+    targets = text[1 : count * length + 1].reshape(count, length)
+    for view in (inputs, targets):
+        view.flags.writeable = False
+    return Windows(inputs, targets)

@@ -1,0 +1,196 @@
+"""Formulas of one element, translated twice: to a loop that Numba compiles, and to a CUDA kernel's body."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+FUNCTIONS = {"sqrt": 1, "abs": 1, "exp": 1, "log": 1, "tanh": 1, "copysign": 2, "min": 2, "max": 2}
+_OPERATORS: dict[type, str] = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+}
+
+
+class Formula(ast.NodeTransformer):
+    """The two translations of a formula: Python source of a loop for Numba, and a C body for a CUDA kernel.
+
+    Names that begin with an underscore belong to the loop (``_p`` is the array of the elements ``p``), names that
+    end with one to the C body; a formula may use neither.  Every constant becomes a value of the arrays' dtype,
+    since a Python number would promote float32 to float64.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        except OSError as error:
+            raise TypeError(f"{function!r}: an element-wise formula must be defined in a file") from error
+        if not isinstance(tree, ast.FunctionDef):
+            raise TypeError("an element-wise formula is a plain function written with def")
+        signature = tree.args
+        if signature.vararg or signature.kwarg or signature.kwonlyargs or signature.defaults:
+            self._refuse(tree, "parameters without defaults, stars or keywords")
+        self.name = tree.name
+        self.arrays = tuple(a.arg for a in signature.posonlyargs)
+        self.scalars = tuple(a.arg for a in signature.args)
+        self.constants: dict[str, float] = {}
+        self._known = {*self.arrays, *self.scalars}
+        for name in self._known:
+            self._check_name(tree, name)
+        body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
+        if not self.arrays or not body or not isinstance(body[-1], ast.Return):
+            self._refuse(tree, "arrays before a `/` and end by returning the arrays that it changes")
+        self.written = self._returned(body[-1])
+        statements = [self._statement(node) for node in body[:-1]]
+        self.loop = self._loop([ast.unparse(node) for node in statements])
+        self.c_body = self._c_body(statements)
+
+    def _refuse(self, node: ast.AST, wanted: str) -> NoReturn:
+        code = self.function.__code__
+        line = code.co_firstlineno + getattr(node, "lineno", 1) - 1
+        raise TypeError(
+            f"{code.co_name} (line {line} of {code.co_filename}): an element-wise formula may only have "
+            f"{wanted}; found `{ast.unparse(node).splitlines()[0]}`"
+        )
+
+    def _check_name(self, node: ast.AST, name: str) -> None:
+        if name.startswith("_") or name.endswith("_") or name in (*FUNCTIONS, "range"):
+            self._refuse(node, "names that neither begin nor end with an underscore nor name a function")
+
+    def _returned(self, node: ast.stmt) -> tuple[str, ...]:
+        value = node.value if isinstance(node, ast.Return) else None
+        items = value.elts if isinstance(value, ast.Tuple) else [value]
+        names = tuple(item.id for item in items if isinstance(item, ast.Name) and item.id in self.arrays)
+        if len(names) != len(items) or len(set(names)) != len(names):
+            self._refuse(node, "a return of the names of arrays, each once")
+        return names
+
+    # Checks, and rewrites into the subset that both translations share.
+
+    def _statement(self, node: ast.stmt) -> ast.Assign:
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            value = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value)
+            node = ast.copy_location(ast.Assign([node.target], value), node)
+            ast.fix_missing_locations(node)
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                self._check_name(node, name)
+            case _:
+                self._refuse(node, "assignments `name = expression`")
+        if name in self.scalars:
+            self._refuse(node, f"assignments to arrays and new names (`{name}` is the same for all elements)")
+        value = self.visit(node.value)
+        self._known.add(name)
+        return ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], value, lineno=node.lineno), node)
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        self._refuse(node, f"+ - * /, conditional expressions and calls of {', '.join(FUNCTIONS)}")
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id not in self._known:
+            self._refuse(node, "names of its own parameters and of what it has assigned before")
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if not isinstance(node.value, int | float) or not math.isfinite(node.value):
+            self._refuse(node, "finite numbers as constants")
+        value = float(node.value)
+        name = next((n for n, v in self.constants.items() if v == value), f"__c{len(self.constants)}")
+        self.constants[name] = value
+        return ast.copy_location(ast.Name(name, ast.Load()), node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        if type(node.op) not in _OPERATORS:
+            self._refuse(node, "the operators + - * /")
+        return ast.copy_location(ast.BinOp(self.visit(node.left), node.op, self.visit(node.right)), node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        if not isinstance(node.op, ast.USub):
+            self._refuse(node, "the operators + - * /")
+        return ast.copy_location(ast.UnaryOp(node.op, self.visit(node.operand)), node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        test = node.test
+        if not isinstance(test, ast.Compare) or len(test.ops) != 1 or type(test.ops[0]) not in _OPERATORS:
+            self._refuse(node, "conditional expressions that compare two values")
+        test = ast.Compare(self.visit(test.left), test.ops, [self.visit(test.comparators[0])])
+        return ast.copy_location(ast.IfExp(test, self.visit(node.body), self.visit(node.orelse)), node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        name = node.func.id if isinstance(node.func, ast.Name) else None
+        if name is None or node.keywords or FUNCTIONS.get(name) != len(node.args):
+            self._refuse(node, "calls of " + ", ".join(f"{n} (of {k})" for n, k in FUNCTIONS.items()))
+        arguments = [self.visit(argument) for argument in node.args]
+        if name in ("min", "max"):
+            # Python's own meaning, NaN included; the libraries' fmin and fmax differ.
+            first, second = arguments
+            order = ast.Compare(second, [ast.Lt() if name == "min" else ast.Gt()], [first])
+            return ast.copy_location(ast.IfExp(order, second, first), node)
+        return ast.copy_location(ast.Call(node.func, arguments, []), node)
+
+    # The two outputs.
+
+    def _loop(self, statements: Sequence[str]) -> str:
+        lines = [
+            f"def {self.name}({', '.join('_' + name for name in (*self.arrays, *self.scalars))}):",
+            f"    __real = _{self.arrays[0]}.dtype.type",
+            *(f"    {name} = __real(_{name})" for name in self.scalars),
+            *(f"    {name} = __real({value!r})" for name, value in self.constants.items()),
+            f"    for __i in range(_{self.arrays[0]}.size):",
+            *(f"        {name} = _{name}[__i]" for name in self.arrays),
+            *(f"        {statement}" for statement in statements),
+            *(f"        _{name}[__i] = {name}" for name in self.written),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _c_body(self, statements: Sequence[ast.Assign]) -> str:
+        lines = [f"T {name}_ = array_{name};" for name in self.arrays]
+        declared = set(self.arrays)
+        for statement in statements:
+            name = ast.unparse(statement.targets[0])
+            lines.append(f"{'' if name in declared else 'T '}{name}_ = {self._c(statement.value)};")
+            declared.add(name)
+        lines += [f"array_{name} = {name}_;" for name in self.written]
+        return "\n".join(lines)
+
+    def _c(self, node: ast.expr) -> str:
+        match node:
+            case ast.Name(id=name):
+                return f"(T){self.constants[name]!r}" if name in self.constants else f"{name}_"
+            case ast.BinOp(left=left, op=sign, right=right):
+                return f"({self._c(left)} {_OPERATORS[type(sign)]} {self._c(right)})"
+            case ast.Compare(left=left, ops=[order], comparators=[right]):
+                return f"({self._c(left)} {_OPERATORS[type(order)]} {self._c(right)})"
+            case ast.UnaryOp(operand=operand):
+                return f"(-{self._c(operand)})"
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                return f"({self._c(test)} ? {self._c(body)} : {self._c(orelse)})"
+            case ast.Call(func=ast.Name(id=name), args=arguments):
+                return f"{'fabs' if name == 'abs' else name}({', '.join(map(self._c, arguments))})"
+        raise AssertionError(ast.dump(node))
+
+    def as_function(self) -> Callable[..., Any]:
+        """The loop as a Python function ``(*arrays, *scalars)``, ready to be compiled by Numba."""
+        # Numba keys its cache by file, line and qualified name, and checks the file's content.  The loop is
+        # compiled as if it stood where its formula stands, so that it is cached there and goes stale with it.
+        # A cached function is rebuilt in the module it names, which must be one that any process can import.
+        code = self.function.__code__
+        namespace: dict[str, Any] = {"__name__": __name__}
+        namespace |= {name: getattr(math, name) for name in FUNCTIONS if hasattr(math, name)}
+        exec(compile("\n" * (code.co_firstlineno - 1) + self.loop, code.co_filename, "exec"), namespace)
+        function = namespace[self.name]
+        function.__qualname__ = f"{self.function.__qualname__}.loop"
+        return function

@@ -1,0 +1,162 @@
+"""The mesh: MPI_COMM_WORLD split into data, tensor and pipeline sub-communicators.
+
+Ranks are numbered with tensor fastest, then data, then pipeline, so that the ranks that talk most are neighbours.
+Collectives stand one floor below: an `Axis` is a communicator that can do them, a mesh is three of these and the world.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any
+
+from mpi4py import MPI
+
+from mpishard.collectives import Axis
+from mpishard.guard import Watchdog, abort_on_exception
+from mpishard.ledger import Ledger
+from mpishard.threads import limit_blas_threads
+
+_DEFAULT_TIMEOUT_S = 600.0
+
+
+class Mesh:
+    """Communicators for data, tensor and pipeline parallelism.  Creation and `free` are collective over `comm`.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks to arrange; default all of them.  It is duplicated and can be freed afterwards.
+    data, tensor, pipeline : int
+        Sizes; their product must be the number of ranks.  One of them may be -1 and is inferred.
+    timeout : float, optional
+        Seconds a collective may wait before the job is ended with a report of who waits where; default from
+        ``MPISHARD_TIMEOUT``, else 600.
+    debug : bool, optional
+        Compare every collective across ranks before it starts, and raise `CollectiveMismatchError` on all of them
+        where they differ; default from ``MPISHARD_DEBUG`` (1 or 0).
+
+    Attributes
+    ----------
+    world, data, tensor, pipeline : Axis
+    node : Axis
+        The ranks that share memory with this one.
+    device : int or None
+        Number of the GPU for this rank: its place on the node modulo the GPUs it can see; None without CuPy or GPU.
+    blas_threads : int
+        Threads that BLAS may use in this rank; see `mpishard.threads`.
+    ledger : Ledger
+        What this rank has communicated over all axes.
+
+    Raises
+    ------
+    ValueError
+        On every rank, if the sizes do not multiply out to the number of ranks.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        *,
+        data: int = -1,
+        tensor: int = 1,
+        pipeline: int = 1,
+        timeout: float | None = None,
+        debug: bool | None = None,
+    ) -> None:
+        comm = MPI.COMM_WORLD if comm is None else comm
+        data, tensor, pipeline = _sizes(comm.size, data=data, tensor=tensor, pipeline=pipeline)
+        timeout = _timeout(timeout)
+        debug = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0") if debug is None else debug
+        self.ledger = Ledger()
+        world = comm.Dup()
+        abort_on_exception(world, self.ledger)
+        self._watchdog = Watchdog(world, self.ledger, timeout)
+        self.shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
+        rank = world.rank
+        tensor_rank, data_rank, stage = rank % tensor, rank // tensor % data, rank // (tensor * data)
+        self.coordinates = {"pipeline": stage, "data": data_rank, "tensor": tensor_rank}
+
+        def axis(name: str, part: MPI.Intracomm) -> Axis:
+            return Axis(name, part, self.ledger, debug=debug)
+
+        self.world = axis("world", world)
+        self.data = axis("data", world.Split(stage * tensor + tensor_rank, data_rank))
+        self.tensor = axis("tensor", world.Split(stage * data + data_rank, tensor_rank))
+        self.pipeline = axis("pipeline", world.Split(data_rank * tensor + tensor_rank, stage))
+        self.node = axis("node", world.Split_type(MPI.COMM_TYPE_SHARED, rank))
+        self.blas_threads = limit_blas_threads(self.node.comm)
+        self._freed = False
+
+    @property
+    def rank(self) -> int:
+        """Rank in the world."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.world.size
+
+    @property
+    def device(self) -> int | None:
+        from mpishard.array import device_count
+
+        devices = device_count()
+        return self.node.rank % devices if devices else None
+
+    def __repr__(self) -> str:
+        shape = " x ".join(f"{name}={size}" for name, size in self.shape.items())
+        return f"Mesh({shape}, rank={self.rank})"
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A rank that leaves by an exception cannot meet the others in a collective free.
+        if kind is None:
+            self.free()
+
+    def free(self) -> None:
+        """Free every communicator that the mesh made.  Collective; a second call does nothing."""
+        if self._freed:
+            return
+        self._freed = True
+        self._watchdog.close()
+        for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
+            axis.free()
+
+
+def _sizes(ranks: int, **sizes: Any) -> tuple[int, int, int]:
+    """Check the sizes against the number of ranks and fill in the one that is -1."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise ValueError(f"mesh size {name}={size!r} must be a whole number of at least 1, or -1 to infer it")
+    unknown = [name for name, size in sizes.items() if size == -1]
+    if len(unknown) > 1:
+        raise ValueError(f"mesh sizes {' and '.join(unknown)} are both -1; only one can be inferred")
+    known = 1
+    for size in sizes.values():
+        known *= size if size != -1 else 1
+    if unknown and ranks % known == 0:
+        sizes[unknown[0]] = ranks // known
+        known = ranks
+    if known != ranks:
+        asked = " x ".join(f"{name}={sizes[name]}" for name in ("pipeline", "data", "tensor"))
+        need = f"a multiple of {known}" if unknown else str(known)
+        hint = "change the sizes or the number of ranks" if unknown else "leave data=-1 to infer it"
+        raise ValueError(f"mesh {asked} needs {need} ranks, got {ranks}; {hint}")
+    return sizes["data"], sizes["tensor"], sizes["pipeline"]
+
+
+def _timeout(timeout: float | None) -> float:
+    text = os.environ.get("MPISHARD_TIMEOUT", "")
+    try:
+        seconds = float(text or _DEFAULT_TIMEOUT_S) if timeout is None else float(timeout)
+    except ValueError:
+        raise ValueError(f"MPISHARD_TIMEOUT={text!r} is not a number of seconds") from None
+    if not seconds > 0:
+        raise ValueError(f"the time limit of a collective must be above 0 seconds, got {seconds:g}")
+    return seconds

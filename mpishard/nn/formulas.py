@@ -1,0 +1,184 @@
+"""The element-wise, row-wise and gather operations of the layers as formulas of any array module.
+
+These are the definitions: readable, and what runs on device arrays.  ``kernels`` holds the same functions compiled
+for NumPy arrays, and the tests compare the two.  All arrays are C-contiguous; every function writes its results into
+arrays of the caller.  Axes: n tokens (n = b * t), c channels, v vocabulary, b
+batch, h heads, g heads of a group, t positions, d channels of a head or of all that is computed of a token, s kinds
+(query, key, value), k keys, q queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpishard.array import module_of
+
+Array = Any
+
+# GELU in its tanh form is h * sigmoid(2 u) with u = sqrt(2 / pi) (h + 0.044715 h^3).
+GELU_SLOPE = 2.0 * np.sqrt(2.0 / np.pi)
+GELU_CUBIC = 0.044715
+
+
+def scatter_add(indices_n: Array, dy_nc: Array, dweight_vc: Array) -> None:
+    """``dweight[indices[n]] += dy[n]``; the adjoint of a lookup."""
+    xp = module_of(dy_nc)
+    xp.add.at(dweight_vc, indices_n, dy_nc)
+
+
+def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
+    """``y += bias + residual``."""
+    y_nc += bias_c + residual_nc
+
+
+def layer_norm(
+    x_nc: Array, weight_c: Array, bias_c: Array, epsilon: float, y_nc: Array, mean_n: Array, scale_n: Array
+) -> None:
+    """``y = (x - mean) * scale * weight + bias`` with ``scale = 1 / sqrt(variance + epsilon)`` of each row.
+
+    Ba, Kiros and Hinton (2016), equation 4; the variance is the biased one.
+    """
+    xp = module_of(x_nc)
+    mean_n[...] = x_nc.mean(axis=1)
+    centered_nc = x_nc - mean_n[:, None]
+    scale_n[...] = 1 / xp.sqrt((centered_nc**2).mean(axis=1) + epsilon)
+    y_nc[...] = centered_nc * scale_n[:, None] * weight_c + bias_c
+
+
+def layer_norm_backward(
+    dy_nc: Array,
+    x_nc: Array,
+    mean_n: Array,
+    scale_n: Array,
+    weight_c: Array,
+    dx_nc: Array,
+    dweight_c: Array,
+    dbias_c: Array,
+) -> None:
+    """Adds the gradients of `layer_norm` into `dx`, `dweight` and `dbias`."""
+    normed_nc = (x_nc - mean_n[:, None]) * scale_n[:, None]
+    dweight_c += (dy_nc * normed_nc).sum(axis=0)
+    dbias_c += dy_nc.sum(axis=0)
+    g_nc = dy_nc * weight_c
+    inner_nc = g_nc - g_nc.mean(axis=1)[:, None] - normed_nc * (g_nc * normed_nc).mean(axis=1)[:, None]
+    dx_nc += scale_n[:, None] * inner_nc
+
+
+def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
+    """``y = GELU(x + bias)``; `x` becomes the derivative.
+
+    Hendrycks and Gimpel (2016), the tanh form, ``h / 2 (1 + tanh(u))``, written as ``h sigmoid(2 u)``, which has no
+    cancellation for negative h.
+    """
+    xp = module_of(x_nc)
+    h = x_nc + bias_c
+    with np.errstate(over="ignore"):
+        s = 1 / (1 + xp.exp(-GELU_SLOPE * h * (1 + GELU_CUBIC * h * h)))
+    y_nc[...] = h * s
+    x_nc[...] = s + h * s * (1 - s) * GELU_SLOPE * (1 + 3 * GELU_CUBIC * h * h)
+
+
+def gelu_backward(dx_nc: Array, slope_nc: Array, dbias_c: Array) -> None:
+    """``dx *= slope``; adds the column sums of the result into `dbias`."""
+    dx_nc *= slope_nc
+    dbias_c += dx_nc.sum(axis=0)
+
+
+def split_heads(x_nd: Array, bias_d: Array, heads_sbhtd: Array) -> None:
+    """Adds the bias and sorts the columns, ordered (head, kind, channel), by kind (query, key, value) and head."""
+    kinds, batch, heads, length, width = heads_sbhtd.shape
+    heads_sbhtd[...] = (x_nd + bias_d).reshape(batch, length, heads, kinds, width).transpose(3, 0, 2, 1, 4)
+
+
+def join_heads(heads_sbhtd: Array, x_nd: Array, total_d: Array) -> None:
+    """The adjoint of `split_heads`: undoes the sorting, and adds the column sums into `total`."""
+    kinds, batch, heads, length, width = heads_sbhtd.shape
+    x_nd.reshape(batch, length, heads, kinds, width)[...] = heads_sbhtd.transpose(1, 3, 2, 0, 4)
+    total_d += x_nd.sum(axis=0)
+
+
+def split_with_products(dy_nc: Array, y_nc: Array, dy_bhtd: Array, inner_bht: Array) -> None:
+    """Sorts `dy` by heads, and takes for each row of a head the inner product of `dy` and `y`."""
+    batch, heads, length, width = dy_bhtd.shape
+    dy_bhtd[...] = dy_nc.reshape(batch, length, heads, width).transpose(0, 2, 1, 3)
+    inner_bht[...] = (dy_nc * y_nc).reshape(batch, length, heads, width).sum(axis=3).transpose(0, 2, 1)
+
+
+def _future(xp: Any, keys: int, queries: int, offset: int) -> Array:
+    """True where a key lies after the query: query i stands `offset` positions after key number i."""
+    return xp.arange(keys)[:, None] > xp.arange(queries)[None, :] + offset
+
+
+def causal_softmax(scores_gkq: Array, offset: int, scale: float, logsum_gt: Array, total_t: Array) -> None:
+    """Turn scores into attention probabilities in place: a softmax over the keys of each query.
+
+    Scores lie transposed, (heads of a group, keys, queries), so that sums over keys run over whole rows.
+
+    Parameters
+    ----------
+    scores_gkq : array
+        Products of keys and queries, not yet scaled; overwritten by the probabilities.  Keys start at position 0,
+        queries at position `offset`; keys later than the query get probability 0.
+    offset : int
+        Position of the first query.
+    scale : float
+        Factor of the scores inside the exponential.
+    logsum_gt : array
+        Out, at the positions of the queries: logarithm of the sum of the exponentials of the scaled scores.
+    total_t : array
+        Scratch, at least as long as there are queries.
+    """
+    xp = module_of(scores_gkq)
+    _, keys, queries = scores_gkq.shape
+    z_gkq = xp.where(_future(xp, keys, queries, offset), -np.inf, scores_gkq * scale)
+    top_gq = z_gkq.max(axis=1)
+    total_gq = xp.exp(z_gkq - top_gq[:, None]).sum(axis=1)
+    logsum_gt[:, offset : offset + queries] = top_gq + xp.log(total_gq)
+    scores_gkq[...] = xp.exp(z_gkq - top_gq[:, None]) / total_gq[:, None]
+
+
+def causal_softmax_backward(
+    scores_gkq: Array, dscores_gtt: Array, scale: float, logsum_gt: Array, inner_gt: Array
+) -> None:
+    """Recompute a block of probabilities, and turn their gradient into that of the scores, both in place.
+
+    Dao et al. (2022, FlashAttention), appendix B.4.
+
+    Parameters
+    ----------
+    scores_gkq : array
+        Products of some keys with all queries from the position of the first of these keys to the end; overwritten by
+        the probabilities.
+    dscores_gtt : array
+        For all keys and queries.  At those of `scores`: in, the gradient by the probabilities; out, by the scores.
+    scale : float
+        Factor of the scores inside the exponential.
+    logsum_gt : array
+        As `causal_softmax` left it.
+    inner_gt : array
+        For each query the sum over keys of probability times its gradient, which is the inner product of the
+        attention output and its gradient.
+    """
+    xp = module_of(scores_gkq)
+    _, keys, queries = scores_gkq.shape
+    start = dscores_gtt.shape[2] - queries
+    z_gkq = xp.where(_future(xp, keys, queries, 0), -np.inf, scores_gkq * scale - logsum_gt[:, None, start:])
+    scores_gkq[...] = xp.exp(z_gkq)
+    dscores_gkq = dscores_gtt[:, start : start + keys, start:]
+    inner_gkq = scores_gkq * (dscores_gkq - inner_gt[:, None, start:]) * scale
+    dscores_gkq[...] = xp.where(_future(xp, keys, queries, 0), 0, inner_gkq)
+
+
+def cross_entropy(logits_nv: Array, targets_n: Array) -> float:
+    """Sum over rows of ``-log softmax(logits)[target]`` in nats; `logits` becomes the gradient of that sum."""
+    xp = module_of(logits_nv)
+    rows = xp.arange(len(targets_n))
+    logits_nv -= logits_nv.max(axis=1)[:, None]
+    picked_n = logits_nv[rows, targets_n].astype(np.float64)
+    xp.exp(logits_nv, out=logits_nv)
+    total_n = logits_nv.sum(axis=1)
+    logits_nv /= total_n[:, None]
+    logits_nv[rows, targets_n] -= 1
+    return float((xp.log(total_n.astype(np.float64)) - picked_n).sum())

@@ -1,0 +1,71 @@
+"""How an optimizer spreads its work over a mesh: one frozen value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mpishard.mesh import Mesh
+
+NONFINITE = ("raise", "skip", "ignore")
+
+
+@dataclass(frozen=True)
+class ShardingConfiguration:
+    """Settings of a distributed optimizer or model.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        Where it runs; gradients are reduced over ``mesh.data``.
+    auto_sync_gradients : bool
+        True: every `step` reduces gradients and updates.  False: `step` only adds this rank's gradient to what is
+        there, with no communication, until `synchronize_optimizer_state` (or a model's `synchronize_gradients`).
+    minimum_parameter_group_size : int
+        Least number of elements in a communication bucket: consecutive tensors travel together until there are that
+        many.  Large buckets cost fewer messages, small ones can travel earlier.
+    overlap_communication : bool
+        Reduce a bucket while the backward pass still computes the next ones.  Both settings give the same bits.
+    max_gradient_norm : float, optional
+        Scale the averaged gradient down to this global 2-norm where it is larger.
+    nonfinite_gradients : {"raise", "skip", "ignore"}
+        What all ranks do if a gradient is NaN or infinite on any of them: raise FloatingPointError that names tensor
+        and rank, leave parameters and state as they are and count the step as skipped, or go on.
+    """
+
+    mesh: Mesh
+    auto_sync_gradients: bool = field(default=True, kw_only=True)
+    minimum_parameter_group_size: int = field(default=1024, kw_only=True)
+    overlap_communication: bool = field(default=True, kw_only=True)
+    max_gradient_norm: float | None = field(default=None, kw_only=True)
+    nonfinite_gradients: str = field(default="raise", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise TypeError(f"a ShardingConfiguration needs a Mesh, got {type(self.mesh).__name__}")
+        size = self.minimum_parameter_group_size
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"minimum_parameter_group_size={size!r} must be a whole number of at least 1")
+        if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
+            raise ValueError(f"max_gradient_norm={self.max_gradient_norm!r} must be above 0, or None for no clipping")
+        if self.nonfinite_gradients not in NONFINITE:
+            raise ValueError(f"nonfinite_gradients={self.nonfinite_gradients!r} must be one of {', '.join(NONFINITE)}")
+
+    @classmethod
+    def create_for_high_bandwidth(cls, mesh: Mesh, **options: Any) -> ShardingConfiguration:
+        """For shared memory and fast interconnects: buckets of 2**18 elements, sent while the backward still runs."""
+        return replace(cls(mesh, minimum_parameter_group_size=2**18, overlap_communication=True), **options)
+
+    @classmethod
+    def create_for_low_bandwidth(cls, mesh: Mesh, **options: Any) -> ShardingConfiguration:
+        """For slow networks, where each message costs: all gradients in buckets of 2**23 elements, sent at the end."""
+        return replace(cls(mesh, minimum_parameter_group_size=2**23, overlap_communication=False), **options)
+
+    @classmethod
+    def of(cls, mesh_or_config: Mesh | ShardingConfiguration) -> ShardingConfiguration:
+        """A configuration as it is, or the default one of a mesh."""
+        if isinstance(mesh_or_config, ShardingConfiguration):
+            return mesh_or_config
+        if isinstance(mesh_or_config, Mesh):
+            return cls(mesh_or_config)
+        raise TypeError(f"expected a Mesh or a ShardingConfiguration, got {type(mesh_or_config).__name__}")

@@ -1,0 +1,132 @@
+# mypy: allow-untyped-defs
+"""The formulas of the update rules, one element at a time (see `mpishard.array.elementwise`).
+
+``p`` is a parameter and ``g`` its gradient, whose division by `divisor` comes first and is a true one, so that sums
+of integers stay exact.  The other arrays are the rule's slots.  ``rest`` is one minus the factor of the same number,
+rounded after the subtraction: ``1 - 0.999`` in float32 is wrong by 5e-5.
+"""
+
+from math import sqrt
+
+from mpishard.array import elementwise
+
+
+@elementwise
+def sgd(p, g, /, divisor, clip, lr, weight_decay):
+    g = g / divisor * clip + weight_decay * p
+    p = p - lr * g
+    return p
+
+
+@elementwise
+def sgd_momentum(p, g, b, /, divisor, clip, lr, weight_decay, momentum, gain):
+    g = g / divisor * clip + weight_decay * p
+    b = momentum * b + gain * g
+    p = p - lr * b
+    return p, b
+
+
+@elementwise
+def sgd_nesterov(p, g, b, /, divisor, clip, lr, weight_decay, momentum, gain):
+    g = g / divisor * clip + weight_decay * p
+    b = momentum * b + gain * g
+    p = p - lr * (g + momentum * b)
+    return p, b
+
+
+# The decay that Adam adds to the gradient and the one that AdamW takes off the parameter are two scalars of one
+# formula; the one that is not used is neutral (0 or 1) and changes no bit.
+
+
+@elementwise
+def adam(p, g, m, v, /, divisor, clip, weight_decay, keep, beta1, rest1, beta2, rest2, step_size, correction, eps):
+    g = g / divisor * clip + weight_decay * p
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * (g * g)
+    p = keep * p - step_size * (m / (sqrt(v) / correction + eps))
+    return p, m, v
+
+
+@elementwise
+def amsgrad(
+    p, g, m, v, top, /, divisor, clip, weight_decay, keep, beta1, rest1, beta2, rest2, step_size, correction, eps
+):
+    g = g / divisor * clip + weight_decay * p
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * (g * g)
+    top = max(top, v)
+    p = keep * p - step_size * (m / (sqrt(top) / correction + eps))
+    return p, m, v, top
+
+
+@elementwise
+def rmsprop(p, g, v, /, divisor, clip, lr, weight_decay, alpha, rest, eps):
+    g = g / divisor * clip + weight_decay * p
+    v = alpha * v + rest * (g * g)
+    p = p - lr * (g / (sqrt(v) + eps))
+    return p, v
+
+
+@elementwise
+def rmsprop_momentum(p, g, v, b, /, divisor, clip, lr, weight_decay, alpha, rest, eps, momentum):
+    g = g / divisor * clip + weight_decay * p
+    v = alpha * v + rest * (g * g)
+    b = momentum * b + g / (sqrt(v) + eps)
+    p = p - lr * b
+    return p, v, b
+
+
+# Rounding can bring the centered second moment below zero where gradients hardly change.
+
+
+@elementwise
+def rmsprop_centered(p, g, v, a, /, divisor, clip, lr, weight_decay, alpha, rest, eps):
+    g = g / divisor * clip + weight_decay * p
+    v = alpha * v + rest * (g * g)
+    a = alpha * a + rest * g
+    p = p - lr * (g / (sqrt(max(v - a * a, 0)) + eps))
+    return p, v, a
+
+
+@elementwise
+def rmsprop_centered_momentum(p, g, v, a, b, /, divisor, clip, lr, weight_decay, alpha, rest, eps, momentum):
+    g = g / divisor * clip + weight_decay * p
+    v = alpha * v + rest * (g * g)
+    a = alpha * a + rest * g
+    b = momentum * b + g / (sqrt(max(v - a * a, 0)) + eps)
+    p = p - lr * b
+    return p, v, a, b
+
+
+@elementwise
+def adagrad(p, g, total, /, divisor, clip, lr, weight_decay, eps):
+    g = g / divisor * clip + weight_decay * p
+    total = total + g * g
+    p = p - lr * (g / (sqrt(total) + eps))
+    return p, total
+
+
+@elementwise
+def lion(p, g, m, /, divisor, clip, lr, keep, beta1, rest1, beta2, rest2):
+    g = g / divisor * clip
+    c = beta1 * m + rest1 * g
+    p = keep * p - lr * (1 if c > 0 else (-1 if c < 0 else c))
+    m = beta2 * m + rest2 * g
+    return p, m
+
+
+@elementwise
+def lamb_direction(
+    p, g, m, v, u, /, divisor, clip, weight_decay, beta1, rest1, beta2, rest2, correction1, correction2, eps
+):
+    g = g / divisor * clip
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * (g * g)
+    u = (m / correction1) / (sqrt(v / correction2) + eps) + weight_decay * p
+    return m, v, u
+
+
+@elementwise
+def lamb_apply(p, u, /, step_size):
+    p = p - step_size * u
+    return p

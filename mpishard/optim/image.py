@@ -1,0 +1,109 @@
+"""Optimizer state as bytes: an HDF5 image that is checked before HDF5 opens it.
+
+The first 512 bytes are HDF5's user block, where a reader of HDF5 does not look: a mark, the length of the image and
+its SHA-256.  A truncated or altered image is refused by these, since a corrupt file can hang or crash the HDF5 library.
+Inside, every state array is stored whole, by tensor name, so that any layout can read it.  Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+
+from mpishard.layout import ParameterSpec
+
+_MARK = b"mpishard optimizer state\0"
+_VERSION = 1
+_BLOCK = 512
+_HEADER = struct.Struct(f"<{len(_MARK)}sIQ32s")
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of an optimizer, whole: `slots` maps a slot's name to its flat array over all tensors in `specs`."""
+
+    rule: str
+    configuration: Mapping[str, Any]
+    steps: int
+    specs: tuple[ParameterSpec, ...]
+    dtype: np.dtype
+    slots: Mapping[str, np.ndarray]
+
+
+def encode(state: State) -> bytes:
+    """Write a state as an HDF5 image."""
+    file = io.BytesIO()
+    with h5py.File(file, "w", userblock_size=_BLOCK) as h5:
+        h5.attrs["format"] = "mpishard optimizer state"
+        h5.attrs["version"] = _VERSION
+        h5.attrs["rule"] = state.rule
+        h5.attrs["configuration"] = json.dumps(dict(state.configuration), sort_keys=True)
+        h5.attrs["steps"] = state.steps
+        h5.attrs["dtype"] = state.dtype.name
+        names = [spec.name for spec in state.specs]
+        h5.create_dataset("names", data=names, dtype=h5py.string_dtype())
+        h5.create_dataset("shapes", data=[json.dumps(spec.shape) for spec in state.specs], dtype=h5py.string_dtype())
+        for slot, flat in state.slots.items():
+            group = h5.create_group(f"slots/{slot}")
+            start = 0
+            for spec in state.specs:
+                group.create_dataset(spec.name, data=flat[start : start + spec.size].reshape(spec.shape))
+                start += spec.size
+    image = bytearray(file.getvalue())
+    digest = hashlib.sha256(memoryview(image)[_BLOCK:]).digest()
+    _HEADER.pack_into(image, 0, _MARK, _VERSION, len(image), digest)
+    return bytes(image)
+
+
+def decode(data: bytes) -> State:
+    """Read what `encode` wrote.
+
+    Raises
+    ------
+    TypeError
+        If `data` is not bytes.
+    ValueError
+        If they are not a state, cut short, altered, or of a later version.
+    """
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise TypeError(f"deserialize takes the bytes that serialize returned, got {type(data).__name__}")
+    if len(data) < _BLOCK or bytes(data[: len(_MARK)]) != _MARK:
+        raise ValueError(f"these {len(data)} bytes are not the state of an mpishard optimizer (no mark at their start)")
+    _, version, length, digest = _HEADER.unpack_from(data)
+    if version != _VERSION:
+        raise ValueError(f"optimizer state of version {version}; this mpishard reads version {_VERSION}")
+    if len(data) != length:
+        raise ValueError(f"optimizer state is cut short or padded: {len(data)} bytes, but it was written with {length}")
+    if hashlib.sha256(memoryview(data)[_BLOCK:]).digest() != digest:
+        raise ValueError("optimizer state is damaged: its SHA-256 differs from the one written with it")
+    with h5py.File(io.BytesIO(data), "r") as h5:
+        names = [name.decode() for name in h5["names"][:]]
+        shapes = [tuple(json.loads(shape)) for shape in h5["shapes"][:]]
+        specs = tuple(ParameterSpec(name, shape) for name, shape in zip(names, shapes, strict=True))
+        dtype = np.dtype(h5.attrs["dtype"])
+        slots = {slot: _flat(group, specs, dtype) for slot, group in h5.get("slots", {}).items()}
+        return State(
+            rule=str(h5.attrs["rule"]),
+            configuration=json.loads(h5.attrs["configuration"]),
+            steps=int(h5.attrs["steps"]),
+            specs=specs,
+            dtype=dtype,
+            slots=slots,
+        )
+
+
+def _flat(group: h5py.Group, specs: Sequence[ParameterSpec], dtype: np.dtype) -> np.ndarray:
+    flat = np.empty(sum(spec.size for spec in specs), dtype)
+    start = 0
+    for spec in specs:
+        flat[start : start + spec.size] = group[spec.name][()].reshape(-1)
+        start += spec.size
+    return flat

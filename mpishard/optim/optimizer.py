@@ -1,0 +1,442 @@
+"""An optimizer is a rule and a strategy: reduce gradients, update what this rank owns, publish it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpishard import array as arrays
+from mpishard import summation
+from mpishard.gradients import Bucket, accumulate, divide
+from mpishard.mesh import Mesh
+from mpishard.optim import image
+from mpishard.optim.configuration import ShardingConfiguration
+from mpishard.optim.rules import LAMB, Rule
+from mpishard.optim.strategies import Strategy
+from mpishard.optim.tensor_norms import parts_of, squares
+from mpishard.parameters import FlatParameters, check_flat
+
+Array = Any
+# torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
+_CLIP_EPSILON = 1e-6
+
+
+class ShardedOptimizer:
+    """Base of the data-parallel optimizers; they differ in their `strategy` only.
+
+    Every method is collective over ``config.mesh.data`` unless it says otherwise.
+
+    Parameters
+    ----------
+    rule : Rule
+        The update rule, e.g. ``AdamW(lr=1e-3)``.
+    config : ShardingConfiguration or Mesh
+
+    Attributes
+    ----------
+    steps : int
+        Updates done; the clock of learning-rate schedules and bias corrections.
+    skipped_steps : int
+        Steps left out because of NaN or infinite gradients.
+    measure_norm : bool
+        Find `gradient_norm` even where clipping does not need it (one more pass over the gradients).
+    gradient_norm : float
+        Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured.
+    """
+
+    strategy: ClassVar[type[Strategy]]
+
+    def __init__(self, rule: Rule, config: ShardingConfiguration | Mesh) -> None:
+        if not isinstance(rule, Rule):
+            raise TypeError(
+                f"{type(self).__name__} needs an update rule such as AdamW(lr=1e-3), got {type(rule).__name__}"
+            )
+        self.rule = rule
+        self.config = ShardingConfiguration.of(config)
+        self.axis = self.config.mesh.data
+        self.steps = 0
+        self.skipped_steps = 0
+        self.measure_norm = False
+        self.gradient_norm = math.nan
+        self._parameters: FlatParameters | None = None
+        self._strategy: Strategy
+        self._slots: dict[str, Array] = {}
+        self._restored: image.State | None = None
+        self._accumulated: Array | None = None
+        self._passes = 0
+        self._nonfinite = ""
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def step(
+        self, parameters: Array | FlatParameters, gradients: Array | None = None, *, count: float | None = None
+    ) -> None:
+        """Take one step: average the gradients of all ranks and update the parameters, in place, on every rank.
+
+        The first call makes the optimizer state, and all ranks' parameters those of data rank 0.
+
+        Parameters
+        ----------
+        parameters : 1-D array or FlatParameters
+            The current parameters, float32 or float64, the same on every rank.
+        gradients : 1-D array
+            This rank's gradient, of the shape, dtype and device of `parameters`; used as the buffer of the reduction,
+            so that its content is undefined afterwards.  A FlatParameters brings its own.
+        count : float, optional
+            What to divide the sum of all ranks' gradients by: the global number of samples where gradients are sums
+            over samples.  Default: the number of ranks (times the accumulated calls), the mean of the ranks' gradients.
+
+        Raises
+        ------
+        ValueError, TypeError
+            On every rank if any rank's arrays do not fit; nothing has changed then.
+        FloatingPointError
+            On every rank if any gradient is NaN or infinite (see `nonfinite_gradients`); parameters and state are
+            unchanged.
+        """
+        if self.config.auto_sync_gradients and gradients is None and self._parameters is parameters:
+            # A rank that ran no backward pass catches up with the reductions the others have started in theirs.
+            self._strategy.buckets.end_pass()
+        synchronized = isinstance(parameters, FlatParameters) and parameters.gradients.reduced
+        named = self._named(parameters, gradients)
+        if self.config.auto_sync_gradients or synchronized:
+            if gradients is not None:
+                self._strategy.buckets.adopt(gradients)
+            self._passes += 1
+            self.update(count)
+            return
+        self._passes += 1
+        if gradients is not None:
+            if self._accumulated is None:
+                self._accumulated = arrays.zeros(named.size, named.dtype, like=named.flat)
+            accumulate(self._accumulated, gradients)
+
+    def synchronize_optimizer_state(self) -> None:
+        """Bring all ranks to one state.
+
+        With ``auto_sync_gradients=False`` this takes the one step that the accumulated gradients stand for.  Otherwise
+        ranks agree already; parameters and state that every rank keeps a copy of are copied from data rank 0 again,
+        which mends copies that something else has changed.
+        """
+        if self._parameters is None:
+            return
+        if self._passes:
+            if self._accumulated is not None:
+                self._strategy.buckets.adopt(self._accumulated)
+            self.update(None)
+            return
+        self.axis.broadcast(self._parameters.flat, label="parameters")
+        if self._strategy.replicated:
+            for slot in self._slots.values():
+                self.axis.broadcast(slot, label="state")
+
+    def optimize(self, problem: Any, **options: Any) -> Any:
+        """Minimise an `OptimizationProblem`; see `OptimizationProblem.minimize` for the options and the result."""
+        return problem.minimize(self, **options)
+
+    def bind(self, parameters: FlatParameters) -> Strategy:
+        """Make the state for these parameters, or go on with them where it is made; `step` does this by itself."""
+        if self._parameters is parameters:
+            return self._strategy
+        if self._parameters is not None and (
+            self._parameters.specs != parameters.specs or self._parameters.dtype != parameters.dtype
+        ):
+            was, now = self._parameters, parameters
+            raise ValueError(
+                f"this optimizer has state for {len(was)} tensors of {was.size} {was.dtype} values, but was given "
+                f"{len(now)} tensors of {now.size} {now.dtype}; use one optimizer for each model"
+            )
+        if self._parameters is None:
+            self._make_state(parameters)
+            self.axis.broadcast(parameters.flat, label="parameters")
+        written = parameters.gradients
+        self._strategy.buckets.hold = not self.config.auto_sync_gradients
+        if written is not self._strategy.buckets and not written.on_demand and written.has_content:
+            if written.reduced:  # ranks hold the sum already: make them hold shares of it, to be summed again
+                divide(written.flat, self.axis.size)
+            self._strategy.buckets.adopt(written.flat)  # a backward pass ran before the first step
+        parameters.gradients = self._strategy.buckets
+        self._parameters = parameters
+        return self._strategy
+
+    def update(self, count: float | None) -> bool:
+        """Finish the reductions and update; False if the step was skipped.  `step` and training loops end in this."""
+        assert self._parameters is not None
+        strategy, config = self._strategy, self.config
+        strategy.buckets.end_pass()
+        strategy.drain()
+        gradients = strategy.gradients()
+        divisor = float(count) if count is not None else float(self.axis.size * max(1, self._passes))
+        usable = self._check_gradients(divisor)
+        if usable:
+            clip = 1.0
+            if config.max_gradient_norm is not None and not math.isnan(self.gradient_norm):
+                clip = min(1.0, config.max_gradient_norm / (self.gradient_norm + _CLIP_EPSILON))
+            self.rule.learning_rate(self.steps + 1)  # a schedule that fails shall fail before anything changes
+            self.steps += 1
+            self.config.mesh.ledger.step = self.steps
+            self._apply(gradients, divisor, clip)
+            strategy.publish(self._parameters.flat)
+        else:
+            self.skipped_steps += 1
+        self._forget_gradients()
+        return usable
+
+    def _forget_gradients(self) -> None:
+        self._strategy.reset()
+        self._passes = 0
+        self._nonfinite = ""
+        if self._accumulated is not None:
+            self._accumulated[...] = 0
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank.  Not collective."""
+        return sum(int(slot.nbytes) for slot in self._slots.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Most bytes of gradient memory that the optimizer held on this rank.  Not collective."""
+        return self._strategy.gradient_bytes if self._parameters is not None else 0
+
+    def serialize(self) -> bytes:
+        """The whole state as an HDF5 image, the same bytes on every rank, for `deserialize` at any number of ranks."""
+        if self._parameters is None:
+            if self._restored is not None:
+                return image.encode(self._restored)
+            raise ValueError("there is no optimizer state before the first step")
+        slots = {name: arrays.to_host(self._strategy.gather(slot)) for name, slot in self._slots.items()}
+        return image.encode(
+            image.State(
+                rule=type(self.rule).__name__,
+                configuration=self.rule.configuration(),
+                steps=self.steps,
+                specs=self._parameters.specs,
+                dtype=self._parameters.dtype,
+                slots=slots,
+            )
+        )
+
+    def deserialize(self, data: bytes) -> None:
+        """Take over the state that `serialize` returned, at this or another number of ranks or strategy.
+
+        Before the first step the names and shapes of the parameters are not known yet; they are compared then.
+
+        Raises
+        ------
+        ValueError, TypeError
+            On every rank if the bytes of any are truncated, damaged, foreign, of another rule or of other parameters;
+            the optimizer is as it was.
+        """
+        state, problem = None, None
+        try:
+            state = image.decode(data)
+            self._check_state(state, self._parameters)
+        except (ValueError, TypeError) as error:
+            problem = error
+        self.axis.agree(problem)
+        assert state is not None
+        if self._parameters is None:
+            self._restored = state
+            self.steps = state.steps
+        else:
+            self._restore(state)
+
+    def _check_state(self, state: image.State, parameters: FlatParameters | None) -> None:
+        own = type(self.rule).__name__
+        if state.rule != own or sorted(state.slots) != sorted(self.rule.slots):
+            theirs, ours = (", ".join(slots) or "none" for slots in (sorted(state.slots), sorted(self.rule.slots)))
+            raise ValueError(
+                f"the state is of the rule {state.rule} (slots: {theirs}), "
+                f"but this optimizer has {own} (slots: {ours}); make the rule as it was when it was saved"
+            )
+        if parameters is None:
+            return
+        saved, wanted = state.specs, parameters.specs
+        if saved != wanted:
+            first = next(
+                (pair for pair in zip(saved, wanted, strict=False) if pair[0] != pair[1]), (saved[-1:], wanted[-1:])
+            )
+            raise ValueError(
+                f"the state is of other parameters: it has {len(saved)} tensors and this model {len(wanted)}; "
+                f"they differ first at {first[0]} against {first[1]}"
+            )
+        if state.dtype != parameters.dtype:
+            raise ValueError(f"the state is {state.dtype}, but the parameters are {parameters.dtype}")
+
+    def _make_state(self, parameters: FlatParameters) -> None:
+        if self._restored is not None:
+            self._check_state(self._restored, parameters)
+        config = self.config
+        self._strategy = self.strategy(
+            self.axis, parameters, config.minimum_parameter_group_size, config.overlap_communication
+        )
+        if config.nonfinite_gradients != "ignore":
+            self._strategy.buckets.inspect = self._inspect
+        self._slots = {}
+        for name in self.rule.slots:
+            slot = arrays.zeros(self._strategy.owned, parameters.dtype, like=parameters.flat)
+            if self.rule.initial(name):
+                slot[...] = self.rule.initial(name)
+            self._slots[name] = slot
+        if self._restored is not None:
+            self._restore(self._restored)
+            self._restored = None
+
+    def _restore(self, state: image.State) -> None:
+        self.steps = state.steps
+        for name, slot in self._slots.items():
+            whole = state.slots[name]
+            for (start, stop), view in zip(self._strategy.own, self._strategy.state_views(slot), strict=True):
+                if arrays.is_device(view):
+                    arrays.copy_to_device(whole[start:stop], view)
+                else:
+                    view[...] = whole[start:stop]
+
+    # -- parts of a step --------------------------------------------------------------------------------------------
+
+    def _named(self, parameters: Array | FlatParameters, gradients: Array | None) -> FlatParameters:
+        """Check the arguments on all ranks together, and bind to the parameters."""
+        problem: Exception | None = None
+        named = parameters if isinstance(parameters, FlatParameters) else None
+        try:
+            if named is None:
+                check_flat("parameters", parameters)
+                known = self._parameters
+                reuse = known is not None and known.flat is parameters
+                named = known if reuse else FlatParameters.over(parameters)
+                if gradients is None:
+                    raise TypeError("step(parameters, gradients) needs the gradients of a flat array of parameters")
+            assert named is not None
+            if gradients is not None:
+                _check_like(named.flat, gradients)
+            if self._restored is not None:
+                self._check_state(self._restored, named)
+            if self._parameters is not None and named.specs != self._parameters.specs:
+                self.bind(named)
+        except (ValueError, TypeError) as error:
+            problem = error
+        self.axis.agree(problem)
+        assert named is not None
+        if self._parameters is None:
+            self._agree_on_size(named)
+        self.bind(named)
+        return named
+
+    def _agree_on_size(self, named: FlatParameters) -> None:
+        sizes = np.array([named.size, -named.size], np.int64)
+        largest, negative = (int(x) for x in self.axis.all_reduce(sizes, op="max", label="control"))
+        if largest != -negative:
+            raise ValueError(
+                f"ranks have between {-negative} and {largest} parameters (this one {named.size}); "
+                "data-parallel ranks must hold the same parameters"
+            )
+
+    def _inspect(self, bucket: Bucket, gradient: Array) -> None:
+        """Remember the first tensor of this rank whose gradient is NaN or infinite, before it is mixed with others."""
+        if self._nonfinite or math.isfinite(summation.largest(gradient)):
+            return
+        assert self._parameters is not None
+        start = 0
+        for spec in self._parameters.specs[bucket.first : bucket.last]:
+            if not math.isfinite(summation.largest(gradient[start : start + spec.size])):
+                self._nonfinite = spec.name
+                return
+            start += spec.size
+
+    def _check_gradients(self, divisor: float) -> bool:
+        """Agree on whether the gradients can be used, and find their global norm where it is wanted."""
+        mode, limit = self.config.nonfinite_gradients, self.config.max_gradient_norm
+        self.gradient_norm = math.nan
+        if mode == "ignore" and limit is None and not self.measure_norm:
+            return True
+        counted = [
+            gradient[start - own : stop - own]
+            for (own, _), gradient, (start, stop) in zip(
+                self._strategy.own, self._strategy.gradients(), self._strategy.counted, strict=True
+            )
+        ]
+        # Maximum and NaN do not go together in MPI: infinity stands for both.
+        top = max((summation.largest(part) for part in counted), default=0.0, key=_with_nan_on_top)
+        shared = np.array([top if math.isfinite(top) and not self._nonfinite else math.inf])
+        self.axis.all_reduce(shared, op="max", label="control")
+        usable = math.isfinite(shared[0])
+        if not usable and mode == "raise":
+            self._raise_nonfinite()
+        if usable and (limit is not None or self.measure_norm):
+            assert self._parameters is not None
+            squares = np.zeros(2)
+            for part in counted:
+                squares += summation.sum_of_squares(part, float(shared[0]), self._parameters.size)
+            self.axis.all_reduce(squares, label="control")
+            self.gradient_norm = math.sqrt(summation.total(squares)) / divisor
+        return usable or mode == "ignore"
+
+    def _raise_nonfinite(self) -> None:
+        told = self.axis.comm.allgather(self._nonfinite)
+        culprits = [f"{name!r} on rank {rank}" for rank, name in enumerate(told) if name]
+        where = ", ".join(culprits) if culprits else "the sum over ranks overflowed, each rank's own was finite"
+        step = self.steps + 1
+        self._forget_gradients()
+        raise FloatingPointError(
+            f"NaN or infinite gradient at step {step}: {where}; parameters and state are unchanged.  "
+            'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'
+        )
+
+    def _apply(self, gradients: list[Array], divisor: float, clip: float) -> None:
+        assert self._parameters is not None
+        strategy = self._strategy
+        owned = strategy.owned_views(self._parameters.flat)
+        slots = [strategy.state_views(slot) for slot in self._slots.values()]
+        states = [list(parts) for parts in zip(*slots, strict=True)] if slots else [[] for _ in owned]
+        if isinstance(self.rule, LAMB):
+            self._apply_by_norms(self.rule, owned, gradients, states, divisor, clip)
+            return
+        for values, gradient, state in zip(owned, gradients, states, strict=True):
+            if values.size:
+                self.rule.update(values, gradient, state, self.steps, divisor=divisor, clip=clip)
+
+    def _apply_by_norms(
+        self,
+        rule: LAMB,
+        owned: list[Array],
+        gradients: list[Array],
+        states: list[list[Array]],
+        divisor: float,
+        clip: float,
+    ) -> None:
+        """For rules whose step depends on norms of whole tensors (LAMB), of which this rank may hold parts."""
+        assert self._parameters is not None
+        specs, strategy = self._parameters.specs, self._strategy
+        step = self.steps
+        directions = [arrays.empty(values.size, values.dtype, like=values) for values in owned]
+        for values, gradient, state, out in zip(owned, gradients, states, directions, strict=True):
+            if values.size:
+                rule.direction(values, gradient, state, step, divisor=divisor, clip=clip, out=out)
+        origins = [start for start, _ in strategy.own]
+        counted = parts_of(specs, strategy.counted, origins)
+        before = squares(self.axis, specs, counted, owned)
+        after = squares(self.axis, specs, counted, directions)
+        for tensor, place, start, stop in parts_of(specs, strategy.own, origins):
+            ratio = rule.trust_ratio(before[tensor], after[tensor])
+            rule.apply(owned[place][start:stop], directions[place][start:stop], step, ratio)
+
+
+def _with_nan_on_top(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _check_like(parameters: Array, gradients: Array) -> None:
+    """Raise unless the gradients have the shape, dtype and device of the flat parameters."""
+    check_flat("gradients", gradients)
+    if gradients.size != parameters.size:
+        raise ValueError(f"gradients have {gradients.size} elements, but parameters have {parameters.size}")
+    if gradients.dtype != parameters.dtype:
+        raise TypeError(f"gradients are {gradients.dtype}, but parameters are {parameters.dtype}; convert one of them")
+    if arrays.module_of(gradients) is not arrays.module_of(parameters):
+        kinds = type(gradients).__name__, type(parameters).__name__
+        raise TypeError(f"gradients are a {kinds[0]}, but parameters a {kinds[1]}; keep both on one device")

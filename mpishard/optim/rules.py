@@ -1,0 +1,345 @@
+"""Update rules: how one parameter follows from its gradient and its own state, and nothing about who computes it.
+
+A rule is a value: a frozen record of hyper-parameters.  Its state lives elsewhere, in flat *slot* arrays as large as
+the parameters, so that any slice of parameters, gradient and slots can be updated on its own with the same result.
+Names, defaults and formulas are those of ``torch.optim`` where it has the rule.
+
+Gradients arrive as sums over samples and are used as ``gradients / divisor * clip``, where `divisor` is the global
+number of samples and `clip` the factor of clipping by the global norm.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from math import sqrt
+from numbers import Real
+from typing import Any, ClassVar
+
+from mpishard.array import Kernel, empty, sum_of_squares
+from mpishard.optim import formulas
+
+Array = Any
+LearningRate = float | Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """What all rules share.
+
+    Parameters
+    ----------
+    lr : float or callable
+        Learning rate, or a function of the step (see `mpishard.optim.schedules`).  Steps count from 1.
+    """
+
+    lr: LearningRate
+    norm_based: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.lr):
+            self._check("lr", minimum=0.0)
+        for field in fields(self):
+            if field.name in ("momentum", "dampening", "weight_decay", "eps", "lr_decay", "initial_accumulator_value"):
+                self._check(field.name, minimum=0.0)
+            elif field.name == "alpha":
+                self._check("alpha", minimum=0.0, below=1.0)
+            elif field.name == "betas":
+                self._check_betas(getattr(self, field.name))
+
+    def _check(self, name: str, minimum: float, below: float = math.inf) -> None:
+        value = getattr(self, name)
+        allowed = f"in [{minimum:g}, {below:g})" if below < math.inf else f"at least {minimum:g} and finite"
+        if not isinstance(value, Real):
+            raise TypeError(f"{type(self).__name__}: {name} must be a number {allowed}, got {value!r}")
+        if not minimum <= float(value) < below:
+            raise ValueError(f"{type(self).__name__}: {name} must be {allowed}, got {value}")
+        object.__setattr__(self, name, float(value))
+
+    def _check_betas(self, betas: Any) -> None:
+        if not isinstance(betas, Sequence) or len(betas) != 2 or not all(isinstance(beta, Real) for beta in betas):
+            raise TypeError(f"{type(self).__name__}: betas must be two numbers in [0, 1), got {betas!r}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"{type(self).__name__}: betas must be in [0, 1), got {betas}")
+        object.__setattr__(self, "betas", tuple(float(beta) for beta in betas))
+
+    @property
+    @abstractmethod
+    def slots(self) -> tuple[str, ...]:
+        """Names of the state arrays, each as large as the parameters; options that are off have none."""
+
+    @property
+    @abstractmethod
+    def kernel(self) -> Kernel:
+        """The compiled formula of ``(parameters, gradients, *slots, /, divisor, clip, *scalars(step))``."""
+
+    @abstractmethod
+    def scalars(self, step: int) -> tuple[float, ...]:
+        """This step's scalars of the formula, computed in float64."""
+
+    def initial(self, slot: str) -> float:
+        """The value that fills `slot` before the first step."""
+        return 0.0
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of `step`, which counts from 1."""
+        if step < 1:
+            raise ValueError(f"steps count from 1, got step {step}")
+        if not callable(self.lr):
+            return self.lr
+        rate = float(self.lr(step))
+        if not 0.0 <= rate < math.inf:
+            raise ValueError(f"{type(self).__name__}: lr({step}) must be at least 0 and finite, got {rate}")
+        return rate
+
+    def update(
+        self,
+        parameters: Array,
+        gradients: Array,
+        slots: Sequence[Array],
+        step: int,
+        *,
+        divisor: float = 1.0,
+        clip: float = 1.0,
+    ) -> None:
+        """Take step `step` in place, in one pass over memory.
+
+        Parameters
+        ----------
+        parameters, gradients : array
+            1-D, contiguous, float32 or float64, of one size, dtype and device.  Gradients are only read.
+        slots : sequence of arrays
+            The state named by `slots`, in that order, like the parameters; filled with `initial` before step 1.
+        step : int
+            Counts from 1.
+        divisor, clip : float
+            The gradient used is ``gradients / divisor * clip``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If arrays, their number or the step do not fit; nothing has changed then.
+        """
+        self._check_slots(slots)
+        self.kernel(parameters, gradients, *slots, divisor, clip, *self.scalars(step))
+
+    def _check_slots(self, slots: Sequence[Array]) -> None:
+        if len(slots) != len(self.slots):
+            raise ValueError(f"{self} has the slots {self.slots}, got {len(slots)} arrays for them")
+
+    def configuration(self) -> dict[str, float | str | bool]:
+        """The hyper-parameters as plain numbers, strings and flags, for saving; a schedule by its repr."""
+        plain: dict[str, float | str | bool] = {"rule": type(self).__name__}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "betas":
+                plain["beta1"], plain["beta2"] = value
+            else:
+                plain[field.name] = repr(value) if callable(value) else value
+        return plain
+
+
+@dataclass(frozen=True)
+class SGD(Rule):
+    """Stochastic gradient descent as ``torch.optim.SGD``; the first momentum is the first gradient, undampened."""
+
+    lr: LearningRate = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise ValueError(
+                "SGD: nesterov needs a momentum above 0 and a dampening of 0, "
+                f"got momentum={self.momentum} and dampening={self.dampening}"
+            )
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
+
+    @property
+    def kernel(self) -> Kernel:
+        if not self.momentum:
+            return formulas.sgd
+        return formulas.sgd_nesterov if self.nesterov else formulas.sgd_momentum
+
+    def scalars(self, step: int) -> tuple[float, ...]:
+        plain = (self.learning_rate(step), self.weight_decay)
+        if not self.momentum:
+            return plain
+        return (*plain, self.momentum, 1.0 if step == 1 else 1.0 - self.dampening)
+
+
+@dataclass(frozen=True)
+class Adam(Rule):
+    """Adam as ``torch.optim.Adam`` (Kingma and Ba 2015, algorithm 1), with AMSGrad (Reddi et al. 2018) on request."""
+
+    lr: LearningRate = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    amsgrad: bool = False
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if self.amsgrad else ()))
+
+    @property
+    def kernel(self) -> Kernel:
+        return formulas.amsgrad if self.amsgrad else formulas.adam
+
+    def _decay(self, step: int) -> tuple[float, float]:
+        return self.weight_decay, 1.0
+
+    def scalars(self, step: int) -> tuple[float, ...]:
+        beta1, beta2 = self.betas
+        step_size = self.learning_rate(step) / (1 - beta1**step)
+        averages = (beta1, 1 - beta1, beta2, 1 - beta2)
+        return (*self._decay(step), *averages, step_size, sqrt(1 - beta2**step), self.eps)
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay, as ``torch.optim.AdamW`` (Loshchilov and Hutter 2019, algorithm 2)."""
+
+    weight_decay: float = 1e-2
+
+    def _decay(self, step: int) -> tuple[float, float]:
+        return 0.0, 1 - self.learning_rate(step) * self.weight_decay
+
+
+@dataclass(frozen=True)
+class RMSprop(Rule):
+    """RMSprop as ``torch.optim.RMSprop`` (Tieleman and Hinton 2012; centered: Graves 2013, equations 38 to 45)."""
+
+    lr: LearningRate = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    centered: bool = False
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        centered = ("grad_avg",) if self.centered else ()
+        return ("square_avg", *centered, *(("momentum_buffer",) if self.momentum else ()))
+
+    @property
+    def kernel(self) -> Kernel:
+        if self.centered:
+            return formulas.rmsprop_centered_momentum if self.momentum else formulas.rmsprop_centered
+        return formulas.rmsprop_momentum if self.momentum else formulas.rmsprop
+
+    def scalars(self, step: int) -> tuple[float, ...]:
+        plain = (self.learning_rate(step), self.weight_decay, self.alpha, 1 - self.alpha, self.eps)
+        return (*plain, self.momentum) if self.momentum else plain
+
+
+@dataclass(frozen=True)
+class Adagrad(Rule):
+    """Adagrad as ``torch.optim.Adagrad`` (Duchi, Hazan and Singer 2011)."""
+
+    lr: LearningRate = 1e-2
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+    slots = ("sum",)
+    kernel = formulas.adagrad
+
+    def initial(self, slot: str) -> float:
+        return self.initial_accumulator_value
+
+    def scalars(self, step: int) -> tuple[float, ...]:
+        return self.learning_rate(step) / (1 + (step - 1) * self.lr_decay), self.weight_decay, self.eps
+
+
+@dataclass(frozen=True)
+class Lion(Rule):
+    """Lion: the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, algorithm 2)."""
+
+    lr: LearningRate = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+
+    slots = ("exp_avg",)
+    kernel = formulas.lion
+
+    def scalars(self, step: int) -> tuple[float, ...]:
+        lr, (beta1, beta2) = self.learning_rate(step), self.betas
+        return lr, 1 - lr * self.weight_decay, beta1, 1 - beta1, beta2, 1 - beta2
+
+
+@dataclass(frozen=True)
+class LAMB(Rule):
+    """LAMB: Adam's direction, per tensor as long as the tensor times `lr` (You et al. 2020, algorithm 2; phi(z) = z).
+
+    The norms are those of whole tensors, so a step has two halves around a sum over shards: `direction` for all
+    elements, then per tensor `trust_ratio` of the two sums of squares and `apply`.
+    """
+
+    lr: LearningRate = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 1e-2
+
+    norm_based: ClassVar[bool] = True
+    slots = ("exp_avg", "exp_avg_sq")
+    kernel = formulas.lamb_direction
+
+    def scalars(self, step: int) -> tuple[float, ...]:
+        beta1, beta2 = self.betas
+        averages = (beta1, 1 - beta1, beta2, 1 - beta2)
+        return (self.weight_decay, *averages, 1 - beta1**step, 1 - beta2**step, self.eps)
+
+    def direction(
+        self,
+        parameters: Array,
+        gradients: Array,
+        slots: Sequence[Array],
+        step: int,
+        *,
+        divisor: float = 1.0,
+        clip: float = 1.0,
+        out: Array,
+    ) -> None:
+        """Advance the slots, and write the update before scaling, decay included, into `out`.
+
+        Any slice of parameters, gradients and slots may be given; `out` is a like array that overlaps none of them.
+        """
+        self._check_slots(slots)
+        self.learning_rate(step)
+        self.kernel(parameters, gradients, *slots, out, divisor, clip, *self.scalars(step))
+
+    @staticmethod
+    def trust_ratio(parameter_squares: float, direction_squares: float) -> float:
+        """Norm of a tensor over the norm of its direction, from their sums of squares; 1 where either is zero."""
+        if parameter_squares == 0 or direction_squares == 0:
+            return 1.0
+        return sqrt(parameter_squares) / sqrt(direction_squares)
+
+    def apply(self, parameters: Array, direction: Array, step: int, ratio: float) -> None:
+        """Move the parameters of one tensor, or of a slice of it, along `direction` by ``lr * ratio``, in place."""
+        formulas.lamb_apply(parameters, direction, self.learning_rate(step) * ratio)
+
+    def update(
+        self,
+        parameters: Array,
+        gradients: Array,
+        slots: Sequence[Array],
+        step: int,
+        *,
+        divisor: float = 1.0,
+        clip: float = 1.0,
+    ) -> None:
+        """Take step `step` in place, as `Rule.update`, with all of `parameters` as ONE tensor."""
+        out = empty(parameters.size, parameters.dtype, like=parameters)
+        self.direction(parameters, gradients, slots, step, divisor=divisor, clip=clip, out=out)
+        self.apply(parameters, out, step, self.trust_ratio(sum_of_squares(parameters), sum_of_squares(out)))

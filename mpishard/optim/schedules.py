@@ -1,0 +1,101 @@
+"""Learning-rate schedules: pure functions of the step, which counts from 1, so that a resumed run needs no more.
+
+Each function returns a `Schedule`, a value whose repr is the call that makes it.  With ``warmup=w`` the rate rises
+linearly over the first `w` steps and is ``peak`` at step `w`; what is left of a decay follows after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """A learning rate for every step; made by `constant`, `warmup`, `linear`, `cosine` or `inverse_square_root`.
+
+    Parameters
+    ----------
+    shape : str
+        Name of the function that makes it.
+    peak : float
+        The highest rate.
+    steps : int or None
+        The step from which a decay stays at `floor`; None for shapes that do not end.
+    warmup : int
+        Steps of linear rise.
+    floor : float
+        The lowest rate after the warm-up.
+    """
+
+    shape: str
+    peak: float
+    steps: int | None = None
+    warmup: int = 0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("peak", "floor"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+                raise ValueError(f"{self.shape}: {name} must be a number of at least 0, got {value!r}")
+            object.__setattr__(self, name, float(value))
+        if self.floor > self.peak:
+            raise ValueError(f"{self.shape}: floor={self.floor} is above peak={self.peak}")
+        least = 1 if self.shape in ("warmup", "inverse_square_root") else 0
+        if not isinstance(self.warmup, int) or self.warmup < least:
+            raise ValueError(f"{self.shape}: warm-up must be an integer of at least {least}, got {self.warmup!r}")
+        if self.steps is not None and (not isinstance(self.steps, int) or self.steps <= self.warmup):
+            raise ValueError(f"{self.shape}: steps must be an integer above warmup={self.warmup}, got {self.steps!r}")
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of `step`, which counts from 1."""
+        if step < self.warmup:
+            return self.peak * step / self.warmup
+        if self.shape == "inverse_square_root":
+            return max(self.floor, self.peak * math.sqrt(self.warmup / step))
+        if self.steps is None:
+            return self.peak
+        # A decay without a warm-up is at its peak in the first step.
+        start = max(1, self.warmup)
+        progress = min(1.0, (step - start) / max(1, self.steps - start))
+        return self.floor + (self.peak - self.floor) * _SHAPES[self.shape](progress)
+
+    def __repr__(self) -> str:
+        given = {"peak": self.peak, "steps": self.steps, "warmup": self.warmup, "floor": self.floor}
+        if self.shape == "warmup":
+            given = {"peak": self.peak, "steps": self.warmup}
+        shown = (f"{name}={value!r}" for name, value in given.items() if value or name == "peak")
+        return f"{self.shape}({', '.join(shown)})"
+
+
+def constant(peak: float, *, warmup: int = 0) -> Schedule:
+    """`peak` at every step after the warm-up."""
+    return Schedule("constant", peak, warmup=warmup)
+
+
+def warmup(peak: float, steps: int) -> Schedule:
+    """A linear rise to `peak` at step `steps`, then `peak`."""
+    return Schedule("warmup", peak, warmup=steps)
+
+
+def linear(peak: float, steps: int, *, warmup: int = 0, floor: float = 0.0) -> Schedule:
+    """A straight line from `peak` to `floor` at step `steps`, then `floor`."""
+    return Schedule("linear", peak, steps, warmup, floor)
+
+
+def cosine(peak: float, steps: int, *, warmup: int = 0, floor: float = 0.0) -> Schedule:
+    """Half a cosine from `peak` to `floor` at step `steps`, then `floor` (Loshchilov and Hutter 2017, equation 5)."""
+    return Schedule("cosine", peak, steps, warmup, floor)
+
+
+def inverse_square_root(peak: float, *, warmup: int, floor: float = 0.0) -> Schedule:
+    """``peak * sqrt(warmup / step)`` after the warm-up (Vaswani et al. 2017, equation 3)."""
+    return Schedule("inverse_square_root", peak, warmup=warmup, floor=floor)

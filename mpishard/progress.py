@@ -1,0 +1,46 @@
+"""A progress line that suits where it goes: a live bar on a terminal, a line every few seconds in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from tqdm import tqdm
+
+_EVERY_S = 5.0
+
+
+class Progress:
+    """Progress of a run on stderr; shows nothing where `shown` is False (ranks above 0).
+
+    Under mpirun stderr is a pipe, not a terminal, so that what a user sees there are the lines.
+    """
+
+    def __init__(self, total: int | None, shown: bool, unit: str = "step") -> None:
+        self._live = shown and sys.stderr.isatty()
+        self._shown = shown
+        self._total = total
+        self._unit = unit
+        self._began = time.perf_counter()
+        self._printed = self._began
+        self._done = 0
+        self._bar = tqdm(total=total, unit=unit, disable=not self._live)
+
+    def advance(self, note: str) -> None:
+        """One more step is done; `note` says how it went."""
+        self._done += 1
+        if self._live:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update()
+        now = time.perf_counter()
+        if self._shown and not self._live and (now - self._printed >= _EVERY_S or self._done in (1, self._total)):
+            self._printed = now
+            self._print(note)
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def _print(self, note: str) -> None:
+        elapsed = time.perf_counter() - self._began
+        line = tqdm.format_meter(self._done, self._total, elapsed, unit=self._unit, postfix=note, ncols=0)
+        print(line, file=sys.stderr, flush=True)

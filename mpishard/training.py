@@ -1,0 +1,283 @@
+"""Minimising a sum over samples: the problem, the loop that spreads it over the ranks, and what came of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpishard import array as arrays
+from mpishard.data.sampling import Sampler
+from mpishard.optim import ShardedOptimizer
+from mpishard.parameters import FlatParameters, check_flat
+from mpishard.progress import Progress
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a callback sees after a step.
+
+    Attributes
+    ----------
+    step : int
+        Steps done.
+    loss : float
+        Mean loss over the samples of this step, before its update.
+    learning_rate : float
+        Of this step.
+    gradient_norm : float
+        Of the averaged gradient, before clipping; NaN unless clipping or a tolerance needs it.
+    samples : int
+        Samples used so far, over all ranks.
+    seconds : float
+        Since the loop began.
+    parameters : array or FlatParameters
+        The current parameters, not a copy.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    samples: int
+    seconds: float
+    parameters: Array | FlatParameters
+
+
+@dataclass(frozen=True)
+class OptimizationResult:
+    """What came of an optimization, the same on every rank but for `communication`.
+
+    Attributes
+    ----------
+    parameters : array
+        The final parameters, flat.
+    loss_history : ndarray, float64 (steps,)
+        Mean loss of each step's samples, before its update.
+    steps, samples : int
+        Steps done and samples used, over all ranks.
+    skipped_steps : int
+        Steps whose gradients were not finite and were left out.
+    seconds : float
+    stop_reason : str
+        ``"steps"``, ``"tolerance"``, ``"seconds"`` or ``"callback"``.
+    communication : dict
+        What this rank communicated over all axes since the mesh was made: calls, bytes sent and seconds by kind.
+    """
+
+    parameters: Array
+    loss_history: np.ndarray
+    steps: int
+    samples: int
+    skipped_steps: int
+    seconds: float
+    stop_reason: str
+    communication: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class OptimizationProblem:
+    """What to minimise: the mean over samples of a loss.
+
+    Parameters
+    ----------
+    function : callable
+        ``function(parameters, samples, gradients) -> loss``: for one micro-batch, whose sample indices are `samples`
+        (int64, never empty), return the summed loss and ADD its gradient into `gradients`.  Parameters and gradients
+        are flat arrays like `start`; if `start` is a FlatParameters they are that and its `GradientBuckets`, into
+        which its model writes.
+    start : 1-D array or FlatParameters
+        Where to start.  An array is copied; a FlatParameters is trained in place.
+    samples : int
+        Number of samples.
+    batch_size : int
+        Samples a step, over all ranks; at least the number of data-parallel ranks.
+    micro_batch_size : int, optional
+        Most samples in one call of `function`; default: a rank's whole share of the batch.
+    steps : int, optional
+        Stop after so many steps.
+    tolerance : float, optional
+        Stop when the 2-norm of the averaged gradient is at most this.
+    seconds : float, optional
+        Stop after the step in which this time is over on any rank.
+    seed : int
+        Decides the order of the samples.
+    tokens_per_sample : int
+        How many equal terms the loss of one sample sums over; losses and gradients are means over all of them.
+
+    At least one of `steps`, `tolerance` and `seconds` must be given, or a callback that stops.
+    """
+
+    function: Callable[[Any, np.ndarray, Any], float]
+    start: Array | FlatParameters
+    samples: int
+    batch_size: int
+    micro_batch_size: int | None = field(default=None, kw_only=True)
+    steps: int | None = field(default=None, kw_only=True)
+    tolerance: float | None = field(default=None, kw_only=True)
+    seconds: float | None = field(default=None, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+    tokens_per_sample: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"function must be callable, got {type(self.function).__name__}")
+        if not isinstance(self.start, FlatParameters):
+            check_flat("start", self.start)
+        for name in ("samples", "batch_size", "micro_batch_size", "tokens_per_sample"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int | np.integer) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.steps is not None and (not isinstance(self.steps, int | np.integer) or self.steps < 0):
+            raise ValueError(f"steps={self.steps!r} must be a whole number of at least 0")
+        for name in ("tolerance", "seconds"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name}={value!r} must be at least 0")
+
+    @classmethod
+    def for_model(cls, model: Any, batch: Callable[[np.ndarray], tuple[Any, ...]], **options: Any) -> Any:
+        """Train a model: ``batch(samples)`` gives what ``model.loss_and_gradient`` takes, ``options`` are the others."""
+
+        def function(parameters: Any, samples: np.ndarray, gradients: Any) -> float:
+            return model.loss_and_gradient(*batch(samples))
+
+        return cls(function, model.parameters, **options)
+
+    def minimize(
+        self,
+        optimizer: ShardedOptimizer,
+        *,
+        callback: Callable[[TrainingState], bool | None] | None = None,
+        progress: bool = True,
+    ) -> OptimizationResult:
+        """Run the loop; `ShardedOptimizer.optimize` calls this.  Collective over the optimizer's mesh.
+
+        Parameters
+        ----------
+        callback : callable, optional
+            Called on every rank after every step; returning True on any rank stops all of them.
+        progress : bool
+            Show progress on stderr of rank 0.
+        """
+        problem: Exception | None = None
+        if self.batch_size < optimizer.axis.size:
+            problem = ValueError(
+                f"batch_size={self.batch_size} gives some of the {optimizer.axis.size} data-parallel ranks no sample; "
+                f"use at least {optimizer.axis.size}, or fewer ranks"
+            )
+        elif self.steps is None and self.tolerance is None and self.seconds is None and callback is None:
+            problem = ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
+        optimizer.axis.agree(problem)
+        return _Loop(self, optimizer, callback, progress).run()
+
+
+class _Loop:
+    """One run of the training loop."""
+
+    def __init__(
+        self,
+        problem: OptimizationProblem,
+        optimizer: ShardedOptimizer,
+        callback: Callable[[TrainingState], bool | None] | None,
+        progress: bool,
+    ) -> None:
+        self.problem = problem
+        self.optimizer = optimizer
+        self.callback = callback
+        self.axis = optimizer.axis
+        self.sampler = Sampler(problem.samples, problem.batch_size, problem.seed)
+        start = problem.start
+        self.of_model = isinstance(start, FlatParameters)
+        self.parameters = start if isinstance(start, FlatParameters) else FlatParameters.over(start.copy())
+        self.buckets = optimizer.bind(self.parameters).buckets
+        self.gradients: Any = self.buckets
+        if not self.of_model:
+            self.gradients = arrays.zeros(self.parameters.size, self.parameters.dtype, like=self.parameters.flat)
+        self.progress = Progress(problem.steps, shown=progress and optimizer.config.mesh.rank == 0)
+        self.began = time.perf_counter()
+        self.losses: list[float] = []
+        self.skipped = 0
+
+    def run(self) -> OptimizationResult:
+        self.optimizer.measure_norm = self.problem.tolerance is not None
+        reason = "steps" if self.problem.steps == 0 else ""
+        while not reason:
+            reason = self.step(len(self.losses) + 1)
+        self.progress.close()
+        return OptimizationResult(
+            parameters=self.parameters.flat,
+            loss_history=np.array(self.losses),
+            steps=len(self.losses),
+            samples=self.sampler.consumed(len(self.losses)),
+            skipped_steps=self.skipped,
+            seconds=time.perf_counter() - self.began,
+            stop_reason=reason,
+            communication=self.optimizer.config.mesh.ledger.summary(),
+        )
+
+    def step(self, step: int) -> str:
+        """Take one step; returns why to stop, or nothing."""
+        self.optimizer.config.mesh.ledger.step = step
+        loss_sum, count = self.loss_and_gradient(step)
+        total = np.array([loss_sum])
+        self.axis.all_reduce(total, label="loss")
+        loss = float(total[0]) / count
+        rate = self.optimizer.rule.learning_rate(self.optimizer.steps + 1)
+        self.skipped += not self.optimizer.update(count)
+        self.losses.append(loss)
+        norm = self.optimizer.gradient_norm
+        self.progress.advance(f"loss {loss:.4g}" + ("" if math.isnan(norm) else f", gradient {norm:.3g}"))
+        return self.why_stop(step, loss, rate, norm)
+
+    def loss_and_gradient(self, step: int) -> tuple[float, int]:
+        """Summed loss of this rank's samples of a step, and the global number of its terms."""
+        problem = self.problem
+        shares = self.sampler.share(step, self.axis.rank, self.axis.size, problem.micro_batch_size)
+        parameters = self.parameters if self.of_model else self.parameters.flat
+        loss_sum = 0.0
+        if not self.of_model:
+            self.gradients[...] = 0
+        for number, samples in enumerate(shares, start=1):
+            last = number == len(shares)
+            self.buckets.hold = not last
+            if len(samples):
+                loss = problem.function(parameters, samples, self.gradients)
+                if not isinstance(loss, float | np.floating):
+                    raise TypeError(f"the function must return the summed loss as a float, got {type(loss).__name__}")
+                loss_sum += float(loss)
+            if self.of_model and not last:
+                self.buckets.end_pass(last=False)
+        if not self.of_model:
+            self.buckets.adopt(self.gradients)
+        # Ranks without samples start their reductions here, the others did so in the backward pass: no other
+        # collective may come before.
+        self.buckets.end_pass()
+        samples = self.sampler.consumed(step) - self.sampler.consumed(step - 1)
+        return loss_sum, samples * problem.tokens_per_sample
+
+    def why_stop(self, step: int, loss: float, rate: float, norm: float) -> str:
+        problem = self.problem
+        seconds = time.perf_counter() - self.began
+        wish = 0
+        if self.callback is not None:
+            samples = self.sampler.consumed(step)
+            parameters = self.parameters if self.of_model else self.parameters.flat
+            if self.callback(TrainingState(step, loss, rate, norm, samples, seconds, parameters)):
+                wish = 2
+        if problem.seconds is not None and seconds >= problem.seconds:
+            wish = max(wish, 1)
+        if self.callback is not None or problem.seconds is not None:
+            wishes = np.array([wish], np.int64)
+            wish = int(self.axis.all_reduce(wishes, op="max", label="control")[0])
+        if wish:
+            return "callback" if wish == 2 else "seconds"
+        if problem.tolerance is not None and norm <= problem.tolerance:
+            return "tolerance"
+        return "steps" if problem.steps is not None and step >= problem.steps else ""

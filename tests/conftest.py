@@ -1,0 +1,170 @@
+"""What the tests share: one outcome on all ranks, a terminal for rank 0 alone, and a few fixtures.
+
+Tests under ``tests/mpi`` need ``mpiexec -n N python -m pytest --with-mpi tests/mpi``; the others need no
+launcher. Every phase of a test ends in an agreement of the ranks: a failure on one is a failure on all, shown
+by rank 0 with the rank it comes from, and none goes on to a collective that the failed one will never join.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+AFTER_FAILURE = 20.0  # seconds that the other ranks get to reach the agreement once one has failed
+QUIET = 2.0  # seconds after which a failed rank that is still alone says so itself
+
+# Ranks must draw the same examples, and a run must be repeatable.
+hypothesis.settings.register_profile("mpishard", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("mpishard")
+
+# Shorter than pytest's own limit: mpishard names what waits for what, a stack dump only where.
+os.environ.setdefault("MPISHARD_TIMEOUT", "60")
+
+
+class Agreement:
+    """A pytest plugin for runs on several ranks: each phase of a test has one outcome, the worst of all."""
+
+    def __init__(self, config: pytest.Config, world: Any) -> None:
+        self.world = world.Dup()  # a communicator of its own: a test's leftovers cannot match its messages
+        self.rank, self.size = world.rank, world.size
+        self.limit = float(config.getini("faulthandler_timeout") or 120)
+        self.collection_errors: list[str] = []
+        # The true stderr; later, pytest captures file descriptor 2.
+        self.stderr = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
+
+    def say(self, text: str) -> None:
+        self.stderr.write("".join(f"[rank {self.rank}] {line}\n" for line in text.splitlines()))
+        self.stderr.flush()
+
+    def exchange(self, where: str, failure: str | None) -> dict[int, str]:
+        """Failures by rank; ends the job if the others stay away.
+
+        Polls, because a blocked MPI call can be neither timed out nor interrupted.
+        """
+        mine = np.array([failure is not None], dtype=np.int8)
+        flags = np.zeros(self.size, dtype=np.int8)
+        request = self.world.Iallgather(mine, flags)
+        start, told = time.monotonic(), False
+        limit = self.limit if failure is None else AFTER_FAILURE
+        while not request.Test():
+            waited = time.monotonic() - start
+            if failure is not None and not told and waited > QUIET:
+                self.say(f"failed in {where}:\n{failure}")
+                told = True
+            if waited > limit:
+                self.say(f"{where}: other ranks did not follow within {limit:.0f} s; ending the job")
+                self.world.Abort(1)
+            time.sleep(0.0005)
+        if not flags.any():
+            return {}
+        texts = self.world.allgather(failure)
+        return {rank: text for rank, text in enumerate(texts) if text is not None}
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.collection_errors.append(report.longreprtext)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        error = "\n".join(self.collection_errors) or None
+        others = self.exchange("collection", error)
+        if others and error is None:
+            rank, text = next(iter(others.items()))
+            pytest.exit(f"collection failed on rank {rank}:\n{text}", returncode=2)
+        tests = hashlib.sha256("\n".join(item.nodeid for item in session.items).encode()).hexdigest()
+        if not others and len(set(self.world.allgather(tests))) > 1:
+            pytest.exit("ranks collected different tests; parameters must not depend on the rank", 2)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+        report: Any = yield
+        own = (report.longreprtext or f"{report.when} failed") if report.failed else None
+        others = self.exchange(f"{item.nodeid} ({report.when})", own)
+        others.pop(self.rank, None)
+        if others:
+            rank, text = next(iter(others.items()))
+            if own is not None:
+                report.sections.append((f"also failed on ranks {sorted(others)}; rank {rank}", text))
+            else:
+                report.outcome = "failed"
+                report.longrepr = f"failed on ranks {sorted(others)}; rank {rank}:\n{text}"
+        return report
+
+    def pytest_unconfigure(self) -> None:
+        # Open MPI ends the job at the first rank that exits with an error: let rank 0 have its say first.
+        sys.stdout.flush()
+        request, start = self.world.Ibarrier(), time.monotonic()
+        while not request.Test() and time.monotonic() - start < AFTER_FAILURE:
+            time.sleep(0.001)
+
+
+def with_mpi(config: pytest.Config) -> bool:
+    return bool(config.getoption("--with-mpi") or config.getoption("--only-mpi"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if with_mpi(config):
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.size > 1:
+            config.pluginmanager.register(Agreement(config, MPI.COMM_WORLD), "agreement")
+        if MPI.COMM_WORLD.rank > 0:
+            config.pluginmanager.unregister(name="terminalreporter")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    spec = importlib.util.find_spec("mpishard")
+    lines = [f"mpishard: {spec.origin if spec else 'not found'}"]
+    if with_mpi(config):
+        from mpi4py import MPI
+
+        library = MPI.Get_library_version().split(",")[0].splitlines()[0]
+        lines.append(f"MPI: {library}, {MPI.COMM_WORLD.size} ranks")
+    return lines
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE / "mpi" in item.path.parents:
+            item.add_marker(pytest.mark.mpi)
+
+
+@pytest.fixture(scope="session")
+def comm() -> Any:
+    """``MPI.COMM_WORLD``."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def mesh(comm: Any) -> Iterator[Any]:
+    """A data-parallel ``Mesh`` over all ranks, freed after the test. Collective."""
+    import mpishard
+
+    with mpishard.Mesh(comm) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def same_on_all(comm: Any) -> Callable[[Any], bool]:
+    """``same_on_all(value)``: whether all ranks hold the same value, arrays to the last bit. Collective."""
+
+    def same(value: Any) -> bool:
+        if isinstance(value, np.ndarray):
+            value = (value.dtype.str, value.shape, hashlib.sha256(np.ascontiguousarray(value)).hexdigest())
+        return all(other == value for other in comm.allgather(value))
+
+    return same

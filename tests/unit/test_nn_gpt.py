@@ -1,0 +1,292 @@
+"""The whole network: against PyTorch, between dtypes and batches, without allocation, and on bad input."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from mpishard import nn
+from mpishard.nn import formulas, kernels
+
+VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 11, 140, 12, 2, 3
+
+
+def model(dtype=np.float64, seed=0):
+    """A small network, away from its initial values so that every tensor matters."""
+    gpt = nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, dtype=dtype, seed=seed)
+    random = np.random.default_rng(5)
+    gpt.parameters.flat[:] += 0.3 * random.standard_normal(gpt.parameters.size)
+    return gpt
+
+
+def batch(size, length, seed=0):
+    random = np.random.default_rng(seed)
+    return random.integers(0, VOCABULARY, (size, length)), random.integers(0, VOCABULARY, (size, length))
+
+
+def run(gpt, *pair):
+    """Loss and a copy of all gradients of one micro-batch."""
+    gpt.parameters.gradients.reset()
+    loss = gpt.loss_and_gradient(*pair)
+    return loss, gpt.parameters.gradients.flat.copy()
+
+
+def torch_loss(torch, tensors, tokens, targets):
+    """The same network in PyTorch, written with its own layers."""
+    functional = torch.nn.functional
+
+    def norm(x, name):
+        return functional.layer_norm(x, (WIDTH,), tensors[f"{name}.weight"], tensors[f"{name}.bias"])
+
+    def linear(x, name):
+        return functional.linear(x, tensors[f"{name}.weight"].T, tensors[f"{name}.bias"])
+
+    size, length = tokens.shape
+    x = functional.embedding(tokens, tensors["token_embedding.weight"]) + tensors["position_embedding.weight"][:length]
+    for block in range(LAYERS):
+        name = f"blocks.{block}"
+        qkv = linear(norm(x, f"{name}.attention_norm"), f"{name}.attention.qkv")
+        q, k, v = qkv.view(size, length, HEADS, 3, WIDTH // HEADS).permute(3, 0, 2, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(mixed.transpose(1, 2).reshape(size, length, WIDTH), f"{name}.attention.output")
+        hidden = functional.gelu(linear(norm(x, f"{name}.mlp_norm"), f"{name}.mlp.expand"), approximate="tanh")
+        x = x + linear(hidden, f"{name}.mlp.contract")
+    logits = norm(x, "final_norm") @ tensors["head.weight"]
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("size, length", [(3, 10), (1, 1), (2, CONTEXT)])
+def test_loss_and_gradients_equal_pytorch(size, length):
+    torch = pytest.importorskip("torch", reason="compares with PyTorch, which is not installed")
+    gpt, (tokens, targets) = model(), batch(size, length)
+    loss, gradient = run(gpt, tokens, targets)
+    tensors = {name: torch.tensor(gpt.parameters[name], requires_grad=True) for name in gpt.parameters}
+    reference = torch_loss(torch, tensors, torch.tensor(tokens), torch.tensor(targets))
+    reference.backward()
+    assert loss == pytest.approx(reference.item(), rel=1e-10)
+    start = 0
+    for name, tensor in tensors.items():
+        ours = gradient[start : start + tensor.numel()].reshape(tensor.shape)
+        start += tensor.numel()
+        np.testing.assert_allclose(ours, tensor.grad.numpy(), rtol=1e-10, atol=1e-10, err_msg=name)
+
+
+def test_compiled_kernels_equal_their_formulas():
+    gpt, pair = model(), batch(2, CONTEXT)
+    loss, gradient = run(gpt, *pair)
+
+    def use(layer):
+        layer.ops = formulas
+        for child in layer.children:
+            use(child)
+
+    use(gpt)
+    plain_loss, plain_gradient = run(gpt, *pair)
+    assert gpt.blocks[0].mlp.activation.ops is formulas and gpt.ops is not kernels
+    assert loss == pytest.approx(plain_loss, rel=1e-13)
+    np.testing.assert_allclose(gradient, plain_gradient, rtol=1e-11, atol=1e-11)
+
+
+def test_float32_is_close_to_float64():
+    pair = batch(3, 50)
+    loss, gradient = run(model(np.float64), *pair)
+    loss32, gradient32 = run(model(np.float32), *pair)
+    assert gradient32.dtype == np.float32
+    assert loss32 == pytest.approx(loss, rel=1e-6)
+    assert np.abs(gradient32 - gradient).max() < 1e-5 * np.abs(gradient).max()
+
+
+def test_same_initial_values_in_both_dtypes():
+    double, single = nn.GPT(9, 8, 4, 1, 2, np.float64), nn.GPT(9, 8, 4, 1, 2, np.float32)
+    np.testing.assert_array_equal(double.parameters.flat.astype(np.float32), single.parameters.flat)
+    other = nn.GPT(9, 8, 4, 1, 2, np.float64, seed=1)
+    assert (other.parameters["head.weight"] != double.parameters["head.weight"]).all()
+
+
+def test_initial_loss_is_that_of_a_uniform_guess():
+    gpt = nn.GPT(256, 32, 32, 2, 4)
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 32))
+    assert gpt.loss(tokens, tokens[:, ::-1]) / tokens.size == pytest.approx(np.log(256), rel=0.02)
+    assert gpt.parameters["blocks.0.mlp.contract.weight"].std() == pytest.approx(0.02 / 2, rel=0.05)
+
+
+def test_two_micro_batches_add_up_to_one_batch():
+    gpt, (tokens, targets) = model(), batch(5, 9)
+    loss, gradient = run(gpt, tokens, targets)
+    gradients = gpt.parameters.gradients
+    gradients.reset()
+    gradients.hold = True
+    parts = gpt.loss_and_gradient(tokens[:3], targets[:3]) + gpt.loss_and_gradient(tokens[3:], targets[3:])
+    assert parts == pytest.approx(loss, rel=1e-13)
+    np.testing.assert_allclose(gradients.flat, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_ragged_batches_give_the_same_as_a_fresh_model():
+    gpt = model()
+    for size, length in [(2, 8), (4, 8), (1, 140), (4, 3), (2, 8), (3, 130)]:
+        pair = batch(size, length, seed=size)
+        loss, gradient = run(gpt, *pair)
+        fresh_loss, fresh_gradient = run(model(), *pair)
+        assert loss == fresh_loss
+        np.testing.assert_array_equal(gradient, fresh_gradient)
+
+
+def test_gradients_are_announced_once_each_from_the_last_tensor_to_the_first():
+    gpt = model()
+    order = []
+    announce = gpt.parameters.gradients.finished
+    gpt.parameters.gradients.finished = lambda name: (order.append(name), announce(name))
+    run(gpt, *batch(1, 4))
+    assert sorted(order) == sorted(gpt.parameters)
+    stems = [name.rpartition(".")[0] for name in order]
+    forward = [spec.name.rpartition(".")[0] for spec in gpt.parameters.specs]
+    # Tensors of one layer may come in any order, layers only backwards.
+    assert list(dict.fromkeys(stems))[::-1][2:] == list(dict.fromkeys(forward))[2:]
+
+
+def test_nothing_is_allocated_after_the_first_step():
+    gpt, pair, ragged = model(np.float32), batch(4, 130), batch(3, 130)
+
+    def step(pair):
+        gpt.parameters.gradients.reset()
+        gpt.loss_and_gradient(*pair)
+
+    for _ in range(2):
+        step(pair)
+        step(ragged)
+    held = gpt._work.nbytes
+    buffers = {name: memory.ctypes.data for name, memory in gpt._work.saved._memory.items()}
+    tracemalloc.start()
+    try:
+        step(pair)
+        step(ragged)
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        step(pair)
+        step(ragged)
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # NumPy reports its arrays to tracemalloc; views and Python's own small objects stay far below one activation.
+    smallest = 3 * 130 * WIDTH * 4
+    assert peak - before < smallest // 2
+    assert after - before < 1000
+    assert gpt._work.nbytes == held
+    assert buffers == {name: memory.ctypes.data for name, memory in gpt._work.saved._memory.items()}
+
+
+def test_scores_of_the_whole_batch_are_never_held():
+    gpt = nn.GPT(8, 512, 8, 1, 4)
+    tokens = np.zeros((8, 512), int)
+    run(gpt, tokens, tokens)
+    assert gpt._work.nbytes < 8 * 4 * 512 * 512 * 4 / 4
+
+
+def test_logits_agree_with_the_loss():
+    gpt, (tokens, targets) = model(), batch(2, 7)
+    logits = gpt.logits(tokens)
+    assert logits.shape == (2, 7, VOCABULARY)
+    picked = np.take_along_axis(logits, targets[..., None], axis=2)[..., 0]
+    exact = (np.log(np.exp(logits).sum(axis=2)) - picked).sum()
+    assert gpt.loss(tokens, targets) == pytest.approx(exact, rel=1e-13)
+    kept = logits.copy()
+    gpt.loss_and_gradient(targets, tokens)
+    np.testing.assert_array_equal(logits, kept)
+
+
+def test_generate_is_a_function_of_prompt_and_seed():
+    gpt = model()
+    text = gpt.generate([1, 2, 3], 20, temperature=0.8, seed=7)
+    assert text.dtype == np.int64 and text.shape == (23,) and list(text[:3]) == [1, 2, 3]
+    np.testing.assert_array_equal(text, gpt.generate([1, 2, 3], 20, temperature=0.8, seed=7))
+    assert (text != gpt.generate([1, 2, 3], 20, temperature=0.8, seed=8)).any()
+    assert ((text >= 0) & (text < VOCABULARY)).all()
+
+
+def test_generate_at_temperature_0_takes_the_most_likely_token():
+    gpt = model()
+    text = gpt.generate([4], 12, temperature=0)
+    for end in range(1, 13):
+        assert text[end] == gpt.logits(text[None, :end])[0, -1].argmax()
+
+
+def test_generate_beyond_the_context():
+    gpt = nn.GPT(5, 6, 4, 1, 2)
+    text = gpt.generate(np.arange(9) % 5, 10)
+    assert text.shape == (19,)
+    assert gpt.generate([0], 0).tolist() == [0]
+
+
+def test_model_learns():
+    gpt = nn.GPT(4, 8, 16, 1, 2, seed=1)
+    tokens = np.arange(32).reshape(4, 8) % 4
+    losses = []
+    for _ in range(30):
+        losses.append(run(gpt, tokens, (tokens + 1) % 4)[0])
+        gpt.parameters.flat[:] -= 0.02 * gpt.parameters.gradients.flat
+    assert losses[-1] < 0.2 * losses[0]
+
+
+GOOD = np.zeros((2, 4), int)
+
+
+@pytest.mark.parametrize(
+    "tokens, targets, error, message",
+    [
+        (GOOD + VOCABULARY, GOOD, ValueError, "tokens range from 11 to 11.*vocabulary_size is 11.*valid tokens are 0 to 10"),
+        (GOOD - 1, GOOD, ValueError, "tokens range from -1 to -1"),
+        (GOOD, GOOD - 1, ValueError, "targets range from -1 to -1"),
+        (np.zeros((1, CONTEXT + 1), int), np.zeros((1, CONTEXT + 1), int), ValueError, "of 141.*context_length is 140"),
+        (GOOD, GOOD[:, 1:], ValueError, r"tokens have shape \(2, 4\), but targets \(2, 3\)"),
+        (GOOD * 1.0, GOOD, TypeError, "tokens must be integers, got float64"),
+        (GOOD, GOOD > 0, TypeError, "targets must be integers, got bool"),
+        (GOOD[0], GOOD[0], ValueError, r"tokens must have shape \(batch, length\), got \(4,\)"),
+        (GOOD[:0], GOOD[:0], ValueError, r"tokens of shape \(0, 4\) hold no token"),
+    ],
+)
+def test_bad_tokens(tokens, targets, error, message):
+    gpt = model()
+    kept = gpt.parameters.flat.copy()
+    with pytest.raises(error, match=message):
+        gpt.loss_and_gradient(tokens, targets)
+    np.testing.assert_array_equal(gpt.parameters.flat, kept)
+    gpt.loss_and_gradient(GOOD, GOOD)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.uint64])
+def test_tokens_of_any_integer_type(dtype):
+    tokens, targets = batch(2, 5)
+    gpt = model()
+    assert run(gpt, tokens.astype(dtype), targets.astype(dtype))[0] == run(gpt, tokens, targets)[0]
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ((8, 8, 10, 1, 3), ValueError, "width 10 is not a multiple of 3 heads"),
+        ((0, 8, 8, 1, 2), ValueError, "vocabulary_size is 0; it must be at least 1"),
+        ((8, 8, 8, 0, 2), ValueError, "layers is 0"),
+        ((8, 8, 8, 1, 2, np.float16), TypeError, "dtype is float16; GPT computes in float32 or float64"),
+        ((8, 8, 8, 1, 2, int), TypeError, "dtype is int64"),
+    ],
+)
+def test_bad_models(arguments, error, message):
+    with pytest.raises(error, match=message):
+        nn.GPT(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (([], 3), "at least one token"),
+        (([VOCABULARY], 3), "vocabulary_size is 11"),
+        (([1], -1), "must not be negative"),
+        (([1], 1, -0.5), "must not be negative"),
+        (([1], 1, float("nan")), "must not be negative"),
+    ],
+)
+def test_bad_prompts(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        model().generate(*arguments)

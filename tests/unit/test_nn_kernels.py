@@ -1,0 +1,94 @@
+"""The compiled kernels of the layers against their definitions in plain NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpishard.nn import formulas, kernels
+
+TOLERANCE = {np.float32: 3e-6, np.float64: 1e-14}
+
+
+def arrays(dtype, *shapes, seed=0):
+    random = np.random.default_rng(seed)
+    return [random.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def compare(name, arguments):
+    """Run both forms of a function on copies of the arguments; every array must come out alike."""
+    outcomes = []
+    for module in (formulas, kernels):
+        copies = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments]
+        result = getattr(module, name)(*copies)
+        outcomes.append([a for a in copies if isinstance(a, np.ndarray)] + ([] if result is None else [result]))
+    dtype = arguments[0].dtype.type
+    for expected, actual in zip(*outcomes, strict=True):
+        scale = max(1, np.abs(expected).max())
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE[dtype] * scale)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rows, columns", [(1, 1), (5, 3), (37, 64), (64, 130)])
+class TestRows:
+    def test_add_bias(self, dtype, rows, columns):
+        compare("add_bias", arrays(dtype, (rows, columns), columns, (rows, columns)))
+
+    def test_layer_norm(self, dtype, rows, columns):
+        x, weight, bias, y, mean, scale = arrays(dtype, (rows, columns), columns, columns, (rows, columns), rows, rows)
+        compare("layer_norm", [x, weight, bias, 1e-5, y, mean, scale])
+
+    def test_layer_norm_backward(self, dtype, rows, columns):
+        shapes = (rows, columns), (rows, columns), rows, rows, columns, (rows, columns), columns, columns
+        compare("layer_norm_backward", arrays(dtype, *shapes))
+
+    def test_gelu(self, dtype, rows, columns):
+        x, bias, y = arrays(dtype, (rows, columns), columns, (rows, columns))
+        compare("gelu", [4 * x, bias, y])
+
+    def test_gelu_backward(self, dtype, rows, columns):
+        compare("gelu_backward", arrays(dtype, (rows, columns), (rows, columns), columns))
+
+    def test_cross_entropy(self, dtype, rows, columns):
+        (logits,) = arrays(dtype, (rows, columns))
+        targets = np.random.default_rng(1).integers(0, columns, rows)
+        compare("cross_entropy", [5 * logits, targets])
+
+    def test_scatter_add(self, dtype, rows, columns):
+        dy, dweight = arrays(dtype, (rows, columns), (4, columns))
+        indices = np.random.default_rng(1).integers(0, 4, rows)
+        outcomes = [dweight.copy(), dweight.copy()]
+        formulas.scatter_add(indices, dy, outcomes[0])
+        kernels.scatter_add(indices, dy, outcomes[1])
+        np.testing.assert_allclose(outcomes[1], outcomes[0], rtol=0, atol=10 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("x", [-1e4, -88.0, -87.3, -20.0, -1e-3, 0.0, 1e-8, 0.5, 3.0, 88.3])
+def test_float32_exponential_is_accurate(x):
+    x = np.float32(x)
+    logits = np.array([[0.0, x]], np.float32)
+    kernels.cross_entropy(logits, np.array([0]))
+    exact = np.exp(np.array([0, x], np.float64))
+    np.testing.assert_allclose(logits[0] + [1, 0], exact / exact.sum(), rtol=5e-7, atol=1.2e-38)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_gelu_far_from_zero(dtype):
+    x = np.array([[-1e4, -30, -12, 12, 30, 1e4]], dtype)
+    y = np.empty_like(x)
+    kernels.gelu(x, np.zeros(6, dtype), y)
+    np.testing.assert_allclose(y, [[0, 0, 0, 12, 30, 1e4]], atol=1e-30)
+    np.testing.assert_allclose(x, [[0, 0, 0, 1, 1, 1]], atol=1e-30)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_bad_numbers_are_not_hidden(dtype, bad):
+    x = np.zeros((1, 8), dtype)
+    x[0, 3] = bad
+    assert not np.isfinite(kernels.cross_entropy(x.copy(), np.array([0])))
+    y = np.empty_like(x)
+    kernels.gelu(x.copy(), np.zeros(8, dtype), y)
+    assert not np.isfinite(y[0, 3])
+    kernels.layer_norm(x, np.ones(8, dtype), np.zeros(8, dtype), 1e-5, y, np.empty(1, dtype), np.empty(1, dtype))
+    assert np.isnan(y).all()

@@ -1,0 +1,173 @@
+"""Every layer's backward pass against finite differences, and adjoint tests of the linear ones, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpishard import nn
+from mpishard.parameters import FlatParameters
+
+ROWS, WIDTH, LENGTH = 6, 8, 3
+
+
+class Case:
+    """A layer with random tensors, as a function of one vector: its input and its parameters end to end."""
+
+    def __init__(self, layer, shape, **arguments):
+        self.layer, self.shape, self.arguments = layer, shape, arguments
+        self.parameters = FlatParameters(layer.specs(), np.float64)
+        layer.bind(self.parameters)
+        self.work = nn.Workspace(np.float64)
+        random = np.random.default_rng(3)
+        self.parameters.flat[:] = random.standard_normal(self.parameters.size)
+        self.x = random.standard_normal(shape)
+        self.cotangent = random.standard_normal(self.forward(self.x).shape)
+
+    def forward(self, x):
+        return self.layer.forward(x.copy(), self.work, **self.arguments).copy()
+
+    def objective(self, x):
+        return float((self.forward(x) * self.cotangent).sum())
+
+    def gradients(self):
+        """By the input, and by all parameters."""
+        self.parameters.gradients.reset()
+        x = self.x.copy()
+        self.layer.forward(x, self.work, **self.arguments)
+        dx = self.layer.backward(self.cotangent.copy(), self.work, **self.arguments)
+        return dx.copy(), self.parameters.gradients.flat.copy()
+
+
+def numeric(function, vector, step=1e-5):
+    """Central differences, changing `vector` in place."""
+    gradient = np.empty(vector.size)
+    for i in range(vector.size):
+        kept = vector.flat[i]
+        ends = []
+        for sign in (1, -1):
+            vector.flat[i] = kept + sign * step
+            ends.append(function())
+        vector.flat[i] = kept
+        gradient[i] = (ends[0] - ends[1]) / (2 * step)
+    return gradient.reshape(vector.shape)
+
+
+CASES = {
+    "linear": lambda: Case(nn.Linear("a", WIDTH, 5), (ROWS, WIDTH)),
+    "linear without bias": lambda: Case(nn.Linear("a", WIDTH, 5, bias=False), (ROWS, WIDTH)),
+    "layer norm": lambda: Case(nn.LayerNorm("a", WIDTH), (ROWS, WIDTH)),
+    "gelu": lambda: Case(nn.GELU("a"), (ROWS, WIDTH)),
+    "attention": lambda: Case(nn.CausalSelfAttention("a", WIDTH, 2), (ROWS, WIDTH), length=LENGTH),
+    "attention, one token": lambda: Case(nn.CausalSelfAttention("a", WIDTH, 2), (ROWS, WIDTH), length=1),
+    "attention, one channel a head": lambda: Case(nn.CausalSelfAttention("a", 3, 3), (ROWS, 3), length=LENGTH),
+    "mlp": lambda: Case(nn.MLP("a", WIDTH), (ROWS, WIDTH)),
+    "block": lambda: Case(nn.Block("a", WIDTH, 2), (ROWS, WIDTH), length=LENGTH),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_backward_against_finite_differences(name):
+    case = CASES[name]()
+    dx, dparameters = case.gradients()
+    np.testing.assert_allclose(dx, numeric(lambda: case.objective(case.x), case.x), rtol=1e-6, atol=1e-6)
+    flat = case.parameters.flat
+    np.testing.assert_allclose(dparameters, numeric(lambda: case.objective(case.x), flat), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [40, 100, 130, 256])
+def test_attention_in_blocks_equals_attention_at_once(length):
+    """Sequences that end before, at and after the end of a block of queries."""
+    case = Case(nn.CausalSelfAttention("a", WIDTH, 2), (2 * length, WIDTH), length=length)
+    tensors = case.parameters
+    qkv = (case.x @ tensors["a.qkv.weight"] + tensors["a.qkv.bias"]).reshape(2, length, 2, 3, WIDTH // 2)
+    q, k, v = qkv.transpose(3, 0, 2, 1, 4)
+    scores = q @ k.transpose(0, 1, 3, 2) / np.sqrt(WIDTH // 2)
+    scores[..., np.triu(np.ones((length, length), bool), 1)] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    mixed = (weights @ v).transpose(0, 2, 1, 3).reshape(2 * length, WIDTH)
+    expected = mixed @ tensors["a.output.weight"] + tensors["a.output.bias"]
+    np.testing.assert_allclose(case.forward(case.x), expected, rtol=1e-11, atol=1e-11)
+    # Along one direction the derivative needs two evaluations only.
+    dx, _ = case.gradients()
+    direction = np.random.default_rng(1).standard_normal(case.shape)
+    step = 1e-5
+    slope = (case.objective(case.x + step * direction) - case.objective(case.x - step * direction)) / (2 * step)
+    assert (dx * direction).sum() == pytest.approx(slope, rel=1e-6)
+
+
+def test_attention_does_not_look_ahead():
+    case = CASES["attention"]()
+    before = case.forward(case.x)
+    case.x[LENGTH - 1 :: LENGTH] += 1
+    after = case.forward(case.x)
+    last = np.arange(ROWS) % LENGTH == LENGTH - 1
+    np.testing.assert_array_equal(after[~last], before[~last])
+    assert np.abs(after[last] - before[last]).min() > 0
+
+
+def test_key_bias_has_no_effect():
+    case = CASES["attention"]()
+    before = case.forward(case.x)
+    bias = case.parameters["a.qkv.bias"].reshape(2, 3, WIDTH // 2)
+    bias[:, 1] += 1
+    np.testing.assert_allclose(case.forward(case.x), before, rtol=1e-12, atol=1e-12)
+    before_bias = case.parameters["a.qkv.weight"].size
+    gradient = case.gradients()[1][before_bias : before_bias + bias.size].reshape(bias.shape)
+    assert np.abs(gradient[:, 1]).max() < 1e-13 < np.abs(gradient[:, [0, 2]]).min()
+
+
+@pytest.mark.parametrize("name", ["linear without bias", "embedding", "positions"])
+def test_adjoint(name):
+    """<A x, y> = <x, A' y> for layers that are linear in their input or in their table."""
+    random = np.random.default_rng(0)
+    if name == "linear without bias":
+        case = CASES[name]()
+        dx, _ = case.gradients()
+        assert (case.forward(case.x) * case.cotangent).sum() == pytest.approx((case.x * dx).sum(), rel=1e-13)
+        return
+    layer = nn.Embedding("a", 5, WIDTH) if name == "embedding" else nn.PositionEmbedding("a", 5, WIDTH)
+    parameters = FlatParameters(layer.specs(), np.float64)
+    layer.bind(parameters)
+    layer.initialize(0)
+    y = random.standard_normal((ROWS, WIDTH))
+    if name == "embedding":
+        work = nn.Workspace(np.float64)
+        image = layer.forward(np.array([0, 4, 4, 1, 0, 4]), work)
+        layer.backward(y, work)
+    else:
+        image = np.zeros((ROWS // LENGTH, LENGTH, WIDTH))
+        layer.add_to(image)
+        y = y.reshape(image.shape)
+        layer.backward_positions(y)
+    assert (image * y).sum() == pytest.approx((parameters.flat * parameters.gradients.flat).sum(), rel=1e-13)
+
+
+@pytest.mark.parametrize("name", ["linear", "layer norm", "attention", "mlp", "block"])
+def test_a_second_pass_adds_to_the_first(name):
+    case = CASES[name]()
+    _, once = case.gradients()
+    case.parameters.gradients.reset()
+    case.parameters.gradients.hold = True
+    for _ in range(2):
+        case.layer.forward(case.x.copy(), case.work, **case.arguments)
+        case.layer.backward(case.cotangent.copy(), case.work, **case.arguments)
+    np.testing.assert_allclose(case.parameters.gradients.flat, 2 * once, rtol=1e-12, atol=1e-13)
+
+
+def test_cross_entropy_gradient():
+    random = np.random.default_rng(0)
+    logits, targets = random.standard_normal((4, 7)), random.integers(0, 7, 4)
+    gradient = logits.copy()
+    loss = nn.cross_entropy(gradient, targets)
+    exact = np.log(np.exp(logits).sum(axis=1)).sum() - logits[np.arange(4), targets].sum()
+    assert loss == pytest.approx(exact, rel=1e-14)
+    slopes = numeric(lambda: nn.cross_entropy(logits.copy(), targets), logits)
+    np.testing.assert_allclose(gradient, slopes, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("width, heads", [(8, 3), (8, 0), (8, -2)])
+def test_width_must_be_a_multiple_of_heads(width, heads):
+    with pytest.raises(ValueError, match=f"width {width} is not a multiple of {heads} heads"):
+        nn.CausalSelfAttention("a", width, heads)
