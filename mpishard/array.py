@@ -153,7 +153,7 @@ _host_sum_of_zeros = HostFunction(_sum_of_zeros, fastmath={"reassoc"})
 
 
 class Backend:
-    """What mpishard asks of one kind of array.  This class serves NumPy; subclasses serve device arrays."""
+    """What mpishard asks of one kind of array: the functions below, by their names.  This one serves NumPy."""
 
     module: Any = np
     device = False

@@ -27,8 +27,6 @@ from mpishard.ledger import Call, Ledger, all_reduce_elements, ring_elements
 Array = Any
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
-# MPI has no bfloat16 and seldom float16 arithmetic: such buffers are reduced in float32.
-_HALVES = ("float16", "bfloat16")
 _RECORD_BYTES = 400
 
 
@@ -113,6 +111,7 @@ class Axis:
         """Combine `buffer` over all ranks into `out` (default: in place) on every rank; returns the result."""
         call = self._begin("all_reduce", buffer, label, op)
         if self._plain(buffer) and out is None:
+            self.ledger.active = call
             self.comm.Allreduce(MPI.IN_PLACE, buffer, _OPS[op])
             self.ledger.end(call, all_reduce_elements(buffer.size, self.size, self.rank) * buffer.itemsize)
             return buffer
@@ -192,6 +191,7 @@ class Axis:
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         call = self._begin("barrier", _NOTHING, "")
+        self.ledger.active = call
         self.comm.Barrier()
         self.ledger.end(call, 0)
 
@@ -266,7 +266,8 @@ class Axis:
             target = self._wire(out, reads=False, arithmetic=True)
         requests = []
         if not self._fits(wire.size):
-            self._reduce_pieces(wire, target, counts, op)
+            self.ledger.active = call
+            self._reduce_pieces(wire, target, counts, op, in_place)
         elif in_place:
             requests.append(self.comm.Ireduce_scatter(MPI.IN_PLACE, wire, counts, _OPS[op]))
         else:
@@ -288,6 +289,7 @@ class Axis:
         else:
             if piece is not None:
                 wire[starts[self.rank] : starts[self.rank] + counts[self.rank]] = source
+                arrays.ready(wire)
             requests = self._broadcast_pieces(wire, counts)
         sent = self._ring("all_gather", counts) * buffer.itemsize
         return Pending(self, call, sent, requests, lambda: self._unwire(wire, buffer))
@@ -325,16 +327,20 @@ class Axis:
             self, call, 0 if last else buffer.nbytes, requests, lambda: self._unwire(wire, buffer)
         )
 
-    def _reduce_pieces(self, wire: Array, target: Array, counts: Sequence[int], op: str) -> None:
+    def _reduce_pieces(self, wire: Array, target: Array, counts: Sequence[int], op: str, in_place: bool) -> None:
         """Reduce_scatter past the count limit: piece after piece, each reduced to its owner by parts."""
-        for rank, start in enumerate(_starts(counts)):
-            for part in self._parts(wire[start : start + counts[rank]]):
-                if rank != self.rank:
+        for rank, (start, count) in enumerate(zip(_starts(counts), counts, strict=True)):
+            piece = wire[start : start + count]
+            if rank != self.rank:
+                for part in self._parts(piece):
                     self.comm.Reduce(part, None, _OPS[op], rank)
-                else:
+            elif in_place:
+                for part in self._parts(piece):
                     self.comm.Reduce(MPI.IN_PLACE, part, _OPS[op], rank)
-        start = _starts(counts)[self.rank]
-        target[:] = wire[start : start + counts[self.rank]]
+                target[...] = piece
+            else:
+                for part, into in zip(self._parts(piece), self._parts(target), strict=True):
+                    self.comm.Reduce(part, into, _OPS[op], rank)
 
     def _broadcast_pieces(self, wire: Array, counts: Sequence[int]) -> list[MPI.Request]:
         """All_gather past the count limit: each piece broadcast by its owner, by parts."""
@@ -380,7 +386,7 @@ class Axis:
 
     def _plain(self, buffer: Array) -> bool:
         """Whether MPI takes a NumPy `buffer` as it is, in one call, and can compute with it."""
-        return type(buffer) is np.ndarray and buffer.dtype.name not in _HALVES and self._fits(buffer.size)
+        return type(buffer) is np.ndarray and self._fits(buffer.size) and not _is_half(buffer.dtype)
 
     def _wire(self, buffer: Array, *, reads: bool = True, arithmetic: bool = False) -> Array:
         """The flat array that MPI shall see of `buffer`.
@@ -388,7 +394,7 @@ class Axis:
         `reads`: the call needs its content.  `arithmetic`: MPI computes with the elements rather than moving them.
         """
         flat = buffer.reshape(-1)
-        half = flat.dtype.name in _HALVES
+        half = _is_half(flat.dtype)
         if arrays.is_device(buffer):
             arrays.ready(buffer)  # the readiness gate: what was queued on the stream is in memory now
             if _takes_device_pointers(buffer, arithmetic):
@@ -406,7 +412,7 @@ class Axis:
         if arrays.is_device(wire):
             return buffer
         if arrays.is_device(buffer):
-            half = buffer.dtype.name in _HALVES
+            half = _is_half(buffer.dtype)
             narrow = wire.astype(buffer.dtype) if half and wire.dtype == np.float32 else wire.view(buffer.dtype)
             arrays.copy_to_device(narrow, buffer.reshape(-1))
         elif not np.may_share_memory(wire, buffer):
@@ -421,7 +427,7 @@ class Axis:
         if not buffer.flags.c_contiguous:
             raise ValueError(f"{op} needs a contiguous buffer, got a strided one of shape {buffer.shape}")
         self._sequence += 1
-        call = self.ledger.begin(self.name, self._sequence, op, buffer.dtype.name, buffer.size, label)
+        call = self.ledger.begin(self.name, self._sequence, op, buffer.dtype, buffer.size, label)
         if self._check_comm is not None and op not in ("send", "recv"):
             self._check(call, detail)
         return call
@@ -434,10 +440,11 @@ class Axis:
         text = f"{what}\t{call.site}".encode()[:_RECORD_BYTES]
         own[: len(text)] = np.frombuffer(text, np.uint8)
         told = np.empty((self.size, _RECORD_BYTES), np.uint8)
+        self.ledger.active = call
         self._check_comm.Allgather(own, told)
+        self.ledger.active = None
         said = [row.tobytes().rstrip(b"\0").decode(errors="replace").partition("\t") for row in told]
         if any(other[0] != what for other in said):
-            self.ledger.active = None
             lines = [f"  rank {rank}: {doing} called at {site}" for rank, (doing, _, site) in enumerate(said)]
             raise CollectiveMismatchError(
                 f"call #{call.sequence} on axis {self.name!r} differs between its ranks:\n" + "\n".join(lines)
@@ -447,9 +454,14 @@ class Axis:
 _NOTHING = np.empty(0, np.uint8)
 
 
+def _is_half(dtype: np.dtype) -> bool:
+    """float16 or bfloat16, which is what MPI cannot or may not compute with: such buffers are reduced in float32."""
+    return dtype.itemsize == 2 and dtype.kind not in "iu"
+
+
 def _takes_device_pointers(buffer: Array, arithmetic: bool) -> bool:
     """Whether MPI was seen to take device memory in non-blocking calls, which all but the plainest calls are."""
-    if not hasattr(buffer, "__cuda_array_interface__") or buffer.dtype.name in _HALVES:
+    if not hasattr(buffer, "__cuda_array_interface__") or _is_half(buffer.dtype):
         return False
     proven = probe(device=True)
     return proven.device_nonblocking if arithmetic else proven.device_buffers

@@ -36,8 +36,8 @@ class Formula(ast.NodeTransformer):
         self.function = function
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-        except OSError as error:
-            raise TypeError(f"{function!r}: an element-wise formula must be defined in a file") from error
+        except (OSError, SyntaxError) as error:
+            raise TypeError(f"{function!r}: an element-wise formula must be a function in a file") from error
         if not isinstance(tree, ast.FunctionDef):
             raise TypeError("an element-wise formula is a plain function written with def")
         signature = tree.args

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
+import numpy as np
+
 _PACKAGE = str(Path(__file__).parent)
 _KEEP = 1000
 
@@ -22,7 +24,7 @@ class Call(NamedTuple):
     axis: str
     sequence: int
     op: str
-    dtype: str
+    dtype: np.dtype
     count: int
     label: str
     code: CodeType
@@ -61,7 +63,7 @@ class Ledger:
     Attributes
     ----------
     active : Call or None
-        The call that this rank is inside of now; read by the watchdog from another thread.
+        The call in which this rank may be waiting now; read by the watchdog from another thread.
     totals : dict
         ``(axis, op, label)`` to `Total`; grows with the kinds of calls, not with their number.
     recent : deque of Entry
@@ -76,14 +78,12 @@ class Ledger:
         self.recent: deque[Entry] = deque(maxlen=_KEEP)
         self.step = 0
 
-    def begin(self, axis: str, sequence: int, op: str, dtype: str, count: int, label: str) -> Call:
-        """Note that a call begins.  Two frames up is the public method; the site is the first frame outside mpishard."""
+    def begin(self, axis: str, sequence: int, op: str, dtype: np.dtype, count: int, label: str) -> Call:
+        """Describe a call that begins now.  Its site is the first frame outside mpishard."""
         frame = sys._getframe(2)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
             frame = frame.f_back
-        call = Call(time.perf_counter(), axis, sequence, op, dtype, count, label, frame.f_code, frame.f_lineno)
-        self.active = call
-        return call
+        return Call(time.perf_counter(), axis, sequence, op, dtype, count, label, frame.f_code, frame.f_lineno)
 
     def end(self, call: Call, sent: int, seconds: float | None = None, calls: int = 1) -> None:
         """Note that it returned; `seconds` where the time inside it is not the time since it began."""

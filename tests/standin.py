@@ -94,6 +94,10 @@ class DeviceArray:
         return len(self.shape)
 
     @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 

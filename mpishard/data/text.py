@@ -105,10 +105,9 @@ class Windows:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def gather(self, samples: np.ndarray, inputs_bt: np.ndarray, targets_bt: np.ndarray) -> None:
-        """Copy the windows of the given numbers into the first rows of two buffers of any integer dtype."""
-        inputs_bt[: len(samples)] = self.inputs[samples]
-        targets_bt[: len(samples)] = self.targets[samples]
+    def batch(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, targets) of the windows with the given numbers, copied."""
+        return self.inputs[samples], self.targets[samples]
 
     def split(self, held_out: float) -> tuple[Windows, Windows]:
         """(all but the last, the last) windows; `held_out` is the fraction that goes to the second."""
@@ -126,9 +125,7 @@ def windows(text: np.ndarray, length: int) -> Windows:
     if text.ndim != 1 or text.dtype != np.uint8:
         raise TypeError(f"a text is a 1-D array of uint8, not {text.ndim}-D of {text.dtype}")
     if not 1 <= length < len(text):
-        raise ValueError(
-            f"windows of {length} bytes from a text of {len(text)}: take a length of 1 to {len(text) - 1}"
-        )
+        raise ValueError(f"windows of {length} bytes from a text of {len(text)}: take a length of 1 to {len(text) - 1}")
     count = (len(text) - 1) // length
     inputs = text[: count * length].reshape(count, length)
     targets = text[1 : count * length + 1].reshape(count, length)

@@ -18,7 +18,7 @@ Array = Any
 # size skip most of them; a product of so many rows with 256 keys is small enough for OpenBLAS's kernels without packing.
 BLOCK = 96
 # Scores that stay in a core's second-level cache together with their gradients: heads are grouped up to this number.
-GROUP_SCORES = 2 * 256 * 256
+GROUP_SCORES = 4 * 256 * 256
 
 
 class CausalSelfAttention(Layer):
@@ -87,8 +87,9 @@ class CausalSelfAttention(Layer):
         dmixed_bhtd = work.borrow("dmixed by heads", batch, self.heads, length, self.head_width)
         inner_bht = work.borrow("attention inner", batch, self.heads, length)
         self.ops.split_with_products(dmixed_nc, mixed_nc, dmixed_bhtd, inner_bht)
-        dheads_sbhtd = work.borrow("dheads", *heads_sbhtd.shape)
-        dq_bhtd, dk_bhtd, dv_bhtd = dheads_sbhtd
+        dqkv_nd = work.borrow("qkv", rows, 3 * self.width)
+        dqkv_bthsd = dqkv_nd.reshape(batch, length, self.heads, 3, self.head_width)
+        dq_bhtd, dk_bhtd, dv_bhtd = dqkv_bthsd.transpose(3, 0, 2, 1, 4)
         for sequence, heads in self._groups(batch, length):
             q, k, v = q_bhtd[sequence, heads], k_bhtd[sequence, heads], v_bhtd[sequence, heads]
             dq, dk, dv = dq_bhtd[sequence, heads], dk_bhtd[sequence, heads], dv_bhtd[sequence, heads]
@@ -107,12 +108,8 @@ class CausalSelfAttention(Layer):
             for first in range(0, length, BLOCK):
                 last = min(first + BLOCK, length)
                 np.matmul(dscores[:, :last, first:last].swapaxes(1, 2), k[:, :last], out=dq[:, first:last])
-        dqkv_nd = work.borrow("qkv", rows, 3 * self.width)
-        bias_name = f"{self.qkv.name}.bias"
-        self.ops.join_heads(dheads_sbhtd, dqkv_nd, self._gradient_to_add_to(bias_name))
-        self.parameters.finished(bias_name)
         dx_nc = self.qkv.input_gradient(dqkv_nd, work.borrow(f"{self.name}.dx", rows, self.width))
-        self.qkv.weight_gradient(work.plans[self.name], dqkv_nd, work, with_bias=False)
+        self.qkv.weight_gradient(work.plans[self.name], dqkv_nd, work)
         return dx_nc
 
     def _saved(self, work: Workspace, rows: int, length: int) -> tuple[Array, Array, Array]:

@@ -27,9 +27,7 @@ def test_standard_library_is_text_and_repeats() -> None:
     assert "import " in source and "def __init__(self" in source
 
 
-def test_order_is_by_path_and_skips_what_is_not_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_order_is_by_path_and_skips_what_is_not_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("b.py", "a/z.py", "a/b/c.py", "test/x.py", "a/tests/y.py", "site-packages/p/q.py", "c.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{name};")
@@ -65,13 +63,12 @@ def test_windows_are_views_shifted_by_one() -> None:
     assert len(windows(text, 22)) == 1 and len(windows(text, 1)) == 22
 
 
-def test_gather_and_split() -> None:
+def test_batch_and_split() -> None:
     cut = windows(np.arange(101, dtype=np.uint8), 10)
     train, held_out = cut.split(0.25)
     assert (len(train), len(held_out)) == (8, 2) and held_out.inputs[0, 0] == 80
-    inputs, targets = np.full((2, 3, 10), -1)
-    cut.gather(np.array([7, 2]), inputs, targets)
-    assert inputs[:, 0].tolist() == [70, 20, -1] and targets[:, 0].tolist() == [71, 21, -1]
+    inputs, targets = cut.batch(np.array([7, 2]))
+    assert inputs[:, 0].tolist() == [70, 20] and targets[:, -1].tolist() == [80, 30]
 
 
 @pytest.mark.parametrize("length", [0, -1, 10, 11])

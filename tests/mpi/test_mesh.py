@@ -1,0 +1,94 @@
+"""Meshes: shapes, coordinates, neighbours, errors, and communicators given back."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpishard
+
+
+def test_all_ranks_are_data_parallel_by_default(mesh, comm):
+    assert mesh.shape == {"pipeline": 1, "data": comm.size, "tensor": 1}
+    assert (mesh.data.rank, mesh.data.size) == (comm.rank, comm.size)
+    assert mesh.tensor.size == mesh.pipeline.size == 1
+
+
+def factorisations(ranks):
+    return [
+        (data, tensor, ranks // data // tensor)
+        for data in range(1, ranks + 1)
+        if ranks % data == 0
+        for tensor in range(1, ranks // data + 1)
+        if ranks // data % tensor == 0
+    ]
+
+
+def test_tensor_varies_fastest_then_data_then_pipeline(comm):
+    for data, tensor, pipeline in factorisations(comm.size):
+        with mpishard.Mesh(comm, data=data, tensor=tensor, pipeline=pipeline) as mesh:
+            place = (mesh.pipeline.rank, mesh.data.rank, mesh.tensor.rank)
+            assert np.ravel_multi_index(place, (pipeline, data, tensor)) == comm.rank
+            assert mesh.coordinates == dict(zip(("pipeline", "data", "tensor"), place, strict=True))
+            for axis, own in zip((mesh.pipeline, mesh.data, mesh.tensor), range(3), strict=True):
+                neighbours = axis.comm.allgather(place)
+                assert [neighbour[own] for neighbour in neighbours] == list(range(axis.size))
+                assert len({neighbour[:own] + neighbour[own + 1 :] for neighbour in neighbours}) == 1
+
+
+def test_one_size_is_inferred(comm):
+    with mpishard.Mesh(comm, data=1, tensor=-1) as mesh:
+        assert mesh.tensor.size == comm.size
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data": 0}, "data=0 must be a whole number of at least 1"),
+        ({"tensor": -2}, "tensor=-2 must be"),
+        ({"pipeline": 1.5}, "pipeline=1.5 must be"),
+        ({"data": -1, "tensor": -1}, "only one can be inferred"),
+        ({"data": 7, "tensor": 3}, r"mesh pipeline=1 x data=7 x tensor=3 needs 21 ranks, got \d; leave data=-1"),
+        ({"tensor": 16}, r"needs a multiple of 16 ranks, got \d"),
+    ],
+)
+def test_bad_sizes_are_told_on_all_ranks(comm, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        mpishard.Mesh(comm, **sizes)
+
+
+@pytest.mark.parametrize("limit", ["soon", "0", "-3", "nan"])
+def test_bad_time_limits(comm, monkeypatch, limit):
+    monkeypatch.setenv("MPISHARD_TIMEOUT", limit)
+    with pytest.raises(ValueError, match="seconds"):
+        mpishard.Mesh(comm)
+
+
+def test_hundreds_of_meshes_can_be_made_and_freed(comm):
+    # More communicators than MPICH has at one time, were they not given back; single ranks make it quick.
+    for _ in range(400):
+        mpishard.Mesh(MPI.COMM_SELF).free()
+    for _ in range(10):
+        mesh = mpishard.Mesh(comm)
+        mesh.free()
+        mesh.free()  # a second time does nothing
+
+
+def test_node_and_device(mesh, comm):
+    assert mesh.node.size == comm.Split_type(MPI.COMM_TYPE_SHARED).size
+    assert mesh.device is None or mesh.device >= 0
+
+
+def test_blas_gets_the_share_of_the_node_unless_the_user_chose(comm, monkeypatch):
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+    with mpishard.Mesh(comm) as mesh:
+        cores = len(os.sched_getaffinity(0))
+        assert mesh.blas_threads >= 1
+        assert sum(mesh.node.comm.allgather(mesh.blas_threads)) <= max(cores, mesh.node.size)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    with mpishard.Mesh(comm) as mesh:
+        assert mesh.blas_threads == 3

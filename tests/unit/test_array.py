@@ -1,0 +1,384 @@
+"""`mpishard.array` on NumPy arrays, on the stand-in for device arrays, and on CuPy where there is a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import standin
+
+from mpishard import array as arrays
+from mpishard.array import elementwise
+
+
+@elementwise
+def relax(p, g, /, rate):
+    """Touches constants, a division and a conditional."""
+    step = rate * g / 3 + 0.1
+    p = p - (step if step > 0 else 2 * step)
+    return p
+
+
+def numpy_relax(p: np.ndarray, g: np.ndarray, rate: float) -> np.ndarray:
+    real = p.dtype.type
+    step = real(rate) * g / real(3) + real(0.1)
+    return p - np.where(step > 0, step, real(2) * step)
+
+
+@pytest.fixture(params=["numpy", "standin", "aware", "cupy"])
+def module(request: pytest.FixtureRequest) -> Any:
+    """The module that makes arrays of one kind."""
+    if request.param == "numpy":
+        return np
+    if request.param in ("standin", "aware"):
+        kind = standin.DeviceArray if request.param == "standin" else standin.AwareArray
+        return arrays.module_of(standin.empty(1, kind=kind))
+    if importlib.util.find_spec("cupy") is None:
+        pytest.skip("CuPy is not installed")
+    import cupy
+
+    if not cupy.is_available():
+        pytest.skip("CuPy finds no GPU")
+    return cupy
+
+
+def put(module: Any, host: np.ndarray) -> Any:
+    """An array of `module` with the content of `host`."""
+    device = module.empty(host.shape, host.dtype)
+    arrays.copy_to_device(host, device)
+    return device
+
+
+def values(size: int, dtype: Any, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(size).astype(dtype)
+
+
+# Kinds of arrays.
+
+
+def test_kinds(module: Any) -> None:
+    array = module.zeros(3, np.float32)
+    assert arrays.is_array(array)
+    assert arrays.is_device(array) == (module is not np)
+    assert arrays.module_of(array) is module
+    for nothing in (None, 1.0, [1.0], np.float32(1), "array"):
+        assert not arrays.is_array(nothing) and not arrays.is_device(nothing)
+    with pytest.raises(TypeError, match="NumPy or CuPy array, got builtins.list"):
+        arrays.module_of([1.0])
+
+
+def test_subclasses_of_numpy_arrays_are_numpy(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "values", np.float64, "w+", shape=(4,))
+    mapped[:] = 2
+    assert arrays.module_of(mapped) is np
+    assert arrays.sum_of_squares(mapped) == 16
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 5000])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.float16])
+def test_staging_keeps_every_bit(module: Any, size: int, dtype: Any) -> None:
+    device = module.zeros(size, dtype)
+    host = arrays.pinned_empty(size, dtype, like=device)
+    assert isinstance(host, np.ndarray) and host.shape == (size,) and host.dtype == dtype
+    host[:] = np.arange(size) % 1000
+    arrays.copy_to_device(host, device)
+    back = arrays.pinned_empty(size, dtype, like=device)
+    arrays.copy_to_host(device, back)
+    assert np.array_equal(back, np.arange(size) % 1000)
+    assert np.array_equal(arrays.to_host(device), np.arange(size) % 1000)
+
+
+def test_staging_slices_and_shapes(module: Any) -> None:
+    device = put(module, np.arange(12.0))
+    part = np.empty((2, 3))
+    arrays.copy_to_host(device[3:9].reshape(2, 3), part)
+    assert np.array_equal(part, np.arange(3.0, 9.0).reshape(2, 3))
+    arrays.copy_to_device(-part, device[:6].reshape(2, 3))
+    assert np.array_equal(arrays.to_host(device)[:7], [-3, -4, -5, -6, -7, -8, 6])
+
+
+def test_to_host_returns_numpy_arrays_as_they_are() -> None:
+    host = np.ones(3)
+    assert arrays.to_host(host) is host
+
+
+def test_staging_refuses_what_does_not_fit(module: Any) -> None:
+    device = module.zeros(4, np.float64)
+    with pytest.raises(ValueError, match=r"float64\(4,\) on the device and float64\(1,\) on the host"):
+        arrays.copy_to_device(np.ones(1), device)
+    with pytest.raises(ValueError, match=r"float64\(4,\) on the device and float32\(4,\) on the host"):
+        arrays.copy_to_host(device, np.ones(4, np.float32))
+    with pytest.raises(TypeError, match="must be a NumPy array, got list"):
+        arrays.copy_to_device([1.0] * 4, device)  # type: ignore[arg-type]
+
+
+def test_new_arrays_are_like_others(module: Any) -> None:
+    like = module.zeros(1, np.float32)
+    fresh = arrays.empty(5, np.float64, like=like)
+    assert arrays.module_of(fresh) is module and fresh.shape == (5,) and fresh.dtype == np.float64
+    zeros = arrays.zeros((2, 3), np.float32, like=like)
+    assert np.array_equal(arrays.to_host(zeros), np.zeros((2, 3)))
+
+
+def test_device_count_is_a_number() -> None:
+    assert arrays.device_count() >= 0
+
+
+# The stand-in itself: what the tests of device paths rest on.
+
+
+def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in another process, with this one's path."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=variables, capture_output=True, text=True, timeout=100
+    )
+
+
+@pytest.mark.parametrize("touch", ["print(array._memory.bytes[0])", "array._memory.bytes[0] = 1"])
+def test_touching_the_stand_in_kills_the_process(touch: str) -> None:
+    done = run(f"import standin\narray = standin.zeros(4)\nprint('made', flush=True)\n{touch}")
+    assert done.stdout == "made\n" and done.returncode == -signal.SIGSEGV
+
+
+def test_the_stand_in_does_not_turn_into_a_numpy_array() -> None:
+    with pytest.raises(TypeError, match="device memory was handed to NumPy"):
+        np.asarray(standin.zeros(4))
+    with pytest.raises(TypeError):
+        memoryview(standin.zeros(4))
+
+
+def seen_by_mpi(array: Any) -> np.ndarray:
+    """What a CUDA-aware MPI library would send of `array` now."""
+    address, _ = array.__cuda_array_interface__["data"]
+    return np.frombuffer(ctypes.string_at(address, array.nbytes), array.dtype)
+
+
+def test_work_is_not_done_before_ready() -> None:
+    array = standin.zeros(4, np.float32, kind=standin.AwareArray)
+    other = put(arrays.module_of(array), np.ones(4, np.float32))
+    relax(array, other, 0.3)
+    before = seen_by_mpi(array)
+    arrays.ready(array)
+    after = seen_by_mpi(array)
+    assert not np.array_equal(before, after)
+    assert np.array_equal(after, numpy_relax(np.zeros(4, np.float32), np.ones(4, np.float32), 0.3))
+
+
+def test_copies_are_in_stream_order(module: Any) -> None:
+    p, g = values(100, np.float64), values(100, np.float64, 1)
+    device, other = put(module, p), put(module, g)
+    for _ in range(3):
+        relax(device, other, 0.5)
+        p = numpy_relax(p, g, 0.5)
+    assert np.array_equal(arrays.to_host(device), p)
+
+
+def test_ready_accepts_numpy() -> None:
+    arrays.ready(np.ones(3))
+
+
+def test_cupy_is_not_imported_without_one_of_its_arrays() -> None:
+    done = run(
+        """
+        import sys, numpy as np
+        from mpishard import array
+        from mpishard.optim.rules import AdamW
+        a = [np.ones(5) for _ in range(4)]
+        AdamW().update(a[0], a[1], a[2:], 1)
+        array.sum_of_squares(a[0]), array.is_device(a[0]), array.is_array(object()), array.device_count()
+        assert not [name for name in sys.modules if name.startswith("cupy")]
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# Kernels.
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", [0, 1, 3, 16, 1003])
+def test_kernel_matches_numpy_to_the_bit(module: Any, dtype: Any, size: int) -> None:
+    """Would fail in float32 if a constant or a scalar promoted anything to float64."""
+    p, g = values(size, dtype), values(size, dtype, 1)
+    device, other = put(module, p), put(module, g)
+    relax(device, other, 0.3)
+    assert np.array_equal(arrays.to_host(device), numpy_relax(p, g, 0.3))
+    assert np.array_equal(arrays.to_host(other), g)
+
+
+def test_kernel_works_in_place_on_slices(module: Any) -> None:
+    p, g = values(50, np.float32), values(50, np.float32, 1)
+    device, other = put(module, p), put(module, g)
+    relax(device[7:31], other[7:31], 0.3)
+    expected = p.copy()
+    expected[7:31] = numpy_relax(p[7:31], g[7:31], 0.3)
+    assert np.array_equal(arrays.to_host(device), expected)
+
+
+def test_kernel_may_read_and_write_the_same_array(module: Any) -> None:
+    p = values(100, np.float64)
+    device = put(module, p)
+    relax(device, device, 0.3)
+    assert np.array_equal(arrays.to_host(device), numpy_relax(p, p, 0.3))
+
+
+def test_kernel_refuses_what_does_not_fit(module: Any) -> None:
+    p, g = module.zeros(4, np.float32), module.zeros(4, np.float32)
+    with pytest.raises(TypeError, match="relax takes the arguments p, g, rate, got 2 of them"):
+        relax(p, g)
+    with pytest.raises(TypeError, match="p is float32 and g is float64"):
+        relax(p, module.zeros(4, np.float64), 0.3)
+    with pytest.raises(TypeError, match="p is int64 and p is int64"):
+        relax(module.zeros(4, np.int64), g, 0.3)
+    with pytest.raises(ValueError, match=r"p has shape \(4,\) and g has shape \(3,\)"):
+        relax(p, module.zeros(3, np.float32), 0.3)
+    with pytest.raises(ValueError, match=r"p has shape \(2, 2\)"):
+        relax(p.reshape(2, 2), g.reshape(2, 2), 0.3)
+    with pytest.raises(TypeError, match="NumPy or CuPy array, got builtins.list"):
+        relax([1.0], g, 0.3)
+    assert np.array_equal(arrays.to_host(p), np.zeros(4))
+
+
+def test_kernel_refuses_gaps_and_read_only_arrays() -> None:
+    p, g = np.zeros(8), np.zeros(4)
+    with pytest.raises(ValueError, match="with gaps in memory"):
+        relax(p[::2], g, 0.3)
+    fixed = np.zeros(4)
+    fixed.flags.writeable = False
+    with pytest.raises(ValueError, match="relax changes p, but that array is read-only"):
+        relax(fixed, g, 0.3)
+    relax(g, fixed, 0.3)
+    assert np.array_equal(g, numpy_relax(np.zeros(4), np.zeros(4), 0.3))
+
+
+def test_kernel_refuses_arrays_of_several_kinds() -> None:
+    with pytest.raises(TypeError, match="p is a numpy.ndarray but g is a standin.DeviceArray"):
+        relax(np.zeros(4), standin.zeros(4), 0.3)
+
+
+# Reductions.
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", [0, 1, 7, 64, 100_003])
+def test_sum_of_squares(module: Any, dtype: Any, size: int) -> None:
+    host = values(size, dtype)
+    exact = math.fsum(float(x) ** 2 for x in host)
+    assert arrays.sum_of_squares(put(module, host)) == pytest.approx(exact, rel=1e-13)
+
+
+def test_sum_of_squares_does_not_overflow_in_float32(module: Any) -> None:
+    host = np.full(1000, 3e38, np.float32)
+    assert arrays.sum_of_squares(put(module, host)) == pytest.approx(1000 * float(host[0]) ** 2, rel=1e-13)
+
+
+def test_sum_of_squares_repeats_wherever_the_array_lies() -> None:
+    host = values(10_100, np.float32)
+    reference = arrays.sum_of_squares(host[:10_007])
+    for offset in range(1, 20):
+        moved = np.empty(10_100, np.float32)
+        moved[offset : offset + 10_007] = host[:10_007]
+        assert arrays.sum_of_squares(moved[offset : offset + 10_007]) == reference
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", [0, 500, 1002])
+def test_non_finite_elements_are_found(module: Any, dtype: Any, bad: float, where: int) -> None:
+    host = values(1003, dtype)
+    device = put(module, host)
+    assert arrays.all_finite(device) is True
+    host[where] = bad
+    arrays.copy_to_device(host, device)
+    assert arrays.all_finite(device) is False
+    assert not math.isfinite(arrays.sum_of_squares(device))
+
+
+def test_huge_and_tiny_elements_are_finite(module: Any) -> None:
+    for dtype in (np.float32, np.float64):
+        limits = np.finfo(dtype)
+        host = np.array([limits.max, -limits.max, limits.tiny, limits.smallest_subnormal, 0] * 50, dtype)
+        assert arrays.all_finite(put(module, host))
+
+
+def test_reductions_take_any_shape_but_no_gaps(module: Any) -> None:
+    device = put(module, np.ones(12)).reshape(3, 4)
+    assert arrays.sum_of_squares(device) == 12 and arrays.all_finite(device)
+    with pytest.raises(TypeError, match="expected float32 or float64, got int64"):
+        arrays.sum_of_squares(module.zeros(3, np.int64))
+    with pytest.raises(ValueError, match="contiguous"):
+        arrays.all_finite(np.ones((4, 4))[:, :2])
+
+
+# The cache of compiled kernels.
+
+KERNEL = """
+from mpishard.array import elementwise
+
+@elementwise
+def shrink(p, /, rate):
+    p = p - rate * p * 0.5
+    return p
+"""
+
+USE = """
+import sys
+sys.path.insert(0, {folder!r})
+import numpy as np, kernel
+p = np.ones(5)
+kernel.shrink(p, 0.5)
+print(p[0])
+"""
+
+
+def use_kernel(folder: Path, **environment: str) -> tuple[float, str]:
+    """(result, what Numba's cache said of this kernel) of a fresh process that uses ``kernel.py`` in `folder`."""
+    done = run(USE.format(folder=str(folder)), NUMBA_DEBUG_CACHE="1", **environment)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    return float(lines[-1]), "\n".join(line for line in lines if "kernel.shrink" in line)
+
+
+def test_kernels_are_cached_and_go_stale_with_their_file(tmp_path: Path) -> None:
+    source = tmp_path / "kernel.py"
+    source.write_text(KERNEL)
+    result, told = use_kernel(tmp_path)
+    assert result == 0.75 and "data saved" in told
+    result, told = use_kernel(tmp_path)
+    assert result == 0.75 and "data loaded" in told and "saved" not in told
+    source.write_text(KERNEL.replace("0.5", "0.25"))
+    result, told = use_kernel(tmp_path)
+    assert result == 0.875 and "data saved" in told and "data loaded" not in told
+
+
+def test_kernels_work_where_no_cache_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text(KERNEL)
+    (tmp_path / "__pycache__").write_text("a file where the cache's folder would be")
+    elsewhere = tmp_path / "user"
+    result, told = use_kernel(tmp_path, XDG_CACHE_HOME=str(elsewhere))
+    assert result == 0.75 and str(elsewhere) in told and "data saved" in told
+    nowhere = str(tmp_path / "kernel.py")
+    result, told = use_kernel(tmp_path, XDG_CACHE_HOME=nowhere)
+    assert result == 0.75 and not told
+
+
+def test_processes_that_start_together_all_get_their_kernel(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text(KERNEL)
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    script = USE.format(folder=str(tmp_path))
+    started = [
+        subprocess.Popen([sys.executable, "-c", script], env=variables, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert [process.communicate(timeout=100)[0].strip() for process in started] == ["0.75"] * 3

@@ -1,0 +1,388 @@
+"""Update rules against ``torch.optim``, and against plain transcriptions of the papers where torch has no such rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import numpy as np
+import pytest
+import standin
+
+from mpishard import array as arrays
+from mpishard.optim.rules import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop, Rule
+from mpishard.optim.schedules import cosine
+
+SIZE = 1003
+STEPS = 200
+LIMITS = {np.float64: 1e-12, np.float32: 1e-5}
+
+# Every option of every rule at least once, alone and together; (rule, name of the class in torch.optim or None).
+RULES: dict[str, tuple[Rule, str | None]] = {
+    "SGD": (SGD(lr=0.1), "SGD"),
+    "SGD-decay": (SGD(lr=0.1, weight_decay=0.05), "SGD"),
+    "SGD-momentum": (SGD(lr=0.1, momentum=0.9), "SGD"),
+    "SGD-dampening": (SGD(lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.05), "SGD"),
+    "SGD-nesterov": (SGD(lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.05), "SGD"),
+    "Adam": (Adam(), "Adam"),
+    "Adam-decay": (Adam(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.05), "Adam"),
+    "Adam-amsgrad": (Adam(lr=0.01, betas=(0.8, 0.9), weight_decay=0.05, amsgrad=True), "Adam"),
+    "AdamW": (AdamW(lr=0.01), "AdamW"),
+    "AdamW-betas": (AdamW(lr=0.01, betas=(0.0, 0.5), eps=1e-3, weight_decay=0.3), "AdamW"),
+    "AdamW-amsgrad": (AdamW(lr=0.01, betas=(0.8, 0.9), amsgrad=True), "AdamW"),
+    "RMSprop": (RMSprop(), "RMSprop"),
+    "RMSprop-decay": (RMSprop(alpha=0.9, eps=1e-6, weight_decay=0.05), "RMSprop"),
+    "RMSprop-momentum": (RMSprop(lr=0.001, momentum=0.9), "RMSprop"),
+    "RMSprop-centered": (RMSprop(lr=0.001, centered=True), "RMSprop"),
+    "RMSprop-all": (RMSprop(lr=0.001, momentum=0.5, centered=True, weight_decay=0.05), "RMSprop"),
+    "Adagrad": (Adagrad(), "Adagrad"),
+    "Adagrad-all": (
+        Adagrad(lr=0.1, lr_decay=0.01, weight_decay=0.05, initial_accumulator_value=0.1, eps=1e-6),
+        "Adagrad",
+    ),
+    "Lion": (Lion(lr=0.001), None),
+    "Lion-decay": (Lion(lr=0.001, betas=(0.95, 0.98), weight_decay=0.3), None),
+    "LAMB": (LAMB(lr=0.01), None),
+    "LAMB-plain": (LAMB(lr=0.01, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.0), None),
+}
+each_rule = pytest.mark.parametrize("rule", [rule for rule, _ in RULES.values()], ids=RULES)
+each_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+
+
+def start(dtype: Any) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(SIZE).astype(dtype)
+
+
+def gradients(dtype: Any) -> Iterator[np.ndarray]:
+    """A gradient for every step: noise of many sizes around a mean that drifts from element to element."""
+    rng = np.random.default_rng(1)
+    mean, width = rng.standard_normal(SIZE), np.exp(rng.uniform(-5, 3, SIZE))
+    for step in range(STEPS):
+        yield (width * (np.sin(0.05 * step + mean) + 0.5 * rng.standard_normal(SIZE))).astype(dtype)
+
+
+def state(rule: Rule, size: int, dtype: Any) -> list[np.ndarray]:
+    return [np.full(size, rule.initial(slot), dtype) for slot in rule.slots]
+
+
+def run(rule: Rule, dtype: Any) -> np.ndarray:
+    """Parameters after every step, (STEPS, SIZE)."""
+    parameters, slots = start(dtype), state(rule, SIZE, dtype)
+    path = np.empty((STEPS, SIZE), dtype)
+    for step, gradient in enumerate(gradients(dtype), start=1):
+        rule.update(parameters, gradient, slots, step)
+        path[step - 1] = parameters
+    return path
+
+
+def assert_close(path: np.ndarray, reference: np.ndarray, limit: float) -> None:
+    """At every step: the difference is below `limit` of the parameters in norm, and of each element.
+
+    A single element may pass through zero, so it is measured against the larger of itself and a typical element.
+    """
+    path, reference = path.astype(np.float64), reference.astype(np.float64)
+    norms = np.linalg.norm(reference, axis=1)
+    assert np.max(np.linalg.norm(path - reference, axis=1) / norms) < limit
+    typical = norms[:, None] / math.sqrt(SIZE)
+    assert np.max(np.abs(path - reference) / np.maximum(np.abs(reference), typical)) < limit
+    moved = np.linalg.norm(reference[-1] - reference[0]) / norms[0]
+    assert moved > 1e-3, "the reference hardly moved, so this compares nothing"
+
+
+# Against PyTorch.
+
+
+@each_dtype
+@pytest.mark.parametrize("name", [name for name, (_, peer) in RULES.items() if peer])
+def test_rule_follows_torch(name: str, dtype: Any) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch, the reference, is not installed (extra: peers)")
+    rule, peer = RULES[name]
+    parameter = torch.nn.Parameter(torch.from_numpy(start(dtype)))
+    optimizer = getattr(torch.optim, peer)([parameter], **vars(rule))
+    reference = np.empty((STEPS, SIZE), dtype)
+    for step, gradient in enumerate(gradients(dtype)):
+        parameter.grad = torch.from_numpy(gradient)
+        optimizer.step()
+        reference[step] = parameter.detach().numpy()
+    assert_close(run(rule, dtype), reference, LIMITS[dtype])
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW, RMSprop, Adagrad])
+def test_defaults_are_those_of_torch(kind: type[Rule]) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch, the reference, is not installed (extra: peers)")
+    defaults = getattr(torch.optim, kind.__name__)([torch.nn.Parameter(torch.zeros(1))]).defaults
+    assert {name: defaults[name] for name in vars(kind())} == vars(kind())
+
+
+# Against transcriptions of the papers, line by line, in float64.
+
+
+def lion(rule: Lion) -> Iterator[np.ndarray]:
+    """Chen et al. 2023, algorithm 2."""
+    beta1, beta2 = rule.betas
+    theta, m = start(np.float64), np.zeros(SIZE)
+    for g in gradients(np.float64):
+        c = beta1 * m + (1 - beta1) * g
+        assert isinstance(rule.lr, float)
+        theta = theta - rule.lr * (np.sign(c) + rule.weight_decay * theta)
+        m = beta2 * m + (1 - beta2) * g
+        yield theta
+
+
+def lamb(rule: LAMB) -> Iterator[np.ndarray]:
+    """You et al. 2020, algorithm 2, for one layer and phi(z) = z."""
+    beta1, beta2 = rule.betas
+    x, m, v = start(np.float64), np.zeros(SIZE), np.zeros(SIZE)
+    for t, g in enumerate(gradients(np.float64), start=1):
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+        r = m_hat / (np.sqrt(v_hat) + rule.eps)
+        u = r + rule.weight_decay * x
+        assert isinstance(rule.lr, float)
+        x = x - rule.lr * np.linalg.norm(x) / np.linalg.norm(u) * u
+        yield x
+
+
+@each_dtype
+@pytest.mark.parametrize("name", ["Lion", "Lion-decay", "LAMB", "LAMB-plain"])
+def test_rule_follows_its_paper(name: str, dtype: Any) -> None:
+    rule, _ = RULES[name]
+    reference = np.array(list(lion(rule) if isinstance(rule, Lion) else lamb(rule)))  # type: ignore[arg-type]
+    assert_close(run(rule, dtype), reference, LIMITS[dtype])
+
+
+def test_lion_without_a_gradient_stands_still() -> None:
+    parameters, slots = np.array([1.0, -2.0]), [np.zeros(2)]
+    Lion(lr=0.1).update(parameters, np.zeros(2), slots, 1)
+    assert np.array_equal(parameters, [1, -2])
+
+
+def test_lamb_by_halves_is_lamb() -> None:
+    """Three tensors in two shards that cut one of them: norms of whole tensors, direction and apply by slices."""
+    rule = LAMB(lr=0.01)
+    tensors, shards = [0, 100, 700, SIZE], [0, 400, SIZE]
+    expected, slots = start(np.float64), state(rule, SIZE, np.float64)
+    parts = [(a, b) for a, b in zip(tensors[:-1], tensors[1:], strict=True)]
+    parameters, own, direction = start(np.float64), state(rule, SIZE, np.float64), np.empty(SIZE)
+    for step, gradient in zip(range(1, 20), gradients(np.float64), strict=False):
+        for a, b in parts:
+            rule.update(expected[a:b], gradient[a:b], [slot[a:b] for slot in slots], step, divisor=3, clip=0.5)
+        for a, b in zip(shards[:-1], shards[1:], strict=True):
+            state_ab = [slot[a:b] for slot in own]
+            rule.direction(parameters[a:b], gradient[a:b], state_ab, step, divisor=3, clip=0.5, out=direction[a:b])
+        for a, b in parts:
+            squares = arrays.sum_of_squares(parameters[a:b]), arrays.sum_of_squares(direction[a:b])
+            rule.apply(parameters[a:b], direction[a:b], step, rule.trust_ratio(*squares))
+    assert np.array_equal(parameters, expected)
+    assert all(np.array_equal(slot, other) for slot, other in zip(own, slots, strict=True))
+
+
+def test_lamb_ratio_of_zero_norms_is_one() -> None:
+    assert LAMB.trust_ratio(0.0, 4.0) == LAMB.trust_ratio(4.0, 0.0) == 1.0
+    assert LAMB.trust_ratio(16.0, 4.0) == 2.0
+    assert LAMB.norm_based and not AdamW.norm_based
+
+
+# What sharding rests on.
+
+
+def cuts(size: int) -> Iterator[Sequence[int]]:
+    yield list(range(0, size, 1))
+    yield [0, 1, 8, 15, 16, 33, 64, 127, 333, size - 1]
+    yield [0, 0, 500, 500]
+
+
+@each_dtype
+@pytest.mark.parametrize("rule", [rule for rule, _ in RULES.values() if not rule.norm_based], ids=repr)
+def test_slices_get_the_bits_of_the_whole(rule: Rule, dtype: Any) -> None:
+    """Vectorised loop bodies, their remainders and all alignments must round alike (LAMB: by halves, above)."""
+    size = 403
+    whole, slots = start(dtype)[:size], state(rule, size, dtype)
+    sliced = [(cut, whole.copy(), [slot.copy() for slot in slots]) for cut in cuts(size)]
+    for step, gradient in zip(range(1, 4), gradients(dtype), strict=False):
+        gradient = gradient[:size]
+        rule.update(whole, gradient, slots, step, divisor=7, clip=0.9)
+        for cut, parameters, own in sliced:
+            for a, b in zip(cut, [*cut[1:], size], strict=True):
+                rule.update(parameters[a:b], gradient[a:b], [slot[a:b] for slot in own], step, divisor=7, clip=0.9)
+            assert np.array_equal(parameters, whole)
+            assert all(np.array_equal(slot, other) for slot, other in zip(own, slots, strict=True))
+
+
+@each_dtype
+@each_rule
+def test_device_arrays_get_the_bits_of_the_host(rule: Rule, dtype: Any) -> None:
+    parameters, slots = start(dtype), state(rule, SIZE, dtype)
+    like = standin.empty(0)
+    device = [arrays.empty(SIZE, dtype, like=like) for _ in range(2 + len(slots))]
+    for host, array in zip([parameters, *slots], [device[0], *device[2:]], strict=True):
+        arrays.copy_to_device(host, array)
+    for step, gradient in zip(range(1, 4), gradients(dtype), strict=False):
+        arrays.copy_to_device(gradient, device[1])
+        rule.update(parameters, gradient, slots, step)
+        rule.update(device[0], device[1], device[2:], step)
+    for host, array in zip([parameters, *slots], [device[0], *device[2:]], strict=True):
+        assert np.array_equal(arrays.to_host(array), host)
+
+
+@each_rule
+def test_gradients_are_only_read(rule: Rule) -> None:
+    gradient = start(np.float64)
+    gradient.flags.writeable = False
+    rule.update(start(np.float64), gradient, state(rule, SIZE, np.float64), 1)
+
+
+@pytest.mark.parametrize("divisor", [3, 7, 24, 1000])
+def test_sums_of_integers_divide_exactly(divisor: int) -> None:
+    """The divisor divides; multiplying by its rounded reciprocal would be wrong in the last place."""
+    sums = (np.arange(1000) * divisor).astype(np.float32)
+    parameters = np.zeros(1000, np.float32)
+    SGD(lr=1.0).update(parameters, sums, [], 1, divisor=divisor)
+    assert np.array_equal(parameters, -np.arange(1000, dtype=np.float32))
+
+
+@each_rule
+def test_divisor_comes_before_clip(rule: Rule) -> None:
+    results = []
+    gradient = next(gradients(np.float64))
+    for given, options in ((gradient, {"divisor": 7.0, "clip": 0.3}), (gradient / 7.0 * 0.3, {})):
+        parameters = start(np.float64)
+        rule.update(parameters, given, state(rule, SIZE, np.float64), 1, **options)
+        results.append(parameters)
+    assert np.array_equal(*results)
+
+
+# Slots, learning rates, hyper-parameters.
+
+
+@pytest.mark.parametrize(
+    ("rule", "slots"),
+    [
+        (SGD(), ()),
+        (SGD(momentum=0.9), ("momentum_buffer",)),
+        (Adam(), ("exp_avg", "exp_avg_sq")),
+        (AdamW(amsgrad=True), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
+        (RMSprop(), ("square_avg",)),
+        (RMSprop(momentum=0.9, centered=True), ("square_avg", "grad_avg", "momentum_buffer")),
+        (Adagrad(), ("sum",)),
+        (Lion(), ("exp_avg",)),
+        (LAMB(), ("exp_avg", "exp_avg_sq")),
+    ],
+    ids=repr,
+)
+def test_slots(rule: Rule, slots: tuple[str, ...]) -> None:
+    assert rule.slots == slots
+    assert len(rule.kernel.arrays) == 2 + len(slots) + rule.norm_based
+    assert len(rule.kernel.scalars) == 2 + len(rule.scalars(1))
+
+
+def test_initial_values_of_slots() -> None:
+    assert Adagrad(initial_accumulator_value=0.5).initial("sum") == 0.5
+    assert AdamW().initial("exp_avg") == 0.0
+
+
+@each_rule
+def test_wrong_number_of_slots(rule: Rule) -> None:
+    parameters = start(np.float64)
+    with pytest.raises(ValueError, match=f"got {len(rule.slots) + 1} arrays"):
+        rule.update(parameters, parameters, [parameters] * (len(rule.slots) + 1), 1)
+    assert np.array_equal(parameters, start(np.float64))
+
+
+@each_rule
+def test_other_gradients_change_nothing(rule: Rule) -> None:
+    parameters, slots = start(np.float64), state(rule, SIZE, np.float64)
+    with pytest.raises(ValueError, match="of one size"):
+        rule.update(parameters, np.ones(SIZE - 1), slots, 1)
+    with pytest.raises(TypeError, match="p is float64 and g is float32"):
+        rule.update(parameters, np.ones(SIZE, np.float32), slots, 1)
+    with pytest.raises(ValueError, match="steps count from 1, got step 0"):
+        rule.update(parameters, np.ones(SIZE), slots, 0)
+    assert np.array_equal(parameters, start(np.float64))
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW, RMSprop, Adagrad, Lion, LAMB])
+def test_schedules_set_the_rate_of_every_step(kind: Callable[..., Rule]) -> None:
+    schedule = cosine(0.01, 10, warmup=3, floor=0.001)
+    parameters, slots = start(np.float64), state(kind(), SIZE, np.float64)
+    expected, others = parameters.copy(), [slot.copy() for slot in slots]
+    for step, gradient in zip(range(1, 13), gradients(np.float64), strict=False):
+        kind(lr=schedule).update(parameters, gradient, slots, step)
+        kind(lr=schedule(step)).update(expected, gradient, others, step)
+    assert np.array_equal(parameters, expected)
+
+
+def test_schedules_may_not_return_nonsense() -> None:
+    for bad in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"SGD: lr\(3\) must be at least 0 and finite"):
+            SGD(lr=lambda step, bad=bad: bad).scalars(3)
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW, RMSprop, Adagrad, Lion, LAMB])
+def test_rules_are_values(kind: type[Rule]) -> None:
+    assert kind() == kind() and hash(kind()) == hash(kind()) and kind(lr=0.5) != kind()
+    assert isinstance(kind(), Rule) and eval(repr(kind())) == kind()
+    assert kind(lr=0.5) == kind(0.5)
+    with pytest.raises(FrozenInstanceError):
+        kind().lr = 1.0  # type: ignore[misc]
+
+
+def test_the_base_is_no_rule() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        Rule(lr=0.1)  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SGD(lr=-0.1), "SGD: lr must be at least 0 and finite, got -0.1"),
+        (lambda: AdamW(lr=math.nan), "AdamW: lr must be at least 0"),
+        (lambda: AdamW(lr=math.inf), "AdamW: lr must be at least 0"),
+        (lambda: SGD(momentum=-1), "SGD: momentum must be at least 0"),
+        (lambda: SGD(momentum=0.9, weight_decay=-1), "weight_decay must be at least 0"),
+        (lambda: SGD(nesterov=True), "nesterov needs a momentum above 0"),
+        (lambda: SGD(momentum=0.9, dampening=0.1, nesterov=True), "dampening of 0"),
+        (lambda: Adam(betas=(1.0, 0.9)), r"Adam: betas must be in \[0, 1\)"),
+        (lambda: Adam(betas=(0.9, -0.1)), r"Adam: betas must be in \[0, 1\)"),
+        (lambda: Lion(betas=(0.9, math.nan)), r"Lion: betas must be in \[0, 1\)"),
+        (lambda: AdamW(eps=-1e-8), "AdamW: eps must be at least 0"),
+        (lambda: RMSprop(alpha=1.0), r"RMSprop: alpha must be in \[0, 1\), got 1.0"),
+        (lambda: Adagrad(lr_decay=-1), "Adagrad: lr_decay must be at least 0"),
+        (lambda: Adagrad(initial_accumulator_value=-1), "initial_accumulator_value must be at least 0"),
+    ],
+)
+def test_wrong_values_are_refused(make: Callable[[], Rule], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SGD(lr="0.1"), "SGD: lr must be a number at least 0 and finite, got '0.1'"),
+        (lambda: AdamW(betas=0.9), "AdamW: betas must be two numbers"),
+        (lambda: AdamW(betas=(0.9,)), "AdamW: betas must be two numbers"),
+        (lambda: LAMB(eps=None), "LAMB: eps must be a number"),
+    ],
+)
+def test_wrong_types_are_refused(make: Callable[[], Rule], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_configuration_is_plain() -> None:
+    assert AdamW(lr=1, betas=[0.8, 0.9]).configuration() == {  # type: ignore[arg-type]
+        "rule": "AdamW",
+        "lr": 1.0,
+        "beta1": 0.8,
+        "beta2": 0.9,
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "amsgrad": False,
+    }
+    assert SGD(lr=cosine(0.1, 10)).configuration()["lr"] == "cosine(peak=0.1, steps=10)"
+    for rule, _ in RULES.values():
+        assert all(type(value) in (float, str, bool) for value in rule.configuration().values())
