@@ -75,8 +75,11 @@ def run_ours(steps: int) -> dict[str, Any] | None:
         return loss / (BATCH * CONTEXT)
 
     result: dict[str, Any] = timed(step, mesh.data.barrier, steps)
-    blas = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
-    result["blas"] = ", ".join(f"{b['internal_api']} {b['architecture']}, {b['num_threads']} thread(s)" for b in blas)
+    pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+    # SciPy, where it is there, brings an OpenBLAS of its own.
+    result["blas"] = "; ".join(
+        sorted({f"{b['internal_api']} {b['architecture']}, {b['num_threads']} thread(s)" for b in pools})
+    )
     return result if mesh.data.rank == 0 else None
 
 
@@ -96,7 +99,8 @@ def run_torch(steps: int, autocast: bool) -> dict[str, Any] | None:
         def forward(self, x: Any) -> Any:
             batch, length, _ = x.shape
             qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
-            mixed = functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
             return x + self.contract(functional.gelu(self.expand(self.mlp_norm(x)), approximate="tanh"))
 

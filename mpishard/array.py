@@ -1,7 +1,7 @@
 """Arrays of two kinds, one way to work on them: NumPy on the host, CuPy on a device.
 
-Everything that must know which kind it holds is here: memory, staging, the readiness gate, element-wise
-kernels and reductions.  CuPy is imported when one of its arrays first appears and never before.
+Everything that must know which kind it holds is here: memory, staging, the readiness gate and element-wise
+kernels.  CuPy is imported when one of its arrays first appears and never before.
 """
 
 from __future__ import annotations
@@ -129,29 +129,6 @@ def elementwise(formula: Callable[..., Any]) -> Kernel:
     return Kernel(formula)
 
 
-def _sum_of_squares(array: np.ndarray) -> float:
-    total = 0.0
-    for i in range(array.size):
-        value = np.float64(array[i])
-        total += value * value
-    return total
-
-
-def _sum_of_zeros(array: np.ndarray) -> Any:
-    # Zero times an element is zero or, if the element is not finite, NaN.
-    zero = array.dtype.type(0)
-    total = zero
-    for i in range(array.size):
-        total += array[i] * zero
-    return total
-
-
-# The order of the additions is left to the compiler, which then keeps several accumulators: otherwise every
-# addition waits for the one before.  The order depends on the size alone, so results repeat.
-_host_sum_of_squares = HostFunction(_sum_of_squares, fastmath={"reassoc"})
-_host_sum_of_zeros = HostFunction(_sum_of_zeros, fastmath={"reassoc"})
-
-
 class Backend:
     """What mpishard asks of one kind of array: the functions below, by their names.  This one serves NumPy."""
 
@@ -176,12 +153,6 @@ class Backend:
     def zeros(self, size: Any, dtype: Any, like: Array) -> Array:
         return np.zeros(size, dtype)
 
-    def sum_of_squares(self, array: Array) -> float:
-        return float(_host_sum_of_squares((array,)))
-
-    def all_finite(self, array: Array) -> bool:
-        return bool(_host_sum_of_zeros((array,)) == 0)
-
     def launch(self, kernel: Kernel, arrays: Sequence[Array], scalars: Sequence[float]) -> None:
         kernel.on_host(arrays, scalars)
 
@@ -193,12 +164,6 @@ class _CuPy(Backend):
         import cupy
 
         self.module = cupy
-        self._squares = cupy.ReductionKernel(
-            "T x", "float64 y", "(double)x * (double)x", "a + b", "y = a", "0", "mpishard_sum_of_squares"
-        )
-        self._finite = cupy.ReductionKernel(
-            "T x", "bool y", "isfinite(x)", "a && b", "y = a", "true", "mpishard_all_finite"
-        )
 
     def ready(self, array: Array) -> None:
         with array.device:
@@ -228,14 +193,6 @@ class _CuPy(Backend):
     def zeros(self, size: Any, dtype: Any, like: Array) -> Array:
         with like.device:
             return self.module.zeros(size, dtype)
-
-    def sum_of_squares(self, array: Array) -> float:
-        with array.device:
-            return float(self._squares(array))
-
-    def all_finite(self, array: Array) -> bool:
-        with array.device:
-            return bool(self._finite(array))
 
     def launch(self, kernel: Kernel, arrays: Sequence[Array], scalars: Sequence[float]) -> None:
         with arrays[0].device:
@@ -360,24 +317,3 @@ def empty(size: int | tuple[int, ...], dtype: Any, like: Array) -> Array:
 def zeros(size: int | tuple[int, ...], dtype: Any, like: Array) -> Array:
     """A new array of zeros on the device of `like`."""
     return _backend(like).zeros(size, dtype, like)
-
-
-def sum_of_squares(a: Array) -> float:
-    """Sum of squares, accumulated in float64; NaN or infinite if an element is (for float32: only then).
-
-    One pass over memory, the same bits on every call.  `a` is float32 or float64, contiguous, of any shape.
-    """
-    return _backend(a).sum_of_squares(_flat(a)) if a.size else 0.0
-
-
-def all_finite(a: Array) -> bool:
-    """Whether no element is NaN or infinite.  `a` as in `sum_of_squares`."""
-    return _backend(a).all_finite(_flat(a)) if a.size else True
-
-
-def _flat(a: Array) -> Array:
-    if a.dtype not in (np.float32, np.float64):
-        raise TypeError(f"expected float32 or float64, got {a.dtype}")
-    if not a.flags.c_contiguous:
-        raise ValueError(f"expected contiguous memory, got shape {a.shape} with gaps; pass array.copy()")
-    return a.reshape(-1)

@@ -274,9 +274,7 @@ class Axis:
             requests.append(self.comm.Ireduce_scatter(wire, target, counts, _OPS[op]))
         return Pending(self, call, sent, requests, lambda: self._unwire(target, out))
 
-    def _all_gather(
-        self, call: Call, buffer: Array, piece: Array | None, counts: Sequence[int] | None
-    ) -> Pending:
+    def _all_gather(self, call: Call, buffer: Array, piece: Array | None, counts: Sequence[int] | None) -> Pending:
         counts = self._counts(buffer, counts)
         starts = _starts(counts)
         wire = self._wire(buffer, reads=piece is None)
@@ -323,9 +321,7 @@ class Axis:
         wire = self._wire(buffer, reads=self.rank == root)
         requests = [self.comm.Ibcast(part, root) for part in self._parts(wire)]
         last = self.rank == (root - 1) % self.size
-        return Pending(
-            self, call, 0 if last else buffer.nbytes, requests, lambda: self._unwire(wire, buffer)
-        )
+        return Pending(self, call, 0 if last else buffer.nbytes, requests, lambda: self._unwire(wire, buffer))
 
     def _reduce_pieces(self, wire: Array, target: Array, counts: Sequence[int], op: str, in_place: bool) -> None:
         """Reduce_scatter past the count limit: piece after piece, each reduced to its owner by parts."""
@@ -435,7 +431,7 @@ class Axis:
     def _check(self, call: Call, detail: str) -> None:
         """Debug: all ranks tell what they are about to do, and all raise where they differ.  Collective."""
         assert self._check_comm is not None
-        what = f"{call.op}({call.count} x {call.dtype}{f', {detail}' if detail else ''})"
+        what = f"{call.op}({call.elements} x {call.dtype}{f', {detail}' if detail else ''})"
         own = np.zeros(_RECORD_BYTES, np.uint8)
         text = f"{what}\t{call.site}".encode()[:_RECORD_BYTES]
         own[: len(text)] = np.frombuffer(text, np.uint8)

@@ -82,11 +82,20 @@ class GradientBuckets:
         ``release(bucket)`` must be called once the array may be written again (at once where nothing is in flight).
     drain : callable or None
         Waits until nothing that `reduce` started is under way.
-    inspect : callable or None
-        ``inspect(bucket, array)`` sees the complete local gradient before `reduce` does.
     on_demand : bool
         False: one flat buffer for all buckets, kept, in which micro-batches add up, reduced after the last of them.
         True: a bucket has memory from its first gradient until it is reduced, after every micro-batch (ZeRO-2).
+
+    Attributes
+    ----------
+    hold : bool
+        True: keep finished buckets until `end_pass`, since more passes will add to them.
+    reduced : bool
+        Whether this step's gradients are complete and reduced; nothing can be added then.
+    inspect : callable or None
+        ``inspect(bucket, array)`` sees the complete local gradient before `reduce` does.
+    peak_bytes : int
+        Most bytes of gradient memory held so far.
     """
 
     def __init__(
@@ -102,7 +111,7 @@ class GradientBuckets:
         self.buckets = make_buckets(specs, minimum)
         self.on_demand = on_demand
         self.inspect: Callable[[Bucket, Array], None] | None = None
-        self.hold = False
+        self.hold = reduce is None
         self.reduced = False
         self.peak_bytes = 0
         self._like = like
@@ -165,8 +174,8 @@ class GradientBuckets:
             self._begin_pass()
         if self.reduced or bucket.index > self._next:
             raise RuntimeError(
-                f"the gradient of {name!r} is reduced already, so another backward pass cannot add to it; call step() or "
-                "reset_gradients() in between, or set auto_sync_gradients=False to accumulate over several passes"
+                f"the gradient of {name!r} is reduced already, so another backward pass cannot add to it; call step() "
+                "or reset_gradients() in between, or set auto_sync_gradients=False to accumulate over several passes"
             )
         view = self._array(bucket)[start:stop].reshape(self._shapes[name])
         accumulate = name in self._written

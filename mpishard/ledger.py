@@ -25,7 +25,7 @@ class Call(NamedTuple):
     sequence: int
     op: str
     dtype: np.dtype
-    count: int
+    elements: int
     label: str
     code: CodeType
     line: int
@@ -36,7 +36,7 @@ class Call(NamedTuple):
         return f"{self.code.co_filename}:{self.line} ({self.code.co_name})"
 
     def __str__(self) -> str:
-        what = f"{self.axis}.{self.op} #{self.sequence} of {self.count} {self.dtype}"
+        what = f"{self.axis}.{self.op} #{self.sequence} of {self.elements} {self.dtype}"
         return f"{what}{f' [{self.label}]' if self.label else ''} called at {self.site}"
 
 

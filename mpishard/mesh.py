@@ -77,7 +77,8 @@ class Mesh:
         tensor_rank, data_rank, stage = rank % tensor, rank // tensor % data, rank // (tensor * data)
         self.coordinates = {"pipeline": stage, "data": data_rank, "tensor": tensor_rank}
 
-        def axis(name: str, part: MPI.Intracomm) -> Axis:
+        def axis(name: str, part: MPI.Comm) -> Axis:
+            assert isinstance(part, MPI.Intracomm)
             return Axis(name, part, self.ledger, debug=debug)
 
         self.world = axis("world", world)

@@ -17,9 +17,7 @@ def generator(seed: int, *names: object) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=_key(seed, *names)))
 
 
-def normal(
-    seed: int, name: str, shape: Sequence[int], scale: float = 1.0, dtype: Any = np.float32
-) -> np.ndarray:
+def normal(seed: int, name: str, shape: Sequence[int], scale: float = 1.0, dtype: Any = np.float32) -> np.ndarray:
     """Normal numbers of mean 0 and standard deviation `scale`, a function of (`seed`, `name`, `shape`) alone.
 
     Drawn in float64 and rounded to `dtype`, so that float32 and float64 runs start from the same numbers.

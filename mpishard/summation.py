@@ -18,7 +18,8 @@ from mpishard.compiling import HostFunction
 
 Array = Any
 
-_EXPONENTS = {np.dtype(np.float32): (np.uint32, 0x7FFFFFFF), np.dtype(np.float64): (np.uint64, 0x7FFFFFFFFFFFFFFF)}
+# By element size: the integer of the same size, and all its bits but the sign.
+_BITS: dict[int, tuple[Any, Any]] = {4: (np.uint32, np.uint32(2**31 - 1)), 8: (np.uint64, np.uint64(2**63 - 1))}
 
 
 def largest(array: Array) -> float:
@@ -27,8 +28,8 @@ def largest(array: Array) -> float:
         return 0.0
     if is_device(array):
         return float(abs(array).max())
-    bits, mask = _EXPONENTS[array.dtype]
-    top = np.array([_largest_bits((array.view(bits),), (bits(mask),))], bits)
+    integer, mask = _BITS[array.dtype.itemsize]
+    top = np.array([_largest_bits((array.view(integer),), (mask,))], integer)
     return float(top.view(array.dtype)[0])
 
 
@@ -60,6 +61,12 @@ def sum_of_squares(array: Array, largest_value: float, terms: int) -> np.ndarray
 def total(parts: np.ndarray) -> float:
     """The number that the two parts of a sum stand for."""
     return float(parts[0] + parts[1])
+
+
+def squared_norm(array: Array) -> float:
+    """Sum of squares of one whole flat array; not finite if an element is not."""
+    top = largest(array)
+    return total(sum_of_squares(array, top, array.size)) if math.isfinite(top) else top
 
 
 def _shifts(largest_value: float, terms: int) -> tuple[float, float]:

@@ -143,7 +143,7 @@ class OptimizationProblem:
 
     @classmethod
     def for_model(cls, model: Any, batch: Callable[[np.ndarray], tuple[Any, ...]], **options: Any) -> Any:
-        """Train a model: ``batch(samples)`` gives what ``model.loss_and_gradient`` takes, ``options`` are the others."""
+        """Train a model: ``batch(samples)`` gives the arguments of ``model.loss_and_gradient``; `options` as above."""
 
         def function(parameters: Any, samples: np.ndarray, gradients: Any) -> float:
             return model.loss_and_gradient(*batch(samples))
@@ -259,8 +259,8 @@ class _Loop:
         # Ranks without samples start their reductions here, the others did so in the backward pass: no other
         # collective may come before.
         self.buckets.end_pass()
-        samples = self.sampler.consumed(step) - self.sampler.consumed(step - 1)
-        return loss_sum, samples * problem.tokens_per_sample
+        count = self.sampler.consumed(step) - self.sampler.consumed(step - 1)
+        return loss_sum, count * problem.tokens_per_sample
 
     def why_stop(self, step: int, loss: float, rate: float, norm: float) -> str:
         problem = self.problem

@@ -274,18 +274,6 @@ class StandIn(Backend):
     def zeros(self, size: Any, dtype: Any, like: DeviceArray) -> Any:
         return zeros(size, dtype, kind=type(like))
 
-    def sum_of_squares(self, array: DeviceArray) -> float:
-        return self._reduce(super().sum_of_squares, array)
-
-    def all_finite(self, array: DeviceArray) -> bool:
-        return self._reduce(super().all_finite, array)
-
-    def _reduce(self, function: Callable[[np.ndarray], Any], array: DeviceArray) -> Any:
-        result = []
-        stream.launch(lambda host: result.append(function(host)), array)
-        stream.synchronize()
-        return result[0]
-
     def launch(self, kernel: Kernel, arrays: Sequence[DeviceArray], scalars: Sequence[float]) -> None:
         stream.launch(lambda *hosts: kernel.on_host(hosts, scalars), *arrays)
 

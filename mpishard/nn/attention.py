@@ -14,10 +14,10 @@ from mpishard.nn.workspace import Workspace
 
 Array = Any
 
-# Queries (forward) and keys (backward) at a time: half of the scores of a long sequence are masked, and blocks of this
-# size skip most of them; a product of so many rows with 256 keys is small enough for OpenBLAS's kernels without packing.
+# Queries (forward) or keys (backward) at a time.  Half of the scores of a sequence are masked, and blocks skip most of
+# them; 96 rows times 256 keys of 32 channels is small enough for OpenBLAS's kernels that need no packing.
 BLOCK = 96
-# Scores that stay in a core's second-level cache together with their gradients: heads are grouped up to this number.
+# Scores at a time: heads of a sequence are computed together up to this number, which still stays in cache.
 GROUP_SCORES = 4 * 256 * 256
 
 
@@ -73,7 +73,7 @@ class CausalSelfAttention(Layer):
                 last = min(first + BLOCK, length)
                 scores = self._block(work, "scores", len(q), last, last - first)
                 np.matmul(k[:, :last], q[:, first:last].swapaxes(1, 2), out=scores)
-                self.ops.causal_softmax(scores, first, self.scale, logsum, total)
+                self.ops.causal_softmax(scores, logsum, total, first, self.scale)
                 np.matmul(scores.swapaxes(1, 2), v[:, :last], out=mixed[:, first:last])
         return self.output.forward(mixed_nc, work, residual_nc)
 
@@ -102,13 +102,13 @@ class CausalSelfAttention(Layer):
                 dpart = dscores[:, first:last, first:]
                 np.matmul(k[:, first:last], q[:, first:].swapaxes(1, 2), out=weights)
                 np.matmul(v[:, first:last], dmixed[:, first:].swapaxes(1, 2), out=dpart)
-                self.ops.causal_softmax_backward(weights, dscores, self.scale, logsum, inner)
+                self.ops.causal_softmax_backward(weights, dscores, logsum, inner, self.scale)
                 np.matmul(weights, dmixed[:, first:], out=dv[:, first:last])
                 np.matmul(dpart, q[:, first:], out=dk[:, first:last])
             for first in range(0, length, BLOCK):
                 last = min(first + BLOCK, length)
                 np.matmul(dscores[:, :last, first:last].swapaxes(1, 2), k[:, :last], out=dq[:, first:last])
-        dx_nc = self.qkv.input_gradient(dqkv_nd, work.borrow(f"{self.name}.dx", rows, self.width))
+        dx_nc = self.qkv.input_gradient(dqkv_nd, work.borrow(f"{self.role}.dx", rows, self.width))
         self.qkv.weight_gradient(work.plans[self.name], dqkv_nd, work)
         return dx_nc
 

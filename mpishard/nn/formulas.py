@@ -1,10 +1,11 @@
 """The element-wise, row-wise and gather operations of the layers as formulas of any array module.
 
 These are the definitions: readable, and what runs on device arrays.  ``kernels`` holds the same functions compiled
-for NumPy arrays, and the tests compare the two.  All arrays are C-contiguous; every function writes its results into
-arrays of the caller.  Axes: n tokens (n = b * t), c channels, v vocabulary, b
-batch, h heads, g heads of a group, t positions, d channels of a head or of all that is computed of a token, s kinds
-(query, key, value), k keys, q queries.
+for NumPy arrays, and the tests compare the two.  Arrays are C-contiguous and come before the scalars; every function
+writes its results into arrays of the caller.
+
+Axes: n tokens (n = b * t), c channels, v vocabulary, b batch, h heads, g heads of a group, t positions, d channels of a
+head or of all that is computed of a token, s kinds (query, key, value), k keys, q queries.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ GELU_SLOPE = 2.0 * np.sqrt(2.0 / np.pi)
 GELU_CUBIC = 0.044715
 
 
-def scatter_add(indices_n: Array, dy_nc: Array, dweight_vc: Array) -> None:
+def scatter_add(dy_nc: Array, indices_n: Array, dweight_vc: Array) -> None:
     """``dweight[indices[n]] += dy[n]``; the adjoint of a lookup."""
     xp = module_of(dy_nc)
     xp.add.at(dweight_vc, indices_n, dy_nc)
@@ -34,7 +35,7 @@ def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
 
 
 def layer_norm(
-    x_nc: Array, weight_c: Array, bias_c: Array, epsilon: float, y_nc: Array, mean_n: Array, scale_n: Array
+    x_nc: Array, weight_c: Array, bias_c: Array, y_nc: Array, mean_n: Array, scale_n: Array, epsilon: float
 ) -> None:
     """``y = (x - mean) * scale * weight + bias`` with ``scale = 1 / sqrt(variance + epsilon)`` of each row.
 
@@ -92,13 +93,6 @@ def split_heads(x_nd: Array, bias_d: Array, heads_sbhtd: Array) -> None:
     heads_sbhtd[...] = (x_nd + bias_d).reshape(batch, length, heads, kinds, width).transpose(3, 0, 2, 1, 4)
 
 
-def join_heads(heads_sbhtd: Array, x_nd: Array, total_d: Array) -> None:
-    """The adjoint of `split_heads`: undoes the sorting, and adds the column sums into `total`."""
-    kinds, batch, heads, length, width = heads_sbhtd.shape
-    x_nd.reshape(batch, length, heads, kinds, width)[...] = heads_sbhtd.transpose(1, 3, 2, 0, 4)
-    total_d += x_nd.sum(axis=0)
-
-
 def split_with_products(dy_nc: Array, y_nc: Array, dy_bhtd: Array, inner_bht: Array) -> None:
     """Sorts `dy` by heads, and takes for each row of a head the inner product of `dy` and `y`."""
     batch, heads, length, width = dy_bhtd.shape
@@ -111,7 +105,7 @@ def _future(xp: Any, keys: int, queries: int, offset: int) -> Array:
     return xp.arange(keys)[:, None] > xp.arange(queries)[None, :] + offset
 
 
-def causal_softmax(scores_gkq: Array, offset: int, scale: float, logsum_gt: Array, total_t: Array) -> None:
+def causal_softmax(scores_gkq: Array, logsum_gt: Array, total_t: Array, offset: int, scale: float) -> None:
     """Turn scores into attention probabilities in place: a softmax over the keys of each query.
 
     Scores lie transposed, (heads of a group, keys, queries), so that sums over keys run over whole rows.
@@ -121,14 +115,14 @@ def causal_softmax(scores_gkq: Array, offset: int, scale: float, logsum_gt: Arra
     scores_gkq : array
         Products of keys and queries, not yet scaled; overwritten by the probabilities.  Keys start at position 0,
         queries at position `offset`; keys later than the query get probability 0.
-    offset : int
-        Position of the first query.
-    scale : float
-        Factor of the scores inside the exponential.
     logsum_gt : array
         Out, at the positions of the queries: logarithm of the sum of the exponentials of the scaled scores.
     total_t : array
         Scratch, at least as long as there are queries.
+    offset : int
+        Position of the first query.
+    scale : float
+        Factor of the scores inside the exponential.
     """
     xp = module_of(scores_gkq)
     _, keys, queries = scores_gkq.shape
@@ -140,7 +134,7 @@ def causal_softmax(scores_gkq: Array, offset: int, scale: float, logsum_gt: Arra
 
 
 def causal_softmax_backward(
-    scores_gkq: Array, dscores_gtt: Array, scale: float, logsum_gt: Array, inner_gt: Array
+    scores_gkq: Array, dscores_gtt: Array, logsum_gt: Array, inner_gt: Array, scale: float
 ) -> None:
     """Recompute a block of probabilities, and turn their gradient into that of the scores, both in place.
 
@@ -153,13 +147,13 @@ def causal_softmax_backward(
         the probabilities.
     dscores_gtt : array
         For all keys and queries.  At those of `scores`: in, the gradient by the probabilities; out, by the scores.
-    scale : float
-        Factor of the scores inside the exponential.
     logsum_gt : array
         As `causal_softmax` left it.
     inner_gt : array
         For each query the sum over keys of probability times its gradient, which is the inner product of the
         attention output and its gradient.
+    scale : float
+        Factor of the scores inside the exponential.
     """
     xp = module_of(scores_gkq)
     _, keys, queries = scores_gkq.shape

@@ -40,7 +40,7 @@ class MLP(Layer):
         assert bias_name is not None
         self.activation.backward(dhidden_nd, work, self._gradient_to_add_to(bias_name))
         self.parameters.finished(bias_name)
-        dx_nc = self.expand.input_gradient(dhidden_nd, work.borrow(f"{self.name}.dx", *x_nc.shape))
+        dx_nc = self.expand.input_gradient(dhidden_nd, work.borrow(f"{self.role}.dx", *x_nc.shape))
         self.expand.weight_gradient(x_nc, dhidden_nd, work, with_bias=False)
         return dx_nc
 
@@ -54,6 +54,7 @@ class Block(Layer):
         self.mlp_norm = LayerNorm(f"{name}.mlp_norm", width)
         self.mlp = MLP(f"{name}.mlp", width, output_scale=output_scale)
         super().__init__(name, [self.attention_norm, self.attention, self.mlp_norm, self.mlp])
+        self.share_scratch(name)
 
     def forward(self, x_nc: Array, work: Workspace, length: int) -> Array:
         """Rows are sequences of `length` tokens end to end; keeps `x` until `backward`."""

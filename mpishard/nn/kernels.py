@@ -9,40 +9,49 @@ carries Python's wrap-around).
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
 from numba.extending import overload
 
-from mpishard.compiling import jit
+from mpishard.compiling import HostFunction
 from mpishard.nn.formulas import GELU_CUBIC, GELU_SLOPE
 
 Array = Any
 
-_compile = partial(jit, fastmath={"reassoc", "contract", "nsz"})
+
+def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function whose parameters are arrays, the first of them of floats, and then scalars."""
+    arrays = sum(parameter.annotation == "Array" for parameter in inspect.signature(function).parameters.values())
+    compiled = HostFunction(function, fastmath={"reassoc", "contract", "nsz"})
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        return compiled(arguments[:arrays], arguments[arrays:])
+
+    return call
 
 
-def _exp(x: float) -> float:
+def _exp(x: Any) -> Any:
     """Exponential; in float32 without a call, so that loops over it vectorise (within 2 units in the last place)."""
     return math.exp(x)
 
 
 @overload(_exp, jit_options={"error_model": "numpy", "fastmath": {"contract"}})
-def _exp_overload(x):
-    if x != numba.float32:
-        return lambda x: math.exp(x)
-
+def _exp_overload(x: Any) -> Any:
     # Cephes expf: x = n log 2 + r with |r| <= log(2) / 2, exp(x) = 2^n exp(r). The two parts of log 2 make n times the
-    # first exact. The comparisons keep NaN, and keep 2^n a normal number: results below 1e-38 come out as about 1e-38.
+    # first exact. The comparisons let NaN through and keep 2^n a normal number: nothing is smaller than about 1e-38.
     log2e, high, low = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
     c0, c1, c2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
     c3, c4, c5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
     half, one, least, most = np.float32(0.5), np.float32(1.0), np.float32(-87.33654), np.float32(88.72283)
 
-    def exp32(x):
+    def exp32(x: Any) -> Any:
         x = least if x < least else x
         x = most if x > most else x
         n = np.floor(x * log2e + half)
@@ -51,11 +60,14 @@ def _exp_overload(x):
         power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
         return (p * r * r + r + one) * power
 
-    return exp32
+    def exp64(x: Any) -> Any:
+        return math.exp(x)
+
+    return exp32 if x == numba.float32 else exp64
 
 
-@_compile
-def scatter_add(indices_n: Array, dy_nc: Array, dweight_vc: Array) -> None:
+@_kernel
+def scatter_add(dy_nc: Array, indices_n: Array, dweight_vc: Array) -> None:
     rows, columns = dy_nc.shape
     for n in range(rows):
         v = indices_n[n]
@@ -63,7 +75,7 @@ def scatter_add(indices_n: Array, dy_nc: Array, dweight_vc: Array) -> None:
             dweight_vc[v, c] += dy_nc[n, c]
 
 
-@_compile
+@_kernel
 def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
     rows, columns = y_nc.shape
     for n in range(rows):
@@ -71,9 +83,9 @@ def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
             y_nc[n, c] += bias_c[c] + residual_nc[n, c]
 
 
-@_compile
+@_kernel
 def layer_norm(
-    x_nc: Array, weight_c: Array, bias_c: Array, epsilon: float, y_nc: Array, mean_n: Array, scale_n: Array
+    x_nc: Array, weight_c: Array, bias_c: Array, y_nc: Array, mean_n: Array, scale_n: Array, epsilon: float
 ) -> None:
     rows, columns = x_nc.shape
     zero = x_nc.dtype.type(0)
@@ -96,7 +108,7 @@ def layer_norm(
         scale_n[n] = scale
 
 
-@_compile
+@_kernel
 def layer_norm_backward(
     dy_nc: Array,
     x_nc: Array,
@@ -129,7 +141,7 @@ def layer_norm_backward(
             dx_nc[n, c] += scale * (dy_nc[n, c] * weight_c[c] - plain - normed * along)
 
 
-@_compile
+@_kernel
 def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
     rows, columns = x_nc.shape
     one = x_nc.dtype.type(1)
@@ -146,7 +158,7 @@ def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
             x_nc[n, c] = s + y * (one - s) * outer * (one + cubic3 * square)
 
 
-@_compile
+@_kernel
 def gelu_backward(dx_nc: Array, slope_nc: Array, dbias_c: Array) -> None:
     rows, columns = dx_nc.shape
     for n in range(rows):
@@ -156,7 +168,7 @@ def gelu_backward(dx_nc: Array, slope_nc: Array, dbias_c: Array) -> None:
             dbias_c[c] += dx
 
 
-@_compile
+@_kernel
 def split_heads(x_nd: Array, bias_d: Array, heads_sbhtd: Array) -> None:
     kinds, batch, heads, length, width = heads_sbhtd.shape
     for b in range(batch):
@@ -171,23 +183,7 @@ def split_heads(x_nd: Array, bias_d: Array, heads_sbhtd: Array) -> None:
                         out[d] = row[d] + bias[d]
 
 
-@_compile
-def join_heads(heads_sbhtd: Array, x_nd: Array, total_d: Array) -> None:
-    kinds, batch, heads, length, width = heads_sbhtd.shape
-    for b in range(batch):
-        for h in range(heads):
-            for t in range(length):
-                for s in range(kinds):
-                    column = (h * kinds + s) * width
-                    row = x_nd[b * length + t, column : column + width]
-                    total = total_d[column : column + width]
-                    part = heads_sbhtd[s, b, h, t]
-                    for d in range(width):
-                        row[d] = part[d]
-                        total[d] += part[d]
-
-
-@_compile
+@_kernel
 def split_with_products(dy_nc: Array, y_nc: Array, dy_bhtd: Array, inner_bht: Array) -> None:
     batch, heads, length, width = dy_bhtd.shape
     for b in range(batch):
@@ -203,8 +199,8 @@ def split_with_products(dy_nc: Array, y_nc: Array, dy_bhtd: Array, inner_bht: Ar
                 inner_bht[b, h, t] = total
 
 
-@_compile
-def causal_softmax(scores_gkq: Array, offset: int, scale: float, logsum_gt: Array, total_t: Array) -> None:
+@_kernel
+def causal_softmax(scores_gkq: Array, logsum_gt: Array, total_t: Array, offset: int, scale: float) -> None:
     group, keys, queries = scores_gkq.shape
     factor = scores_gkq.dtype.type(scale)
     for g in range(group):
@@ -238,9 +234,9 @@ def causal_softmax(scores_gkq: Array, offset: int, scale: float, logsum_gt: Arra
                 scores_gkq[g, j, i] *= total_t[i]
 
 
-@_compile
+@_kernel
 def causal_softmax_backward(
-    scores_gkq: Array, dscores_gtt: Array, scale: float, logsum_gt: Array, inner_gt: Array
+    scores_gkq: Array, dscores_gtt: Array, logsum_gt: Array, inner_gt: Array, scale: float
 ) -> None:
     group, keys, queries = scores_gkq.shape
     start = dscores_gtt.shape[2] - queries
@@ -259,7 +255,7 @@ def causal_softmax_backward(
                 drow[i] = weight * (drow[i] - inner[i]) * factor
 
 
-@_compile
+@_kernel
 def cross_entropy(logits_nv: Array, targets_n: Array) -> float:
     rows, columns = logits_nv.shape
     loss = 0.0

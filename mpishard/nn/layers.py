@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.array import module_of
 from mpishard.layout import ParameterSpec
 from mpishard.nn import formulas, kernels
 from mpishard.nn.workspace import Workspace
@@ -40,11 +41,22 @@ class Layer:
         Prefix of the names of its tensors, e.g. ``"blocks.0.mlp"``.
     children : sequence of Layer
         Layers inside, in the order of the forward pass.
+
+    Attributes
+    ----------
+    role : str
+        Names its scratch memory; layers of one role share it, and so must not be neighbours.
     """
 
     def __init__(self, name: str, children: Sequence[Layer] = ()) -> None:
-        self.name = name
+        self.name = self.role = name
         self.children = tuple(children)
+
+    def share_scratch(self, prefix: str) -> None:
+        """Drop `prefix` from the roles: several networks of one kind that run in turns then share scratch memory."""
+        self.role = self.role.removeprefix(prefix)
+        for child in self.children:
+            child.share_scratch(prefix)
 
     def specs(self) -> list[ParameterSpec]:
         """The layer's tensors in the order of the forward pass."""
@@ -128,7 +140,7 @@ class Linear(Layer):
     def backward(self, dy_no: Array, work: Workspace) -> Array:
         """Gradient by `x`."""
         x_ni = work.plans[self.name]
-        dx_ni = self.input_gradient(dy_no, work.borrow(f"{self.name}.dx", len(x_ni), self.inputs))
+        dx_ni = self.input_gradient(dy_no, work.borrow(f"{self.role}.dx", len(x_ni), self.inputs))
         self.weight_gradient(x_ni, dy_no, work)
         return dx_ni
 
@@ -164,7 +176,7 @@ def _product_into(a: Array, b: Array, out: Array, accumulate: bool, work: Worksp
 
 def _as(array: Array, values: np.ndarray) -> Array:
     """`values`, drawn on the host, as an array of the module and dtype of `array`."""
-    return formulas.module_of(array).asarray(values.astype(array.dtype))
+    return module_of(array).asarray(values.astype(array.dtype))
 
 
 class Embedding(Layer):
@@ -206,7 +218,7 @@ class Embedding(Layer):
 
     def backward(self, dy_nc: Array, work: Workspace) -> None:
         """Adds each row of `dy` to the gradient of the row that it came from; indices have no gradient."""
-        self.ops.scatter_add(work.plans[self.name], dy_nc, self._gradient_to_add_to(self.weight_name))
+        self.ops.scatter_add(dy_nc, work.plans[self.name], self._gradient_to_add_to(self.weight_name))
         self.parameters.finished(self.weight_name)
 
 
@@ -266,7 +278,7 @@ class LayerNorm(Layer):
         y_nc = work.save(f"{self.name}.y", rows, self.width)
         mean_n, scale_n = work.save(f"{self.name}.mean", rows), work.save(f"{self.name}.scale", rows)
         work.plans[self.name] = x_nc, mean_n, scale_n
-        self.ops.layer_norm(x_nc, self.weight, self.bias, self.epsilon, y_nc, mean_n, scale_n)
+        self.ops.layer_norm(x_nc, self.weight, self.bias, y_nc, mean_n, scale_n, self.epsilon)
         return y_nc
 
     def backward(self, dy_nc: Array, work: Workspace, residual_nc: Array | None = None) -> Array:
@@ -276,7 +288,7 @@ class LayerNorm(Layer):
         """
         x_nc, mean_n, scale_n = work.plans[self.name]
         if residual_nc is None:
-            residual_nc = work.borrow(f"{self.name}.dx", *x_nc.shape)
+            residual_nc = work.borrow(f"{self.role}.dx", *x_nc.shape)
             residual_nc.fill(0)
         self.ops.layer_norm_backward(
             dy_nc,

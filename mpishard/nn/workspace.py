@@ -74,7 +74,7 @@ class Workspace:
         self.dtype = np.dtype(dtype)
         self.module = module
         self.saved = Pool(module)
-        self.scratch = Pool(module) if sharing is None else sharing.scratch
+        self.scratch: Pool = Pool(module) if sharing is None else sharing.scratch
         self.plans: dict[Any, Any] = {}
 
     def save(self, name: str, *shape: int) -> Array:

@@ -1,8 +1,9 @@
 """Optimizer state as bytes: an HDF5 image that is checked before HDF5 opens it.
 
-The first 512 bytes are HDF5's user block, where a reader of HDF5 does not look: a mark, the length of the image and
-its SHA-256.  A truncated or altered image is refused by these, since a corrupt file can hang or crash the HDF5 library.
-Inside, every state array is stored whole, by tensor name, so that any layout can read it.  Nothing is pickled.
+The first 512 bytes are HDF5's user block, where readers of HDF5 do not look: a mark, the length of the image and the
+SHA-256 of all its other bytes.  A truncated or altered image is refused by these, since a corrupt file can hang or
+crash the HDF5 library.  Inside, every state array is stored whole, by tensor name, so that any layout can read it.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from mpishard.layout import ParameterSpec
 _MARK = b"mpishard optimizer state\0"
 _VERSION = 1
 _BLOCK = 512
-_HEADER = struct.Struct(f"<{len(_MARK)}sIQ32s")
+_HEADER = struct.Struct(f"<{len(_MARK)}sIQ")
+_DIGEST = slice(_HEADER.size, _HEADER.size + 32)
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,16 @@ def encode(state: State) -> bytes:
                 group.create_dataset(spec.name, data=flat[start : start + spec.size].reshape(spec.shape))
                 start += spec.size
     image = bytearray(file.getvalue())
-    digest = hashlib.sha256(memoryview(image)[_BLOCK:]).digest()
-    _HEADER.pack_into(image, 0, _MARK, _VERSION, len(image), digest)
+    _HEADER.pack_into(image, 0, _MARK, _VERSION, len(image))
+    image[_DIGEST] = _digest(image)
     return bytes(image)
+
+
+def _digest(image: bytes | bytearray | memoryview) -> bytes:
+    view = memoryview(image)
+    hasher = hashlib.sha256(view[: _DIGEST.start])
+    hasher.update(view[_DIGEST.stop :])
+    return hasher.digest()
 
 
 def decode(data: bytes) -> State:
@@ -77,12 +86,12 @@ def decode(data: bytes) -> State:
         raise TypeError(f"deserialize takes the bytes that serialize returned, got {type(data).__name__}")
     if len(data) < _BLOCK or bytes(data[: len(_MARK)]) != _MARK:
         raise ValueError(f"these {len(data)} bytes are not the state of an mpishard optimizer (no mark at their start)")
-    _, version, length, digest = _HEADER.unpack_from(data)
+    _, version, length = _HEADER.unpack_from(data)
     if version != _VERSION:
         raise ValueError(f"optimizer state of version {version}; this mpishard reads version {_VERSION}")
     if len(data) != length:
         raise ValueError(f"optimizer state is cut short or padded: {len(data)} bytes, but it was written with {length}")
-    if hashlib.sha256(memoryview(data)[_BLOCK:]).digest() != digest:
+    if _digest(data) != bytes(data[_DIGEST]):
         raise ValueError("optimizer state is damaged: its SHA-256 differs from the one written with it")
     with h5py.File(io.BytesIO(data), "r") as h5:
         names = [name.decode() for name in h5["names"][:]]

@@ -374,6 +374,8 @@ class ShardedOptimizer:
                 squares += summation.sum_of_squares(part, float(shared[0]), self._parameters.size)
             self.axis.all_reduce(squares, label="control")
             self.gradient_norm = math.sqrt(summation.total(squares)) / divisor
+            if mode == "raise" and not math.isfinite(self.gradient_norm):
+                self._raise_nonfinite()
         return usable or mode == "ignore"
 
     def _raise_nonfinite(self) -> None:

@@ -18,8 +18,9 @@ from math import sqrt
 from numbers import Real
 from typing import Any, ClassVar
 
-from mpishard.array import Kernel, empty, sum_of_squares
+from mpishard.array import Kernel, empty
 from mpishard.optim import formulas
+from mpishard.summation import squared_norm
 
 Array = Any
 LearningRate = float | Callable[[int], float]
@@ -342,4 +343,4 @@ class LAMB(Rule):
         """Take step `step` in place, as `Rule.update`, with all of `parameters` as ONE tensor."""
         out = empty(parameters.size, parameters.dtype, like=parameters)
         self.direction(parameters, gradients, slots, step, divisor=divisor, clip=clip, out=out)
-        self.apply(parameters, out, step, self.trust_ratio(sum_of_squares(parameters), sum_of_squares(out)))
+        self.apply(parameters, out, step, self.trust_ratio(squared_norm(parameters), squared_norm(out)))

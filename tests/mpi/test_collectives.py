@@ -228,7 +228,7 @@ def test_ledger_bytes_are_those_of_the_ring(mesh, size):
         assert sent["a"] * n == 2 * (n - 1) * 4 * size
         assert sent["c"] * n == sent["d"] * n == (n - 1) * 4 * size
     entry = mesh.ledger.recent[-1]
-    assert (entry.call.op, entry.call.count, entry.call.axis, entry.call.sequence) == ("all_gather", size, "data", 4)
+    assert (entry.call.op, entry.call.elements, entry.call.axis, entry.call.sequence) == ("all_gather", size, "data", 4)
     assert "test_collectives.py" in entry.call.site
     assert entry.seconds >= 0
 

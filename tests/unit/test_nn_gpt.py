@@ -235,7 +235,12 @@ GOOD = np.zeros((2, 4), int)
 @pytest.mark.parametrize(
     "tokens, targets, error, message",
     [
-        (GOOD + VOCABULARY, GOOD, ValueError, "tokens range from 11 to 11.*vocabulary_size is 11.*valid tokens are 0 to 10"),
+        (
+            GOOD + VOCABULARY,
+            GOOD,
+            ValueError,
+            "tokens range from 11 to 11.*vocabulary_size is 11.*valid tokens are 0 to 10",
+        ),
         (GOOD - 1, GOOD, ValueError, "tokens range from -1 to -1"),
         (GOOD, GOOD - 1, ValueError, "targets range from -1 to -1"),
         (np.zeros((1, CONTEXT + 1), int), np.zeros((1, CONTEXT + 1), int), ValueError, "of 141.*context_length is 140"),

@@ -15,13 +15,14 @@ def arrays(dtype, *shapes, seed=0):
     return [random.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-def compare(name, arguments):
-    """Run both forms of a function on copies of the arguments; every array must come out alike."""
+def compare(name, arguments, scratch=()):
+    """Run both forms of a function on copies of the arguments; every array but scratch must come out alike."""
     outcomes = []
     for module in (formulas, kernels):
         copies = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments]
         result = getattr(module, name)(*copies)
-        outcomes.append([a for a in copies if isinstance(a, np.ndarray)] + ([] if result is None else [result]))
+        results = [a for i, a in enumerate(copies) if isinstance(a, np.ndarray) and i not in scratch]
+        outcomes.append(results + ([] if result is None else [result]))
     dtype = arguments[0].dtype.type
     for expected, actual in zip(*outcomes, strict=True):
         scale = max(1, np.abs(expected).max())
@@ -36,7 +37,7 @@ class TestRows:
 
     def test_layer_norm(self, dtype, rows, columns):
         x, weight, bias, y, mean, scale = arrays(dtype, (rows, columns), columns, columns, (rows, columns), rows, rows)
-        compare("layer_norm", [x, weight, bias, 1e-5, y, mean, scale])
+        compare("layer_norm", [x, weight, bias, y, mean, scale, 1e-5])
 
     def test_layer_norm_backward(self, dtype, rows, columns):
         shapes = (rows, columns), (rows, columns), rows, rows, columns, (rows, columns), columns, columns
@@ -58,9 +59,35 @@ class TestRows:
         dy, dweight = arrays(dtype, (rows, columns), (4, columns))
         indices = np.random.default_rng(1).integers(0, 4, rows)
         outcomes = [dweight.copy(), dweight.copy()]
-        formulas.scatter_add(indices, dy, outcomes[0])
-        kernels.scatter_add(indices, dy, outcomes[1])
+        formulas.scatter_add(dy, indices, outcomes[0])
+        kernels.scatter_add(dy, indices, outcomes[1])
         np.testing.assert_allclose(outcomes[1], outcomes[0], rtol=0, atol=10 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+class TestHeads:
+    BATCH, HEADS, LENGTH, WIDTH = 2, 3, 20, 5
+
+    def test_split_heads(self, dtype):
+        rows, columns = self.BATCH * self.LENGTH, 3 * self.HEADS * self.WIDTH
+        heads = (3, self.BATCH, self.HEADS, self.LENGTH, self.WIDTH)
+        compare("split_heads", arrays(dtype, (rows, columns), columns, heads))
+
+    def test_split_with_products(self, dtype):
+        flat = (self.BATCH * self.LENGTH, self.HEADS * self.WIDTH)
+        heads = (self.BATCH, self.HEADS, self.LENGTH)
+        compare("split_with_products", arrays(dtype, flat, flat, (*heads, self.WIDTH), heads))
+
+    @pytest.mark.parametrize("first, last", [(0, 20), (0, 7), (7, 13), (13, 20), (19, 20)])
+    def test_causal_softmax(self, dtype, first, last):
+        scores, logsum = arrays(dtype, (self.HEADS, last, last - first), (self.HEADS, self.LENGTH))
+        compare("causal_softmax", [9 * scores, logsum, np.empty(last - first, dtype), first, 0.4], scratch=[2])
+
+    @pytest.mark.parametrize("first, last", [(0, 20), (0, 7), (7, 13), (13, 20), (19, 20)])
+    def test_causal_softmax_backward(self, dtype, first, last):
+        length = self.LENGTH
+        shapes = (self.HEADS, last - first, length - first), (self.HEADS, length, length), *[(self.HEADS, length)] * 2
+        compare("causal_softmax_backward", [*arrays(dtype, *shapes), 0.4])
 
 
 @pytest.mark.parametrize("x", [-1e4, -88.0, -87.3, -20.0, -1e-3, 0.0, 1e-8, 0.5, 3.0, 88.3])
@@ -90,5 +117,5 @@ def test_bad_numbers_are_not_hidden(dtype, bad):
     y = np.empty_like(x)
     kernels.gelu(x.copy(), np.zeros(8, dtype), y)
     assert not np.isfinite(y[0, 3])
-    kernels.layer_norm(x, np.ones(8, dtype), np.zeros(8, dtype), 1e-5, y, np.empty(1, dtype), np.empty(1, dtype))
+    kernels.layer_norm(x, np.ones(8, dtype), np.zeros(8, dtype), y, np.empty(1, dtype), np.empty(1, dtype), 1e-5)
     assert np.isnan(y).all()

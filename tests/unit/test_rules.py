@@ -14,6 +14,7 @@ import standin
 from mpishard import array as arrays
 from mpishard.optim.rules import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop, Rule
 from mpishard.optim.schedules import cosine
+from mpishard.summation import squared_norm
 
 SIZE = 1003
 STEPS = 200
@@ -174,7 +175,7 @@ def test_lamb_by_halves_is_lamb() -> None:
             state_ab = [slot[a:b] for slot in own]
             rule.direction(parameters[a:b], gradient[a:b], state_ab, step, divisor=3, clip=0.5, out=direction[a:b])
         for a, b in parts:
-            squares = arrays.sum_of_squares(parameters[a:b]), arrays.sum_of_squares(direction[a:b])
+            squares = squared_norm(parameters[a:b]), squared_norm(direction[a:b])
             rule.apply(parameters[a:b], direction[a:b], step, rule.trust_ratio(*squares))
     assert np.array_equal(parameters, expected)
     assert all(np.array_equal(slot, other) for slot, other in zip(own, slots, strict=True))

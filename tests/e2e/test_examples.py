@@ -1,0 +1,109 @@
+"""The examples, run as a user runs them, but shorter."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
+PNG = b"\x89PNG\r\n"
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), EXAMPLES / name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_begins_with_the_line_that_runs_it(name: str, mpirun: Callable[..., Any]) -> None:
+    finished = mpirun(1, EXAMPLES / name, "--help")
+    assert finished.code == 0, finished.all
+    assert f"python examples/{name}" in finished.output and "--seed" in finished.output
+    assert (EXAMPLES / name).read_text("utf-8").startswith('"""mpirun -n ')
+
+
+def test_digits(mpirun: Callable[..., Any]) -> None:
+    finished = mpirun(3, EXAMPLES / "digits.py")
+    assert finished.code == 0, finished.all
+    assert finished.output.count("PASS") == 1
+
+
+def test_an_example_that_falls_short_says_so(mpirun: Callable[..., Any]) -> None:
+    finished = mpirun(2, EXAMPLES / "digits.py", "--steps", 1)
+    assert finished.code != 0
+    assert "FAIL" in finished.output and "PASS" not in finished.output
+
+
+def test_own_gradient(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+    finished = mpirun(2, EXAMPLES / "own_gradient.py", "--grid", 24, "--output", tmp_path / "new" / "folder")
+    assert finished.code == 0, finished.all
+    assert "PASS" in finished.output
+    assert (tmp_path / "new" / "folder" / "diffusivity.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(("ranks", "optimizer"), [(2, "zero1"), (3, "zero2")])
+def test_train_gpt(mpirun: Callable[..., Any], tmp_path: Path, ranks: int, optimizer: str) -> None:
+    sizes = ["--steps", 60, "--layers", 1, "--width", 32, "--heads", 2, "--context", 32, "--batch", 33]
+    options = [*sizes, "--lr", 1e-2, "--optimizer", optimizer, "--sample", 20, "--output", tmp_path]
+    finished = mpirun(ranks, EXAMPLES / "train_gpt.py", *options, timeout=100)
+    assert finished.code == 0, finished.all
+    assert "PASS" in finished.output
+    assert (tmp_path / "loss.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "sample.txt").read_text("utf-8").startswith("def ")
+    with h5py.File(tmp_path / "state.h5") as file:
+        assert file.attrs["step"] == 60 and '"width": "32"' in file.attrs["configuration"]
+        assert file["parameters/token_embedding"].shape == (256, 32)
+        assert file["optimizer"].dtype == np.uint8
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+class TestOwnGradient:
+    """The adjoint of the heat equation against finite differences, in float64."""
+
+    @pytest.fixture(scope="class")
+    def heat(self) -> Any:
+        return load("own_gradient.py").HeatExperiments(n=6, experiments=5, noise=0.05, smoothness=3.0, seed=1)
+
+    def test_every_component_against_finite_differences(self, heat: Any) -> None:
+        m = 0.3 * np.random.default_rng(0).standard_normal(36)
+        samples, unused = np.array([0, 3, 4]), np.zeros(36)
+        gradient, numerical = np.zeros(36), np.zeros(36)
+        loss = heat.loss_and_gradient(m, samples, gradient)
+        for i in range(36):
+            step = np.zeros(36)
+            step[i] = 1e-5
+            up, down = (heat.loss_and_gradient(m + sign * step, samples, unused) for sign in (1, -1))
+            numerical[i] = (up - down) / 2e-5
+        assert loss > 0
+        np.testing.assert_allclose(gradient, numerical, rtol=1e-6, atol=1e-6 * np.abs(numerical).max())
+
+    def test_it_adds_and_samples_sum_to_the_whole(self, heat: Any) -> None:
+        m = np.random.default_rng(2).standard_normal(36)
+        whole, parts = np.zeros(36), np.zeros(36)
+        loss = heat.loss_and_gradient(m, np.arange(5), whole)
+        losses = [heat.loss_and_gradient(m, np.array([sample]), parts) for sample in range(5)]
+        assert sum(losses) == pytest.approx(loss, rel=1e-12)
+        np.testing.assert_allclose(parts, whole, rtol=1e-12, atol=1e-12 * np.abs(whole).max())
+
+    def test_heat_is_conserved(self, heat: Any) -> None:
+        states = heat.forward(*heat.solvers(*heat.conductances(heat.truth)), heat.initial)
+        for _, u in states[1:]:
+            np.testing.assert_allclose(u.sum(axis=(0, 1)), heat.initial.sum(axis=(0, 1)), rtol=1e-12)
+
+    def test_the_truth_leaves_only_noise(self, heat: Any) -> None:
+        readings = sum(reading.size for reading in heat.readings.values())
+        rough = (
+            heat.smoothness * 0.5 * sum(np.sum(np.diff(heat.truth.reshape(6, 6), axis=axis) ** 2) for axis in (0, 1))
+        )
+        loss = heat.loss_and_gradient(heat.truth, np.arange(5), np.zeros(36)) - rough
+        assert loss == pytest.approx(readings / 2, rel=5 / np.sqrt(readings))

@@ -1,0 +1,112 @@
+"""A rank that fails ends the job soon, with an error code and a message that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TIME_LIMIT = 4  # seconds that a collective may wait, given to the scripts as MPISHARD_TIMEOUT
+SOON = 15  # seconds from launch to end where no time limit has to expire first, on a busy machine
+
+SCRIPT = """
+import os, sys, time
+import numpy as np
+import mpishard
+
+mesh = mpishard.Mesh()
+print("rank", mesh.rank, "is process", os.getpid(), flush=True)
+total = np.ones(3)
+for step in range(5):
+    if mesh.rank == 1 and step == 3:
+        {failure}
+    mesh.data.all_reduce(total)
+print("finished")
+"""
+LINE_OF_FAILURE = 11
+LINE_OF_COLLECTIVE = 12
+
+
+@pytest.fixture
+def failing(tmp_path: Path, mpirun: Callable[..., Any]) -> Callable[..., Any]:
+    """``failing(failure)``: the script above on three ranks, where rank 1 does `failure` before its fourth sum."""
+
+    def run(failure: str, *, via: str = "file", **environment: str) -> Any:
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT.format(failure=failure))
+        start = {"file": [script], "-c": ["-c", script.read_text()], "mpi4py": ["-m", "mpi4py", script]}[via]
+        finished = mpirun(3, *start, MPISHARD_TIMEOUT=str(TIME_LIMIT), **environment)
+        assert finished.code != 0, finished.all
+        assert "finished" not in finished.output
+        return finished
+
+    return run
+
+
+@pytest.mark.parametrize("via", ["file", "-c", "mpi4py"])
+def test_exception_on_one_rank(failing: Callable[..., Any], via: str) -> None:
+    finished = failing("raise ArithmeticError('spoilt')", via=via)
+    assert "ArithmeticError: spoilt" in finished.errors
+    assert f"line {LINE_OF_FAILURE}" in finished.errors
+    assert "rank 1" in finished.errors
+    assert finished.seconds < SOON
+
+
+def test_exception_in_a_thread(failing: Callable[..., Any]) -> None:
+    finished = failing(
+        "import threading; threading.Thread(target=lambda: 1 / 0).start(); time.sleep(60)",
+    )
+    assert "rank 1 of 3 failed" in finished.errors and "ZeroDivisionError" in finished.errors
+    assert finished.seconds < SOON
+
+
+def test_exception_before_the_mesh(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import mpishard\nfrom mpi4py import MPI\n"
+        "if MPI.COMM_WORLD.rank == 1:\n    raise FileNotFoundError('no data here')\n"
+        "mpishard.Mesh().world.barrier()\n"
+    )
+    finished = mpirun(3, script, timeout=30)
+    assert finished.code != 0
+    assert "rank 1 of 3 failed" in finished.errors and "no data here" in finished.errors
+    assert finished.seconds < SOON
+
+
+def test_killed_rank(failing: Callable[..., Any]) -> None:
+    finished = failing("os.kill(os.getpid(), 9)")
+    (process,) = [line.split()[-1] for line in finished.output.splitlines() if line.startswith("rank 1 is process")]
+    assert f"PID {process}" in finished.all  # the launcher's message; Open MPI's says the rank as well
+    assert finished.seconds < SOON
+
+
+def test_rank_that_leaves_early(failing: Callable[..., Any]) -> None:
+    finished = failing("sys.exit(0)")
+    assert "rank 1 has ended its script" in finished.errors
+    assert "rank 0 waits" in finished.errors and f"script.py:{LINE_OF_COLLECTIVE}" in finished.errors
+    assert finished.seconds < SOON + TIME_LIMIT
+
+
+def test_rank_that_never_comes(failing: Callable[..., Any]) -> None:
+    finished = failing("time.sleep(1000)")
+    assert f"past the time limit of {TIME_LIMIT} s" in finished.errors
+    assert "rank 1 is in no collective" in finished.errors and f"script.py:{LINE_OF_FAILURE}" in finished.errors
+    assert finished.seconds < SOON + TIME_LIMIT
+
+
+def test_mismatched_collectives_wait_no_longer_than_the_limit(failing: Callable[..., Any]) -> None:
+    finished = failing("mesh.data.broadcast(total)")
+    assert f"rank 0 waits {TIME_LIMIT}" in finished.errors and f"script.py:{LINE_OF_COLLECTIVE}" in finished.errors
+    assert f"rank 1 waits {TIME_LIMIT}" in finished.errors and f"script.py:{LINE_OF_FAILURE}" in finished.errors
+    assert finished.seconds < SOON + TIME_LIMIT
+
+
+def test_mismatched_collectives_in_debug_mode(failing: Callable[..., Any]) -> None:
+    finished = failing("mesh.data.broadcast(total)", MPISHARD_DEBUG="1")
+    assert "CollectiveMismatchError" in finished.errors
+    for rank, call, line in ((0, "all_reduce", LINE_OF_COLLECTIVE), (1, "broadcast", LINE_OF_FAILURE)):
+        (site, *_) = [text for text in finished.errors.splitlines() if text.strip().startswith(f"rank {rank}: {call}")]
+        assert f"script.py:{line}" in site
+    assert finished.seconds < SOON

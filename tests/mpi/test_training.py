@@ -1,0 +1,289 @@
+"""The training loop: the same run on any number of ranks, every sample once, and every way to stop."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpishard
+from mpishard import (
+    SGD,
+    AdamW,
+    DDPOptimizer,
+    OptimizationProblem,
+    ShardingConfiguration,
+    ZeRO1Optimizer,
+    ZeRO2Optimizer,
+    nn,
+)
+from mpishard.data.sampling import Sampler
+
+STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer]
+DATA = np.random.default_rng(0).standard_normal((45, 6))
+TARGETS = DATA @ np.arange(6.0)
+TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
+
+
+def least_squares(parameters, samples, gradients):
+    residual = DATA[samples] @ parameters - TARGETS[samples]
+    gradients += DATA[samples].T @ residual
+    return 0.5 * float(residual @ residual)
+
+
+def problem(**options):
+    return OptimizationProblem(least_squares, np.zeros(6), samples=45, **({"batch_size": 10, "steps": 12} | options))
+
+
+def alone(strategy, rule, make_problem, **options):
+    """The same run on this rank alone."""
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        return strategy(rule, ShardingConfiguration(mesh, **options)).optimize(make_problem(), progress=False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
+def test_own_gradient_on_any_number_of_ranks(mesh, same_on_all, strategy, micro_batch_size):
+    expected = alone(strategy, AdamW(lr=0.1), problem)
+    result = strategy(AdamW(lr=0.1), mesh).optimize(problem(micro_batch_size=micro_batch_size), progress=False)
+    assert np.allclose(result.loss_history, expected.loss_history, rtol=1e-12, atol=1e-12)
+    assert np.allclose(result.parameters, expected.parameters, rtol=1e-12, atol=1e-12)
+    assert same_on_all(result.parameters)
+    assert same_on_all(result.loss_history)
+    # 5 steps an epoch, the last of 5 samples only
+    assert (result.steps, result.samples, result.stop_reason) == (12, 110, "steps")
+    whole = np.arange(45), np.zeros(6)
+    assert least_squares(result.parameters, *whole) < least_squares(np.zeros(6), *whole)
+    assert result.communication["data.all_reduce loss"]["calls"] == 12
+
+
+def gpt():
+    return nn.GPT(vocabulary_size=11, context_length=8, width=16, layers=2, heads=2, dtype=np.float64, seed=3)
+
+
+def gpt_problem(**options):
+    model = gpt()
+    return OptimizationProblem.for_model(
+        model,
+        lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
+        **({"samples": 45, "batch_size": 13, "steps": 50, "tokens_per_sample": 8} | options),
+    )
+
+
+@pytest.fixture(scope="module")
+def gpt_alone():
+    """Loss, parameters and last gradient by rule, of 50 steps on one rank; 4 steps an epoch, the last of 6 samples."""
+    return {
+        type(rule): alone(DDPOptimizer, rule, gpt_problem, max_gradient_norm=1.0)
+        for rule in (SGD(lr=0.3, momentum=0.9), AdamW(lr=3e-3))
+    }
+
+
+def exactly_zero_gradient(name, size):
+    """Elements whose gradient is zero in exact arithmetic: attention's key bias moves all scores of a query alike.
+
+    What comes out is rounding noise, which Adam divides by its own size; SGD leaves it noise.
+    """
+    zero = np.zeros(size, bool)
+    if name.endswith("attention.qkv.bias"):
+        zero[size // 3 : 2 * size // 3] = True
+    return zero
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rule", [SGD(lr=0.3, momentum=0.9), AdamW(lr=3e-3)], ids=["SGD", "AdamW"])
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_gpt_equals_one_rank(mesh, gpt_alone, strategy, rule, micro_batch_size):
+    """Loss, gradients (through SGD's steps and the norm) and parameters, over 50 steps with ragged last batches."""
+    config = ShardingConfiguration(mesh, max_gradient_norm=1.0)
+    task = gpt_problem(micro_batch_size=micro_batch_size)
+    result = strategy(rule, config).optimize(task, progress=False)
+    expected = gpt_alone[type(rule)]
+    assert np.allclose(result.loss_history, expected.loss_history, rtol=1e-12, atol=1e-12)
+    start = 0
+    for spec in task.start.specs:
+        ours, theirs = (flat[start : start + spec.size] for flat in (result.parameters, expected.parameters))
+        if isinstance(rule, AdamW):
+            keep = ~exactly_zero_gradient(spec.name, spec.size)
+            ours, theirs = ours[keep], theirs[keep]
+        assert np.allclose(ours, theirs, rtol=1e-12, atol=1e-12), spec.name
+        start += spec.size
+
+
+def test_gpt_gradients_equal_one_rank(mesh):
+    samples = np.arange(7)
+    model, whole = gpt(), gpt()
+    mine = np.array_split(samples, mesh.size)[mesh.rank]
+    loss = 0.0
+    if len(mine):
+        loss = model.loss_and_gradient(TOKENS[mine, :-1], TOKENS[mine, 1:])
+    sharded = mpishard.as_distributed(model, mesh)
+    sharded.synchronize_gradients()
+    expected = whole.loss_and_gradient(TOKENS[samples, :-1], TOKENS[samples, 1:])
+    assert mesh.world.comm.allreduce(loss) == pytest.approx(expected, rel=1e-12)
+    assert np.allclose(model.parameters.gradients.flat, whole.parameters.gradients.flat, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 4])
+def test_every_sample_once_an_epoch(mesh, micro_batch_size):
+    seen = []
+
+    def record(parameters, samples, gradients):
+        seen.append(samples.copy())
+        return 0.0
+
+    task = OptimizationProblem(
+        record, np.zeros(3), samples=45, batch_size=10, steps=10, micro_batch_size=micro_batch_size
+    )
+    DDPOptimizer(SGD(lr=0.1), mesh).optimize(task, progress=False)
+    everything = np.concatenate([x for part in mesh.world.comm.allgather(seen) for x in part])
+    assert np.array_equal(np.sort(everything), np.repeat(np.arange(45), 2))
+    assert all(len(samples) <= (micro_batch_size or 10) for samples in seen)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_stops_by_tolerance(mesh, strategy):
+    task = problem(batch_size=45, steps=500, tolerance=1e-3)
+    result = strategy(SGD(lr=0.5), mesh).optimize(task, progress=False)
+    assert result.stop_reason == "tolerance"
+    assert 1 < result.steps < 500
+    gradient = np.zeros(6)
+    least_squares(result.parameters, np.arange(45), gradient)
+    assert np.linalg.norm(gradient) / 45 < 1e-3
+
+
+def test_stops_by_a_callback_on_any_rank(mesh, same_on_all):
+    def callback(state):
+        states.append(state)
+        return state.step == 4 and mesh.rank == mesh.size - 1
+
+    states = []
+    schedule = mpishard.linear(0.1, steps=10)
+    result = DDPOptimizer(SGD(lr=schedule), mesh).optimize(problem(steps=None), callback=callback, progress=False)
+    assert (result.steps, result.stop_reason) == (4, "callback")
+    assert [state.step for state in states] == [1, 2, 3, 4]
+    assert [state.learning_rate for state in states] == [schedule(step) for step in (1, 2, 3, 4)]
+    assert [state.samples for state in states] == [10, 20, 30, 40]
+    assert np.array_equal([state.loss for state in states], result.loss_history)
+    assert same_on_all(result.loss_history)
+
+
+def test_stops_when_time_is_over_on_any_rank(mesh, comm):
+    def slow(parameters, samples, gradients):
+        time.sleep(0.06 if mesh.rank == mesh.size - 1 else 0)
+        return 0.0
+
+    task = OptimizationProblem(slow, np.zeros(3), samples=45, batch_size=45, seconds=0.05)
+    result = DDPOptimizer(SGD(lr=0.1), mesh).optimize(task, progress=False)
+    assert result.stop_reason == "seconds"
+    assert len(set(comm.allgather(result.steps))) == 1
+
+
+def test_no_steps_at_all(mesh):
+    result = DDPOptimizer(SGD(lr=0.1), mesh).optimize(problem(steps=0), progress=False)
+    assert result.steps == result.samples == len(result.loss_history) == 0
+
+
+def test_the_start_stays_as_it_was(mesh):
+    task = problem()
+    result = DDPOptimizer(SGD(lr=0.1), mesh).optimize(task, progress=False)
+    assert not task.start.any()
+    assert result.parameters.any()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_batch_smaller_than_the_ranks(mesh):
+    with pytest.raises(ValueError, match=rf"batch_size={mesh.size - 1} gives some of the {mesh.size} .* no sample"):
+        DDPOptimizer(SGD(lr=0.1), mesh).optimize(problem(batch_size=mesh.size - 1))
+
+
+def test_nothing_that_stops(mesh):
+    with pytest.raises(ValueError, match="nothing would stop"):
+        DDPOptimizer(SGD(lr=0.1), mesh).optimize(problem(steps=None))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size=0 must be"),
+        ({"micro_batch_size": -1}, ValueError, "micro_batch_size=-1"),
+        ({"steps": -1}, ValueError, "steps=-1"),
+        ({"tolerance": -1.0}, ValueError, "tolerance=-1.0"),
+    ],
+)
+def test_bad_problems(options, error, message):
+    with pytest.raises(error, match=message):
+        problem(**options)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nonfinite_loss_gradients_end_the_loop_on_all_ranks(mesh, strategy):
+    def broken(parameters, samples, gradients):
+        gradients += np.nan if mesh.rank == 0 and broken.calls == 3 else 1.0
+        broken.calls += 1
+        return 1.0
+
+    broken.calls = 0
+    task = OptimizationProblem(broken, np.zeros(3), samples=45, batch_size=15, steps=10)
+    with pytest.raises(FloatingPointError, match="step 4: 'parameters' on rank 0"):
+        strategy(SGD(lr=0.1), mesh).optimize(task, progress=False)
+
+
+def test_sharded_model_and_rule_in_one_line_each(mesh, same_on_all):
+    for make in (
+        mpishard.as_distributed,
+        mpishard.as_distributed_for_high_bandwidth,
+        mpishard.as_distributed_for_low_bandwidth,
+    ):
+        model = make(gpt(), mesh)
+        optimizer = make(SGD(lr=0.1), mesh)
+        assert isinstance(optimizer, DDPOptimizer)
+        assert (model.rank, model.world_size) == (mesh.rank, mesh.size)
+        reference = gpt()
+        for step in range(3):
+            samples = Sampler(45, 2 * mesh.size).share(step + 1, mesh.rank, mesh.size)[0]
+            model.loss_and_gradient(TOKENS[samples, :-1], TOKENS[samples, 1:])
+            optimizer.step(model.parameters, count=2 * mesh.size)
+            batch = Sampler(45, 2 * mesh.size).batch(step + 1)
+            reference.loss_and_gradient(TOKENS[batch, :-1], TOKENS[batch, 1:])
+            gradient = reference.parameters.gradients.flat
+            reference.parameters.flat[:] -= 0.1 * gradient / (2 * mesh.size)
+            reference.parameters.reset_gradients()
+        assert np.allclose(model.parameters.flat, reference.parameters.flat, rtol=1e-12, atol=1e-12)
+        shards = mesh.world.comm.allgather(model.local_parameter_shard)
+        assert np.array_equal(np.concatenate(shards), model.parameters.flat)
+        assert same_on_all(model.gather_full_parameters())
+
+
+@pytest.mark.parametrize("thing", [3, "model", None, np.zeros(3)])
+def test_what_cannot_be_distributed(mesh, thing):
+    with pytest.raises(TypeError, match="FlatParameters as `parameters`"):
+        mpishard.as_distributed(thing, mesh)
+    with pytest.raises(TypeError, match="is distributed already"):
+        mpishard.as_distributed(DDPOptimizer(SGD(lr=0.1), mesh), mesh)
+    with pytest.raises(TypeError, match="expected a Mesh or a ShardingConfiguration"):
+        mpishard.as_distributed(SGD(lr=0.1), thing)
+
+
+def test_synchronize_then_step_reduces_once(mesh):
+    """auto_sync_gradients=False with a model: passes add up, synchronize_gradients reduces, step applies."""
+    config = ShardingConfiguration(mesh, auto_sync_gradients=False)
+    results = []
+    for steps in (1, 2):  # the first step binds the optimizer, the second finds it bound
+        model = mpishard.as_distributed(gpt(), config)
+        optimizer = mpishard.as_distributed(SGD(lr=0.1), config)
+        reference = gpt()
+        for _ in range(steps):
+            for part in (0, 1):
+                samples = np.arange(2) + 2 * part + 4 * mesh.rank
+                model.loss_and_gradient(TOKENS[samples, :-1], TOKENS[samples, 1:])
+            model.synchronize_gradients()
+            optimizer.step(model.parameters, count=4 * mesh.size)
+            batch = np.arange(4 * mesh.size)
+            reference.loss_and_gradient(TOKENS[batch, :-1], TOKENS[batch, 1:])
+            reference.parameters.flat[:] -= 0.1 * reference.parameters.gradients.flat / (4 * mesh.size)
+            reference.parameters.reset_gradients()
+        results.append(np.allclose(model.parameters.flat, reference.parameters.flat, rtol=1e-12, atol=1e-12))
+    assert results == [True, True]
