@@ -41,8 +41,8 @@ class HeatExperiments:
 
     def __init__(self, n: int, experiments: int, noise: float, smoothness: float, seed: int) -> None:
         self.n, self.experiments, self.smoothness = n, experiments, smoothness
-        self.steps, self.time_step = 12, 2e-3
-        self.observed = (2, 4, 8, 12)  # the steps after which the sensors are read
+        self.steps, self.time_step = 24, 1e-3
+        self.observed = (4, 8, 16, 24)  # the steps after which the sensors are read
         self.sensors = (slice(1, None, 4), slice(1, None, 4))
 
         centres = (np.arange(n) + 0.5) / n
@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=32, help="experiments a step (default 32)")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default 100)")
     parser.add_argument("--noise", type=float, default=0.05, help="of the mean temperature (default 0.05)")
-    parser.add_argument("--smoothness", type=float, default=300.0, help="weight of |grad m|^2 (default 300)")
+    parser.add_argument("--smoothness", type=float, default=1000.0, help="weight of |grad m|^2 (default 1000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("own-gradient-output"), help="folder for the picture")
     options = parser.parse_args()

@@ -13,6 +13,7 @@ from mpishard.distributed import (
     as_distributed_for_high_bandwidth,
     as_distributed_for_low_bandwidth,
 )
+from mpishard.guard import abort_on_exception
 from mpishard.layout import ParameterSpec
 from mpishard.mesh import Mesh
 from mpishard.optim import (
@@ -33,6 +34,8 @@ from mpishard.parameters import FlatParameters
 from mpishard.training import OptimizationProblem, OptimizationResult, TrainingState
 
 __version__ = "0.1.0"
+
+abort_on_exception()
 
 __all__ = [
     "LAMB",

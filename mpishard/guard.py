@@ -1,8 +1,8 @@
 """What ends a job when a rank fails: no rank waits for ever, and the culprit is named.
 
-Two guards.  An uncaught exception on any rank prints that rank's traceback and aborts the job.  A watchdog thread on
-every rank notices a collective that waits past the time limit, asks all ranks where they are, prints who waits where
-and who is missing, and aborts.  The threads talk over a communicator of their own.
+An uncaught exception on any rank prints that rank's traceback and aborts the job.  A watchdog thread on every rank
+notices a collective that waits past the time limit, asks all ranks where they are, prints who waits where and who is
+missing, and aborts; the threads talk over a communicator of their own.  A witness names the rank that is killed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpishard.ledger import Ledger
+from mpishard.witness import Witness
 
 _ASK, _ANSWER = 1, 2
 _POLL_S = 0.25
@@ -27,34 +28,47 @@ _FLUSH_S = 0.2
 _ANSWER_BYTES = 2000
 
 
-def abort(comm: MPI.Intracomm, message: str) -> None:
+def abort(message: str, witness: Witness | None) -> None:
     """Print `message` on stderr and end every process of the job with exit code 1."""
+    if witness is not None:
+        witness.silence()
     sys.stderr.write(message if message.endswith("\n") else message + "\n")
     sys.stderr.flush()
     time.sleep(_FLUSH_S)  # launchers drop what is still in the pipe when the job is aborted
-    comm.Abort(1)
+    MPI.COMM_WORLD.Abort(1)
 
 
-def abort_on_exception(comm: MPI.Intracomm, ledger: Ledger) -> None:
-    """From now on an exception that nobody catches, in any thread of this process, aborts the job."""
-    if comm.size == 1 or hasattr(sys, "ps1") or getattr(sys.excepthook, "_aborts_mpi_job", False):
-        return
-    rank, size = comm.rank, comm.size
+class _AbortOnException:
+    """The process's excepthook: prints the traceback with the rank, and the step where one is known, then aborts."""
 
-    def report(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
+    def __init__(self) -> None:
+        self.ledger: Ledger | None = None
+        self.witness: Witness | None = None
+
+    def __call__(self, kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
+        comm = MPI.COMM_WORLD
+        step = f" at step {self.ledger.step}" if self.ledger is not None and self.ledger.step else ""
         text = "".join(traceback.format_exception(kind, error, where))
-        abort(
-            MPI.COMM_WORLD,
-            f"mpishard: rank {rank} of {size} failed at step {ledger.step} and ends the job\n{text}",
-        )
+        abort(f"mpishard: rank {comm.rank} of {comm.size} failed{step} and ends the job\n{text}", self.witness)
 
-    def in_thread(args: threading.ExceptHookArgs) -> None:
+    def in_thread(self, args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit:
-            report(args.exc_type, args.exc_value, args.exc_traceback)
+            self(args.exc_type, args.exc_value, args.exc_traceback)
 
-    report._aborts_mpi_job = True  # type: ignore[attr-defined]
-    sys.excepthook = report
-    threading.excepthook = in_thread
+
+def abort_on_exception(ledger: Ledger | None = None, witness: Witness | None = None) -> None:
+    """From now on an exception that nobody catches, in any thread of this process, aborts the job of several ranks.
+
+    Importing mpishard does this, since a rank may fail before it has a mesh; a mesh adds its ledger, which knows the
+    step, and its witness.  Sessions at a prompt are left alone.
+    """
+    if MPI.COMM_WORLD.size == 1 or hasattr(sys, "ps1"):
+        return
+    if not isinstance(sys.excepthook, _AbortOnException):
+        hook = _AbortOnException()
+        sys.excepthook, threading.excepthook = hook, hook.in_thread
+    assert isinstance(sys.excepthook, _AbortOnException)
+    sys.excepthook.ledger, sys.excepthook.witness = ledger, witness
 
 
 class Watchdog:
@@ -74,6 +88,7 @@ class Watchdog:
         self._replies: dict[int, str] = {}
         self._sends: list[Any] = []
         self._thread: threading.Thread | None = None
+        self.witness = Witness(comm) if comm.size > 1 else None
         if comm.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._thread = threading.Thread(target=self._run, name="mpishard-watchdog", daemon=True)
             self._thread.start()
@@ -81,9 +96,12 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop the thread and free the communicator."""
+        if self.witness is not None:
+            self.witness.dismiss()
         if self._thread is not None:
             atexit.unregister(self._leave)
             self._end_thread()
+        self._comm.Barrier()
         self._comm.Free()
 
     def _end_thread(self) -> None:
@@ -97,6 +115,8 @@ class Watchdog:
         if MPI.Is_finalized() or self._thread is None:
             return
         self._leaving = True
+        if self.witness is not None:
+            self.witness.dismiss()
         request = self._comm.Ibarrier()
         deadline = time.monotonic() + self.limit + 4 * _ANSWER_S
         while not request.Test() and time.monotonic() < deadline:
@@ -161,4 +181,4 @@ class Watchdog:
         ]
         for rank in range(comm.size):
             lines.append(f"  rank {rank} {self._replies.get(rank, 'does not answer: dead, stopped, or blocked')}")
-        abort(MPI.COMM_WORLD, "\n".join(lines))
+        abort("\n".join(lines), self.witness)

@@ -70,8 +70,8 @@ class Mesh:
         debug = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0") if debug is None else debug
         self.ledger = Ledger()
         world = comm.Dup()
-        abort_on_exception(world, self.ledger)
         self._watchdog = Watchdog(world, self.ledger, timeout)
+        abort_on_exception(self.ledger, self._watchdog.witness)
         self.shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
         rank = world.rank
         tensor_rank, data_rank, stage = rank % tensor, rank // tensor % data, rank // (tensor * data)

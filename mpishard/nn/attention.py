@@ -25,7 +25,8 @@ class CausalSelfAttention(Layer):
     """Multi-head attention in which a position sees itself and what came before (Vaswani et al., 2017).
 
     Scores are never stored: the backward pass computes them anew from queries and keys and the logarithm of each
-    query's normaliser (Dao et al., 2022).  Blocks that the mask hides entirely are not computed.
+    query's normaliser (Dao et al., 2022).  Blocks that the mask hides entirely are not computed.  The most that exists
+    at a time is the gradient by all scores of one head of one sequence, or of a few heads where sequences are short.
 
     The bias of the keys shifts all scores of a query alike, which the softmax does not see: in exact arithmetic its
     gradient is zero, and what is computed for it is rounding noise.
@@ -58,7 +59,7 @@ class CausalSelfAttention(Layer):
         Keeps `x`, which must stay as it is until `backward`.
         """
         rows = len(x_nc)
-        work.plans[self.name] = x_nc
+        work.kept[self.name] = x_nc
         qkv_nd = self.qkv.product(x_nc, work.borrow("qkv", rows, 3 * self.width))
         heads_sbhtd, mixed_nc, logsum_bht = self._saved(work, rows, length)
         self.ops.split_heads(qkv_nd, self.qkv.bias, heads_sbhtd)
@@ -109,7 +110,7 @@ class CausalSelfAttention(Layer):
                 last = min(first + BLOCK, length)
                 np.matmul(dscores[:, :last, first:last].swapaxes(1, 2), k[:, :last], out=dq[:, first:last])
         dx_nc = self.qkv.input_gradient(dqkv_nd, work.borrow(f"{self.role}.dx", rows, self.width))
-        self.qkv.weight_gradient(work.plans[self.name], dqkv_nd, work)
+        self.qkv.weight_gradient(work.kept[self.name], dqkv_nd, work)
         return dx_nc
 
     def _saved(self, work: Workspace, rows: int, length: int) -> tuple[Array, Array, Array]:

@@ -23,6 +23,11 @@ GELU_SLOPE = 2.0 * np.sqrt(2.0 / np.pi)
 GELU_CUBIC = 0.044715
 
 
+def lookup(weight_vc: Array, indices_n: Array, y_nc: Array) -> None:
+    """``y[n] = weight[indices[n]]``."""
+    y_nc[...] = weight_vc[indices_n]
+
+
 def scatter_add(dy_nc: Array, indices_n: Array, dweight_vc: Array) -> None:
     """``dweight[indices[n]] += dy[n]``; the adjoint of a lookup."""
     xp = module_of(dy_nc)

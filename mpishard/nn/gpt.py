@@ -29,12 +29,12 @@ class MLP(Layer):
     def forward(self, x_nc: Array, work: Workspace, residual_nc: Array | None = None) -> Array:
         """The output, plus `residual` where given; keeps `x`, which must stay as it is until `backward`."""
         hidden_nd = self.expand.product(x_nc, work.save(f"{self.expand.name}.y", len(x_nc), self.expand.outputs))
-        work.plans[self.name] = x_nc
+        work.kept[self.name] = x_nc
         return self.contract.forward(self.activation.forward(hidden_nd, work, self.expand.bias), work, residual_nc)
 
     def backward(self, dy_nc: Array, work: Workspace) -> Array:
         """Gradient by `x`."""
-        x_nc = work.plans[self.name]
+        x_nc = work.kept[self.name]
         dhidden_nd = self.contract.backward(dy_nc, work)
         bias_name = self.expand.bias_name
         assert bias_name is not None
@@ -93,6 +93,8 @@ class GPT(Layer):
     parameters : FlatParameters
         All tensors.  The bias of the attention keys (in ``blocks.*.attention.qkv.bias``) has a gradient that is zero
         in exact arithmetic, see `CausalSelfAttention`.
+    workspace : Workspace
+        The memory that the methods use which take none.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class GPT(Layer):
         super().__init__("gpt", [self.tokens, self.positions, *self.blocks, self.final_norm, self.head])
         self.bind(FlatParameters(self.specs(), np.dtype(dtype)))
         self.initialize(seed)
-        self._work = Workspace(dtype)
+        self.workspace = Workspace(dtype)
 
     def loss_and_gradient(self, tokens: Array, targets: Array) -> float:
         """Summed loss of a micro-batch; the gradient of that sum goes to ``parameters.gradient``.
@@ -138,7 +140,7 @@ class GPT(Layer):
         """
         logits_nv, targets_n = self._logits_and_targets(tokens, targets)
         loss = cross_entropy(logits_nv, targets_n)
-        self.backward(logits_nv, self._work, np.shape(tokens)[1])
+        self.backward(logits_nv, self.workspace, np.shape(tokens)[1])
         return loss
 
     def loss(self, tokens: Array, targets: Array) -> float:
@@ -147,8 +149,8 @@ class GPT(Layer):
 
     def logits(self, tokens: Array) -> Array:
         """Unnormalised log-probabilities of the next token, (batch, length, vocabulary_size), in a new array."""
-        tokens_n = self._checked("tokens", tokens, self._work)
-        logits_nv = self.forward(tokens_n, self._work, np.shape(tokens)[1])
+        tokens_n = self._checked("tokens", tokens, self.workspace)
+        logits_nv = self.forward(tokens_n, self.workspace, np.shape(tokens)[1])
         return logits_nv.reshape(*np.shape(tokens), self.vocabulary_size).copy()
 
     def generate(self, prompt_tokens: Sequence[int], count: int, temperature: float = 1.0, seed: int = 0) -> np.ndarray:
@@ -175,8 +177,9 @@ class GPT(Layer):
             raise ValueError(f"the prompt must be a sequence of at least one token, got shape {tokens.shape}")
         if count < 0 or not temperature >= 0:
             raise ValueError(f"count and temperature must not be negative, got {count} and {temperature}")
+        self._checked("prompt tokens", tokens[None, -self.context_length :], self.workspace)
         random = generator(seed, "generate")
-        tokens = np.concatenate([tokens, np.zeros(count, tokens.dtype)])
+        tokens = np.concatenate([tokens.astype(np.int64), np.zeros(count, np.int64)])
         for end in range(len(tokens) - count, len(tokens)):
             logits_v = self.logits(tokens[None, max(0, end - self.context_length) : end])[0, -1].astype(np.float64)
             if temperature == 0:
@@ -185,7 +188,7 @@ class GPT(Layer):
             weights_v = np.exp((logits_v - logits_v.max()) / temperature)
             edges_v = np.cumsum(weights_v)
             tokens[end] = min(np.searchsorted(edges_v, random.random() * edges_v[-1], "right"), len(edges_v) - 1)
-        return tokens.astype(np.int64)
+        return tokens
 
     def forward(self, tokens_n: Array, work: Workspace, length: int) -> Array:
         """Logits, (tokens, vocabulary_size), of sequences of `length` tokens end to end, in memory of `work`."""
@@ -206,9 +209,9 @@ class GPT(Layer):
     def _logits_and_targets(self, tokens: Array, targets: Array) -> tuple[Array, Array]:
         if np.shape(tokens) != np.shape(targets):
             raise ValueError(f"tokens have shape {np.shape(tokens)}, but targets {np.shape(targets)}")
-        tokens_n = self._checked("tokens", tokens, self._work)
-        targets_n = self._checked("targets", targets, self._work)
-        return self.forward(tokens_n, self._work, np.shape(tokens)[1]), targets_n
+        tokens_n = self._checked("tokens", tokens, self.workspace)
+        targets_n = self._checked("targets", targets, self.workspace)
+        return self.forward(tokens_n, self.workspace, np.shape(tokens)[1]), targets_n
 
     def _checked(self, what: str, tokens: Array, work: Workspace) -> Array:
         """`tokens` as a flat int64 array of `work`, or an error."""
@@ -230,5 +233,5 @@ class GPT(Layer):
                 f"valid tokens are 0 to {self.vocabulary_size - 1}"
             )
         flat = work.saved(what, (tokens.size,), np.int64)
-        np.copyto(flat.reshape(tokens.shape), tokens, casting="same_kind")
+        flat.reshape(tokens.shape)[...] = tokens
         return flat

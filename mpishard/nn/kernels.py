@@ -66,6 +66,11 @@ def _exp_overload(x: Any) -> Any:
     return exp32 if x == numba.float32 else exp64
 
 
+def lookup(weight_vc: Array, indices_n: Array, y_nc: Array) -> None:
+    # mode="clip" writes straight into `out`; "raise" would go through a copy.
+    weight_vc.take(indices_n, axis=0, out=y_nc, mode="clip")
+
+
 @_kernel
 def scatter_add(dy_nc: Array, indices_n: Array, dweight_vc: Array) -> None:
     rows, columns = dy_nc.shape

@@ -129,17 +129,19 @@ class Linear(Layer):
 
     def forward(self, x_ni: Array, work: Workspace, residual_no: Array | None = None) -> Array:
         """``x W + b``, plus `residual` where given; keeps `x`, which must stay as it is until `backward`."""
-        work.plans[self.name] = x_ni
+        work.kept[self.name] = x_ni
         y_no = self.product(x_ni, work.save(f"{self.name}.y", len(x_ni), self.outputs))
-        if residual_no is not None:
+        if self.bias is not None and residual_no is not None:
             self.ops.add_bias(y_no, self.bias, residual_no)
         elif self.bias is not None:
             np.add(y_no, self.bias, out=y_no)
+        elif residual_no is not None:
+            np.add(y_no, residual_no, out=y_no)
         return y_no
 
     def backward(self, dy_no: Array, work: Workspace) -> Array:
         """Gradient by `x`."""
-        x_ni = work.plans[self.name]
+        x_ni = work.kept[self.name]
         dx_ni = self.input_gradient(dy_no, work.borrow(f"{self.role}.dx", len(x_ni), self.inputs))
         self.weight_gradient(x_ni, dy_no, work)
         return dx_ni
@@ -211,23 +213,23 @@ class Embedding(Layer):
 
     def forward(self, indices_n: Array, work: Workspace) -> Array:
         """Rows of the table; `indices` (int64, checked by the caller) must stay as they are until `backward`."""
-        work.plans[self.name] = indices_n
+        work.kept[self.name] = indices_n
         out_nc = work.save(f"{self.name}.y", len(indices_n), self.width)
-        # mode="clip" writes straight into `out`; "raise" would go through a copy.
-        return self.weight.take(indices_n, axis=0, out=out_nc, mode="clip")
+        self.ops.lookup(self.weight, indices_n, out_nc)
+        return out_nc
 
     def backward(self, dy_nc: Array, work: Workspace) -> None:
         """Adds each row of `dy` to the gradient of the row that it came from; indices have no gradient."""
-        self.ops.scatter_add(dy_nc, work.plans[self.name], self._gradient_to_add_to(self.weight_name))
+        self.ops.scatter_add(dy_nc, work.kept[self.name], self._gradient_to_add_to(self.weight_name))
         self.parameters.finished(self.weight_name)
 
 
 class PositionEmbedding(Embedding):
     """A learned row for each position of a sequence, added to what is there."""
 
-    def add_to(self, x_btc: Array, start: int = 0) -> None:
-        """``x[:, t] += weight[start + t]`` in place."""
-        rows_tc = self.weight[start : start + x_btc.shape[1]]
+    def add_to(self, x_btc: Array) -> None:
+        """``x[:, t] += weight[t]`` in place."""
+        rows_tc = self.weight[: x_btc.shape[1]]
         # Sequence by sequence: NumPy takes memory for an operation on three axes of which one is broadcast or reduced.
         for x_tc in x_btc:
             np.add(x_tc, rows_tc, out=x_tc)
@@ -277,7 +279,7 @@ class LayerNorm(Layer):
         rows = len(x_nc)
         y_nc = work.save(f"{self.name}.y", rows, self.width)
         mean_n, scale_n = work.save(f"{self.name}.mean", rows), work.save(f"{self.name}.scale", rows)
-        work.plans[self.name] = x_nc, mean_n, scale_n
+        work.kept[self.name] = x_nc, mean_n, scale_n
         self.ops.layer_norm(x_nc, self.weight, self.bias, y_nc, mean_n, scale_n, self.epsilon)
         return y_nc
 
@@ -286,7 +288,7 @@ class LayerNorm(Layer):
 
         With `residual` the result overwrites it.
         """
-        x_nc, mean_n, scale_n = work.plans[self.name]
+        x_nc, mean_n, scale_n = work.kept[self.name]
         if residual_nc is None:
             residual_nc = work.borrow(f"{self.role}.dx", *x_nc.shape)
             residual_nc.fill(0)
@@ -314,7 +316,7 @@ class GELU(Layer):
             bias_c = work.scratch("no bias", (x_nc.shape[1],), work.dtype)
             bias_c.fill(0)
         y_nc = work.save(f"{self.name}.y", *x_nc.shape)
-        work.plans[self.name] = x_nc
+        work.kept[self.name] = x_nc
         self.ops.gelu(x_nc, bias_c, y_nc)
         return y_nc
 
@@ -322,7 +324,8 @@ class GELU(Layer):
         """Gradient by `x`, in place of `dy`; its column sums are added into `dbias`."""
         if dbias_c is None:
             dbias_c = work.scratch("no bias", (dy_nc.shape[1],), work.dtype)
-        self.ops.gelu_backward(dy_nc, work.plans[self.name], dbias_c)
+            dbias_c.fill(0)
+        self.ops.gelu_backward(dy_nc, work.kept[self.name], dbias_c)
         return dy_nc
 
 

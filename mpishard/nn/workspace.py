@@ -9,6 +9,9 @@ import numpy as np
 
 Array = Any
 
+# Views are small, but text generation asks for a new shape with every token.
+MOST_VIEWS = 10_000
+
 
 class Pool:
     """Arrays by name. Asking again for a name and a shape gives the same array; a larger shape grows the memory.
@@ -41,6 +44,8 @@ class Pool:
             # Views of the outgrown memory would keep it alive.
             for key in [key for key in self._views if key[:2] == (name, dtype)]:
                 del self._views[key]
+        if len(self._views) >= MOST_VIEWS:
+            self._views.clear()
         view = self._views[name, dtype, shape] = memory[:size].reshape(shape)
         return view
 
@@ -68,6 +73,8 @@ class Workspace:
         What a forward pass keeps for the backward pass of the same micro-batch.
     scratch : Pool
         What is dead when the call that asked for it, or the layer above that call, returns.
+    kept : dict
+        By layer name: arrays of others that the layer's backward pass needs, such as its input.
     """
 
     def __init__(self, dtype: Any, module: Any = np, sharing: Workspace | None = None) -> None:
@@ -75,7 +82,7 @@ class Workspace:
         self.module = module
         self.saved = Pool(module)
         self.scratch: Pool = Pool(module) if sharing is None else sharing.scratch
-        self.plans: dict[Any, Any] = {}
+        self.kept: dict[str, Any] = {}
 
     def save(self, name: str, *shape: int) -> Array:
         """The saved array `name` in the dtype of the activations."""

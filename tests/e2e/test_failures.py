@@ -17,7 +17,6 @@ import numpy as np
 import mpishard
 
 mesh = mpishard.Mesh()
-print("rank", mesh.rank, "is process", os.getpid(), flush=True)
 total = np.ones(3)
 for step in range(5):
     if mesh.rank == 1 and step == 3:
@@ -25,8 +24,8 @@ for step in range(5):
     mesh.data.all_reduce(total)
 print("finished")
 """
-LINE_OF_FAILURE = 11
-LINE_OF_COLLECTIVE = 12
+LINE_OF_FAILURE = 10
+LINE_OF_COLLECTIVE = 11
 
 
 @pytest.fixture
@@ -77,8 +76,8 @@ def test_exception_before_the_mesh(tmp_path: Path, mpirun: Callable[..., Any]) -
 
 def test_killed_rank(failing: Callable[..., Any]) -> None:
     finished = failing("os.kill(os.getpid(), 9)")
-    (process,) = [line.split()[-1] for line in finished.output.splitlines() if line.startswith("rank 1 is process")]
-    assert f"PID {process}" in finished.all  # the launcher's message; Open MPI's says the rank as well
+    # MPICH's launcher names a process, and often not the one that was killed first.
+    assert "rank 1" in finished.errors, finished.all
     assert finished.seconds < SOON
 
 

@@ -123,6 +123,23 @@ def test_two_micro_batches_add_up_to_one_batch():
     np.testing.assert_allclose(gradients.flat, gradient, rtol=1e-12, atol=1e-12)
 
 
+def test_two_micro_batches_in_flight():
+    """As pipeline schedules hold them: forward, forward, backward, backward, with scratch memory in common."""
+    gpt, (tokens, targets) = model(), batch(4, 100)
+    loss, gradient = run(gpt, tokens, targets)
+    gradients = gpt.parameters.gradients
+    gradients.reset()
+    gradients.hold = True
+    first = nn.Workspace(np.float64)
+    works = [first, nn.Workspace(np.float64, sharing=first)]
+    logits = [gpt.forward(tokens[2 * i : 2 * i + 2].ravel(), works[i], 100) for i in range(2)]
+    parts = [nn.cross_entropy(logits[i], targets[2 * i : 2 * i + 2].ravel()) for i in range(2)]
+    for work, dlogits in zip(works, logits, strict=True):
+        gpt.backward(dlogits, work, 100)
+    assert sum(parts) == pytest.approx(loss, rel=1e-13)
+    np.testing.assert_allclose(gradients.flat, gradient, rtol=1e-12, atol=1e-12)
+
+
 def test_ragged_batches_give_the_same_as_a_fresh_model():
     gpt = model()
     for size, length in [(2, 8), (4, 8), (1, 140), (4, 3), (2, 8), (3, 130)]:
@@ -156,8 +173,8 @@ def test_nothing_is_allocated_after_the_first_step():
     for _ in range(2):
         step(pair)
         step(ragged)
-    held = gpt._work.nbytes
-    buffers = {name: memory.ctypes.data for name, memory in gpt._work.saved._memory.items()}
+    held = gpt.workspace.nbytes
+    buffers = {name: memory.ctypes.data for name, memory in gpt.workspace.saved._memory.items()}
     tracemalloc.start()
     try:
         step(pair)
@@ -173,15 +190,15 @@ def test_nothing_is_allocated_after_the_first_step():
     smallest = 3 * 130 * WIDTH * 4
     assert peak - before < smallest // 2
     assert after - before < 1000
-    assert gpt._work.nbytes == held
-    assert buffers == {name: memory.ctypes.data for name, memory in gpt._work.saved._memory.items()}
+    assert gpt.workspace.nbytes == held
+    assert buffers == {name: memory.ctypes.data for name, memory in gpt.workspace.saved._memory.items()}
 
 
 def test_scores_of_the_whole_batch_are_never_held():
     gpt = nn.GPT(8, 512, 8, 1, 4)
     tokens = np.zeros((8, 512), int)
     run(gpt, tokens, tokens)
-    assert gpt._work.nbytes < 8 * 4 * 512 * 512 * 4 / 4
+    assert gpt.workspace.nbytes < 8 * 4 * 512 * 512 * 4 / 4
 
 
 def test_logits_agree_with_the_loss():
@@ -286,7 +303,7 @@ def test_bad_models(arguments, error, message):
     "arguments, message",
     [
         (([], 3), "at least one token"),
-        (([VOCABULARY], 3), "vocabulary_size is 11"),
+        (([VOCABULARY], 0), "prompt tokens range from 11 to 11, but the model's vocabulary_size is 11"),
         (([1], -1), "must not be negative"),
         (([1], 1, -0.5), "must not be negative"),
         (([1], 1, float("nan")), "must not be negative"),

@@ -55,13 +55,12 @@ class TestRows:
         targets = np.random.default_rng(1).integers(0, columns, rows)
         compare("cross_entropy", [5 * logits, targets])
 
+    def test_lookup(self, dtype, rows, columns):
+        compare("lookup", [*arrays(dtype, (4, columns)), np.arange(rows) % 4, *arrays(dtype, (rows, columns))])
+
     def test_scatter_add(self, dtype, rows, columns):
         dy, dweight = arrays(dtype, (rows, columns), (4, columns))
-        indices = np.random.default_rng(1).integers(0, 4, rows)
-        outcomes = [dweight.copy(), dweight.copy()]
-        formulas.scatter_add(dy, indices, outcomes[0])
-        kernels.scatter_add(dy, indices, outcomes[1])
-        np.testing.assert_allclose(outcomes[1], outcomes[0], rtol=0, atol=10 * TOLERANCE[dtype])
+        compare("scatter_add", [dy, np.random.default_rng(1).integers(0, 4, rows), dweight])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

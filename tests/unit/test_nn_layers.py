@@ -156,6 +156,14 @@ def test_a_second_pass_adds_to_the_first(name):
     np.testing.assert_allclose(case.parameters.gradients.flat, 2 * once, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_with_residual(bias):
+    case = Case(nn.Linear("a", WIDTH, 5, bias=bias), (ROWS, WIDTH))
+    plain, residual = case.forward(case.x), np.ones((ROWS, 5))
+    case.arguments = {"residual_no": residual}
+    np.testing.assert_allclose(case.forward(case.x), plain + 1, rtol=1e-14)
+
+
 def test_cross_entropy_gradient():
     random = np.random.default_rng(0)
     logits, targets = random.standard_normal((4, 7)), random.integers(0, 7, 4)
