@@ -181,6 +181,8 @@ def main() -> int:
     options = parser.parse_args()
 
     with mpishard.Mesh() as mesh:
+        if mesh.rank == 0:
+            options.output.mkdir(parents=True, exist_ok=True)  # before the work, in case it cannot be
         heat = HeatExperiments(options.grid, options.experiments, options.noise, options.smoothness, options.seed)
         start = np.zeros(heat.truth.size)
         gradient_error = heat.gradient_error(start)
@@ -201,11 +203,10 @@ def main() -> int:
 
         before, after = heat.error(start), heat.error(result.parameters)
         passed = gradient_error < 1e-6 and after < before / 5
-        if mesh.world.rank == 0:
-            options.output.mkdir(parents=True, exist_ok=True)
+        if mesh.rank == 0:
             path = options.output / "diffusivity.png"
             picture(heat, {"truth": heat.truth, "start": start, "recovered": result.parameters}, path)
-            print(f"{result.steps} steps of {options.batch} experiments, {mesh.world.size} ranks", end=", ")
+            print(f"{result.steps} steps of {options.batch} experiments, {mesh.size} ranks", end=", ")
             print(f"{result.seconds:.1f} s; loss {result.loss_history[0]:.0f} -> {result.loss_history[-1]:.0f}")
             print(f"adjoint gradient against finite differences: relative difference {gradient_error:.1e}")
             print(f"picture: {path}")

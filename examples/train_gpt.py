@@ -102,11 +102,12 @@ def main() -> int:
     with mpishard.Mesh() as mesh:
         train, held_out = windows(standard_library_text(), options.context).split(0.05)
         model = nn.GPT(256, options.context, options.width, options.layers, options.heads, seed=options.seed)
-        first = mesh.world.rank == 0
+        first = mesh.rank == 0
         if first:
+            options.output.mkdir(parents=True, exist_ok=True)  # before the work, in case it cannot be
             print(
                 f"{model.parameters.size:,} parameters, {train.targets.size:,} bytes of text, "
-                f"{mesh.world.size} ranks of {mesh.blas_threads} BLAS threads",
+                f"{mesh.size} ranks of {mesh.blas_threads} BLAS threads",
                 flush=True,
             )
 
@@ -134,7 +135,6 @@ def main() -> int:
         finite = bool(np.isfinite(result.loss_history).all()) and math.isfinite(loss)
         readable = True
         if first:
-            options.output.mkdir(parents=True, exist_ok=True)
             plot(options.output / "loss.png", result.loss_history, loss, unigram)
             tokens = model.generate(list(b"def "), options.sample, temperature=0.7, seed=options.seed)
             text = bytes(tokens.astype(np.uint8)).decode("utf-8", "replace")

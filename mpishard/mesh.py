@@ -34,7 +34,8 @@ class Mesh:
         ``MPISHARD_TIMEOUT``, else 600.
     debug : bool, optional
         Compare every collective across ranks before it starts, and raise `CollectiveMismatchError` on all of them
-        where they differ; default from ``MPISHARD_DEBUG`` (1 or 0).
+        where they differ; and compare the copies of replicated parameters after every step.  Default from
+        ``MPISHARD_DEBUG`` (1 or 0).
 
     Attributes
     ----------
@@ -42,7 +43,8 @@ class Mesh:
     node : Axis
         The ranks that share memory with this one.
     device : int or None
-        Number of the GPU for this rank: its place on the node modulo the GPUs it can see; None without CuPy or GPU.
+        Number of the GPU for this rank, its place on the node modulo the GPUs it can see; None without a GPU.  Make
+        it current with ``cupy.cuda.Device(mesh.device).use()``.
     blas_threads : int
         Threads that BLAS may use in this rank; see `mpishard.threads`.
     ledger : Ledger
@@ -69,6 +71,7 @@ class Mesh:
         timeout = _timeout(timeout)
         debug = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0") if debug is None else debug
         self.ledger = Ledger()
+        self.debug = debug
         world = comm.Dup()
         self._watchdog = Watchdog(world, self.ledger, timeout)
         abort_on_exception(self.ledger, self._watchdog.witness)

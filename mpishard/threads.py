@@ -7,6 +7,8 @@ import os
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
+# How many ranks of the job are on this node, by Open MPI, MPICH and Slurm; more than those of a smaller communicator.
+_RANKS_ON_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 _CHOSEN_BY_USER = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
@@ -23,6 +25,9 @@ def limit_blas_threads(node: MPI.Intracomm) -> int:
         if os.environ.get(variable, "").isdigit():
             return int(os.environ[variable])
     share = sum(1 / sum(core in theirs for theirs in everybody) for core in cores)
+    ranks = max(int(os.environ.get(variable, "").strip() or 1) for variable in _RANKS_ON_NODE)
+    if ranks > node.size:
+        share = min(share, len(cores) / ranks)
     threads = max(1, int(share + 1e-9))
     threadpool_limits(threads)
     return threads

@@ -2,8 +2,7 @@
 
 When a rank is killed, MPICH's launcher kills the others within a millisecond and then names a process, not always the
 one that died first, so no rank can tell.  The witness is not a rank and lives that moment longer.  It is a bare Python
-that waits on process descriptors and on a pipe from the rank that started it; it ends with the first rank that ends, or
-when it is told to, so it is never left over.
+that waits on process descriptors; it ends with the first rank that ends, or when it is dismissed, so it is never left over.
 """
 
 from __future__ import annotations
@@ -28,11 +27,8 @@ for rank, process in (text.split(":") for text in ranks):
         sys.exit()
     watched[descriptor] = f"rank {rank} of {size} (process {process} on {host})"
     events.register(descriptor, select.POLLIN)
-events.register(0, select.POLLIN)
-dead = [watched[d] for d, _ in events.poll() if d in watched]
-told = select.select([0], [], [], 0)[0] and os.read(0, 1)
-if dead and not told:
-    os.write(2, f"mpishard: {', '.join(dead)} has died\\n".encode())
+dead = [watched[descriptor] for descriptor, _ in events.poll()]
+os.write(2, f"mpishard: {', '.join(dead)} has died\\n".encode())
 """
 
 
@@ -47,17 +43,15 @@ class Witness:
             command = [sys.executable, "-I", "-S", "-c", _SCRIPT, MPI.Get_processor_name(), str(comm.size), *ranks]
             with contextlib.suppress(OSError):
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
                 )
         self._number = node.bcast(self._process.pid if self._process is not None else 0)
         node.Free()
 
     def dismiss(self) -> None:
         """Deaths are no longer news.  The ranks may end once all have returned from a barrier after this."""
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.write(b"!")
-                self._process.stdin.close()
+        if self._process is not None:
+            self._process.kill()
             self._process.wait()
             self._process = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any, ClassVar
 
@@ -182,7 +183,22 @@ class ShardedOptimizer:
         else:
             self.skipped_steps += 1
         self._forget_gradients()
+        if config.mesh.debug:
+            self._check_replicas()
         return usable
+
+    def _check_replicas(self) -> None:
+        """Debug: raise on all ranks if their copies of the parameters are no longer the same."""
+        assert self._parameters is not None
+        copy = hashlib.sha256(arrays.to_host(self._parameters.flat)).digest()
+        copies = self.axis.comm.allgather(copy)
+        strayed = [rank for rank, other in enumerate(copies) if other != copies[0]]
+        if strayed:
+            raise RuntimeError(
+                f"after step {self.steps} the parameters of ranks {strayed} differ from those of rank 0 of axis "
+                f"{self.axis.name!r}: something but the optimizer has changed them, or not on all ranks; "
+                "synchronize_optimizer_state() makes them those of rank 0 again"
+            )
 
     def _forget_gradients(self) -> None:
         self._strategy.reset()

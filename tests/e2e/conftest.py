@@ -47,7 +47,8 @@ def _environment(changes: dict[str, str]) -> dict[str, str]:
     spec = importlib.util.find_spec("mpishard")
     assert spec is not None and spec.origin is not None
     same_package = str(Path(spec.origin).parents[1])
-    return {**OPEN_MPI, **os.environ, "PYTHONPATH": same_package, **changes}
+    users = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    return {**OPEN_MPI, **users, "PYTHONPATH": same_package, **changes}
 
 
 @pytest.fixture

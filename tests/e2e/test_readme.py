@@ -14,7 +14,8 @@ SCRIPTS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.parametrize(
-    ("script", "printed"), [(SCRIPTS[0], r"steps \S+e-1\d \[ 1\. -2\.  3\. -4\.  5\.\]"), (SCRIPTS[1], r"5\.\d\d -> 2\.")]
+    ("script", "printed"),
+    [(SCRIPTS[0], r"steps \S+e-1\d \[ 1\. -2\.  3\. -4\.  5\.\]"), (SCRIPTS[1], r"5\.\d\d -> 2\.")],
 )
 def test_quickstart(script: str, printed: str, tmp_path: Path, mpirun: Callable[..., Any]) -> None:
     path = tmp_path / "script.py"

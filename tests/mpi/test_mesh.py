@@ -89,6 +89,8 @@ def test_blas_gets_the_share_of_the_node_unless_the_user_chose(comm, monkeypatch
         cores = len(os.sched_getaffinity(0))
         assert mesh.blas_threads >= 1
         assert sum(mesh.node.comm.allgather(mesh.blas_threads)) <= max(cores, mesh.node.size)
+        with mpishard.Mesh(MPI.COMM_SELF) as alone:  # the other ranks of the job are still there
+            assert alone.blas_threads == mesh.blas_threads
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
     with mpishard.Mesh(comm) as mesh:
         assert mesh.blas_threads == 3

@@ -326,6 +326,19 @@ def test_first_step_starts_from_the_parameters_of_rank_0(mesh, same_on_all):
     assert same_on_all(drifted)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_debug_notices_parameters_that_drift(comm):
+    with mpishard.Mesh(comm, debug=True) as mesh:
+        optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
+        flat = train(optimizer, start(7), steps=1)
+        if mesh.rank == 1:
+            flat[3] += 1e-6
+        with pytest.raises(RuntimeError, match=r"after step 2 the parameters of ranks \[1\] differ"):
+            optimizer.step(flat, np.ones(7, np.float32))
+        optimizer.synchronize_optimizer_state()
+        optimizer.step(flat, np.ones(7, np.float32))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rule", [AdamW(lr=0.1), LAMB(lr=0.1)], ids=lambda rule: type(rule).__name__)
 def test_device_arrays_take_the_same_steps(mesh, strategy, rule):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FLOORS = [
-    {"compiling", "formula", "layout", "progress", "randomness"},
+    {"compiling", "formula", "layout", "progress", "randomness", "witness"},
     {"array", "capabilities", "ledger", "threads"},
     {"collectives", "gradients", "guard", "summation"},
     {"mesh"},
@@ -26,7 +26,7 @@ TOP = "__init__"  # the public face, which may import every room and which no ro
 # Heavy or optional packages, and the only places that may import them. A room stands for all of its files.
 OUTSIDERS = {
     "cupy": {"array"},
-    "mpi4py": {"capabilities", "threads", "collectives", "guard", "mesh", "elastic", "cli"},
+    "mpi4py": {"capabilities", "threads", "collectives", "guard", "mesh", "witness", "elastic", "cli"},
     "matplotlib": {"cli"},
     "torch": set(),
     "sklearn": set(),
