@@ -139,6 +139,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE / "mpi" in item.path.parents:
             item.add_marker(pytest.mark.mpi)
+        elif HERE / "e2e" in item.path.parents:
+            item.add_marker(pytest.mark.mpi_skip)  # starts jobs of its own, which a rank must not
 
 
 @pytest.fixture(scope="session")

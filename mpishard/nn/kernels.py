@@ -157,10 +157,13 @@ def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
         for c in range(columns):
             h = x_nc[n, c] + bias_c[c]
             square = h * h
-            s = one / (one + _exp(-outer * h * (one + cubic * square)))
+            e = _exp(-outer * h * (one + cubic * square))
+            s = one / (one + e)
             y = h * s
             y_nc[n, c] = y
-            x_nc[n, c] = s + y * (one - s) * outer * (one + cubic3 * square)
+            # 1 - s, where s is close to 1 without its cancellation.
+            rest = e * s if h > 0 else one - s
+            x_nc[n, c] = s + y * rest * outer * (one + cubic3 * square)
 
 
 @_kernel

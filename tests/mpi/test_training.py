@@ -88,7 +88,7 @@ def exactly_zero_gradient(name, size):
     """
     zero = np.zeros(size, bool)
     if name.endswith("attention.qkv.bias"):
-        zero[size // 3 : 2 * size // 3] = True
+        zero.reshape(2, 3, -1)[:, 1] = True  # by head, then query, key, value
     return zero
 
 
