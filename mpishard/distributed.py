@@ -26,6 +26,8 @@ class ShardedModel:
     """
 
     def __init__(self, model: Any, config: ShardingConfiguration | Mesh) -> None:
+        if isinstance(model, type) and issubclass(model, Rule):
+            raise TypeError(f"give a rule with its settings, {model.__name__}(lr=...), not the class {model.__name__}")
         if not isinstance(getattr(model, "parameters", None), FlatParameters):
             raise TypeError(
                 f"a model must have its FlatParameters as `parameters`; {type(model).__name__} has not.  A function of "
@@ -65,7 +67,8 @@ class ShardedModel:
     def loss_and_gradient(self, *batch: Any) -> float:
         """Summed loss of this rank's batch; adds its gradient.
 
-        Where an optimizer has taken a step with these parameters before, its reduction starts while this still runs.
+        Where an optimizer has taken a step with these parameters before, its reduction starts while this still runs;
+        under ZeRO-2 this may then wait for other ranks, so let no other collective come between this and `step`.
         """
         return self.model.loss_and_gradient(*batch)
 

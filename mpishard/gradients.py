@@ -96,6 +96,8 @@ class GradientBuckets:
         ``inspect(bucket, array)`` sees the complete local gradient before `reduce` does.
     peak_bytes : int
         Most bytes of gradient memory held so far.
+    on_reset : list of callables
+        Called by `reset`: whoever keeps something of this step's gradients forgets it here.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class GradientBuckets:
         self.hold = reduce is None
         self.reduced = False
         self.peak_bytes = 0
+        self.on_reset: list[Callable[[], None]] = []
         self._like = like
         self._reduce = reduce
         self._drain = drain
@@ -130,7 +133,7 @@ class GradientBuckets:
         self._free: list[Array] = []
         self._lent: dict[int, Array] = {}
         self._written: set[str] = set()
-        self._finished: list[int] = [0] * len(self.buckets)
+        self._finished: list[set[str]] = [set() for _ in self.buckets]
         self._next = len(self.buckets) - 1
 
     @property
@@ -144,12 +147,9 @@ class GradientBuckets:
         return self._flat
 
     def adopt(self, flat: Array) -> None:
-        """Take `flat`, which holds this rank's whole gradient, as the memory of this step; it is the caller's."""
+        """Take `flat`, which holds this rank's whole gradient, as the memory of this step; then it is the caller's."""
         self._written.update(self._shapes)
-        if self.on_demand:
-            self._lent = {bucket.index: flat[bucket.start : bucket.stop] for bucket in self.buckets}
-        else:
-            self._flat = flat
+        self._lent = {bucket.index: flat[bucket.start : bucket.stop] for bucket in self.buckets}
 
     @property
     def reduces(self) -> bool:
@@ -158,14 +158,18 @@ class GradientBuckets:
 
     @property
     def has_content(self) -> bool:
-        """Whether a backward pass has written gradients since the last `reset`."""
-        return bool(self._written)
+        """Whether gradients were written or reduced since the last `reset`."""
+        return bool(self._written) or self.reduced or self._next < len(self.buckets) - 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of gradient memory held now."""
         own = 0 if self._flat is None else self._flat.nbytes
         return int(own + sum(a.nbytes for a in self._memory.values()) + sum(a.nbytes for a in self._free))
+
+    def of_bucket(self, bucket: Bucket) -> Array:
+        """The gradient of one bucket, where memory is not on demand: what `reduce` was given."""
+        return self._array(bucket)
 
     def gradient(self, name: str) -> tuple[Array, bool]:
         """Where the gradient of tensor `name` goes, and whether to add to it (else: overwrite what is there)."""
@@ -185,7 +189,7 @@ class GradientBuckets:
     def finished(self, name: str) -> None:
         """Announce that this pass writes no more to the gradient of `name`: its bucket may be reduced."""
         bucket, _, _ = self._bucket_of[name]
-        self._finished[bucket.index] += 1
+        self._finished[bucket.index].add(name)
         if not self.hold or self.on_demand:
             self._hand_over()
 
@@ -198,7 +202,7 @@ class GradientBuckets:
             self.reduced = True
         elif self.on_demand:
             self._begin_pass()
-        self._finished = [0] * len(self.buckets)
+        self._unfinish()
 
     def drain(self) -> None:
         """Wait until no reduction is under way."""
@@ -207,14 +211,21 @@ class GradientBuckets:
 
     def _begin_pass(self) -> None:
         self.drain()
-        self._finished = [0] * len(self.buckets)
+        self._unfinish()
         self._next = len(self.buckets) - 1
+
+    def _unfinish(self) -> None:
+        for names in self._finished:
+            names.clear()
 
     def reset(self) -> None:
         """Forget the gradients: the next pass starts from zero."""
         self._begin_pass()
         self._written.clear()
+        self._lent.clear()
         self.reduced = False
+        for forget in self.on_reset:
+            forget()
 
     def release(self, bucket: Bucket) -> None:
         """The reducer no longer needs the memory of `bucket`."""
@@ -227,7 +238,7 @@ class GradientBuckets:
     def _hand_over(self) -> None:
         while self._next >= 0:
             bucket = self.buckets[self._next]
-            if self._finished[bucket.index] < bucket.last - bucket.first:
+            if len(self._finished[bucket.index]) < bucket.last - bucket.first:
                 return
             self._launch(bucket)
 
@@ -246,10 +257,10 @@ class GradientBuckets:
             self._reduce(bucket, memory)
 
     def _array(self, bucket: Bucket) -> Array:
-        if not self.on_demand:
-            return self.flat[bucket.start : bucket.stop]
         if bucket.index in self._lent:
             return self._lent[bucket.index]
+        if not self.on_demand:
+            return self.flat[bucket.start : bucket.stop]
         if bucket.index not in self._memory:
             # Blocks are as large as the largest bucket, so that any bucket can use a block that is free.
             largest = max(each.size for each in self.buckets)

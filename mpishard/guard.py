@@ -17,21 +17,22 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpishard.ledger import Ledger
-from mpishard.witness import Witness
+from mpishard.ledger import Call, Ledger
+from mpishard.witness import Witness, silence_witnesses
 
-_ASK, _ANSWER = 1, 2
+_ASK, _ASK_ALL, _ANSWER = 1, 2, 3
 _POLL_S = 0.25
+# After so long a wait a rank asks its neighbour whether it is still in the script.
+_SUSPICION_S = 5.0
 _ANSWER_S = 2.0
 _FLUSH_S = 0.2
 # Longest answer; the numbers of stack frames that fit are more than anybody reads.
 _ANSWER_BYTES = 2000
 
 
-def abort(message: str, witness: Witness | None) -> None:
+def abort(message: str) -> None:
     """Print `message` on stderr and end every process of the job with exit code 1."""
-    if witness is not None:
-        witness.silence()
+    silence_witnesses()
     sys.stderr.write(message if message.endswith("\n") else message + "\n")
     sys.stderr.flush()
     time.sleep(_FLUSH_S)  # launchers drop what is still in the pipe when the job is aborted
@@ -43,24 +44,26 @@ class _AbortOnException:
 
     def __init__(self) -> None:
         self.ledger: Ledger | None = None
-        self.witness: Witness | None = None
 
     def __call__(self, kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
+        if MPI.Is_finalized():
+            sys.__excepthook__(kind, error or kind(), where)
+            return
         comm = MPI.COMM_WORLD
         step = f" at step {self.ledger.step}" if self.ledger is not None and self.ledger.step else ""
         text = "".join(traceback.format_exception(kind, error, where))
-        abort(f"mpishard: rank {comm.rank} of {comm.size} failed{step} and ends the job\n{text}", self.witness)
+        abort(f"mpishard: rank {comm.rank} of {comm.size} failed{step} and ends the job\n{text}")
 
     def in_thread(self, args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit:
             self(args.exc_type, args.exc_value, args.exc_traceback)
 
 
-def abort_on_exception(ledger: Ledger | None = None, witness: Witness | None = None) -> None:
+def abort_on_exception(ledger: Ledger | None = None) -> None:
     """From now on an exception that nobody catches, in any thread of this process, aborts the job of several ranks.
 
     Importing mpishard does this, since a rank may fail before it has a mesh; a mesh adds its ledger, which knows the
-    step, and its witness.  Sessions at a prompt are left alone.
+    step.  Sessions at a prompt are left alone.
     """
     if MPI.COMM_WORLD.size == 1 or hasattr(sys, "ps1"):
         return
@@ -68,13 +71,15 @@ def abort_on_exception(ledger: Ledger | None = None, witness: Witness | None = N
         hook = _AbortOnException()
         sys.excepthook, threading.excepthook = hook, hook.in_thread
     assert isinstance(sys.excepthook, _AbortOnException)
-    sys.excepthook.ledger, sys.excepthook.witness = ledger, witness
+    sys.excepthook.ledger = ledger
 
 
 class Watchdog:
-    """Names the ranks to blame when a collective outlasts `limit` seconds, then aborts the job.
+    """Names the ranks to blame when a collective outlasts `limit` seconds, or can never end, and aborts the job.
 
-    Creation and `close` are collective over `comm`.
+    A collective can never end once a member of its axis has ended its script; that is asked after a few seconds.
+    Needs an MPI that several threads may call (``MPI_THREAD_MULTIPLE``); without, there is no time limit.  Creation and
+    `close` are collective over `comm`.
     """
 
     def __init__(self, comm: MPI.Intracomm, ledger: Ledger, limit: float) -> None:
@@ -83,68 +88,81 @@ class Watchdog:
         self._main = threading.main_thread().ident
         self._comm = comm.Dup()
         self._stop = threading.Event()
-        self._leaving = False
+        self._leaving = ""
         self._stand_down = 0.0
+        self._asked: Call | None = None
         self._replies: dict[int, str] = {}
         self._sends: list[Any] = []
         self._thread: threading.Thread | None = None
-        self.witness = Witness(comm) if comm.size > 1 else None
+        self._witness = Witness(comm) if comm.size > 1 else None
         if comm.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._thread = threading.Thread(target=self._run, name="mpishard-watchdog", daemon=True)
             self._thread.start()
-            atexit.register(self._leave)
+        atexit.register(self._end_of_script)
 
     def close(self) -> None:
-        """Stop the thread and free the communicator."""
-        if self.witness is not None:
-            self.witness.dismiss()
-        if self._thread is not None:
-            atexit.unregister(self._leave)
-            self._end_thread()
-        self._comm.Barrier()
+        """End the watch and free the communicator."""
+        atexit.unregister(self._end_of_script)
+        self._leave("has freed its mesh")
         self._comm.Free()
 
-    def _end_thread(self) -> None:
+    def _end_of_script(self) -> None:
+        self._leave("has ended its script")
+
+    def _leave(self, why: str) -> None:
+        """Keep answering until all ranks are here, so that one that has left early can be named."""
+        if self._witness is not None:
+            self._witness.dismiss()
+        if not MPI.Is_finalized() and self._comm.size > 1:
+            self._leaving = why
+            request = self._comm.Ibarrier()
+            deadline = time.monotonic() + self.limit + 4 * _ANSWER_S
+            while not request.Test() and time.monotonic() < deadline:
+                time.sleep(0.0005)
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _leave(self) -> None:
-        """End of the script: keep answering until all ranks are here, so that one that left early can be named."""
-        if MPI.Is_finalized() or self._thread is None:
-            return
-        self._leaving = True
-        if self.witness is not None:
-            self.witness.dismiss()
-        request = self._comm.Ibarrier()
-        deadline = time.monotonic() + self.limit + 4 * _ANSWER_S
-        while not request.Test() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        self._end_thread()
-
     def _run(self) -> None:
         poll = min(_POLL_S, self.limit / 4)
-        while not self._stop.wait(poll):
+        while not self._stop.wait(poll) and not MPI.Is_finalized():
             self._serve()
             call = self._ledger.active
-            waited = 0.0 if call is None else time.perf_counter() - call.began
-            if waited > self.limit and time.monotonic() > self._stand_down:
-                self._report(waited)
+            if call is None or time.monotonic() <= self._stand_down:
+                continue
+            waited = time.perf_counter() - call.began
+            if waited > self.limit:
+                self._report(f"past the time limit of {self.limit:g} s (MPISHARD_TIMEOUT or Mesh(timeout=...))")
+            elif waited > _SUSPICION_S:
+                self._ask_neighbour(call)
+
+    def _ask_neighbour(self, call: Call) -> None:
+        """Ask the next rank on the axis, once a call, whether it is still in the script; report where it is not."""
+        members = self._ledger.members.get(call.axis, [])
+        if self._comm.rank not in members:
+            return
+        neighbour = members[(members.index(self._comm.rank) + 1) % len(members)]
+        if self._asked is not call:
+            self._asked = call
+            self._replies.pop(neighbour, None)
+            self._send(neighbour, _ASK, b"?")
+        elif self._replies.get(neighbour, "").startswith("has "):
+            self._report(f"and can never end, since rank {neighbour} {self._replies[neighbour]}")
 
     def _serve(self) -> None:
         """Answer the questions of other ranks and take in their answers."""
         status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
             buffer = bytearray(status.Get_count(MPI.BYTE))
-            source = status.Get_source()
-            self._comm.Recv([buffer, MPI.BYTE], source, status.Get_tag())
-            if status.Get_tag() == _ANSWER:
+            source, tag = status.Get_source(), status.Get_tag()
+            self._comm.Recv([buffer, MPI.BYTE], source, tag)
+            if tag == _ANSWER:
                 self._replies[source] = buffer.decode(errors="replace")
-            else:
-                if source < self._comm.rank:  # one report is enough: the lowest rank that waits writes it
-                    self._stand_down = time.monotonic() + 3 * _ANSWER_S
-                self._send(source, _ANSWER, self._where().encode()[:_ANSWER_BYTES])
+                continue
+            if tag == _ASK_ALL and source < self._comm.rank:  # one report is enough, the lowest rank's
+                self._stand_down = time.monotonic() + 3 * _ANSWER_S
+            self._send(source, _ANSWER, self._where().encode()[:_ANSWER_BYTES])
 
     def _send(self, target: int, tag: int, data: bytes) -> None:
         self._sends = [(request, kept) for request, kept in self._sends if not request.Test()]
@@ -156,29 +174,34 @@ class Watchdog:
         if call is not None:
             return f"waits {time.perf_counter() - call.began:.1f} s in {call}"
         if self._leaving:
-            return "has ended its script"
+            return self._leaving
         frame = sys._current_frames().get(self._main or 0)
         stack = traceback.extract_stack(frame)[-3:] if frame is not None else []
         place = " < ".join(f"{f.filename}:{f.lineno} ({f.name})" for f in reversed(stack))
         last = self._ledger.recent[-1].call if self._ledger.recent else None
         return f"is in no collective: it runs {place or 'unknown code'}; its last collective was {last}"
 
-    def _report(self, waited: float) -> None:
+    def _report(self, why: str) -> None:
         comm = self._comm
+        call = self._ledger.active
         self._replies = {comm.rank: self._where()}
         for rank in range(comm.size):
             if rank != comm.rank:
-                self._send(rank, _ASK, b"?")
+                self._send(rank, _ASK_ALL, b"?")
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline and len(self._replies) < comm.size:
             self._serve()
             time.sleep(0.01)
-        if time.monotonic() <= self._stand_down or self._stop.is_set() or self._ledger.active is None:
+        if (
+            time.monotonic() <= self._stand_down
+            or self._stop.is_set()
+            or call is None
+            or self._ledger.active is not call
+        ):
             return
-        lines = [
-            f"mpishard: a collective has waited {waited:.1f} s, past the time limit of {self.limit:g} s "
-            f"(MPISHARD_TIMEOUT or Mesh(timeout=...)); step {self._ledger.step}; the job ends"
-        ]
+        waited = time.perf_counter() - call.began
+        step = f"; step {self._ledger.step}" if self._ledger.step else ""
+        lines = [f"mpishard: a collective has waited {waited:.1f} s, {why}{step}; the job ends"]
         for rank in range(comm.size):
             lines.append(f"  rank {rank} {self._replies.get(rank, 'does not answer: dead, stopped, or blocked')}")
-        abort("\n".join(lines), self.witness)
+        abort("\n".join(lines))

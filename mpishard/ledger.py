@@ -71,6 +71,8 @@ class Ledger:
         The last thousand calls.
     step : int
         The training step under way, for messages.
+    members : dict
+        Ranks of the whole mesh by axis.
     """
 
     def __init__(self) -> None:
@@ -78,6 +80,7 @@ class Ledger:
         self.totals: dict[tuple[str, str, str], Total] = {}
         self.recent: deque[Entry] = deque(maxlen=_KEEP)
         self.step = 0
+        self.members: dict[str, list[int]] = {}
 
     def begin(self, axis: str, sequence: int, op: str, dtype: np.dtype, count: int, label: str) -> Call:
         """Describe a call that begins now.  Its site is the first frame outside mpishard."""
@@ -86,16 +89,13 @@ class Ledger:
             frame = frame.f_back
         return Call(time.perf_counter(), axis, sequence, op, dtype, count, label, frame.f_code, frame.f_lineno)
 
-    def end(self, call: Call, sent: int, seconds: float | None = None, calls: int = 1) -> None:
-        """Note that it returned; `seconds` where the time inside it is not the time since it began."""
-        self.active = None
-        if seconds is None:
-            seconds = time.perf_counter() - call.began
+    def enter(self, call: Call, sent: int, seconds: float) -> None:
+        """Enter a finished call: the bytes that this rank sent, and the time it spent inside."""
         key = (call.axis, call.op, call.label)
         total = self.totals.get(key)
         if total is None:
             total = self.totals[key] = Total()
-        total.calls += calls
+        total.calls += 1
         total.sent += sent
         total.seconds += seconds
         self.recent.append(Entry(call, sent, seconds))

@@ -23,6 +23,9 @@ _DEFAULT_TIMEOUT_S = 600.0
 class Mesh:
     """Communicators for data, tensor and pipeline parallelism.  Creation and `free` are collective over `comm`.
 
+    As a context manager it frees them at the end, unless the block is left by an exception: other ranks may not be
+    there then.  Who catches that exception on all ranks calls `free`.
+
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm, optional
@@ -74,7 +77,7 @@ class Mesh:
         self.debug = debug
         world = comm.Dup()
         self._watchdog = Watchdog(world, self.ledger, timeout)
-        abort_on_exception(self.ledger, self._watchdog.witness)
+        abort_on_exception(self.ledger)
         self.shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
         rank = world.rank
         tensor_rank, data_rank, stage = rank % tensor, rank // tensor % data, rank // (tensor * data)
@@ -82,6 +85,7 @@ class Mesh:
 
         def axis(name: str, part: MPI.Comm) -> Axis:
             assert isinstance(part, MPI.Intracomm)
+            self.ledger.members[name] = list(MPI.Group.Translate_ranks(part.group, None, world.group))
             return Axis(name, part, self.ledger, debug=debug)
 
         self.world = axis("world", world)
@@ -156,11 +160,14 @@ def _sizes(ranks: int, **sizes: Any) -> tuple[int, int, int]:
 
 
 def _timeout(timeout: float | None) -> float:
-    text = os.environ.get("MPISHARD_TIMEOUT", "")
+    value: Any
+    name, value = "timeout", timeout
+    if value is None:
+        name, value = "MPISHARD_TIMEOUT", os.environ.get("MPISHARD_TIMEOUT") or _DEFAULT_TIMEOUT_S
     try:
-        seconds = float(text or _DEFAULT_TIMEOUT_S) if timeout is None else float(timeout)
-    except ValueError:
-        raise ValueError(f"MPISHARD_TIMEOUT={text!r} is not a number of seconds") from None
+        seconds = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} is not a number of seconds") from None
     if not seconds > 0:
         raise ValueError(f"the time limit of a collective must be above 0 seconds, got {seconds:g}")
     return seconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -67,6 +69,17 @@ class FlatParameters:
     def dtype(self) -> np.dtype:
         return np.dtype(self.flat.dtype)
 
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """A number of 62 bits that depends on the names, shapes, order and dtype of the tensors."""
+        text = repr([(spec.name, spec.shape) for spec in self.specs] + [self.dtype.name])
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+    @property
+    def description(self) -> str:
+        """Their number and size in words."""
+        return f"{len(self)} tensors of {self.size} {self.dtype} values, first {next(iter(self), 'none')!r}"
+
     def __getitem__(self, name: str) -> Array:
         return self._views[name]
 
@@ -93,8 +106,8 @@ class FlatParameters:
         self.gradients.reset()
 
 
-def check_flat(what: str, array: Array) -> None:
-    """Raise unless `array` is a contiguous 1-D float32 or float64 array of a module that mpishard can use."""
+def check_flat(what: str, array: Array, *, written: bool = False) -> None:
+    """Raise unless `array` is a contiguous 1-D float32 or float64 array, and writeable where `written`."""
     if not is_array(array):
         raise TypeError(f"{what} must be a flat NumPy or CuPy array, got {type(array).__name__}")
     if array.ndim != 1:
@@ -103,3 +116,5 @@ def check_flat(what: str, array: Array) -> None:
         raise TypeError(f"{what} must be float32 or float64, got {array.dtype}")
     if not array.flags.c_contiguous:
         raise ValueError(f"{what} must be contiguous in memory; pass a copy (array.copy())")
+    if written and not getattr(array.flags, "writeable", True):
+        raise ValueError(f"{what} are read-only, but are written to; pass a copy (array.copy())")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpishard import array as arrays
+from mpishard.collectives import Axis
 from mpishard.data.sampling import Sampler
 from mpishard.optim import ShardedOptimizer
 from mpishard.parameters import FlatParameters, check_flat
@@ -26,7 +27,7 @@ class TrainingState:
     Attributes
     ----------
     step : int
-        Steps done.
+        Steps that the optimizer has behind it; they go on where a restored state stopped, and so do the samples.
     loss : float
         Mean loss over the samples of this step, before its update.
     learning_rate : float
@@ -34,7 +35,7 @@ class TrainingState:
     gradient_norm : float
         Of the averaged gradient, before clipping; NaN unless clipping or a tolerance needs it.
     samples : int
-        Samples used so far, over all ranks.
+        Samples that this run has used so far, over all ranks.
     seconds : float
         Since the loop began.
     parameters : array or FlatParameters
@@ -101,7 +102,7 @@ class OptimizationProblem:
     micro_batch_size : int, optional
         Most samples in one call of `function`; default: a rank's whole share of the batch.
     steps : int, optional
-        Stop after so many steps.
+        Stop after so many steps of this run.
     tolerance : float, optional
         Stop when the 2-norm of the averaged gradient is at most this.
     seconds : float, optional
@@ -175,7 +176,20 @@ class OptimizationProblem:
         elif self.steps is None and self.tolerance is None and self.seconds is None and callback is None:
             problem = ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
         optimizer.axis.agree(problem)
-        return _Loop(self, optimizer, callback, progress).run()
+        watching = self._agree_on_problem(optimizer.axis, callback is not None)
+        return _Loop(self, optimizer, callback, progress, watching).run()
+
+    def _agree_on_problem(self, axis: Axis, callback: bool) -> bool:
+        """Raise on all ranks if they solve different problems; whether any rank may wish to stop by itself."""
+        start = self.start if isinstance(self.start, FlatParameters) else FlatParameters.over(self.start)
+        names = ("samples", "batch_size", "micro_batch_size", "steps", "tolerance", "seed", "tokens_per_sample")
+        own = {name: getattr(self, name) for name in names} | {"start": f"{start.description} ({start.fingerprint:x})"}
+        told = axis.exchange((own, callback or self.seconds is not None))
+        for name in own:
+            values = [problem[name] for problem, _ in told]
+            if any(value != values[0] for value in values):
+                raise ValueError(f"{name} must be the same on all ranks, got {', '.join(map(str, values))} by rank")
+        return any(wish for _, wish in told)
 
 
 class _Loop:
@@ -187,16 +201,21 @@ class _Loop:
         optimizer: ShardedOptimizer,
         callback: Callable[[TrainingState], bool | None] | None,
         progress: bool,
+        watching: bool,
     ) -> None:
         self.problem = problem
         self.optimizer = optimizer
         self.callback = callback
         self.axis = optimizer.axis
+        self.watching = watching
         self.sampler = Sampler(problem.samples, problem.batch_size, problem.seed)
         start = problem.start
         self.of_model = isinstance(start, FlatParameters)
         self.parameters = start if isinstance(start, FlatParameters) else FlatParameters.over(start.copy())
+        self.parameters.reset_gradients()  # what a backward pass left before is no part of this run
+        self.axis.broadcast(self.parameters.flat, label="parameters")
         self.buckets = optimizer.bind(self.parameters).buckets
+        self.before = optimizer.clock
         self.gradients: Any = self.buckets
         if not self.of_model:
             self.gradients = arrays.zeros(self.parameters.size, self.parameters.dtype, like=self.parameters.flat)
@@ -206,16 +225,19 @@ class _Loop:
         self.skipped = 0
 
     def run(self) -> OptimizationResult:
-        self.optimizer.measure_norm = self.problem.tolerance is not None
+        self.optimizer.measure_norm |= self.problem.tolerance is not None
         reason = "steps" if self.problem.steps == 0 else ""
-        while not reason:
-            reason = self.step(len(self.losses) + 1)
-        self.progress.close()
+        try:
+            while not reason:
+                reason = self.step(self.before + len(self.losses) + 1)
+        finally:
+            self.buckets.hold = not self.optimizer.config.auto_sync_gradients
+            self.progress.close()
         return OptimizationResult(
             parameters=self.parameters.flat,
             loss_history=np.array(self.losses),
             steps=len(self.losses),
-            samples=self.sampler.consumed(len(self.losses)),
+            samples=self.consumed(),
             skipped_steps=self.skipped,
             seconds=time.perf_counter() - self.began,
             stop_reason=reason,
@@ -249,9 +271,11 @@ class _Loop:
             self.buckets.hold = not last
             if len(samples):
                 loss = problem.function(parameters, samples, self.gradients)
-                if not isinstance(loss, float | np.floating):
-                    raise TypeError(f"the function must return the summed loss as a float, got {type(loss).__name__}")
-                loss_sum += float(loss)
+                try:
+                    loss_sum += float(loss)
+                except (TypeError, ValueError):
+                    what = f"a {type(loss).__name__}"
+                    raise TypeError(f"the function must return the summed loss as one number, got {what}") from None
             if self.of_model and not last:
                 self.buckets.end_pass(last=False)
         if not self.of_model:
@@ -262,22 +286,25 @@ class _Loop:
         count = self.sampler.consumed(step) - self.sampler.consumed(step - 1)
         return loss_sum, count * problem.tokens_per_sample
 
+    def consumed(self) -> int:
+        """Samples that this run has used so far."""
+        return self.sampler.consumed(self.before + len(self.losses)) - self.sampler.consumed(self.before)
+
     def why_stop(self, step: int, loss: float, rate: float, norm: float) -> str:
         problem = self.problem
         seconds = time.perf_counter() - self.began
         wish = 0
         if self.callback is not None:
-            samples = self.sampler.consumed(step)
             parameters = self.parameters if self.of_model else self.parameters.flat
-            if self.callback(TrainingState(step, loss, rate, norm, samples, seconds, parameters)):
+            if self.callback(TrainingState(step, loss, rate, norm, self.consumed(), seconds, parameters)):
                 wish = 2
         if problem.seconds is not None and seconds >= problem.seconds:
             wish = max(wish, 1)
-        if self.callback is not None or problem.seconds is not None:
+        if self.watching:
             wishes = np.array([wish], np.int64)
             wish = int(self.axis.all_reduce(wishes, op="max", label="control")[0])
         if wish:
             return "callback" if wish == 2 else "seconds"
         if problem.tolerance is not None and norm <= problem.tolerance:
             return "tolerance"
-        return "steps" if problem.steps is not None and step >= problem.steps else ""
+        return "steps" if problem.steps is not None and len(self.losses) >= problem.steps else ""

@@ -2,7 +2,8 @@
 
 When a rank is killed, MPICH's launcher kills the others within a millisecond and then names a process, not always the
 one that died first, so no rank can tell.  The witness is not a rank and lives that moment longer.  It is a bare Python
-that waits on process descriptors; it ends with the first rank that ends, or when it is dismissed, so it is never left over.
+that waits on process descriptors; it ends with the first rank that ends, or when it is dismissed: it is never left
+over.
 """
 
 from __future__ import annotations
@@ -32,8 +33,19 @@ os.write(2, f"mpishard: {', '.join(dead)} has died\\n".encode())
 """
 
 
+# Process numbers of the witnesses of this node that are on duty.
+_on_duty: set[int] = set()
+
+
+def silence_witnesses() -> None:
+    """The job is about to be ended by this rank, which has said why: what dies now is no news.  Not collective."""
+    for number in _on_duty:
+        with contextlib.suppress(OSError):
+            os.kill(number, signal.SIGKILL)
+
+
 class Witness:
-    """Watches the ranks of `comm` that share a node with this one.  Creation and `dismiss` are collective."""
+    """Watches the ranks of `comm` that share a node with this one.  Creation is collective."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
@@ -47,16 +59,13 @@ class Witness:
                 )
         self._number = node.bcast(self._process.pid if self._process is not None else 0)
         node.Free()
+        if self._number:
+            _on_duty.add(self._number)
 
     def dismiss(self) -> None:
-        """Deaths are no longer news.  The ranks may end once all have returned from a barrier after this."""
+        """Deaths are no longer news.  Ranks may end once all of them have come to a barrier after this."""
+        _on_duty.discard(self._number)
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
-
-    def silence(self) -> None:
-        """The job is about to be ended by a rank of this node, which has said why.  Not collective."""
-        with contextlib.suppress(OSError):
-            if self._number:
-                os.kill(self._number, signal.SIGKILL)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -35,9 +36,32 @@ class State:
     rule: str
     configuration: Mapping[str, Any]
     steps: int
+    skipped_steps: int
     specs: tuple[ParameterSpec, ...]
     dtype: np.dtype
     slots: Mapping[str, np.ndarray]
+
+    def check_rule(self, rule: str, slots: Sequence[str]) -> None:
+        """Raise ValueError unless it is of this rule with these slots."""
+        if self.rule != rule or sorted(self.slots) != sorted(slots):
+            theirs, ours = (", ".join(names) or "none" for names in (sorted(self.slots), sorted(slots)))
+            raise ValueError(
+                f"the state is of the rule {self.rule} (slots: {theirs}), "
+                f"but this optimizer has {rule} (slots: {ours}); make the rule as it was when it was saved"
+            )
+
+    def check_parameters(self, specs: Sequence[ParameterSpec], dtype: np.dtype) -> None:
+        """Raise ValueError unless it is of parameters of these names, shapes and dtype, in this order."""
+        saved, wanted = ([(spec.name, spec.shape) for spec in each] for each in (self.specs, specs))
+        if saved != wanted:
+            pairs = itertools.zip_longest(saved, wanted, fillvalue=("no tensor", ()))
+            (name, shape), (other, other_shape) = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(
+                f"the state is of other parameters: it has {len(saved)} tensors and this model {len(wanted)}; "
+                f"they differ first at {name} {shape} against {other} {other_shape}"
+            )
+        if self.dtype != dtype:
+            raise ValueError(f"the state is {self.dtype}, but the parameters are {dtype}")
 
 
 def encode(state: State) -> bytes:
@@ -49,6 +73,7 @@ def encode(state: State) -> bytes:
         h5.attrs["rule"] = state.rule
         h5.attrs["configuration"] = json.dumps(dict(state.configuration), sort_keys=True)
         h5.attrs["steps"] = state.steps
+        h5.attrs["skipped_steps"] = state.skipped_steps
         h5.attrs["dtype"] = state.dtype.name
         names = [spec.name for spec in state.specs]
         h5.create_dataset("names", data=names, dtype=h5py.string_dtype())
@@ -57,7 +82,7 @@ def encode(state: State) -> bytes:
             group = h5.create_group(f"slots/{slot}")
             start = 0
             for spec in state.specs:
-                group.create_dataset(spec.name, data=flat[start : start + spec.size].reshape(spec.shape))
+                group.create_dataset(_link(spec.name), data=flat[start : start + spec.size].reshape(spec.shape))
                 start += spec.size
     image = bytearray(file.getvalue())
     _HEADER.pack_into(image, 0, _MARK, _VERSION, len(image))
@@ -103,16 +128,23 @@ def decode(data: bytes) -> State:
             rule=str(h5.attrs["rule"]),
             configuration=json.loads(h5.attrs["configuration"]),
             steps=int(h5.attrs["steps"]),
+            skipped_steps=int(h5.attrs["skipped_steps"]),
             specs=specs,
             dtype=dtype,
             slots=slots,
         )
 
 
+def _link(name: str) -> str:
+    """A tensor's name as one HDF5 link: a slash would make a group, which cannot have the name of a data set too."""
+    name = name.replace("%", "%25").replace("/", "%2F")
+    return "%2E" if name == "." else name
+
+
 def _flat(group: h5py.Group, specs: Sequence[ParameterSpec], dtype: np.dtype) -> np.ndarray:
     flat = np.empty(sum(spec.size for spec in specs), dtype)
     start = 0
     for spec in specs:
-        flat[start : start + spec.size] = group[spec.name][()].reshape(-1)
+        flat[start : start + spec.size] = group[_link(spec.name)][()].reshape(-1)
         start += spec.size
     return flat

@@ -16,7 +16,7 @@ from mpishard.optim import image
 from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.rules import LAMB, Rule
 from mpishard.optim.strategies import Strategy
-from mpishard.optim.tensor_norms import parts_of, squares
+from mpishard.optim.tensor_norms import norms, parts_of
 from mpishard.parameters import FlatParameters, check_flat
 
 Array = Any
@@ -67,7 +67,13 @@ class ShardedOptimizer:
         self._restored: image.State | None = None
         self._accumulated: Array | None = None
         self._passes = 0
+        self._passes_anywhere = 0
         self._nonfinite = ""
+
+    @property
+    def clock(self) -> int:
+        """Steps behind us, updates and skipped ones: the number of the last step's batch of samples."""
+        return self.steps + self.skipped_steps
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -76,7 +82,10 @@ class ShardedOptimizer:
     ) -> None:
         """Take one step: average the gradients of all ranks and update the parameters, in place, on every rank.
 
-        The first call makes the optimizer state, and all ranks' parameters those of data rank 0.
+        The first call makes the optimizer state, and all ranks' parameters those of data rank 0.  With
+        ``auto_sync_gradients=False`` it only adds this rank's gradient to those before, without communication from the
+        second call on, and `synchronize_optimizer_state` takes the step.  Under ZeRO-2 a backward pass may wait for
+        the other ranks: call this before any other collective.
 
         Parameters
         ----------
@@ -86,27 +95,34 @@ class ShardedOptimizer:
             This rank's gradient, of the shape, dtype and device of `parameters`; used as the buffer of the reduction,
             so that its content is undefined afterwards.  A FlatParameters brings its own.
         count : float, optional
-            What to divide the sum of all ranks' gradients by: the global number of samples where gradients are sums
-            over samples.  Default: the number of ranks (times the accumulated calls), the mean of the ranks' gradients.
+            What to divide the sum of all ranks' gradients by, the same on all ranks: the global number of samples where
+            gradients are sums over samples.  Default: the number of ranks, for the mean of the ranks' gradients.
 
         Raises
         ------
         ValueError, TypeError
-            On every rank if any rank's arrays do not fit; nothing has changed then.
+            On every rank if any rank's arguments do not fit, or differ between ranks; nothing has changed then.
         FloatingPointError
             On every rank if any gradient is NaN or infinite (see `nonfinite_gradients`); parameters and state are
             unchanged.
         """
-        if self.config.auto_sync_gradients and gradients is None and self._parameters is parameters:
+        automatic = self.config.auto_sync_gradients
+        ours = self._parameters is not None and self._parameters is parameters and gradients is None
+        if ours:
             # A rank that ran no backward pass catches up with the reductions the others have started in theirs.
-            self._strategy.buckets.end_pass()
+            self._strategy.buckets.end_pass(last=automatic)
         synchronized = isinstance(parameters, FlatParameters) and parameters.gradients.reduced
-        named = self._named(parameters, gradients)
-        if self.config.auto_sync_gradients or synchronized:
+        named, problem = self._checked(parameters, gradients, count)
+        if automatic or synchronized or self._parameters is None:
+            self._agree(named, count, problem)
+        elif problem is not None:
+            raise problem
+        assert named is not None
+        self.bind(named)
+        if automatic or synchronized:
             if gradients is not None:
                 self._strategy.buckets.adopt(gradients)
-            self._passes += 1
-            self.update(count)
+            self.update(count if count is not None else self.axis.size * self._mean_passes())
             return
         self._passes += 1
         if gradients is not None:
@@ -117,16 +133,22 @@ class ShardedOptimizer:
     def synchronize_optimizer_state(self) -> None:
         """Bring all ranks to one state.
 
-        With ``auto_sync_gradients=False`` this takes the one step that the accumulated gradients stand for.  Otherwise
+        With ``auto_sync_gradients=False`` this takes the one step that the accumulated gradients stand for: along
+        their mean over all calls of `step` on all ranks, of which a rank may have made more than another.  Otherwise
         ranks agree already; parameters and state that every rank keeps a copy of are copied from data rank 0 again,
         which mends copies that something else has changed.
         """
-        if self._parameters is None:
+        bound = self.axis.exchange(self._parameters is not None)
+        if not all(bound):
+            if any(bound):
+                raise ValueError(f"ranks {[r for r, b in enumerate(bound) if not b]} have not called step() yet")
             return
-        if self._passes:
+        assert self._parameters is not None
+        calls = self.axis.size * self._mean_passes()
+        if self._passes_anywhere:
             if self._accumulated is not None:
                 self._strategy.buckets.adopt(self._accumulated)
-            self.update(None)
+            self.update(calls)
             return
         self.axis.broadcast(self._parameters.flat, label="parameters")
         if self._strategy.replicated:
@@ -135,77 +157,57 @@ class ShardedOptimizer:
 
     def optimize(self, problem: Any, **options: Any) -> Any:
         """Minimise an `OptimizationProblem`; see `OptimizationProblem.minimize` for the options and the result."""
+        if not hasattr(problem, "minimize"):
+            raise TypeError(f"optimize takes an OptimizationProblem, got {type(problem).__name__}")
         return problem.minimize(self, **options)
 
     def bind(self, parameters: FlatParameters) -> Strategy:
-        """Make the state for these parameters, or go on with them where it is made; `step` does this by itself."""
+        """Make the state for these parameters, or go on with them where it is made; `step` does this by itself.
+
+        Collective at the first call.
+        """
+        self._check_model(parameters)
         if self._parameters is parameters:
             return self._strategy
-        if self._parameters is not None and (
-            self._parameters.specs != parameters.specs or self._parameters.dtype != parameters.dtype
-        ):
-            was, now = self._parameters, parameters
-            raise ValueError(
-                f"this optimizer has state for {len(was)} tensors of {was.size} {was.dtype} values, but was given "
-                f"{len(now)} tensors of {now.size} {now.dtype}; use one optimizer for each model"
-            )
         if self._parameters is None:
             self._make_state(parameters)
             self.axis.broadcast(parameters.flat, label="parameters")
         written = parameters.gradients
         self._strategy.buckets.hold = not self.config.auto_sync_gradients
-        if written is not self._strategy.buckets and not written.on_demand and written.has_content:
+        if not written.reduces and written.has_content:  # a backward pass ran before the first step
             if written.reduced:  # ranks hold the sum already: make them hold shares of it, to be summed again
                 divide(written.flat, self.axis.size)
-            self._strategy.buckets.adopt(written.flat)  # a backward pass ran before the first step
+            else:
+                written.end_pass()
+            self._strategy.buckets.adopt(written.flat)
         parameters.gradients = self._strategy.buckets
         self._parameters = parameters
         return self._strategy
 
-    def update(self, count: float | None) -> bool:
-        """Finish the reductions and update; False if the step was skipped.  `step` and training loops end in this."""
+    def update(self, count: float) -> bool:
+        """Finish the reductions and update with the sum over `count`; False if the step was skipped.
+
+        `step` and training loops end in this.
+        """
         assert self._parameters is not None
         strategy, config = self._strategy, self.config
         strategy.buckets.end_pass()
         strategy.drain()
-        gradients = strategy.gradients()
-        divisor = float(count) if count is not None else float(self.axis.size * max(1, self._passes))
-        usable = self._check_gradients(divisor)
+        usable = self._check_gradients(float(count))
         if usable:
             clip = 1.0
             if config.max_gradient_norm is not None and not math.isnan(self.gradient_norm):
                 clip = min(1.0, config.max_gradient_norm / (self.gradient_norm + _CLIP_EPSILON))
-            self.rule.learning_rate(self.steps + 1)  # a schedule that fails shall fail before anything changes
             self.steps += 1
-            self.config.mesh.ledger.step = self.steps
-            self._apply(gradients, divisor, clip)
+            config.mesh.ledger.step = self.clock
+            self._apply(strategy.gradients(), float(count), clip)
             strategy.publish(self._parameters.flat)
         else:
             self.skipped_steps += 1
-        self._forget_gradients()
+        strategy.buckets.reset()
         if config.mesh.debug:
             self._check_replicas()
         return usable
-
-    def _check_replicas(self) -> None:
-        """Debug: raise on all ranks if their copies of the parameters are no longer the same."""
-        assert self._parameters is not None
-        copy = hashlib.sha256(arrays.to_host(self._parameters.flat)).digest()
-        copies = self.axis.comm.allgather(copy)
-        strayed = [rank for rank, other in enumerate(copies) if other != copies[0]]
-        if strayed:
-            raise RuntimeError(
-                f"after step {self.steps} the parameters of ranks {strayed} differ from those of rank 0 of axis "
-                f"{self.axis.name!r}: something but the optimizer has changed them, or not on all ranks; "
-                "synchronize_optimizer_state() makes them those of rank 0 again"
-            )
-
-    def _forget_gradients(self) -> None:
-        self._strategy.reset()
-        self._passes = 0
-        self._nonfinite = ""
-        if self._accumulated is not None:
-            self._accumulated[...] = 0
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -231,6 +233,7 @@ class ShardedOptimizer:
                 rule=type(self.rule).__name__,
                 configuration=self.rule.configuration(),
                 steps=self.steps,
+                skipped_steps=self.skipped_steps,
                 specs=self._parameters.specs,
                 dtype=self._parameters.dtype,
                 slots=slots,
@@ -251,46 +254,25 @@ class ShardedOptimizer:
         state, problem = None, None
         try:
             state = image.decode(data)
-            self._check_state(state, self._parameters)
+            state.check_rule(type(self.rule).__name__, self.rule.slots)
+            if self._parameters is not None:
+                state.check_parameters(self._parameters.specs, self._parameters.dtype)
         except (ValueError, TypeError) as error:
             problem = error
         self.axis.agree(problem)
         assert state is not None
         if self._parameters is None:
             self._restored = state
-            self.steps = state.steps
+            self.steps, self.skipped_steps = state.steps, state.skipped_steps
         else:
             self._restore(state)
 
-    def _check_state(self, state: image.State, parameters: FlatParameters | None) -> None:
-        own = type(self.rule).__name__
-        if state.rule != own or sorted(state.slots) != sorted(self.rule.slots):
-            theirs, ours = (", ".join(slots) or "none" for slots in (sorted(state.slots), sorted(self.rule.slots)))
-            raise ValueError(
-                f"the state is of the rule {state.rule} (slots: {theirs}), "
-                f"but this optimizer has {own} (slots: {ours}); make the rule as it was when it was saved"
-            )
-        if parameters is None:
-            return
-        saved, wanted = state.specs, parameters.specs
-        if saved != wanted:
-            first = next(
-                (pair for pair in zip(saved, wanted, strict=False) if pair[0] != pair[1]), (saved[-1:], wanted[-1:])
-            )
-            raise ValueError(
-                f"the state is of other parameters: it has {len(saved)} tensors and this model {len(wanted)}; "
-                f"they differ first at {first[0]} against {first[1]}"
-            )
-        if state.dtype != parameters.dtype:
-            raise ValueError(f"the state is {state.dtype}, but the parameters are {parameters.dtype}")
-
     def _make_state(self, parameters: FlatParameters) -> None:
-        if self._restored is not None:
-            self._check_state(self._restored, parameters)
         config = self.config
         self._strategy = self.strategy(
             self.axis, parameters, config.minimum_parameter_group_size, config.overlap_communication
         )
+        self._strategy.buckets.on_reset.append(self._forget_gradients)
         if config.nonfinite_gradients != "ignore":
             self._strategy.buckets.inspect = self._inspect
         self._slots = {}
@@ -304,7 +286,7 @@ class ShardedOptimizer:
             self._restored = None
 
     def _restore(self, state: image.State) -> None:
-        self.steps = state.steps
+        self.steps, self.skipped_steps = state.steps, state.skipped_steps
         for name, slot in self._slots.items():
             whole = state.slots[name]
             for (start, stop), view in zip(self._strategy.own, self._strategy.state_views(slot), strict=True):
@@ -313,43 +295,86 @@ class ShardedOptimizer:
                 else:
                     view[...] = whole[start:stop]
 
-    # -- parts of a step --------------------------------------------------------------------------------------------
+    def _forget_gradients(self) -> None:
+        self._passes = 0
+        self._nonfinite = ""
+        if self._accumulated is not None:
+            self._accumulated[...] = 0
 
-    def _named(self, parameters: Array | FlatParameters, gradients: Array | None) -> FlatParameters:
-        """Check the arguments on all ranks together, and bind to the parameters."""
-        problem: Exception | None = None
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def _checked(
+        self, parameters: Array | FlatParameters, gradients: Array | None, count: float | None
+    ) -> tuple[FlatParameters | None, Exception | None]:
+        """The parameters by name, or what is wrong with this rank's arguments of `step`."""
         named = parameters if isinstance(parameters, FlatParameters) else None
         try:
             if named is None:
-                check_flat("parameters", parameters)
-                known = self._parameters
-                reuse = known is not None and known.flat is parameters
-                named = known if reuse else FlatParameters.over(parameters)
+                check_flat("parameters", parameters, written=True)
                 if gradients is None:
                     raise TypeError("step(parameters, gradients) needs the gradients of a flat array of parameters")
-            assert named is not None
+                known = self._parameters
+                named = known if known is not None and known.flat is parameters else FlatParameters.over(parameters)
             if gradients is not None:
                 _check_like(named.flat, gradients)
-            if self._restored is not None:
-                self._check_state(self._restored, named)
-            if self._parameters is not None and named.specs != self._parameters.specs:
-                self.bind(named)
-        except (ValueError, TypeError) as error:
-            problem = error
-        self.axis.agree(problem)
-        assert named is not None
-        if self._parameters is None:
-            self._agree_on_size(named)
-        self.bind(named)
-        return named
+            if count is not None and not 0 < count < math.inf:
+                raise ValueError(f"count={count!r}, the global number of samples, must be above 0")
+            self._check_model(named)
+            self.rule.learning_rate(self.steps + 1)  # a schedule that fails shall fail before anything changes
+        except Exception as error:  # whatever it is, all ranks hear of it
+            return None, error
+        return named, None
 
-    def _agree_on_size(self, named: FlatParameters) -> None:
-        sizes = np.array([named.size, -named.size], np.int64)
-        largest, negative = (int(x) for x in self.axis.all_reduce(sizes, op="max", label="control"))
-        if largest != -negative:
+    def _check_model(self, parameters: FlatParameters) -> None:
+        """Raise unless this optimizer can go on with these parameters."""
+        was = self._parameters
+        if was is not None and (was.specs, was.dtype) != (parameters.specs, parameters.dtype):
             raise ValueError(
-                f"ranks have between {-negative} and {largest} parameters (this one {named.size}); "
-                "data-parallel ranks must hold the same parameters"
+                f"this optimizer has state for {was.description}, but was given {parameters.description}; "
+                "use one optimizer for each model"
+            )
+        if self._restored is not None:
+            self._restored.check_parameters(parameters.specs, parameters.dtype)
+        theirs = parameters.gradients
+        if theirs.reduces and theirs.has_content and (was is None or theirs is not self._strategy.buckets):
+            raise ValueError(
+                "the gradients of these parameters went to another optimizer, which reduces them; "
+                "call parameters.reset_gradients() before the backward pass whose gradients this one shall use"
+            )
+
+    def _agree(self, named: FlatParameters | None, count: float | None, problem: Exception | None) -> None:
+        """Raise on all ranks if any has a problem, or if they are about to take different steps."""
+        model = -1 if named is None else named.fingerprint
+        number = -1 if count is None else int(np.float64(count).view(np.int64))
+        facts = np.array([problem is not None, model, -model, number, -number], np.int64)
+        self.axis.all_reduce(facts, op="max", label="control")
+        if facts[0]:
+            self.axis.raise_together(problem)
+        assert named is not None
+        if facts[1] != -facts[2]:
+            told = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(self.axis.exchange(named.description)))
+            raise ValueError(f"data-parallel ranks must hold the same parameters in the same order; here: {told}")
+        if facts[3] != -facts[4]:
+            raise ValueError(f"count must be the global number, the same on all ranks; got {self.axis.exchange(count)}")
+
+    def _mean_passes(self) -> float:
+        """Calls of `step` that only accumulated, the mean over ranks; 1 where no rank made any."""
+        passes = np.array([self._passes], np.int64)
+        if not self.config.auto_sync_gradients:
+            self.axis.all_reduce(passes, label="control")
+        self._passes_anywhere = int(passes[0])
+        return self._passes_anywhere / self.axis.size if self._passes_anywhere else 1
+
+    def _check_replicas(self) -> None:
+        """Debug: raise on all ranks if their copies of the parameters are no longer the same."""
+        assert self._parameters is not None
+        copies = self.axis.exchange(hashlib.sha256(arrays.to_host(self._parameters.flat).data).digest())
+        strayed = [rank for rank, other in enumerate(copies) if other != copies[0]]
+        if strayed:
+            raise RuntimeError(
+                f"after step {self.steps} the parameters of ranks {strayed} differ from those of rank 0 of axis "
+                f"{self.axis.name!r}: something but the optimizer has changed them, or not on all ranks; "
+                "synchronize_optimizer_state() makes them those of rank 0 again"
             )
 
     def _inspect(self, bucket: Bucket, gradient: Array) -> None:
@@ -389,17 +414,15 @@ class ShardedOptimizer:
             for part in counted:
                 squares += summation.sum_of_squares(part, float(shared[0]), self._parameters.size)
             self.axis.all_reduce(squares, label="control")
-            self.gradient_norm = math.sqrt(summation.total(squares)) / divisor
-            if mode == "raise" and not math.isfinite(self.gradient_norm):
-                self._raise_nonfinite()
+            self.gradient_norm = summation.norm(squares, float(shared[0])) / divisor
         return usable or mode == "ignore"
 
     def _raise_nonfinite(self) -> None:
-        told = self.axis.comm.allgather(self._nonfinite)
+        told = self.axis.exchange(self._nonfinite)
         culprits = [f"{name!r} on rank {rank}" for rank, name in enumerate(told) if name]
         where = ", ".join(culprits) if culprits else "the sum over ranks overflowed, each rank's own was finite"
-        step = self.steps + 1
-        self._forget_gradients()
+        step = self.clock + 1
+        self._strategy.buckets.reset()
         raise FloatingPointError(
             f"NaN or infinite gradient at step {step}: {where}; parameters and state are unchanged.  "
             'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'
@@ -437,8 +460,8 @@ class ShardedOptimizer:
                 rule.direction(values, gradient, state, step, divisor=divisor, clip=clip, out=out)
         origins = [start for start, _ in strategy.own]
         counted = parts_of(specs, strategy.counted, origins)
-        before = squares(self.axis, specs, counted, owned)
-        after = squares(self.axis, specs, counted, directions)
+        before = norms(self.axis, specs, counted, owned)
+        after = norms(self.axis, specs, counted, directions)
         for tensor, place, start, stop in parts_of(specs, strategy.own, origins):
             ratio = rule.trust_ratio(before[tensor], after[tensor])
             rule.apply(owned[place][start:stop], directions[place][start:stop], step, ratio)
@@ -450,7 +473,7 @@ def _with_nan_on_top(value: float) -> float:
 
 def _check_like(parameters: Array, gradients: Array) -> None:
     """Raise unless the gradients have the shape, dtype and device of the flat parameters."""
-    check_flat("gradients", gradients)
+    check_flat("gradients", gradients, written=True)
     if gradients.size != parameters.size:
         raise ValueError(f"gradients have {gradients.size} elements, but parameters have {parameters.size}")
     if gradients.dtype != parameters.dtype:

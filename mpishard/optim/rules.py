@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from mpishard.array import Kernel, empty
 from mpishard.optim import formulas
-from mpishard.summation import squared_norm
+from mpishard.summation import norm_of
 
 Array = Any
 LearningRate = float | Callable[[int], float]
@@ -283,7 +283,7 @@ class LAMB(Rule):
     """LAMB: Adam's direction, per tensor as long as the tensor times `lr` (You et al. 2020, algorithm 2; phi(z) = z).
 
     The norms are those of whole tensors, so a step has two halves around a sum over shards: `direction` for all
-    elements, then per tensor `trust_ratio` of the two sums of squares and `apply`.
+    elements, then per tensor `trust_ratio` of the two norms and `apply`.
     """
 
     lr: LearningRate = 1e-3
@@ -320,11 +320,11 @@ class LAMB(Rule):
         self.kernel(parameters, gradients, *slots, out, divisor, clip, *self.scalars(step))
 
     @staticmethod
-    def trust_ratio(parameter_squares: float, direction_squares: float) -> float:
-        """Norm of a tensor over the norm of its direction, from their sums of squares; 1 where either is zero."""
-        if parameter_squares == 0 or direction_squares == 0:
+    def trust_ratio(parameter_norm: float, direction_norm: float) -> float:
+        """Norm of a tensor over the norm of its direction; 1 where either is zero."""
+        if parameter_norm == 0 or direction_norm == 0:
             return 1.0
-        return sqrt(parameter_squares) / sqrt(direction_squares)
+        return parameter_norm / direction_norm
 
     def apply(self, parameters: Array, direction: Array, step: int, ratio: float) -> None:
         """Move the parameters of one tensor, or of a slice of it, along `direction` by ``lr * ratio``, in place."""
@@ -343,4 +343,4 @@ class LAMB(Rule):
         """Take step `step` in place, as `Rule.update`, with all of `parameters` as ONE tensor."""
         out = empty(parameters.size, parameters.dtype, like=parameters)
         self.direction(parameters, gradients, slots, step, divisor=divisor, clip=clip, out=out)
-        self.apply(parameters, out, step, self.trust_ratio(squared_norm(parameters), squared_norm(out)))
+        self.apply(parameters, out, step, self.trust_ratio(norm_of(parameters), norm_of(out)))

@@ -92,10 +92,6 @@ class Strategy:
     def publish(self, flat: Array) -> None:
         """Make each rank's own ranges of `flat` known to all."""
 
-    def reset(self) -> None:
-        """Forget the gradients: the next pass starts from zero."""
-        self.buckets.reset()
-
     def owned_views(self, flat: Array) -> list[Array]:
         """The own ranges of a flat array of all parameters."""
         return [flat[start:stop] for start, stop in self.own]
@@ -129,15 +125,16 @@ class DataParallel(Strategy):
 
     def __init__(self, axis: Axis, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
         super().__init__(axis, parameters, minimum, overlap)
-        cuts = split(parameters.size, axis.size)
-        self.own = [(0, parameters.size)]
-        self.counted = [(cuts[axis.rank], cuts[axis.rank + 1])]
+        for bucket in self.buckets.buckets:
+            cuts = split(bucket.size, axis.size)
+            self.own.append((bucket.start, bucket.stop))
+            self.counted.append((bucket.start + cuts[axis.rank], bucket.start + cuts[axis.rank + 1]))
 
     def start(self, bucket: Bucket, gradient: Array) -> Pending:
         return self.axis.start_all_reduce(gradient, label="gradients")
 
     def gradients(self) -> list[Array]:
-        return [self.buckets.flat]
+        return [self.buckets.of_bucket(bucket) for bucket in self.buckets.buckets]
 
 
 class ShardedState(Strategy):
@@ -158,7 +155,7 @@ class ShardedState(Strategy):
 
     def gradients(self) -> list[Array]:
         return [
-            self.buckets.flat[bucket.start : bucket.start + pieces[self.axis.rank]]
+            self.buckets.of_bucket(bucket)[: pieces[self.axis.rank]]
             for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True)
         ]
 
@@ -180,6 +177,7 @@ class ShardedGradients(ShardedState):
         super().__init__(axis, parameters, minimum, overlap)
         self._shard = arrays.zeros(self.owned, parameters.dtype, like=parameters.flat)
         self._summed: set[int] = set()
+        self.buckets.on_reset.append(self._summed.clear)
 
     def reduce(self, bucket: Bucket, gradient: Array) -> None:
         # One bucket travels while the next is filled, and no more: their number is what ZeRO-2 saves.
@@ -196,10 +194,6 @@ class ShardedGradients(ShardedState):
 
     def gradients(self) -> list[Array]:
         return self.state_views(self._shard)
-
-    def reset(self) -> None:
-        super().reset()
-        self._summed.clear()
 
     @property
     def gradient_bytes(self) -> int:

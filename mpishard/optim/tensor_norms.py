@@ -1,4 +1,4 @@
-"""Sums of squares of whole tensors where ranks hold parts of them, for rules such as LAMB that scale by norms."""
+"""Norms of whole tensors of which ranks hold parts, for rules such as LAMB that scale by them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def parts_of(specs: Sequence[ParameterSpec], ranges: Sequence[Range], origins: S
     return parts
 
 
-def squares(axis: Axis, specs: Sequence[ParameterSpec], parts: Sequence[Part], arrays: Sequence[Array]) -> np.ndarray:
-    """Sum of squares of every tensor over all ranks, float64 (tensors,), the same bits for any cut into parts.
+def norms(axis: Axis, specs: Sequence[ParameterSpec], parts: Sequence[Part], arrays: Sequence[Array]) -> list[float]:
+    """The 2-norm of every tensor over all ranks, the same bits for any cut into parts.
 
     `parts` must name every element on exactly one rank of the axis; `arrays` has one array for each owned range.
     Collective over `axis`.
@@ -56,7 +56,7 @@ def squares(axis: Axis, specs: Sequence[ParameterSpec], parts: Sequence[Part], a
         part = arrays[owned][start:stop]
         sums[tensor] += summation.sum_of_squares(part, float(tops[tensor]), specs[tensor].size)
     axis.all_reduce(sums, label="norms")
-    return np.array([summation.total(pair) for pair in sums])
+    return [summation.norm(pair, float(top)) for pair, top in zip(sums, tops, strict=True)]
 
 
 def _extents(specs: Sequence[ParameterSpec]) -> Iterator[Range]:

@@ -11,7 +11,7 @@ from standin import empty as empty_on_device
 
 import mpishard
 from mpishard import array as arrays
-from mpishard import collectives
+from mpishard import wire
 from mpishard.collectives import CollectiveMismatchError
 
 SIZES = (0, 1, 7, 57)
@@ -59,8 +59,8 @@ class Device(Host):
 @pytest.fixture(params=[Host(), Device(DeviceArray), Device(AwareArray)], ids=lambda memory: memory.name)
 def memory(request, monkeypatch):
     if request.param.name == "AwareArray":  # an MPI that takes device pointers, as far as the stand-in goes
-        aware = replace(collectives.probe(), device_buffers=True, device_nonblocking=True)
-        monkeypatch.setattr(collectives, "probe", lambda device=False: aware)
+        aware = replace(wire.probe(), device_buffers=True, device_nonblocking=True)
+        monkeypatch.setattr(wire, "probe", lambda device=False: aware)
     return request.param
 
 
@@ -228,7 +228,7 @@ def test_ledger_bytes_are_those_of_the_ring(mesh, size):
         assert sent["a"] * n == 2 * (n - 1) * 4 * size
         assert sent["c"] * n == sent["d"] * n == (n - 1) * 4 * size
     entry = mesh.ledger.recent[-1]
-    assert (entry.call.op, entry.call.elements, entry.call.axis, entry.call.sequence) == ("all_gather", size, "data", 4)
+    assert (entry.call.op, entry.call.elements, entry.call.axis, entry.call.sequence) == ("all_gather", size, "data", 3)
     assert "test_collectives.py" in entry.call.site
     assert entry.seconds >= 0
 
@@ -236,6 +236,7 @@ def test_ledger_bytes_are_those_of_the_ring(mesh, size):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (lambda axis: axis.start_all_reduce(np.zeros(4)[::2]), ValueError, "contiguous"),
         (lambda axis: axis.all_reduce([1.0]), TypeError, "needs a NumPy or CuPy array, got list"),
         (lambda axis: axis.all_reduce(np.zeros((4, 4))[:, :2]), ValueError, "contiguous"),
         (lambda axis: axis.all_reduce(np.zeros(3), np.zeros(4)), ValueError, r"\(3,\) and float64 \(4,\)"),
@@ -243,6 +244,7 @@ def test_ledger_bytes_are_those_of_the_ring(mesh, size):
         (lambda axis: axis.all_gather(np.zeros(3), np.zeros(99)), ValueError, "piece must have .* got 99"),
         (lambda axis: axis.broadcast(np.zeros(3), 99), ValueError, "from rank 99"),
         (lambda axis: axis.all_to_all(np.zeros(3), np.zeros(3, np.float32)), TypeError, "need one dtype"),
+        (lambda axis: axis.all_reduce(np.zeros(3), op="mean"), ValueError, "sum, max, min, prod, got 'mean'"),
     ],
 )
 def test_bad_buffers(shared_mesh, call, error, message):
@@ -269,7 +271,7 @@ def test_debug_names_both_call_sites_on_every_rank(comm):
                 mesh.data.broadcast(np.zeros(3))
         text = str(caught.value)
         assert "rank 0: all_reduce(5 x float64, sum)" in text
-        assert "rank 1: broadcast(3 x float64, 0)" in text
+        assert "rank 1: broadcast(3 x float64, root 0)" in text
         assert text.count("test_collectives.py:") == mesh.size
         assert np.array_equal(mesh.data.all_reduce(np.ones(3)), np.full(3, mesh.size))  # the axis still works
 
@@ -281,3 +283,38 @@ def test_debug_sees_other_counts_and_operations(comm):
             count, op = mine if mesh.rank == 0 else theirs
             with pytest.raises(CollectiveMismatchError, match="differs between its ranks"):
                 mesh.data.all_reduce(np.zeros(count), op=op)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_debug_knows_what_may_differ_and_what_may_not(comm):
+    with mpishard.Mesh(comm, debug=True) as mesh:
+        axis = mesh.data
+        counts = [axis.rank + to + 1 for to in range(axis.size)]  # symmetric, and of another sum on each rank
+        axis.all_to_all(np.zeros(sum(counts)), np.zeros(sum(counts)), counts, counts)
+        mine = [axis.size, *[0] * (axis.size - 1)]
+        with pytest.raises(CollectiveMismatchError, match="cut as"):
+            axis.reduce_scatter(np.zeros(axis.size), counts=mine if axis.rank == 0 else mine[::-1])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_blocking_call_may_come_before_or_after_a_started_one(mesh):
+    axis = mesh.data
+    one, two = np.ones(1000), np.ones(3)
+    if axis.rank == 0:
+        pending = axis.start_all_reduce(one)
+        axis.all_reduce(two)
+    else:
+        axis.all_reduce(two)
+        pending = axis.start_all_reduce(one)
+    assert pending.wait().sum() == 1000 * axis.size
+    assert two.sum() == 3 * axis.size
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_that_is_too_short_is_told(mesh):
+    axis = mesh.data
+    if axis.rank == 0:
+        axis.send(np.ones(3), 1)
+    if axis.rank == 1:
+        with pytest.raises(ValueError, match="sent 24 bytes to a buffer of 40"):
+            axis.recv(np.zeros(5), 0)

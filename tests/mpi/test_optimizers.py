@@ -162,7 +162,7 @@ def test_bytes_sent_are_twice_n_minus_1_over_n_of_the_parameters(comm, strategy)
         train(optimizer, flat, steps=4)
         sent = mesh.ledger.sent(label="gradients") + mesh.ledger.sent(label="parameters")
         assert sent * mesh.size == 4 * 2 * (mesh.size - 1) * flat.nbytes
-        assert mesh.ledger.sent() - sent <= 4 * 64  # agreements, 8 bytes each
+        assert mesh.ledger.sent(label="control") == mesh.ledger.sent() - sent <= 4 * 100  # agreements
 
 
 def test_bytes_of_state_and_gradients_a_rank(mesh):
@@ -195,6 +195,167 @@ def test_clipping_by_global_norm(mesh, strategy):
     norm = np.linalg.norm(mean)
     assert optimizer.gradient_norm == pytest.approx(norm, rel=1e-14)
     assert np.allclose(flat, -mean * 0.5 / (norm + 1e-6), rtol=1e-14, atol=0)
+
+
+def one_step(optimizer, parameters, value, **options):
+    write_gradients(parameters, np.full(40, value, np.float32))
+    optimizer.step(parameters, **options)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reset_forgets_gradients_whatever_has_become_of_them(mesh, strategy):
+    parameters = FlatParameters.over(start(40), SPECS)
+    optimizer = strategy(SGD(lr=1.0), mesh)
+    for _ in range(2):  # before the optimizer is bound, and after
+        write_gradients(parameters, np.ones(40, np.float32))
+        parameters.reset_gradients()
+        before = parameters.flat.copy()
+        one_step(optimizer, parameters, 1.0)
+        assert np.array_equal(parameters.flat, before - 1)
+
+
+@pytest.mark.parametrize("first", STRATEGIES)
+@pytest.mark.parametrize("second", STRATEGIES)
+def test_another_optimizer_does_not_take_over_gradients_in_the_middle(mesh, first, second):
+    parameters = FlatParameters.over(start(40), SPECS)
+    one, two = first(SGD(lr=1.0), mesh), second(SGD(lr=1.0), mesh)
+    one_step(one, parameters, 1.0)
+    before = parameters.flat.copy()
+    with pytest.raises(ValueError, match="went to another optimizer"):
+        one_step(two, parameters, 1.0)
+    assert np.array_equal(parameters.flat, before)
+    parameters.reset_gradients()
+    two.bind(parameters)
+    one_step(two, parameters, 1.0)
+    assert np.array_equal(parameters.flat, before - 1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_tensor_without_gradient_stays_from_the_first_step_on(mesh, strategy):
+    parameters = FlatParameters.over(start(40), SPECS)
+    write_gradients(parameters, np.ones(40, np.float32))
+    parameters.reset_gradients()
+    optimizer = strategy(SGD(lr=1.0), mesh)
+    for _ in range(2):
+        before = parameters["a"].copy()
+        view, _ = parameters.gradient("d")
+        view[...] = 1
+        parameters.finished("d")
+        optimizer.step(parameters)
+        assert np.array_equal(parameters["a"], before)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulation_needs_no_communication_and_counts_every_call(mesh, strategy):
+    config = ShardingConfiguration(mesh, auto_sync_gradients=False)
+    optimizer = strategy(SGD(lr=1.0), config)
+    flat = np.zeros(8)
+    calls = [1 + (rank == 0) for rank in range(mesh.size)]
+    optimizer.step(flat, np.ones(8))
+    before = mesh.ledger.sent()
+    for _ in range(calls[mesh.rank] - 1):  # another number of calls on rank 0
+        optimizer.step(flat, np.full(8, 4.0))
+    assert mesh.ledger.sent() == before
+    optimizer.synchronize_optimizer_state()
+    assert np.allclose(flat, -(mesh.size + 4) / sum(calls), rtol=1e-15)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_never_stepped_are_named(mesh):
+    optimizer = DDPOptimizer(SGD(lr=1.0), ShardingConfiguration(mesh, auto_sync_gradients=False))
+    optimizer.synchronize_optimizer_state()
+    single = FlatParameters.over(np.zeros(4))
+    if mesh.rank == 0:
+        optimizer._parameters = single
+    with pytest.raises(ValueError, match=r"have not called step\(\) yet"):
+        optimizer.synchronize_optimizer_state()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_without_samples_takes_part(mesh, strategy):
+    for auto in (True, False):
+        parameters = FlatParameters.over(start(40), SPECS)
+        config = ShardingConfiguration(mesh, auto_sync_gradients=auto, minimum_parameter_group_size=16)
+        optimizer = strategy(SGD(lr=1.0), config)
+        for _ in range(3):
+            before = parameters.flat.copy()
+            if mesh.rank:
+                write_gradients(parameters, np.ones(40, np.float32))
+            optimizer.step(parameters, count=mesh.size - 1)
+            if not auto:
+                optimizer.synchronize_optimizer_state()
+            expected = 1.0 if auto else (mesh.size - 1) / mesh.size
+            assert np.allclose(before - parameters.flat, expected, rtol=1e-6)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda rank: {"count": 3 + rank}, r"count must be the global number.*\[3, 4"),
+        (lambda rank: {"count": 0}, "count=0, the global number of samples, must be above 0"),
+        (lambda rank: {"count": np.nan}, "count=nan"),
+    ],
+)
+def test_counts_that_differ_or_make_no_sense(mesh, arguments, message):
+    flat = start(7)
+    with pytest.raises(ValueError, match=message):
+        DDPOptimizer(SGD(lr=0.1), mesh).step(flat, np.ones(7, np.float32), **arguments(mesh.rank))
+    assert np.array_equal(flat, start(7))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_parameters_in_another_order_or_dtype_on_one_rank(mesh):
+    order = SPECS if mesh.rank else [SPECS[3], *SPECS[:3]]
+    with pytest.raises(ValueError, match="in the same order; here: rank 0 .*first 'd', rank 1 .*first 'a'"):
+        one_step(DDPOptimizer(SGD(lr=0.1), mesh), FlatParameters(order), 1.0)
+    dtype = np.float32 if mesh.rank else np.float64
+    optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
+    with pytest.raises(ValueError, match="of 7 float64 values.*of 7 float32 values"):
+        optimizer.step(np.zeros(7, dtype), np.zeros(7, dtype))
+    optimizer.step(np.zeros(7, np.float32), np.zeros(7, np.float32))
+    with pytest.raises(ValueError, match="of 7 float32 values, .* given 1 tensors of 7 float64"):
+        optimizer.step(np.zeros(7, dtype), np.zeros(7, dtype))
+
+
+def test_a_schedule_that_fails_changes_nothing(mesh):
+    def broken(step):
+        if step == 2 and broken.fails:
+            raise RuntimeError("no rate today")
+        return 1.0
+
+    broken.fails = True
+    optimizer = DDPOptimizer(SGD(lr=broken), mesh)
+    flat = np.zeros(4)
+    optimizer.step(flat, np.full(4, float(mesh.rank)))
+    before = flat.copy()
+    with pytest.raises(RuntimeError, match="no rate today"):
+        optimizer.step(flat, np.full(4, float(mesh.rank)))
+    assert np.array_equal(flat, before)
+    broken.fails = False
+    optimizer.step(flat, np.full(4, float(mesh.rank)))
+    assert np.array_equal(flat, 2 * before)
+
+
+def test_the_gradient_array_stays_the_callers(mesh):
+    parameters = FlatParameters.over(start(40), SPECS)
+    optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
+    mine = np.ones(40, np.float32)
+    optimizer.step(parameters, mine)
+    after = mine.copy()
+    write_gradients(parameters, np.full(40, 3, np.float32))
+    assert np.array_equal(mine, after)
+    optimizer.step(parameters)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_huge_gradients_are_clipped_too(mesh, strategy):
+    optimizer = strategy(SGD(lr=1.0), ShardingConfiguration(mesh, max_gradient_norm=1.0))
+    flat = np.zeros(4)
+    optimizer.step(flat, np.full(4, 1e200))
+    assert optimizer.gradient_norm == pytest.approx(2e200, rel=1e-14)
+    assert np.allclose(flat, -0.5, rtol=1e-12)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -251,6 +412,7 @@ def test_a_sum_that_overflows_is_told_apart(mesh):
         (lambda: [1.0] * 7, TypeError, "gradients must be a flat NumPy or CuPy array, got list"),
         (lambda: empty_on_device(7, np.float32), TypeError, "gradients are a DeviceArray, but parameters a ndarray"),
         (lambda: None, TypeError, "needs the gradients"),
+        (lambda: read_only(np.ones(7, np.float32)), ValueError, "gradients are read-only"),
     ],
 )
 def test_bad_gradients_on_one_rank_raise_on_all(mesh, strategy, make, error, message):
@@ -263,23 +425,38 @@ def test_bad_gradients_on_one_rank_raise_on_all(mesh, strategy, make, error, mes
     assert optimizer.serialize() == state
 
 
-@pytest.mark.parametrize("bad", [np.zeros(7, np.int64), np.zeros((2, 2), np.float32), np.zeros(14, np.float32)[::2]])
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        read_only(np.zeros(7, np.float32)),
+        np.zeros(7, np.int64),
+        np.zeros((2, 2), np.float32),
+        np.zeros(14, np.float32)[::2],
+    ],
+)
 def test_bad_parameters(mesh, bad):
-    with pytest.raises((TypeError, ValueError), match="parameters must be"):
+    with pytest.raises((TypeError, ValueError), match="parameters (must be|are read-only)"):
         DDPOptimizer(SGD(lr=0.1), mesh).step(bad, np.zeros(7, np.float32))
 
 
 @pytest.mark.mpi(min_size=2)
 def test_ranks_with_different_numbers_of_parameters(mesh):
     size = 7 + (mesh.rank == 0)
-    with pytest.raises(ValueError, match="between 7 and 8 parameters"):
+    with pytest.raises(ValueError, match="rank 0 1 tensors of 8 float32 values.*rank 1 1 tensors of 7"):
         DDPOptimizer(SGD(lr=0.1), mesh).step(start(size), np.ones(size, np.float32))
 
 
 def test_an_optimizer_stays_with_its_model(mesh):
     optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
     train(optimizer, start(7), steps=1)
-    with pytest.raises(ValueError, match="state for 1 tensors of 7 float32 values, but was given 1 tensors of 8"):
+    with pytest.raises(
+        ValueError, match="state for 1 tensors of 7 float32 values, first 'parameters', but was given 1 tensors of 8"
+    ):
         optimizer.step(start(8), np.ones(8, np.float32))
 
 

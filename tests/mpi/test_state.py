@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpishard
-from mpishard import LAMB, SGD, Adagrad, Adam, AdamW, DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer
+from mpishard import LAMB, SGD, Adagrad, Adam, AdamW, DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, nn
 from mpishard.layout import ParameterSpec
 from mpishard.optim.image import decode
 from mpishard.parameters import FlatParameters
@@ -151,3 +151,45 @@ def test_state_of_other_parameters(mesh, strategy):
 def test_no_state_before_the_first_step(mesh):
     with pytest.raises(ValueError, match="before the first step"):
         DDPOptimizer(AdamW(lr=0.1), mesh).serialize()
+
+
+def test_the_state_of_a_gpt(mesh):
+    """Its specs say more than names and shapes."""
+    model = nn.GPT(vocabulary_size=7, context_length=4, width=4, layers=1, heads=1, dtype=np.float64)
+    tokens = np.arange(8).reshape(2, 4) % 7
+    optimizer = ZeRO1Optimizer(AdamW(lr=0.1), mesh)
+    model.loss_and_gradient(tokens, tokens)
+    optimizer.step(model.parameters)
+    data = optimizer.serialize()
+    optimizer.deserialize(data)
+    fresh = ZeRO2Optimizer(AdamW(lr=0.1), mesh)
+    fresh.deserialize(data)
+    model.loss_and_gradient(tokens, tokens)
+    model.parameters.gradients.end_pass()
+    assert optimizer.serialize() == data
+
+
+def test_names_that_look_like_folders(mesh):
+    specs = [
+        ParameterSpec("a", (2,)),
+        ParameterSpec("a/b", (3,)),
+        ParameterSpec(".", (1,)),
+        ParameterSpec("a%2Fb", (1,)),
+    ]
+    optimizer = DDPOptimizer(AdamW(lr=0.1), mesh)
+    optimizer.step(FlatParameters(specs, np.float64), np.arange(7.0))
+    again = DDPOptimizer(AdamW(lr=0.1), mesh)
+    again.deserialize(optimizer.serialize())
+    again.step(FlatParameters(specs, np.float64), np.arange(7.0))
+    assert again.steps == 2
+
+
+def test_skipped_steps_are_part_of_the_state(mesh):
+    config = mpishard.ShardingConfiguration(mesh, nonfinite_gradients="skip")
+    optimizer = DDPOptimizer(SGD(lr=0.1), config)
+    flat = np.zeros(3)
+    for value in (1.0, np.nan, 1.0):
+        optimizer.step(flat, np.full(3, value))
+    again = DDPOptimizer(SGD(lr=0.1), config)
+    again.deserialize(optimizer.serialize())
+    assert (again.steps, again.skipped_steps, again.clock) == (2, 1, 3)

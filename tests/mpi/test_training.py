@@ -287,3 +287,97 @@ def test_synchronize_then_step_reduces_once(mesh):
             reference.parameters.reset_gradients()
         results.append(np.allclose(model.parameters.flat, reference.parameters.flat, rtol=1e-12, atol=1e-12))
     assert results == [True, True]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (lambda rank: {"samples": 40 + rank}, "samples must be the same on all ranks, got 40, 41"),
+        (lambda rank: {"seed": rank}, "seed must be the same"),
+        (lambda rank: {"start": np.zeros(6 + rank)}, "start must be the same on all ranks, got 1 tensors of 6 .* of 7"),
+        (lambda rank: {"start": np.zeros(6, np.float32 if rank else np.float64)}, "start must be the same"),
+    ],
+)
+def test_ranks_with_different_problems(mesh, options, message):
+    given = {"start": np.zeros(6), "samples": 40, "batch_size": 10, "steps": 3} | options(mesh.rank)
+    task = OptimizationProblem(least_squares, given.pop("start"), given.pop("samples"), **given)
+    with pytest.raises(ValueError, match=message):
+        DDPOptimizer(SGD(lr=0.1), mesh).optimize(task, progress=False)
+
+
+def test_a_callback_on_rank_0_alone(mesh, comm):
+    seen = []
+    callback = (lambda state: seen.append(state.step) or state.step == 3) if mesh.rank == 0 else None
+    result = DDPOptimizer(SGD(lr=0.1), mesh).optimize(problem(), callback=callback, progress=False)
+    assert comm.allgather((result.steps, result.stop_reason)) == [(3, "callback")] * comm.size
+    assert seen == ([1, 2, 3] if mesh.rank == 0 else [])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_from_before_the_run_are_no_part_of_it(mesh, strategy):
+    results = []
+    for look_first in (False, True):
+        task = gpt_problem(steps=2)
+        optimizer = strategy(SGD(lr=0.1), mesh)
+        for _ in range(2):  # the second run finds the optimizer bound
+            if look_first:
+                task.function(task.start, np.arange(3), None)
+            results.append(optimizer.optimize(task, progress=False).parameters.copy())
+    assert np.array_equal(results[0], results[2])
+    assert np.array_equal(results[1], results[3])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_second_problem_starts_from_rank_0_too(mesh, same_on_all):
+    optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
+    for _ in range(2):
+        random_start = np.random.default_rng(mesh.rank).standard_normal(6)
+        task = OptimizationProblem(least_squares, random_start, samples=45, batch_size=10, steps=2)
+        assert same_on_all(optimizer.optimize(task, progress=False).parameters)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_goes_on_where_its_state_was_saved(mesh, strategy):
+    """Samples and learning rate both go by the optimizer's clock."""
+    rule = AdamW(lr=mpishard.cosine(0.1, steps=20))
+    whole = strategy(rule, mesh).optimize(problem(steps=8), progress=False)
+    first = strategy(rule, mesh)
+    half = first.optimize(problem(steps=4), progress=False)
+    second = strategy(rule, mesh)
+    second.deserialize(first.serialize())
+    task = OptimizationProblem(least_squares, half.parameters, samples=45, batch_size=10, steps=4)
+    rest = second.optimize(task, progress=False)
+    assert np.array_equal(rest.parameters, whole.parameters)
+    assert np.array_equal(np.concatenate([half.loss_history, rest.loss_history]), whole.loss_history)
+    assert half.samples + rest.samples == whole.samples == 75
+
+
+def test_accumulation_by_hand_after_a_run(mesh):
+    config = ShardingConfiguration(mesh, auto_sync_gradients=False)
+    optimizer = DDPOptimizer(SGD(lr=0.1), config)
+    task = gpt_problem(steps=1)
+    optimizer.optimize(task, progress=False)
+    for _ in range(2):
+        task.function(task.start, np.arange(3), None)
+        optimizer.step(task.start)
+    optimizer.synchronize_optimizer_state()
+    assert optimizer.steps == 2
+
+
+@pytest.mark.parametrize(("loss", "accepted"), [(1, True), (np.float32(1), True), (np.array(1.0), True), (None, False)])
+def test_what_a_loss_may_be(mesh, loss, accepted):
+    task = OptimizationProblem(lambda *_: loss, np.zeros(3), samples=45, batch_size=15, steps=1)
+    optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
+    if accepted:
+        assert optimizer.optimize(task, progress=False).loss_history[0] > 0
+    else:
+        with pytest.raises(TypeError, match="summed loss as one number, got a NoneType"):
+            optimizer.optimize(task, progress=False)
+
+
+def test_misunderstandings_are_explained(mesh):
+    with pytest.raises(TypeError, match="optimize takes an OptimizationProblem, got function"):
+        DDPOptimizer(SGD(lr=0.1), mesh).optimize(least_squares)
+    with pytest.raises(TypeError, match=r"SGD\(lr=...\), not the class SGD"):
+        mpishard.as_distributed(SGD, mesh)

@@ -12,7 +12,7 @@ from standin import DeviceArray
 from standin import empty as empty_on_device
 
 from mpishard import array as arrays
-from mpishard.summation import largest, sum_of_squares, total
+from mpishard.summation import largest, norm, norm_of, sum_of_squares
 
 
 def wild(size, dtype):
@@ -40,7 +40,14 @@ def test_any_cut_and_any_order_give_the_same_bits(dtype, size, cuts):
 def test_close_to_the_exact_sum(dtype, size):
     array = wild(size, dtype)
     exact = math.fsum(float(x) * float(x) for x in array)
-    assert total(sum_of_squares(array, largest(array), size)) == pytest.approx(exact, rel=1e-14)
+    assert norm(sum_of_squares(array, largest(array), size), largest(array)) == pytest.approx(exact**0.5, rel=1e-14)
+    assert norm_of(array) == pytest.approx(exact**0.5, rel=1e-14)
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e160, 1e300])
+def test_huge_and_tiny_numbers_have_a_norm(scale):
+    array = np.array([3.0, -4.0, 0.0]) * scale
+    assert norm_of(array) == pytest.approx(5 * scale, rel=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -55,6 +62,7 @@ def test_largest_shows_what_is_not_finite(dtype, value):
 
 
 def test_nothing_and_zeros():
+    assert norm_of(np.empty(0)) == norm_of(np.zeros(5, np.float32)) == 0.0
     assert largest(np.empty(0, np.float32)) == 0.0
     assert not sum_of_squares(np.empty(0, np.float32), 1.0, 5).any()
     assert not sum_of_squares(np.zeros(9), 0.0, 9).any()
