@@ -109,3 +109,37 @@ def test_mismatched_collectives_in_debug_mode(failing: Callable[..., Any]) -> No
         (site, *_) = [text for text in finished.errors.splitlines() if text.strip().startswith(f"rank {rank}: {call}")]
         assert f"script.py:{line}" in site
     assert finished.seconds < SOON
+
+
+def test_rank_that_leaves_early_is_noticed_long_before_the_limit(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(failure="sys.exit('bad input')"))
+    finished = mpirun(3, script, MPISHARD_TIMEOUT="600")
+    assert finished.code != 0
+    assert "can never end, since rank 1 has ended its script" in finished.errors, finished.all
+    assert finished.seconds < SOON + 10
+
+
+def test_rank_that_leaves_the_mesh_early(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import numpy as np, mpishard\n"
+        "with mpishard.Mesh() as mesh:\n"
+        "    for _ in range(3 - (mesh.rank == 1)):\n"
+        "        mesh.data.all_reduce(np.ones(3))\n"
+    )
+    finished = mpirun(3, script, MPISHARD_TIMEOUT="600")
+    assert finished.code != 0
+    assert "rank 1 has freed its mesh" in finished.errors, finished.all
+
+
+def test_ends_well_whatever_is_left_open(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
+    for last in ("", "MPI.Finalize()", "mesh.free()", "time.sleep(0.5 * mesh.rank)", "mpishard.Mesh(); mesh.free()"):
+        script = tmp_path / "script.py"
+        script.write_text(
+            "import time, mpishard, numpy as np\nfrom mpi4py import MPI\nmesh = mpishard.Mesh()\n"
+            f"mesh.data.all_reduce(np.ones(3))\n{last}\n"
+        )
+        finished = mpirun(3, script)
+        assert finished.code == 0, f"{last}: {finished.all}"
+        assert "has died" not in finished.errors and "Traceback" not in finished.errors, finished.all
