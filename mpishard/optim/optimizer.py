@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpishard import array as arrays
-from mpishard import summation
-from mpishard.gradients import Bucket, accumulate, divide
+from mpishard.gradients import accumulate, divide
 from mpishard.mesh import Mesh
 from mpishard.optim import image
 from mpishard.optim.configuration import ShardingConfiguration
+from mpishard.optim.inspection import Inspection
 from mpishard.optim.rules import LAMB, Rule
 from mpishard.optim.strategies import Strategy
 from mpishard.optim.tensor_norms import norms, parts_of
@@ -63,12 +63,12 @@ class ShardedOptimizer:
         self.gradient_norm = math.nan
         self._parameters: FlatParameters | None = None
         self._strategy: Strategy
+        self._inspection: Inspection
         self._slots: dict[str, Array] = {}
         self._restored: image.State | None = None
         self._accumulated: Array | None = None
         self._passes = 0
         self._passes_anywhere = 0
-        self._nonfinite = ""
 
     @property
     def clock(self) -> int:
@@ -193,7 +193,7 @@ class ShardedOptimizer:
         strategy, config = self._strategy, self.config
         strategy.buckets.end_pass()
         strategy.drain()
-        usable = self._check_gradients(float(count))
+        usable = self._gradients_are_usable(float(count))
         if usable:
             clip = 1.0
             if config.max_gradient_norm is not None and not math.isnan(self.gradient_norm):
@@ -273,8 +273,9 @@ class ShardedOptimizer:
             self.axis, parameters, config.minimum_parameter_group_size, config.overlap_communication
         )
         self._strategy.buckets.on_reset.append(self._forget_gradients)
-        if config.nonfinite_gradients != "ignore":
-            self._strategy.buckets.inspect = self._inspect
+        self._inspection = Inspection(self._strategy, parameters)
+        if config.nonfinite_gradients == "ignore":
+            self._strategy.buckets.inspect = None
         self._slots = {}
         for name in self.rule.slots:
             slot = arrays.zeros(self._strategy.owned, parameters.dtype, like=parameters.flat)
@@ -297,7 +298,6 @@ class ShardedOptimizer:
 
     def _forget_gradients(self) -> None:
         self._passes = 0
-        self._nonfinite = ""
         if self._accumulated is not None:
             self._accumulated[...] = 0
 
@@ -377,56 +377,25 @@ class ShardedOptimizer:
                 "synchronize_optimizer_state() makes them those of rank 0 again"
             )
 
-    def _inspect(self, bucket: Bucket, gradient: Array) -> None:
-        """Remember the first tensor of this rank whose gradient is NaN or infinite, before it is mixed with others."""
-        if self._nonfinite or math.isfinite(summation.largest(gradient)):
-            return
-        assert self._parameters is not None
-        start = 0
-        for spec in self._parameters.specs[bucket.first : bucket.last]:
-            if not math.isfinite(summation.largest(gradient[start : start + spec.size])):
-                self._nonfinite = spec.name
-                return
-            start += spec.size
-
-    def _check_gradients(self, divisor: float) -> bool:
-        """Agree on whether the gradients can be used, and find their global norm where it is wanted."""
+    def _gradients_are_usable(self, divisor: float) -> bool:
+        """Agree on whether to take the step, and find the gradient's norm where it is wanted."""
         mode, limit = self.config.nonfinite_gradients, self.config.max_gradient_norm
         self.gradient_norm = math.nan
-        if mode == "ignore" and limit is None and not self.measure_norm:
+        measure = limit is not None or self.measure_norm
+        if mode == "ignore" and not measure:
             return True
-        counted = [
-            gradient[start - own : stop - own]
-            for (own, _), gradient, (start, stop) in zip(
-                self._strategy.own, self._strategy.gradients(), self._strategy.counted, strict=True
+        norm = self._inspection.norm(measure)
+        if not math.isinf(norm):
+            self.gradient_norm = norm / divisor
+            return True
+        if mode == "raise":
+            where, step = self._inspection.culprits(), self.clock + 1
+            self._strategy.buckets.reset()
+            raise FloatingPointError(
+                f"NaN or infinite gradient at step {step}: {where}; parameters and state are unchanged.  "
+                'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'
             )
-        ]
-        # Maximum and NaN do not go together in MPI: infinity stands for both.
-        top = max((summation.largest(part) for part in counted), default=0.0, key=_with_nan_on_top)
-        shared = np.array([top if math.isfinite(top) and not self._nonfinite else math.inf])
-        self.axis.all_reduce(shared, op="max", label="control")
-        usable = math.isfinite(shared[0])
-        if not usable and mode == "raise":
-            self._raise_nonfinite()
-        if usable and (limit is not None or self.measure_norm):
-            assert self._parameters is not None
-            squares = np.zeros(2)
-            for part in counted:
-                squares += summation.sum_of_squares(part, float(shared[0]), self._parameters.size)
-            self.axis.all_reduce(squares, label="control")
-            self.gradient_norm = summation.norm(squares, float(shared[0])) / divisor
-        return usable or mode == "ignore"
-
-    def _raise_nonfinite(self) -> None:
-        told = self.axis.exchange(self._nonfinite)
-        culprits = [f"{name!r} on rank {rank}" for rank, name in enumerate(told) if name]
-        where = ", ".join(culprits) if culprits else "the sum over ranks overflowed, each rank's own was finite"
-        step = self.clock + 1
-        self._strategy.buckets.reset()
-        raise FloatingPointError(
-            f"NaN or infinite gradient at step {step}: {where}; parameters and state are unchanged.  "
-            'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'
-        )
+        return mode == "ignore"
 
     def _apply(self, gradients: list[Array], divisor: float, clip: float) -> None:
         assert self._parameters is not None
@@ -465,10 +434,6 @@ class ShardedOptimizer:
         for tensor, place, start, stop in parts_of(specs, strategy.own, origins):
             ratio = rule.trust_ratio(before[tensor], after[tensor])
             rule.apply(owned[place][start:stop], directions[place][start:stop], step, ratio)
-
-
-def _with_nan_on_top(value: float) -> float:
-    return math.inf if math.isnan(value) else value
 
 
 def _check_like(parameters: Array, gradients: Array) -> None:

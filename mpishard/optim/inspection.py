@@ -1,0 +1,85 @@
+"""Whether the gradients of a step can be used, which tensor on which rank spoils them, and their global norm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mpishard import summation
+from mpishard.gradients import Bucket
+from mpishard.optim.strategies import Strategy
+from mpishard.parameters import FlatParameters
+
+Array = Any
+
+
+class Inspection:
+    """Looks at the gradients of one optimizer, before and after they are summed over the axis.
+
+    Parameters
+    ----------
+    strategy : Strategy
+    parameters : FlatParameters
+        For the names of the tensors.
+    """
+
+    def __init__(self, strategy: Strategy, parameters: FlatParameters) -> None:
+        self._strategy = strategy
+        self._specs = parameters.specs
+        self._size = parameters.size
+        self._nonfinite = ""
+        strategy.buckets.inspect = self.look
+        strategy.buckets.on_reset.append(self.forget)
+
+    def forget(self) -> None:
+        """The next gradients are of another step."""
+        self._nonfinite = ""
+
+    def look(self, bucket: Bucket, gradient: Array) -> None:
+        """Remember the first tensor of this rank whose gradient is NaN or infinite, before it is mixed with others."""
+        if self._nonfinite or math.isfinite(summation.largest(gradient)):
+            return
+        start = 0
+        for spec in self._specs[bucket.first : bucket.last]:
+            if not math.isfinite(summation.largest(gradient[start : start + spec.size])):
+                self._nonfinite = spec.name
+                return
+            start += spec.size
+
+    def norm(self, measure: bool) -> float:
+        """Agree on whether the summed gradients are finite.  Collective.
+
+        Returns
+        -------
+        float
+            Infinite if they are not; their 2-norm over all ranks, every logical element counted once, if `measure`;
+            else NaN.
+        """
+        strategy = self._strategy
+        counted = [
+            gradient[start - own : stop - own]
+            for (own, _), gradient, (start, stop) in zip(
+                strategy.own, strategy.gradients(), strategy.counted, strict=True
+            )
+        ]
+        tops = [summation.largest(part) for part in counted]
+        finite = not self._nonfinite and all(map(math.isfinite, tops))
+        # Maximum and NaN do not go together in MPI: infinity stands for both.
+        shared = np.array([max(tops, default=0.0) if finite else math.inf])
+        strategy.axis.all_reduce(shared, op="max", label="control")
+        top = float(shared[0])
+        if not math.isfinite(top) or not measure:
+            return math.nan if math.isfinite(top) else math.inf
+        squares = np.zeros(2)
+        for part in counted:
+            squares += summation.sum_of_squares(part, top, self._size)
+        strategy.axis.all_reduce(squares, label="control")
+        return summation.norm(squares, top)
+
+    def culprits(self) -> str:
+        """Which tensors were not finite on which ranks, in words.  Collective."""
+        told = self._strategy.axis.exchange(self._nonfinite)
+        named = [f"{name!r} on rank {rank}" for rank, name in enumerate(told) if name]
+        return ", ".join(named) or "the sum over ranks overflowed, each rank's own was finite"
