@@ -24,6 +24,7 @@ from mpishard.wire import from_wire, is_half, to_wire
 
 Array = Any
 Counts = Sequence[int] | None
+Fields = tuple[Any, ...]  # of a `Call`
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
 _NOTHING = np.empty(0, np.uint8)
@@ -43,15 +44,15 @@ class Pending:
     """
 
     def __init__(
-        self, ledger: Ledger, call: Call, sent: int, requests: Sequence[MPI.Request], finish: Callable[[], Array]
+        self, ledger: Ledger, call: Fields, sent: int, requests: Sequence[MPI.Request], finish: Callable[[], Array]
     ) -> None:
         self._ledger = ledger
-        self._call: Call | None = call
+        self._call: Fields | None = call
         self._sent = sent
         self._requests = requests
         self._finish = finish
         self._result: Array = None
-        self._started_s = time.perf_counter() - call.began
+        self._started_s = time.perf_counter() - call[0]
 
     def test(self) -> bool:
         """Whether `wait` would return at once."""
@@ -62,7 +63,7 @@ class Pending:
         if self._call is not None:
             began = time.perf_counter()
             call, self._call = self._call, None
-            self._ledger.active = call._replace(began=began)
+            self._ledger.active = (began, *call[1:])
             try:
                 for request in self._requests:
                     request.Wait()
@@ -138,7 +139,7 @@ class Axis:
         finally:
             ledger.active = None
         sent = all_reduce_elements(buffer.size, self.size, self.rank) * buffer.itemsize
-        ledger.enter(call, sent, time.perf_counter() - call.began)
+        ledger.enter(call, sent, time.perf_counter() - call[0])
         return buffer
 
     def start_all_reduce(self, buffer: Array, out: Array | None = None, op: str = "sum", *, label: str = "") -> Pending:
@@ -232,7 +233,7 @@ class Axis:
             values = self.comm.allgather(value)
         finally:
             self.ledger.active = None
-        self.ledger.enter(call, 0, time.perf_counter() - call.began)
+        self.ledger.enter(call, 0, time.perf_counter() - call[0])
         return values
 
     def agree(self, problem: Exception | None) -> None:
@@ -348,7 +349,7 @@ class Axis:
         return Pending(self.ledger, call, sent, requests, lambda: from_wire(wire, buffer))
 
     def _reduce_pieces(
-        self, lane: _Lane, call: Call, wire: Array, target: Array, counts: Sequence[int], op: str, in_place: bool
+        self, lane: _Lane, call: Fields, wire: Array, target: Array, counts: Sequence[int], op: str, in_place: bool
     ) -> None:
         """Reduce_scatter past the count limit: piece after piece, each reduced to its owner by parts."""
         self.ledger.active = call
@@ -369,7 +370,7 @@ class Axis:
     def _fits(self, count: int) -> bool:
         return self.largest_count is None or count <= self.largest_count
 
-    def _all_fit(self, call: Call, lane: _Lane, count: int) -> bool:
+    def _all_fit(self, call: Fields, lane: _Lane, count: int) -> bool:
         """The same on all ranks of the axis, for calls whose buffers differ in size between ranks.  Collective."""
         if self.largest_count is None:
             return True
@@ -396,7 +397,7 @@ class Axis:
             )
         return list(counts)
 
-    def _begin(self, lane: _Lane, op: str, buffer: Array, label: str, detail: str = "", counts: Counts = None) -> Call:
+    def _begin(self, lane: _Lane, op: str, buffer: Array, label: str, detail: str = "", counts: Counts = None) -> Fields:
         """Check what can be checked without the other ranks, and describe the call."""
         if type(buffer) is not np.ndarray and not arrays.is_array(buffer):
             raise TypeError(f"{op} needs a NumPy or CuPy array, got {type(buffer).__name__}")
@@ -410,8 +411,9 @@ class Axis:
             self._check(lane.check_comm, call, detail, counts)
         return call
 
-    def _check(self, comm: MPI.Intracomm, call: Call, detail: str, counts: Counts) -> None:
+    def _check(self, comm: MPI.Intracomm, fields: Fields, detail: str, counts: Counts) -> None:
         """Debug: all ranks tell what they are about to do, and all raise where they differ.  Collective."""
+        call = Call(*fields)
         # Runs of an all_to_all differ in length between ranks, and so may its buffers.
         size = "" if call.op == "all_to_all" else f"{call.elements} x "
         cut = "" if counts is None else f" cut as {list(counts)}"
@@ -420,7 +422,7 @@ class Axis:
         text = f"{what}\t{call.site}".encode()[:_RECORD_BYTES]
         own[: len(text)] = np.frombuffer(text, np.uint8)
         told = np.empty((self.size, _RECORD_BYTES), np.uint8)
-        self.ledger.active = call
+        self.ledger.active = fields
         comm.Allgather(own, told)
         self.ledger.active = None
         said = [row.tobytes().rstrip(b"\0").decode(errors="replace").partition("\t") for row in told]

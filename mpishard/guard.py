@@ -128,7 +128,7 @@ class Watchdog:
         poll = min(_POLL_S, self.limit / 4)
         while not self._stop.wait(poll) and not MPI.Is_finalized():
             self._serve()
-            call = self._ledger.active
+            call = self._ledger.waiting
             if call is None or time.monotonic() <= self._stand_down:
                 continue
             waited = time.perf_counter() - call.began
@@ -143,7 +143,7 @@ class Watchdog:
         if self._comm.rank not in members:
             return
         neighbour = members[(members.index(self._comm.rank) + 1) % len(members)]
-        if self._asked is not call:
+        if self._asked != call:
             self._asked = call
             self._replies.pop(neighbour, None)
             self._send(neighbour, _ASK, b"?")
@@ -170,7 +170,7 @@ class Watchdog:
 
     def _where(self) -> str:
         """What this rank is doing, in words."""
-        call = self._ledger.active
+        call = self._ledger.waiting
         if call is not None:
             return f"waits {time.perf_counter() - call.began:.1f} s in {call}"
         if self._leaving:
@@ -178,12 +178,13 @@ class Watchdog:
         frame = sys._current_frames().get(self._main or 0)
         stack = traceback.extract_stack(frame)[-3:] if frame is not None else []
         place = " < ".join(f"{f.filename}:{f.lineno} ({f.name})" for f in reversed(stack))
-        last = self._ledger.recent[-1].call if self._ledger.recent else None
+        recent = self._ledger.recent
+        last = recent[-1].call if recent else None
         return f"is in no collective: it runs {place or 'unknown code'}; its last collective was {last}"
 
     def _report(self, why: str) -> None:
         comm = self._comm
-        call = self._ledger.active
+        call = self._ledger.waiting
         self._replies = {comm.rank: self._where()}
         for rank in range(comm.size):
             if rank != comm.rank:
@@ -192,12 +193,7 @@ class Watchdog:
         while time.monotonic() < deadline and len(self._replies) < comm.size:
             self._serve()
             time.sleep(0.01)
-        if (
-            time.monotonic() <= self._stand_down
-            or self._stop.is_set()
-            or call is None
-            or self._ledger.active is not call
-        ):
+        if time.monotonic() <= self._stand_down or self._stop.is_set() or call is None or self._ledger.waiting != call:
             return
         waited = time.perf_counter() - call.began
         step = f"; step {self._ledger.step}" if self._ledger.step else ""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,14 +60,13 @@ class Total:
 class Ledger:
     """What a rank has communicated.
 
+    A large buffer leaves little of the interpreter in cache, and what a call costs there is what it touches: so calls
+    are noted as plain tuples, and summed up when somebody asks or a thousand of them have come together.
+
     Attributes
     ----------
-    active : Call or None
-        The call in which this rank may be waiting now; read by the watchdog from another thread.
-    totals : dict
-        ``(axis, op, label)`` to `Total`; grows with the kinds of calls, not with their number.
-    recent : deque of Entry
-        The last thousand calls.
+    active : tuple or None
+        The fields of the `Call` in which this rank may be waiting now; read by the watchdog from another thread.
     step : int
         The training step under way, for messages.
     members : dict
@@ -76,29 +74,52 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.active: Call | None = None
-        self.totals: dict[tuple[str, str, str], Total] = {}
-        self.recent: deque[Entry] = deque(maxlen=_KEEP)
+        self.active: tuple[Any, ...] | None = None
         self.step = 0
         self.members: dict[str, list[int]] = {}
+        self._entries: list[tuple[tuple[Any, ...], int, float]] = []
+        self._summed = 0
+        self._totals: dict[tuple[str, str, str], Total] = {}
 
-    def begin(self, axis: str, sequence: int, op: str, dtype: np.dtype, count: int, label: str) -> Call:
-        """Describe a call that begins now.  Its site is the first frame outside mpishard."""
+    def begin(self, axis: str, sequence: int, op: str, dtype: np.dtype, count: int, label: str) -> tuple[Any, ...]:
+        """The fields of a `Call` that begins now.  Its site is the first frame outside mpishard."""
         frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
             frame = frame.f_back
-        return Call(time.perf_counter(), axis, sequence, op, dtype, count, label, frame.f_code, frame.f_lineno)
+        return (time.perf_counter(), axis, sequence, op, dtype, count, label, frame.f_code, frame.f_lineno)
 
-    def enter(self, call: Call, sent: int, seconds: float) -> None:
+    def enter(self, call: tuple[Any, ...], sent: int, seconds: float) -> None:
         """Enter a finished call: the bytes that this rank sent, and the time it spent inside."""
-        key = (call.axis, call.op, call.label)
-        total = self.totals.get(key)
-        if total is None:
-            total = self.totals[key] = Total()
-        total.calls += 1
-        total.sent += sent
-        total.seconds += seconds
-        self.recent.append(Entry(call, sent, seconds))
+        self._entries.append((call, sent, seconds))
+        if len(self._entries) >= 2 * _KEEP:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        for call, sent, seconds in self._entries[self._summed :]:
+            _, axis, _, op, _, _, label, _, _ = call
+            total = self._totals.setdefault((axis, op, label), Total())
+            total.calls += 1
+            total.sent += sent
+            total.seconds += seconds
+        del self._entries[:-_KEEP]
+        self._summed = len(self._entries)
+
+    @property
+    def totals(self) -> dict[tuple[str, str, str], Total]:
+        """Sums by ``(axis, op, label)``; as many as there are kinds of calls, however many calls there were."""
+        self._sum_up()
+        return self._totals
+
+    @property
+    def recent(self) -> list[Entry]:
+        """The last thousand calls or more."""
+        return [Entry(Call(*call), sent, seconds) for call, sent, seconds in self._entries]
+
+    @property
+    def waiting(self) -> Call | None:
+        """The call in which this rank may be waiting now."""
+        active = self.active
+        return None if active is None else Call(*active)
 
     def sent(self, axis: str | None = None, op: str | None = None, label: str | None = None) -> int:
         """Bytes sent by this rank, over all calls that match."""
@@ -118,8 +139,9 @@ class Ledger:
 
     def clear(self) -> None:
         """Start counting anew."""
-        self.totals.clear()
-        self.recent.clear()
+        self._entries.clear()
+        self._totals.clear()
+        self._summed = 0
 
 
 def ring_elements(op: str, pieces: Sequence[int], rank: int) -> int:
