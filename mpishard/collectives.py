@@ -397,7 +397,9 @@ class Axis:
             )
         return list(counts)
 
-    def _begin(self, lane: _Lane, op: str, buffer: Array, label: str, detail: str = "", counts: Counts = None) -> Fields:
+    def _begin(
+        self, lane: _Lane, op: str, buffer: Array, label: str, detail: str = "", counts: Counts = None
+    ) -> Fields:
         """Check what can be checked without the other ranks, and describe the call."""
         if type(buffer) is not np.ndarray and not arrays.is_array(buffer):
             raise TypeError(f"{op} needs a NumPy or CuPy array, got {type(buffer).__name__}")

@@ -68,7 +68,6 @@ class ShardedOptimizer:
         self._restored: image.State | None = None
         self._accumulated: Array | None = None
         self._passes = 0
-        self._passes_anywhere = 0
 
     @property
     def clock(self) -> int:
@@ -107,11 +106,10 @@ class ShardedOptimizer:
             unchanged.
         """
         automatic = self.config.auto_sync_gradients
-        ours = self._parameters is not None and self._parameters is parameters and gradients is None
-        if ours:
+        synchronized = isinstance(parameters, FlatParameters) and parameters.gradients.reduced
+        if self._parameters is parameters and gradients is None and not synchronized:
             # A rank that ran no backward pass catches up with the reductions the others have started in theirs.
             self._strategy.buckets.end_pass(last=automatic)
-        synchronized = isinstance(parameters, FlatParameters) and parameters.gradients.reduced
         named, problem = self._checked(parameters, gradients, count)
         if automatic or synchronized or self._parameters is None:
             self._agree(named, count, problem)
@@ -122,7 +120,7 @@ class ShardedOptimizer:
         if automatic or synchronized:
             if gradients is not None:
                 self._strategy.buckets.adopt(gradients)
-            self.update(count if count is not None else self.axis.size * self._mean_passes())
+            self.update(count if count is not None else self._calls() or self.axis.size)
             return
         self._passes += 1
         if gradients is not None:
@@ -144,8 +142,8 @@ class ShardedOptimizer:
                 raise ValueError(f"ranks {[r for r, b in enumerate(bound) if not b]} have not called step() yet")
             return
         assert self._parameters is not None
-        calls = self.axis.size * self._mean_passes()
-        if self._passes_anywhere:
+        calls = self._calls()
+        if calls:
             if self._accumulated is not None:
                 self._strategy.buckets.adopt(self._accumulated)
             self.update(calls)
@@ -357,13 +355,11 @@ class ShardedOptimizer:
         if facts[3] != -facts[4]:
             raise ValueError(f"count must be the global number, the same on all ranks; got {self.axis.exchange(count)}")
 
-    def _mean_passes(self) -> float:
-        """Calls of `step` that only accumulated, the mean over ranks; 1 where no rank made any."""
-        passes = np.array([self._passes], np.int64)
-        if not self.config.auto_sync_gradients:
-            self.axis.all_reduce(passes, label="control")
-        self._passes_anywhere = int(passes[0])
-        return self._passes_anywhere / self.axis.size if self._passes_anywhere else 1
+    def _calls(self) -> int:
+        """Calls of `step` that only accumulated, on all ranks together since the last update."""
+        if self.config.auto_sync_gradients:
+            return 0
+        return int(self.axis.all_reduce(np.array([self._passes]), label="control")[0])
 
     def _check_replicas(self) -> None:
         """Debug: raise on all ranks if their copies of the parameters are no longer the same."""
