@@ -104,6 +104,8 @@ class Watchdog:
         """End the watch and free the communicator."""
         atexit.unregister(self._end_of_script)
         self._leave("has freed its mesh")
+        if self._witness is not None:
+            self._witness.close()
         self._comm.Free()
 
     def _end_of_script(self) -> None:

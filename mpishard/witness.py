@@ -2,8 +2,8 @@
 
 When a rank is killed, MPICH's launcher kills the others within a millisecond and then names a process, not always the
 one that died first, so no rank can tell.  The witness is not a rank and lives that moment longer.  It is a bare Python
-that waits on process descriptors; it ends with the first rank that ends, or when it is dismissed: it is never left
-over.
+at the other end of a socket of every rank; it ends when the first of them closes, or when it is dismissed: it is never
+left over.
 """
 
 from __future__ import annotations
@@ -11,25 +11,28 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 
 from mpi4py import MPI
 
-# argv: host, number of ranks, then rank:process of each rank on this node.
+# argv: host, number of ranks.  Descriptor 0 is a listening socket; a rank connects and says its rank and process.
 _SCRIPT = """
-import os, select, sys
-host, size, *ranks = sys.argv[1:]
-events, watched = select.poll(), {}
-for rank, process in (text.split(":") for text in ranks):
-    try:
-        descriptor = os.pidfd_open(int(process))
-    except OSError:
-        sys.exit()
-    watched[descriptor] = f"rank {rank} of {size} (process {process} on {host})"
-    events.register(descriptor, select.POLLIN)
-dead = [watched[descriptor] for descriptor, _ in events.poll()]
-os.write(2, f"mpishard: {', '.join(dead)} has died\\n".encode())
+import select, socket, sys
+host, size = sys.argv[1:]
+listener = socket.socket(fileno=0)
+events, ranks = select.epoll(), {}
+events.register(listener, select.EPOLLIN)
+while True:
+    ((ready, _),) = events.poll(maxevents=1)  # of several the one that was ready first
+    if ready == listener.fileno():
+        rank = listener.accept()[0]
+        ranks[rank.fileno()] = rank, rank.recv(100).decode()
+        events.register(rank, select.EPOLLIN)
+    else:
+        who, process = ranks[ready][1].split()
+        sys.exit(f"mpishard: rank {who} of {size} (process {process} on {host}) has died")
 """
 
 
@@ -49,18 +52,33 @@ class Witness:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
-        ranks = node.allgather(f"{comm.rank}:{os.getpid()}")
         self._process: subprocess.Popen[bytes] | None = None
-        if node.rank == 0 and hasattr(os, "pidfd_open"):
-            command = [sys.executable, "-I", "-S", "-c", _SCRIPT, MPI.Get_processor_name(), str(comm.size), *ranks]
+        self._socket: socket.socket | None = None
+        address, number = b"", 0
+        if node.rank == 0:
             with contextlib.suppress(OSError):
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
-                )
-        self._number = node.bcast(self._process.pid if self._process is not None else 0)
-        node.Free()
+                address, number = self._start(comm.size, node.size)
+        address, self._number = node.bcast((address, number))
         if self._number:
             _on_duty.add(self._number)
+            with contextlib.suppress(OSError):
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._socket.connect(address)
+                self._socket.send(f"{comm.rank} {os.getpid()}".encode())
+        node.Free()
+
+    def _start(self, ranks: int, ranks_here: int) -> tuple[bytes, int]:
+        """Start the process; returns where to connect, which works at once, and its process number."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind("")  # Linux picks a free abstract address; elsewhere this fails, and there is no witness
+            listener.listen(ranks_here)
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _SCRIPT, MPI.Get_processor_name(), str(ranks)],
+                stdin=listener.fileno(),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            return listener.getsockname(), self._process.pid
 
     def dismiss(self) -> None:
         """Deaths are no longer news.  Ranks may end once all of them have come to a barrier after this."""
@@ -69,3 +87,9 @@ class Witness:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def close(self) -> None:
+        """Let go of the socket, after that barrier."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
