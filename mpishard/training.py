@@ -143,7 +143,9 @@ class OptimizationProblem:
                 raise ValueError(f"{name}={value!r} must be at least 0")
 
     @classmethod
-    def for_model(cls, model: Any, batch: Callable[[np.ndarray], tuple[Any, ...]], **options: Any) -> Any:
+    def for_model(
+        cls, model: Any, batch: Callable[[np.ndarray], tuple[Any, ...]], **options: Any
+    ) -> OptimizationProblem:
         """Train a model: ``batch(samples)`` gives the arguments of ``model.loss_and_gradient``; `options` as above."""
 
         def function(parameters: Any, samples: np.ndarray, gradients: Any) -> float:
@@ -167,16 +169,14 @@ class OptimizationProblem:
         progress : bool
             Show progress on stderr of rank 0.
         """
-        problem: Exception | None = None
+        watching = self._agree_on_problem(optimizer.axis, callback is not None)
         if self.batch_size < optimizer.axis.size:
-            problem = ValueError(
+            raise ValueError(
                 f"batch_size={self.batch_size} gives some of the {optimizer.axis.size} data-parallel ranks no sample; "
                 f"use at least {optimizer.axis.size}, or fewer ranks"
             )
-        elif self.steps is None and self.tolerance is None and self.seconds is None and callback is None:
-            problem = ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
-        optimizer.axis.agree(problem)
-        watching = self._agree_on_problem(optimizer.axis, callback is not None)
+        if self.steps is None and self.tolerance is None and not watching:
+            raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
         return _Loop(self, optimizer, callback, progress, watching).run()
 
     def _agree_on_problem(self, axis: Axis, callback: bool) -> bool:

@@ -309,7 +309,8 @@ def test_ranks_with_different_problems(mesh, options, message):
 def test_a_callback_on_rank_0_alone(mesh, comm):
     seen = []
     callback = (lambda state: seen.append(state.step) or state.step == 3) if mesh.rank == 0 else None
-    result = DDPOptimizer(SGD(lr=0.1), mesh).optimize(problem(), callback=callback, progress=False)
+    task = problem(steps=None)
+    result = DDPOptimizer(SGD(lr=0.1), mesh).optimize(task, callback=callback, progress=False)
     assert comm.allgather((result.steps, result.stop_reason)) == [(3, "callback")] * comm.size
     assert seen == ([1, 2, 3] if mesh.rank == 0 else [])
 
