@@ -20,7 +20,7 @@ from mpishard.capabilities import probe
 from mpishard.layout import counts as run_lengths
 from mpishard.layout import split
 from mpishard.ledger import Call, Ledger, all_reduce_elements, ring_elements
-from mpishard.wire import from_wire, is_half, to_wire
+from mpishard.wire import from_wire, to_wire
 
 Array = Any
 Counts = Sequence[int] | None
@@ -129,11 +129,14 @@ class Axis:
 
     def all_reduce(self, buffer: Array, out: Array | None = None, op: str = "sum", *, label: str = "") -> Array:
         """Combine `buffer` over all ranks into `out` (default: in place) on every rank; returns the result."""
-        if out is not None or type(buffer) is not np.ndarray or is_half(buffer.dtype) or not self._fits(buffer.size):
-            return self._all_reduce(self._now, buffer, out, op, label).wait()
-        call = self._begin(self._now, "all_reduce", buffer, label, op)
-        ledger = self.ledger
-        ledger.active = call
+        lane, ledger, limit = self._now, self.ledger, self.largest_count
+        plain = out is None and type(buffer) is np.ndarray and buffer.itemsize != 2 and buffer.flags.c_contiguous
+        if not plain or op not in _OPS or lane.check_comm is not None or (limit is not None and buffer.size > limit):
+            return self._all_reduce(lane, buffer, out, op, label).wait()
+        # The short way: after a large buffer the caches hold nothing of the interpreter, and every function called
+        # here costs microseconds.
+        lane.calls += 1
+        ledger.active = call = ledger.begin(self.name, lane.calls, "all_reduce", buffer.dtype, buffer.size, label)
         try:
             self.comm.Allreduce(MPI.IN_PLACE, buffer, _OPS[op])
         finally:

@@ -83,7 +83,7 @@ class Ledger:
 
     def begin(self, axis: str, sequence: int, op: str, dtype: np.dtype, count: int, label: str) -> tuple[Any, ...]:
         """The fields of a `Call` that begins now.  Its site is the first frame outside mpishard."""
-        frame = sys._getframe(2)
+        frame = sys._getframe(1)
         while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
             frame = frame.f_back
         return (time.perf_counter(), axis, sequence, op, dtype, count, label, frame.f_code, frame.f_lineno)
