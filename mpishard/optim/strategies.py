@@ -7,6 +7,7 @@ for the stages.  Every strategy sums; the optimizer divides.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from mpishard import array as arrays
@@ -19,7 +20,7 @@ Array = Any
 Range = tuple[int, int]
 
 
-class Strategy:
+class Strategy(ABC):
     """One optimizer's way over one axis.  Methods are collective over it, in the same order on all ranks.
 
     Parameters
@@ -72,8 +73,9 @@ class Strategy:
         if not self.overlap:
             self.drain()
 
+    @abstractmethod
     def start(self, bucket: Bucket, gradient: Array) -> Pending:
-        raise NotImplementedError
+        """Start the collective that sums the gradient of a bucket."""
 
     def drain(self) -> None:
         """Wait until no reduction is under way."""
@@ -83,12 +85,14 @@ class Strategy:
         self._pending.clear()
 
     def arrived(self, bucket: Bucket, result: Array) -> None:
-        """Take in what the reduction of a bucket returned."""
+        """Take in what the reduction of a bucket returned; here it may stay in the gradient buffer."""
+        return
 
+    @abstractmethod
     def gradients(self) -> list[Array]:
         """The summed gradient of each range in `own`; call after `drain`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def publish(self, flat: Array) -> None:
         """Make each rank's own ranges of `flat` known to all."""
 
@@ -135,6 +139,9 @@ class DataParallel(Strategy):
 
     def gradients(self) -> list[Array]:
         return [self.buckets.of_bucket(bucket) for bucket in self.buckets.buckets]
+
+    def publish(self, flat: Array) -> None:
+        """Nothing to tell: every rank has updated all of it."""
 
 
 class ShardedState(Strategy):
