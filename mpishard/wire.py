@@ -60,5 +60,5 @@ def is_half(dtype: np.dtype) -> bool:
 
 
 def _takes_device_pointers(buffer: Array) -> bool:
-    """Whether this MPI was seen to take device memory in non-blocking calls, which is how all of them are made."""
-    return hasattr(buffer, "__cuda_array_interface__") and probe(device=True).device_nonblocking
+    """Whether this MPI was seen to take device memory."""
+    return hasattr(buffer, "__cuda_array_interface__") and probe(device=True).device_buffers

@@ -59,7 +59,7 @@ class Device(Host):
 @pytest.fixture(params=[Host(), Device(DeviceArray), Device(AwareArray)], ids=lambda memory: memory.name)
 def memory(request, monkeypatch):
     if request.param.name == "AwareArray":  # an MPI that takes device pointers, as far as the stand-in goes
-        aware = replace(wire.probe(), device_buffers=True, device_nonblocking=True)
+        aware = replace(wire.probe(), device_buffers=True)
         monkeypatch.setattr(wire, "probe", lambda device=False: aware)
     return request.param
 
