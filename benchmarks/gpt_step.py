@@ -1,10 +1,13 @@
-"""Training steps of a small GPT: `mpishard` against PyTorch DistributedDataParallel, tokens a second.
+"""Training steps of a small GPT, tokens a second: `mpishard` against PyTorch, and layouts against each other.
 
-    python benchmarks/gpt_step.py [--steps N] [--repeats R]
+    python benchmarks/gpt_step.py [ddp] [zero3] [layouts] [--steps N] [--repeats R]
 
-4 layers, width 256, 8 heads, sequence 256, batch 8 a rank, vocabulary 256, float32, AdamW; 2 ranks of one thread each.
-Both run in turns, so that a machine that slows down slows both; the figure that counts is the median of the ratios.
-OpenBLAS chooses its kernels by itself: OPENBLAS_CORETYPE is taken out of the environment.
+ddp: against PyTorch DistributedDataParallel.  zero3: ZeRO-3 against PyTorch FSDP2 (fully_shard).  layouts: tensor and
+pipeline parallelism on two ranks against data parallelism on two ranks, with the same sequences a step.
+
+4 layers, width 256, 8 heads, sequence 256, 16 sequences a step, vocabulary 256, float32, AdamW; 2 ranks of one thread
+each.  All kinds run in turns, so that a machine that slows down slows all; the figure that counts is the median of the
+ratios.  OpenBLAS chooses its kernels by itself: OPENBLAS_CORETYPE is taken out of the environment.
 """
 
 from __future__ import annotations
@@ -24,25 +27,37 @@ from pathlib import Path
 from typing import Any
 
 RANKS = 2
-VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, BATCH = 256, 256, 256, 4, 8, 8
+VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 256, 256, 256, 4, 8
+SEQUENCES = 16  # a step, over all ranks
 LEARNING_RATE = 1e-3
 WARM_UP = 3
 # Seconds for one child: compiling kernels on a cold cache is the slowest part.
 TIME_LIMIT = 300
 KINDS = {
-    "ours": "mpishard, float32",
-    "torch": "PyTorch DDP (gloo), float32",
+    "ddp": "mpishard DDP",
+    "zero3": "mpishard ZeRO-3",
+    "tensor": "mpishard, tensor=2",
+    "sequence": "mpishard, tensor=2, sequence-parallel",
+    "pipeline": "mpishard, pipeline=2, 1F1B, 8 micro-batches",
+    "torch-ddp": "PyTorch DDP (gloo)",
     "torch-bfloat16": "PyTorch DDP (gloo), bfloat16 autocast",
+    "torch-fsdp2": "PyTorch FSDP2 (gloo)",
+}
+COMPARISONS = {
+    "ddp": [("ddp", "torch-ddp"), ("ddp", "torch-bfloat16")],
+    "zero3": [("zero3", "torch-fsdp2")],
+    "layouts": [("tensor", "ddp"), ("sequence", "ddp"), ("pipeline", "ddp")],
 }
 
 
-def batches(rank: int, count: int) -> Any:
-    """Tokens and targets, (count, BATCH, CONTEXT): text-like enough to be learned, of a rank's own."""
+def batches(rank: int, ranks: int, count: int) -> Any:
+    """Tokens and targets, (count, sequences, CONTEXT): text-like enough to be learned, this data rank's share."""
     import numpy as np
 
-    random = np.random.default_rng(rank)
+    random = np.random.default_rng(0)
     words = random.integers(0, VOCABULARY, (64, 8))
-    text = words[random.integers(0, 64, (count, BATCH, CONTEXT // 8 + 1))].reshape(count, BATCH, -1)
+    text = words[random.integers(0, 64, (count, SEQUENCES, CONTEXT // 8 + 1))].reshape(count, SEQUENCES, -1)
+    text = text[:, rank::ranks]
     return text[..., :CONTEXT].copy(), text[..., 1 : CONTEXT + 1].copy()
 
 
@@ -58,32 +73,37 @@ def timed(step: Callable[[int], float], barrier: Callable[[], Any], steps: int) 
     return {"seconds": time.perf_counter() - start, "loss": loss}
 
 
-def run_ours(steps: int) -> dict[str, Any] | None:
+def run_ours(kind: str, steps: int) -> dict[str, Any] | None:
     import threadpoolctl
 
     import mpishard
 
-    mesh = mpishard.Mesh()
-    model = mpishard.nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS)
+    sizes = {"tensor": {"tensor": 2}, "sequence": {"tensor": 2}, "pipeline": {"pipeline": 2}}.get(kind, {})
+    mesh = mpishard.Mesh(**sizes)
+    options: dict[str, Any] = {"pipeline": {"microbatches": 8}, "sequence": {"sequence_parallel": True}}.get(kind, {})
+    model = mpishard.nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh, **options)
     config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh)
-    optimizer = mpishard.DDPOptimizer(mpishard.AdamW(lr=LEARNING_RATE), config)
-    tokens, targets = batches(mesh.data.rank, WARM_UP + steps)
+    strategy = mpishard.ZeRO3Optimizer if kind == "zero3" else mpishard.DDPOptimizer
+    optimizer = strategy(mpishard.AdamW(lr=LEARNING_RATE), config)
+    tokens, targets = batches(mesh.data.rank, mesh.data.size, WARM_UP + steps)
 
     def step(index: int) -> float:
         loss = model.loss_and_gradient(tokens[index], targets[index])
-        optimizer.step(model.parameters, count=mesh.data.size * BATCH * CONTEXT)
-        return loss / (BATCH * CONTEXT)
+        optimizer.step(model.parameters, count=SEQUENCES * CONTEXT)
+        return loss / targets[index].size
 
-    result: dict[str, Any] = timed(step, mesh.data.barrier, steps)
+    result: dict[str, Any] = timed(step, mesh.world.barrier, steps)
     pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
     # SciPy, where it is there, brings an OpenBLAS of its own.
     result["blas"] = "; ".join(
         sorted({f"{b['internal_api']} {b['architecture']}, {b['num_threads']} thread(s)" for b in pools})
     )
-    return result if mesh.data.rank == 0 else None
+    total = sum(entry.seconds for entry in mesh.ledger.totals.values())
+    result["communication"] = total / (WARM_UP + steps)
+    return result if mesh.rank == 0 else None
 
 
-def run_torch(steps: int, autocast: bool) -> dict[str, Any] | None:
+def run_torch(kind: str, steps: int) -> dict[str, Any] | None:
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -119,13 +139,23 @@ def run_torch(steps: int, autocast: bool) -> dict[str, Any] | None:
     torch.manual_seed(0)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=os.environ["RENDEZVOUS"], rank=rank, world_size=RANKS)
-    model = nn.parallel.DistributedDataParallel(GPT(), gradient_as_bucket_view=True)
+    model: Any = GPT()
+    if kind == "torch-fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        device_mesh = init_device_mesh("cpu", (RANKS,))
+        for block in model.blocks:
+            fully_shard(block, mesh=device_mesh)
+        fully_shard(model, mesh=device_mesh)
+    else:
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    tokens, targets = map(torch.from_numpy, batches(rank, WARM_UP + steps))
+    tokens, targets = map(torch.from_numpy, batches(rank, RANKS, WARM_UP + steps))
 
     def step(index: int) -> float:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "torch-bfloat16"):
             logits = model(tokens[index])
             loss = functional.cross_entropy(logits.flatten(0, 1), targets[index].flatten())
         loss.backward()
@@ -140,7 +170,7 @@ def run_torch(steps: int, autocast: bool) -> dict[str, Any] | None:
 
 def child(kind: str, steps: int) -> None:
     """One rank; rank 0 prints its result as a line of JSON."""
-    result = run_ours(steps) if kind == "ours" else run_torch(steps, kind == "torch-bfloat16")
+    result = run_torch(kind, steps) if kind.startswith("torch") else run_ours(kind, steps)
     if result is not None:
         print(json.dumps(result), flush=True)
 
@@ -161,7 +191,7 @@ def launch(kind: str, steps: int) -> dict[str, Any]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     command = [sys.executable, __file__, "--child", kind, "--steps", str(steps)]
     with tempfile.TemporaryDirectory() as folder:
-        if kind == "ours":
+        if not kind.startswith("torch"):
             near = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
             mpirun = shutil.which("mpirun", path=near)
             if mpirun is None:
@@ -194,12 +224,15 @@ def launch(kind: str, steps: int) -> dict[str, Any]:
     if any(codes) or not lines:
         sys.exit(f"{KINDS[kind]} failed with {codes}:\n" + "\n".join(texts))
     result: dict[str, Any] = json.loads(lines[0])
-    result["rate"] = RANKS * BATCH * CONTEXT * steps / result["seconds"]
+    result["rate"] = SEQUENCES * CONTEXT * steps / result["seconds"]
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "comparisons", nargs="*", metavar="comparison", help=f"of {', '.join(COMPARISONS)} (default all)"
+    )
     parser.add_argument("--steps", type=int, default=20, help="timed steps of a run (default 20)")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each kind (default 5)")
     parser.add_argument("--no-bfloat16", action="store_true", help="leave PyTorch under bfloat16 autocast out")
@@ -207,28 +240,36 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps < 1 or arguments.repeats < 1:
         parser.error("--steps and --repeats must be at least 1")
+    if unknown := set(arguments.comparisons) - set(COMPARISONS):
+        parser.error(f"no comparison {min(unknown)!r}; choose from {', '.join(COMPARISONS)}")
     if arguments.child:
         child(arguments.child, arguments.steps)
         return
-    if importlib.util.find_spec("torch") is None:
+    pairs = [pair for name in arguments.comparisons or COMPARISONS for pair in COMPARISONS[name]]
+    if arguments.no_bfloat16:
+        pairs = [pair for pair in pairs if "torch-bfloat16" not in pair]
+    kinds = list(dict.fromkeys(kind for pair in pairs for kind in pair))
+    if any(kind.startswith("torch") for kind in kinds) and importlib.util.find_spec("torch") is None:
         sys.exit("this benchmark compares with PyTorch, which is not installed: pip install torch==2.13.0")
-    kinds = [kind for kind in KINDS if kind != "torch-bfloat16" or not arguments.no_bfloat16]
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-    launch("ours", 1)  # fills the cache of compiled kernels
+    launch("ddp", 1)  # fills the cache of compiled kernels
     for repeat in range(arguments.repeats):
         for kind in kinds:
             result = launch(kind, arguments.steps)
             rates[kind].append(result["rate"])
             if repeat == 0:
-                print(f"{KINDS[kind]}: {result['blas']}; loss {result['loss']:.3f} after {arguments.steps} steps")
+                note = f"; loss {result['loss']:.3f} after {arguments.steps} steps"
+                if "communication" in result:
+                    note += f"; {1e3 * result['communication']:.0f} ms of a step inside communication calls (rank 0)"
+                print(f"{KINDS[kind]}: {result['blas']}{note}")
         print(f"repeat {repeat + 1}: " + ", ".join(f"{kind} {rates[kind][-1]:,.0f}" for kind in kinds) + " tokens/s")
     print(f"median over {arguments.repeats} repeats, {RANKS} ranks of one thread:")
     for kind in kinds:
-        print(f"  {KINDS[kind]:40s}{statistics.median(rates[kind]):12,.0f} tokens/s")
-    for kind in kinds[1:]:
-        ratios = [ours / theirs for ours, theirs in zip(rates["ours"], rates[kind], strict=True)]
+        print(f"  {KINDS[kind]:45s}{statistics.median(rates[kind]):12,.0f} tokens/s")
+    for ours, theirs in pairs:
+        ratios = [one / other for one, other in zip(rates[ours], rates[theirs], strict=True)]
         low, high = min(ratios), max(ratios)
-        print(f"ratio to {KINDS[kind]}: {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})")
+        print(f"{KINDS[ours]} to {KINDS[theirs]}: {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""mpirun -n 8 python examples/train_gpt.py
+"""mpirun -n 8 python examples/train_gpt.py [--tensor 2] [--pipeline 2] [--optimizer zero3]
 
 Train a byte-level GPT on the source of Python's standard library, from a loss of ln 256 = 5.5 nats per byte down to
 where it has learned what Python looks like. Writes a plot of the loss, a sample of its writing and its state.
@@ -18,12 +18,16 @@ import numpy as np
 import mpishard
 from mpishard import nn
 from mpishard.data.text import Windows, standard_library_text, windows
+from mpishard.schedule import SCHEDULES
 
 OPTIMIZERS = {
     "ddp": mpishard.DDPOptimizer,
     "zero1": mpishard.ZeRO1Optimizer,
     "zero2": mpishard.ZeRO2Optimizer,
+    "zero3": mpishard.ZeRO3Optimizer,
 }
+# Windows of held-out text at a time.
+CHUNK = 32
 
 
 def unigram_loss(train: Windows, held_out: Windows) -> float:
@@ -33,33 +37,42 @@ def unigram_loss(train: Windows, held_out: Windows) -> float:
 
 
 def held_out_loss(mesh: mpishard.Mesh, model: nn.GPT, held_out: Windows, count: int) -> float:
-    """Nats per byte over `count` windows spread over `held_out`, each rank taking its share. Collective."""
+    """Nats per byte over `count` windows spread over `held_out`, each data rank taking its share. Collective."""
     samples = np.linspace(0, len(held_out) - 1, min(count, len(held_out))).astype(int)
     total = np.zeros(2)
-    for sample in samples[mesh.data.rank :: mesh.data.size]:
-        inputs, targets = held_out.batch(np.array([sample]))
+    for start in range(0, len(samples), CHUNK * mesh.data.size):
+        share = samples[start : start + CHUNK * mesh.data.size][mesh.data.rank :: mesh.data.size]
+        inputs, targets = held_out.batch(share)
         total += model.loss(inputs, targets), targets.size
     mesh.data.all_reduce(total)
     return float(total[0] / total[1])
 
 
-def write_state(path: Path, model: nn.GPT, optimizer_state: bytes, step: int, configuration: dict) -> None:
+def tensors(model: nn.GPT, flat: np.ndarray) -> dict[str, np.ndarray]:
+    """The whole model's tensors by name, out of a flat array of all parameters."""
+    sizes = [spec.size for spec in model.parameters.specs]
+    parts = np.split(flat, np.cumsum(sizes)[:-1])
+    return {spec.name: part.reshape(spec.shape) for spec, part in zip(model.parameters.specs, parts, strict=True)}
+
+
+def write_state(
+    path: Path, parameters: dict[str, np.ndarray], optimizer_state: bytes, step: int, options: dict
+) -> None:
     """Write under another name, then rename: a file of this name is always a whole one."""
     unfinished = path.with_suffix(".unfinished")
     with h5py.File(unfinished, "w") as file:
         file.attrs["step"] = step
-        file.attrs["configuration"] = json.dumps(configuration)
-        for spec in model.parameters.specs:
-            file[f"parameters/{spec.name}"] = model.parameters[spec.name]
+        file.attrs["configuration"] = json.dumps(options)
+        for name, values in parameters.items():
+            file[f"parameters/{name}"] = values
         file["optimizer"] = np.frombuffer(optimizer_state, np.uint8)
     unfinished.replace(path)
 
 
-def state_is_readable(path: Path, model: nn.GPT, optimizer_state: bytes) -> bool:
+def state_is_readable(path: Path, parameters: dict[str, np.ndarray], optimizer_state: bytes) -> bool:
     with h5py.File(path) as file:
         return file["optimizer"][()].tobytes() == optimizer_state and all(
-            np.array_equal(file[f"parameters/{spec.name}"], model.parameters[spec.name])
-            for spec in model.parameters.specs
+            np.array_equal(file[f"parameters/{name}"], values) for name, values in parameters.items()
         )
 
 
@@ -90,24 +103,51 @@ def arguments() -> argparse.Namespace:
     option("--width", 128, "channels")
     option("--heads", 4, "attention heads")
     option("--lr", 3e-3, "peak learning rate; warms up, then falls along a cosine")
+    option("--tensor", 1, "ranks over which each layer is split")
+    option("--pipeline", 1, "ranks over which the layers are divided; the other ranks are data-parallel")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline (default 1f1b)")
+    option("--chunks", 1, "runs of layers a pipeline rank; the interleaved schedule needs 2 or more")
+    parser.add_argument(
+        "--microbatches", type=int, help="parts of a data rank's batch in a pipeline (default 4 a stage)"
+    )
     option("--seed", 0, "of initial values, sample order and generated text")
     option("--sample", 400, "bytes of text to generate at the end")
     option("--output", Path("train-gpt-output"), "folder for plot, sample and state")
+    parser.add_argument("--sequence-parallel", action="store_true", help="split norms and residuals over --tensor too")
+    parser.add_argument("--tied", action="store_true", help="one table for input and output embedding")
+    parser.add_argument("--recompute", action="store_true", help="compute blocks twice instead of keeping activations")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="zero1", help="how state is sharded (default zero1)")
     return parser.parse_args()
 
 
 def main() -> int:
     options = arguments()
-    with mpishard.Mesh() as mesh:
+    with mpishard.Mesh(tensor=options.tensor, pipeline=options.pipeline) as mesh:
         train, held_out = windows(standard_library_text(), options.context).split(0.05)
-        model = nn.GPT(256, options.context, options.width, options.layers, options.heads, seed=options.seed)
+        model = nn.GPT(
+            vocabulary_size=256,
+            context_length=options.context,
+            width=options.width,
+            layers=options.layers,
+            heads=options.heads,
+            seed=options.seed,
+            mesh=mesh,
+            tied=options.tied,
+            sequence_parallel=options.sequence_parallel,
+            schedule=options.schedule,
+            chunks=options.chunks,
+            microbatches=options.microbatches,
+            recompute=options.recompute,
+            sharded_parameters=options.optimizer == "zero3",
+        )
         first = mesh.rank == 0
         if first:
             options.output.mkdir(parents=True, exist_ok=True)  # before the work, in case it cannot be
+            size = sum(spec.size for spec in model.parameters.specs)
+            shape = " x ".join(f"{axis}={count}" for axis, count in mesh.shape.items())
             print(
-                f"{model.parameters.size:,} parameters, {train.targets.size:,} bytes of text, "
-                f"{mesh.size} ranks of {mesh.blas_threads} BLAS threads",
+                f"{size:,} parameters, {train.targets.size:,} bytes of text, "
+                f"{mesh.size} ranks ({shape}) of {mesh.blas_threads} BLAS threads",
                 flush=True,
             )
 
@@ -130,19 +170,23 @@ def main() -> int:
         result = optimizer.optimize(problem)
 
         loss = held_out_loss(mesh, model, held_out, count=256)
+        parameters = tensors(model, mpishard.as_distributed(model, mesh).gather_full_parameters())
         optimizer_state = optimizer.serialize()
+        tokens = None
+        if mesh.data.rank == 0 or options.optimizer == "zero3":  # all ranks that hold parts of one model take part
+            tokens = model.generate(list(b"def "), options.sample, temperature=0.7, seed=options.seed)
         unigram = unigram_loss(train, held_out)
         finite = bool(np.isfinite(result.loss_history).all()) and math.isfinite(loss)
         readable = True
         if first:
             plot(options.output / "loss.png", result.loss_history, loss, unigram)
-            tokens = model.generate(list(b"def "), options.sample, temperature=0.7, seed=options.seed)
+            assert tokens is not None
             text = bytes(tokens.astype(np.uint8)).decode("utf-8", "replace")
             (options.output / "sample.txt").write_text(text, "utf-8")
             path = options.output / "state.h5"
             configuration = {name: str(value) for name, value in vars(options).items()}
-            write_state(path, model, optimizer_state, result.steps, configuration)
-            readable = state_is_readable(path, model, optimizer_state)
+            write_state(path, parameters, optimizer_state, result.steps, configuration)
+            readable = state_is_readable(path, parameters, optimizer_state)
             print(f"a sample of what it writes now:\n{'-' * 60}\n{text}\n{'-' * 60}")
             print(f"{result.steps} steps in {result.seconds:.0f} s,", end=" ")
             print(f"{result.samples * options.context / result.seconds:,.0f} bytes of text a second")

@@ -8,6 +8,7 @@
 from mpishard import nn
 from mpishard.collectives import Axis, CollectiveMismatchError, Pending
 from mpishard.distributed import (
+    HybridShardedModel,
     ShardedModel,
     as_distributed,
     as_distributed_for_high_bandwidth,
@@ -23,11 +24,13 @@ from mpishard.optim import (
     Adam,
     AdamW,
     DDPOptimizer,
+    HybridShardedOptimizer,
     Lion,
     RMSprop,
     ShardingConfiguration,
     ZeRO1Optimizer,
     ZeRO2Optimizer,
+    ZeRO3Optimizer,
 )
 from mpishard.optim.schedules import constant, cosine, inverse_square_root, linear, warmup
 from mpishard.parameters import FlatParameters
@@ -47,6 +50,8 @@ __all__ = [
     "CollectiveMismatchError",
     "DDPOptimizer",
     "FlatParameters",
+    "HybridShardedModel",
+    "HybridShardedOptimizer",
     "Lion",
     "Mesh",
     "OptimizationProblem",
@@ -59,6 +64,7 @@ __all__ = [
     "TrainingState",
     "ZeRO1Optimizer",
     "ZeRO2Optimizer",
+    "ZeRO3Optimizer",
     "as_distributed",
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",

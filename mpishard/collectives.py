@@ -114,14 +114,37 @@ class Axis:
         self.size = comm.size
         self.ledger = ledger
         self.largest_count = None if probe().large_counts else 2**31 - 1
+        self._debug = debug
         self._now = _Lane(comm, debug)
         self._later = _Lane(comm.Dup(), debug)
+        self._among: dict[tuple[int, ...], Axis | None] = {}
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank={self.rank}, size={self.size})"
 
+    def among(self, name: str, ranks: Sequence[int]) -> Axis | None:
+        """The axis of some of the ranks of this one, in ascending order; None on the others.
+
+        Collective over this axis.  The same ranks get the same axis again, under its first name; it is freed with this
+        one.
+        """
+        key = tuple(sorted(ranks))
+        if key not in self._among:
+            comm = self.comm.Split(0 if self.rank in key else MPI.UNDEFINED, self.rank)
+            part = None
+            if self.rank in key:
+                assert isinstance(comm, MPI.Intracomm)
+                part = Axis(name, comm, self.ledger, debug=self._debug)
+                everybody = self.ledger.members.get(self.name, list(range(self.size)))
+                self.ledger.members[name] = [everybody[rank] for rank in key]
+            self._among[key] = part
+        return self._among[key]
+
     def free(self) -> None:
         """Free the communicators.  Collective."""
+        for part in self._among.values():
+            if part is not None:
+                part.free()
         self._later.free()
         self._now.free()
 

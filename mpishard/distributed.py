@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+from mpishard import array as arrays
 from mpishard.gradients import GradientBuckets
 from mpishard.layout import split
 from mpishard.mesh import Mesh
 from mpishard.optim import DDPOptimizer, Rule, ShardedOptimizer, ShardingConfiguration
+from mpishard.optim.replicas import Replicas, misplaced
+from mpishard.optim.whole import gather_whole
 from mpishard.parameters import FlatParameters
 
 Array = Any
 
 
 class ShardedModel:
-    """A model on a mesh: it starts with the same parameters on every rank, and its gradients are summed over ranks.
+    """A model on data-parallel ranks: it starts with the same parameters on all, and its gradients are summed.
 
-    Creation is collective over ``mesh.data`` and copies the parameters of data rank 0 to the others.
+    Creation is collective over the mesh and copies the parameters of data rank 0 to the others.
 
     Parameters
     ----------
     model : object
         Has ``parameters``, a FlatParameters, and ``loss_and_gradient(*batch)``, which writes into its gradients.
     config : ShardingConfiguration or Mesh
+
+    Raises
+    ------
+    TypeError
+        If it is no such model.
+    ValueError
+        If its parameters are not laid out for this rank's place in the mesh.
     """
+
+    splits: ClassVar[bool] = False
 
     def __init__(self, model: Any, config: ShardingConfiguration | Mesh) -> None:
         if isinstance(model, type) and issubclass(model, Rule):
@@ -35,8 +47,16 @@ class ShardedModel:
             )
         self.model = model
         self.config = ShardingConfiguration.of(config)
-        self._axis = self.config.mesh.data
-        self._axis.broadcast(self.parameters.flat, label="parameters")
+        mesh = self.config.mesh
+        if not self.splits and mesh.data.size < mesh.size:
+            raise ValueError(
+                f"a ShardedModel is data-parallel only, but the mesh is {mesh.sizes}; use HybridShardedModel"
+            )
+        fits = self.parameters.place == mesh.place
+        mesh.world.agree(None if fits else ValueError(misplaced(self.parameters, mesh)))
+        self._axis = mesh.data
+        self._replicas = Replicas(mesh, self.parameters)
+        self._replicas.spread()
 
     @property
     def parameters(self) -> FlatParameters:
@@ -55,28 +75,45 @@ class ShardedModel:
 
     @property
     def local_parameter_shard(self) -> Array:
-        """View of this rank's even share of the flat parameters (1-D)."""
-        cuts = split(self.parameters.size, self.world_size)
-        return self.parameters.flat[cuts[self.rank] : cuts[self.rank + 1]]
+        """View of this data rank's even share of the flat parameters (1-D); under ZeRO-3 of those of each unit."""
+        return self._shards()[1]
 
     def gather_full_parameters(self) -> Array:
-        """A new flat array of all parameters, each rank's share taken from that rank.  Collective."""
-        whole = self.parameters.flat.copy()
-        return self._axis.all_gather(whole, label="parameters")
+        """A new flat array of all parameters of the whole model, each share taken from its rank.  Collective."""
+        mesh, parameters = self.config.mesh, self.parameters
+        if parameters.sharded is None and mesh.data.size == mesh.size:
+            whole = parameters.flat.copy()
+            return self._axis.all_gather(whole, label="parameters")
+        ranges, shard = self._shards()
+        host = gather_whole(mesh.world, parameters, ranges, arrays.to_host(shard))
+        if not arrays.is_device(shard):
+            return host
+        whole = arrays.empty(host.size, host.dtype, like=shard)
+        arrays.copy_to_device(host, whole)
+        return whole
+
+    def _shards(self) -> tuple[list[tuple[int, int]], Array]:
+        """Ranges of this place's flat order that are this data rank's share, and their values end to end."""
+        sharded = self.parameters.sharded
+        if sharded is not None:
+            return sharded.own, sharded.shard
+        cuts = split(self.parameters.size, self.world_size)
+        start, stop = cuts[self.rank], cuts[self.rank + 1]
+        return [(start, stop)], self.parameters.flat[start:stop]
 
     def loss_and_gradient(self, *batch: Any) -> float:
-        """Summed loss of this rank's batch; adds its gradient.
+        """Summed loss of this data rank's batch; adds its gradient.
 
         Where an optimizer has taken a step with these parameters before, its reduction starts while this still runs;
-        under ZeRO-2 this may then wait for other ranks, so let no other collective come between this and `step`.
+        under ZeRO-2 and 3 this may then wait for other ranks, so let no other collective come between this and `step`.
         """
         return self.model.loss_and_gradient(*batch)
 
     def synchronize_gradients(self) -> None:
         """Sum the gradients over the data axis; `step` of an optimizer does this by itself.  Collective.
 
-        Afterwards every rank's gradients are the sum (under ZeRO its own part of the sum), until the next step or
-        ``parameters.reset_gradients()``.
+        Before that, those of copies within a data coordinate are summed.  Afterwards every rank's gradients are the sum
+        (under ZeRO its own part of the sum), until the next step or ``parameters.reset_gradients()``.
         """
         gradients: GradientBuckets = self.parameters.gradients
         if gradients.reduced:
@@ -85,7 +122,15 @@ class ShardedModel:
         if gradients.reduces:
             gradients.drain()
         else:
+            for bucket in reversed(gradients.buckets):
+                self._replicas.sum(bucket, gradients.of_bucket(bucket))
             self._axis.all_reduce(gradients.flat, label="gradients")
+
+
+class HybridShardedModel(ShardedModel):
+    """A model that tensor and pipeline ranks hold together, on data-parallel ranks: a `ShardedModel` for any mesh."""
+
+    splits = True
 
 
 def as_distributed(model_or_rule: Any, mesh_or_config: Mesh | ShardingConfiguration) -> Any:
@@ -94,12 +139,13 @@ def as_distributed(model_or_rule: Any, mesh_or_config: Mesh | ShardingConfigurat
     Parameters
     ----------
     model_or_rule : Rule or model
-        A rule such as ``AdamW(lr=1e-3)`` becomes a `DDPOptimizer`, a model becomes a `ShardedModel`.
+        A rule such as ``AdamW(lr=1e-3)`` becomes a `DDPOptimizer`, a model becomes a `ShardedModel`, or on a mesh with
+        tensor or pipeline ranks a `HybridShardedModel`.
     mesh_or_config : Mesh or ShardingConfiguration
 
     Returns
     -------
-    DDPOptimizer or ShardedModel
+    DDPOptimizer, ShardedModel or HybridShardedModel
 
     Raises
     ------
@@ -111,7 +157,8 @@ def as_distributed(model_or_rule: Any, mesh_or_config: Mesh | ShardingConfigurat
         return DDPOptimizer(model_or_rule, config)
     if isinstance(model_or_rule, ShardedOptimizer | ShardedModel):
         raise TypeError(f"this {type(model_or_rule).__name__} is distributed already")
-    return ShardedModel(model_or_rule, config)
+    hybrid = config.mesh.data.size < config.mesh.size
+    return (HybridShardedModel if hybrid else ShardedModel)(model_or_rule, config)
 
 
 def as_distributed_for_high_bandwidth(model_or_rule: Any, mesh: Mesh) -> Any:

@@ -2,17 +2,18 @@
 
 A bucket is a run of consecutive tensors of at least so many elements.  Buckets are handed over last first, in one
 fixed order: a rank that has no samples this time, and so announces nothing, issues the same collectives in the same
-order as the others.
+order as the others.  Where a rank runs several stages of a pipeline, each stage has an order of its own, and the
+schedule, which all ranks of the data axis share, decides how the orders interleave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpishard import array as arrays
-from mpishard.layout import ParameterSpec
+from mpishard.layout import Piece
 
 Array = Any
 
@@ -24,11 +25,18 @@ def accumulate(total, addend, /):  # type: ignore[no-untyped-def]
     return total
 
 
-@arrays.elementwise
-def divide(total, /, divisor):  # type: ignore[no-untyped-def]
-    """``total /= divisor``, for flat arrays of both kinds."""
-    total = total / divisor
-    return total
+class Run(NamedTuple):
+    """Tensors `first` to `last` (exclusive) of a model, whose gradients are complete together.
+
+    `key` tells neighbouring runs of one stage apart; a `tied` tensor is a run by itself, which waits for the last
+    backward pass of the step, since another stage adds to its gradient.
+    """
+
+    first: int
+    last: int
+    stage: int = 0
+    key: object = None
+    tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,30 +48,53 @@ class Bucket:
     last: int
     start: int
     stop: int
+    tied: bool = False
 
     @property
     def size(self) -> int:
         return self.stop - self.start
 
 
-def make_buckets(specs: Sequence[ParameterSpec], minimum: int) -> tuple[Bucket, ...]:
-    """Group consecutive tensors until a bucket holds `minimum` elements; a short rest joins the last bucket."""
+def make_buckets(
+    pieces: Sequence[Piece], minimum: int, runs: Sequence[Run] | None = None, sizes: Sequence[int] | None = None
+) -> tuple[Bucket, ...]:
+    """Group consecutive tensors of a run until a bucket holds `minimum` elements; a short rest joins the last bucket.
+
+    `sizes` are the numbers of elements to go by, where ranks whose pieces differ in size shall cut alike.
+    """
     if minimum < 1:
         raise ValueError(f"minimum_parameter_group_size is {minimum}, but a bucket holds at least 1 element")
-    cuts = [(0, 0)]
-    stop = 0
-    for index, spec in enumerate(specs, start=1):
-        stop += spec.size
-        if stop - cuts[-1][1] >= minimum:
-            cuts.append((index, stop))
-    if len(cuts) > 1:
-        cuts[-1] = (len(specs), stop)
-    else:
-        cuts.append((len(specs), stop))
-    return tuple(
-        Bucket(index, first, last, start, stop)
-        for index, ((first, start), (last, stop)) in enumerate(zip(cuts[:-1], cuts[1:], strict=True))
-    )
+    sizes = [piece.size for piece in pieces] if sizes is None else sizes
+    buckets: list[Bucket] = []
+    for run in [Run(0, len(pieces))] if runs is None else runs:
+        cuts = [run.first]
+        size = 0
+        for index in range(run.first, run.last):
+            size += sizes[index]
+            if size >= minimum:
+                cuts.append(index + 1)
+                size = 0
+        if len(cuts) > 1:
+            cuts[-1] = run.last
+        else:
+            cuts.append(run.last)
+        for first, last in zip(cuts[:-1], cuts[1:], strict=True):
+            start = buckets[-1].stop if buckets else 0
+            stop = start + sum(piece.size for piece in pieces[first:last])
+            buckets.append(Bucket(len(buckets), first, last, start, stop, run.tied))
+    return tuple(buckets)
+
+
+@dataclass
+class _Stage:
+    """The buckets of one run that are handed over in turn, from the last to the first, and the next to go."""
+
+    stage: int
+    tied: bool
+    first: int
+    last: int
+    next: int
+    hold: bool = False
 
 
 class GradientBuckets:
@@ -71,12 +102,16 @@ class GradientBuckets:
 
     Parameters
     ----------
-    specs : sequence of ParameterSpec
+    pieces : sequence of Piece
         Tensors in flat order.
     like : array
         An array of the dtype and device that the gradients shall have.
     minimum : int
         Least number of elements in a bucket.
+    runs : sequence of Run, optional
+        Runs of tensors that no bucket may span; they cover all tensors.  Default: all tensors are one run.
+    sizes : sequence of int, optional
+        Elements of each tensor to hold against `minimum`; default those of its piece.
     reduce : callable or None
         ``reduce(bucket, array)`` takes the complete local gradient of one bucket; it may start a transfer and return.
         ``release(bucket)`` must be called once the array may be written again (at once where nothing is in flight).
@@ -84,7 +119,8 @@ class GradientBuckets:
         Waits until nothing that `reduce` started is under way.
     on_demand : bool
         False: one flat buffer for all buckets, kept, in which micro-batches add up, reduced after the last of them.
-        True: a bucket has memory from its first gradient until it is reduced, after every micro-batch (ZeRO-2).
+        True: a bucket has memory from its first gradient until it is reduced, after every micro-batch (ZeRO-2).  The
+        buckets of tied tensors are kept until the last one all the same.
 
     Attributes
     ----------
@@ -102,15 +138,18 @@ class GradientBuckets:
 
     def __init__(
         self,
-        specs: Sequence[ParameterSpec],
+        pieces: Sequence[Piece],
         like: Array,
         minimum: int,
         *,
+        runs: Sequence[Run] | None = None,
+        sizes: Sequence[int] | None = None,
         reduce: Callable[[Bucket, Array], None] | None = None,
         drain: Callable[[], None] | None = None,
         on_demand: bool = False,
     ) -> None:
-        self.buckets = make_buckets(specs, minimum)
+        runs = [Run(0, len(pieces))] if runs is None else runs
+        self.buckets = make_buckets(pieces, minimum, runs, sizes)
         self.on_demand = on_demand
         self.inspect: Callable[[Bucket, Array], None] | None = None
         self.hold = reduce is None
@@ -120,29 +159,37 @@ class GradientBuckets:
         self._like = like
         self._reduce = reduce
         self._drain = drain
-        self._specs = tuple(specs)
+        self._pieces = tuple(pieces)
         self._bucket_of: dict[str, tuple[Bucket, int, int]] = {}
         for bucket in self.buckets:
             offset = 0
-            for spec in self._specs[bucket.first : bucket.last]:
-                self._bucket_of[spec.name] = (bucket, offset, offset + spec.size)
-                offset += spec.size
-        self._shapes = {spec.name: spec.shape for spec in self._specs}
+            for piece in self._pieces[bucket.first : bucket.last]:
+                self._bucket_of[piece.name] = (bucket, offset, offset + piece.size)
+                offset += piece.size
+        self._shapes = {piece.name: piece.shape for piece in self._pieces}
+        self._stages: list[_Stage] = []
+        self._stage_of: list[_Stage] = []
+        for bucket in self.buckets:
+            run = next(run for run in runs if run.first <= bucket.first and bucket.last <= run.last)
+            last = self._stages[-1] if self._stages else None
+            if last is None or run.tied or last.tied or last.stage != run.stage:
+                self._stages.append(_Stage(run.stage, run.tied, bucket.index, bucket.index, bucket.index))
+            self._stages[-1].last = self._stages[-1].next = bucket.index
+            self._stage_of.append(self._stages[-1])
         self._flat: Array | None = None
         self._memory: dict[int, Array] = {}
         self._free: list[Array] = []
         self._lent: dict[int, Array] = {}
         self._written: set[str] = set()
         self._finished: list[set[str]] = [set() for _ in self.buckets]
-        self._next = len(self.buckets) - 1
 
     @property
     def flat(self) -> Array:
         """The one flat gradient buffer, in flat order (only where memory is not on demand)."""
         if self.on_demand:
-            raise ValueError("gradients that live bucket by bucket (ZeRO-2) have no flat buffer")
+            raise ValueError("gradients that live bucket by bucket (ZeRO-2, ZeRO-3) have no flat buffer")
         if self._flat is None:
-            self._flat = arrays.zeros(sum(spec.size for spec in self._specs), self._like.dtype, like=self._like)
+            self._flat = arrays.zeros(sum(piece.size for piece in self._pieces), self._like.dtype, like=self._like)
             self._note_peak()
         return self._flat
 
@@ -159,7 +206,7 @@ class GradientBuckets:
     @property
     def has_content(self) -> bool:
         """Whether gradients were written or reduced since the last `reset`."""
-        return bool(self._written) or self.reduced or self._next < len(self.buckets) - 1
+        return bool(self._written) or self.reduced or any(stage.next < stage.last for stage in self._stages)
 
     @property
     def nbytes(self) -> int:
@@ -174,9 +221,10 @@ class GradientBuckets:
     def gradient(self, name: str) -> tuple[Array, bool]:
         """Where the gradient of tensor `name` goes, and whether to add to it (else: overwrite what is there)."""
         bucket, start, stop = self._bucket_of[name]
-        if self.on_demand and self.hold and self._next < 0:
-            self._begin_pass()
-        if self.reduced or bucket.index > self._next:
+        stage = self._stage_of[bucket.index]
+        if self.on_demand and self.hold and stage.next < stage.first:
+            self._begin_pass(stage)
+        if self.reduced or bucket.index > stage.next:
             raise RuntimeError(
                 f"the gradient of {name!r} is reduced already, so another backward pass cannot add to it; call step() "
                 "or reset_gradients() in between, or set auto_sync_gradients=False to accumulate over several passes"
@@ -190,37 +238,57 @@ class GradientBuckets:
         """Announce that this pass writes no more to the gradient of `name`: its bucket may be reduced."""
         bucket, _, _ = self._bucket_of[name]
         self._finished[bucket.index].add(name)
-        if not self.hold or self.on_demand:
-            self._hand_over()
+        stage = self._stage_of[bucket.index]
+        if not stage.tied and (self.on_demand or not (self.hold or stage.hold)):
+            self._hand_over(stage)
+
+    def begin_stage(self, stage: int, last: bool) -> None:
+        """Tell whether the pass that writes the gradients of `stage` now is the last of this step's."""
+        for each in self._stages:
+            if each.stage == stage:
+                each.hold = not last
+
+    def end_stage(self, stage: int) -> None:
+        """End one micro-batch of one stage: reduce what is due.  All ranks of the data axis must be at this point."""
+        for each in reversed(self._stages):
+            if each.stage != stage or each.tied:
+                continue
+            if self.on_demand or not (self.hold or each.hold):
+                self._launch_rest(each)
+            # Where only `hold` says that more passes come, `end_pass` follows, and makes room for them.
+            if self.on_demand and each.hold:
+                self._begin_pass(each)
+            self._unfinish(each)
 
     def end_pass(self, last: bool = True) -> None:
         """End one micro-batch: reduce what is due; tensors without a gradient count as zero.  Collective."""
-        if last or self.on_demand:
-            while self._next >= 0:
-                self._launch(self.buckets[self._next])
-        if last:
-            self.reduced = True
-        elif self.on_demand:
-            self._begin_pass()
-        self._unfinish()
+        for stage in reversed(self._stages):
+            if last or (self.on_demand and not stage.tied):
+                self._launch_rest(stage)
+            if not last and self.on_demand and not stage.tied:
+                self._begin_pass(stage)
+            self._unfinish(stage)
+        self.reduced = self.reduced or last
 
     def drain(self) -> None:
         """Wait until no reduction is under way."""
         if self._drain is not None:
             self._drain()
 
-    def _begin_pass(self) -> None:
+    def _begin_pass(self, stage: _Stage) -> None:
         self.drain()
-        self._unfinish()
-        self._next = len(self.buckets) - 1
+        self._unfinish(stage)
+        stage.next = stage.last
 
-    def _unfinish(self) -> None:
-        for names in self._finished:
+    def _unfinish(self, stage: _Stage) -> None:
+        for names in self._finished[stage.first : stage.last + 1]:
             names.clear()
 
     def reset(self) -> None:
         """Forget the gradients: the next pass starts from zero."""
-        self._begin_pass()
+        for stage in self._stages:
+            self._begin_pass(stage)
+            stage.hold = False
         self._written.clear()
         self._lent.clear()
         self.reduced = False
@@ -232,23 +300,28 @@ class GradientBuckets:
         if self.on_demand:
             if self._lent.pop(bucket.index, None) is None:
                 self._free.append(self._memory.pop(bucket.index))
-            for spec in self._specs[bucket.first : bucket.last]:
-                self._written.discard(spec.name)
+            for piece in self._pieces[bucket.first : bucket.last]:
+                self._written.discard(piece.name)
 
-    def _hand_over(self) -> None:
-        while self._next >= 0:
-            bucket = self.buckets[self._next]
+    def _hand_over(self, stage: _Stage) -> None:
+        while stage.next >= stage.first:
+            bucket = self.buckets[stage.next]
             if len(self._finished[bucket.index]) < bucket.last - bucket.first:
                 return
-            self._launch(bucket)
+            self._launch(stage)
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch_rest(self, stage: _Stage) -> None:
+        while stage.next >= stage.first:
+            self._launch(stage)
+
+    def _launch(self, stage: _Stage) -> None:
+        bucket = self.buckets[stage.next]
         memory = self._array(bucket)
-        for spec in self._specs[bucket.first : bucket.last]:
-            if spec.name not in self._written:
-                _, start, stop = self._bucket_of[spec.name]
+        for piece in self._pieces[bucket.first : bucket.last]:
+            if piece.name not in self._written:
+                _, start, stop = self._bucket_of[piece.name]
                 memory[start:stop] = 0
-        self._next -= 1
+        stage.next -= 1
         if self.inspect is not None:
             self.inspect(bucket, memory)
         if self._reduce is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 Box = tuple[tuple[int, int], ...]
@@ -26,15 +26,22 @@ class ParameterSpec:
     shape : tuple of int
         Global shape; may contain zeros.
     stage : int
-        Pipeline stage that owns the tensor.
+        Pipeline stage that owns the tensor.  With several chunks a rank it is the virtual stage, of which pipeline rank
+        r of p holds r, r + p, r + 2 p, and so on.
     tensor_dim : int or None
-        Dimension split over the tensor axis; None: every tensor rank holds all of it.
+        Dimension split over the tensor axis; None: every tensor rank holds all of it, and the copies are replicas.
+    partial : bool
+        Whether the gradients that the tensor ranks compute for their replicas are terms of a sum, instead of equal.
+    copies : tuple of int
+        Further stages that hold the tensor and use it too: a tie, whose gradients are terms of a sum over the stages.
     """
 
     name: str
     shape: tuple[int, ...]
     stage: int = 0
     tensor_dim: int | None = None
+    partial: bool = False
+    copies: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(extent) for extent in self.shape))
@@ -42,6 +49,15 @@ class ParameterSpec:
             raise ValueError("a parameter needs a name")
         if min(self.shape, default=0) < 0:
             raise ValueError(f"parameter {self.name!r} has the negative extent {min(self.shape)} in {self.shape}")
+        if self.tensor_dim is not None and not 0 <= self.tensor_dim < len(self.shape):
+            raise ValueError(
+                f"parameter {self.name!r} of shape {self.shape} has no dimension {self.tensor_dim} to split"
+            )
+        if self.partial and self.tensor_dim is not None:
+            raise ValueError(
+                f"parameter {self.name!r} is split along {self.tensor_dim}, so every tensor rank has gradients of its "
+                "own; only those of replicas (tensor_dim=None) can be partial"
+            )
 
     @property
     def size(self) -> int:
@@ -75,6 +91,66 @@ Holding = tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a rank stands in a mesh, as far as it decides which parameters it holds.
+
+    Parameters
+    ----------
+    tensor_rank, tensor_size : int
+        On the tensor axis.
+    pipeline_rank, pipeline_size : int
+        On the pipeline axis.
+    """
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    pipeline_rank: int = 0
+    pipeline_size: int = 1
+
+    def runner(self, stage: int) -> int:
+        """The pipeline rank that runs the (virtual) stage."""
+        return stage % self.pipeline_size
+
+    def runs(self, stage: int) -> bool:
+        """Whether this rank runs the (virtual) stage."""
+        return self.runner(stage) == self.pipeline_rank
+
+    def holders(self, spec: ParameterSpec) -> list[int]:
+        """The pipeline ranks that hold the tensor, ascending; several if it is tied between them."""
+        return sorted({self.runner(stage) for stage in (spec.stage, *spec.copies)})
+
+    def holds(self, spec: ParameterSpec) -> bool:
+        """Whether this rank holds the tensor, or its own slice of it."""
+        return self.pipeline_rank in self.holders(spec)
+
+    def box(self, spec: ParameterSpec) -> Box:
+        """The slice of a tensor that belongs to this rank of the tensor axis."""
+        if spec.tensor_dim is None:
+            return spec.box
+        cuts = split(spec.shape[spec.tensor_dim], self.tensor_size)
+        box = list(spec.box)
+        box[spec.tensor_dim] = (cuts[self.tensor_rank], cuts[self.tensor_rank + 1])
+        return tuple(box)
+
+    def counts(self, spec: ParameterSpec) -> bool:
+        """Whether this rank's elements of the tensor are the ones to count, of replicas and ties the first."""
+        return self.runs(spec.stage) and (spec.tensor_dim is not None or self.tensor_rank == 0)
+
+    def holding(self, specs: Iterable[ParameterSpec]) -> Holding:
+        """What this rank holds of the tensors, end to end in their order."""
+        pieces: list[Piece] = []
+        start = 0
+        for spec in specs:
+            if self.holds(spec):
+                pieces.append(Piece(spec.name, self.box(spec), start))
+                start += pieces[-1].size
+        return tuple(pieces)
+
+
+WHOLE = Place()
+
+
+@dataclass(frozen=True)
 class Move:
     """Copy `box` of tensor `name` from a piece on one rank to a piece on another (or the same) rank."""
 
@@ -84,6 +160,31 @@ class Move:
     source: Piece
     target_rank: int
     target: Piece
+
+
+def merge_ties(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
+    """Make one spec of those with one name: a tensor that several stages list is tied between them.
+
+    Raises
+    ------
+    ValueError
+        If tied tensors differ in shape or split, or a stage lists a name twice.
+    """
+    merged: dict[str, ParameterSpec] = {}
+    for spec in specs:
+        first = merged.setdefault(spec.name, spec)
+        if first is spec:
+            continue
+        if (first.shape, first.tensor_dim) != (spec.shape, spec.tensor_dim):
+            raise ValueError(
+                f"{spec.name!r} ties a tensor of shape {first.shape}, split along {first.tensor_dim}, on stage "
+                f"{first.stage} to one of shape {spec.shape}, split along {spec.tensor_dim}, on stage {spec.stage}; "
+                "tied tensors must be alike"
+            )
+        if spec.stage in (first.stage, *first.copies):
+            raise ValueError(f"two parameters of stage {spec.stage} are named {spec.name!r}; names must be unique")
+        merged[spec.name] = replace(first, copies=(*first.copies, spec.stage))
+    return list(merged.values())
 
 
 def split(size: int, parts: int) -> list[int]:
@@ -128,32 +229,29 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     return boxes
 
 
-def holding_of_ranges(specs: Iterable[ParameterSpec], ranges: Iterable[tuple[int, int]]) -> Holding:
-    """Pieces of a rank whose buffer is a run of ranges of the concatenated tensors.
+def cut_holding(holding: Holding, ranges: Iterable[tuple[int, int]]) -> Holding:
+    """Pieces of a buffer that is a run of ranges of another one.
 
     Parameters
     ----------
-    specs : iterable of ParameterSpec
-        Tensors in the order in which they are concatenated.
+    holding : tuple of Piece
+        What the other buffer holds, end to end.
     ranges : iterable of (start, stop)
-        Ascending ranges of the concatenation; the rank's buffer is these ranges end to end.
+        Ascending ranges of the other buffer; the new one is these ranges end to end.
     """
-    tensors = []
-    offset = 0
-    for spec in specs:
-        tensors.append((offset, offset + spec.size, spec))
-        offset += spec.size
     pieces: list[Piece] = []
     place = 0
     index = 0
     for start, stop in ranges:
-        while index < len(tensors) and tensors[index][1] <= start:
+        while index < len(holding) and holding[index].start + holding[index].size <= start:
             index += 1
-        for first, last, spec in tensors[index:]:
-            if first >= stop:
+        for whole in holding[index:]:
+            if whole.start >= stop:
                 break
-            for box in boxes_of_range(spec.shape, max(start, first) - first, min(stop, last) - first):
-                pieces.append(Piece(spec.name, box, place))
+            first, last = max(start, whole.start), min(stop, whole.start + whole.size)
+            for box in boxes_of_range(whole.shape, first - whole.start, last - whole.start):
+                within = zip(box, whole.box, strict=True)
+                pieces.append(Piece(whole.name, tuple((a + c, b + c) for (a, b), (c, _) in within), place))
                 place += pieces[-1].size
     return tuple(pieces)
 

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from mpishard.collectives import Axis
 from mpishard.guard import Watchdog, abort_on_exception
+from mpishard.layout import Place
 from mpishard.ledger import Ledger
 from mpishard.threads import limit_blas_threads
 
@@ -72,12 +73,14 @@ class Mesh:
         comm = MPI.COMM_WORLD if comm is None else comm
         data, tensor, pipeline = _sizes(comm.size, data=data, tensor=tensor, pipeline=pipeline)
         timeout = _timeout(timeout)
-        debug = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0") if debug is None else debug
+        self.debug = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0") if debug is None else debug
         self.ledger = Ledger()
-        self.debug = debug
         world = comm.Dup()
-        self._watchdog = Watchdog(world, self.ledger, timeout)
+        self._watchdog: Watchdog | None = Watchdog(world, self.ledger, timeout)
         abort_on_exception(self.ledger)
+        self._split(world, data, tensor, pipeline)
+
+    def _split(self, world: MPI.Intracomm, data: int, tensor: int, pipeline: int) -> None:
         self.shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
         rank = world.rank
         tensor_rank, data_rank, stage = rank % tensor, rank // tensor % data, rank // (tensor * data)
@@ -86,7 +89,7 @@ class Mesh:
         def axis(name: str, part: MPI.Comm) -> Axis:
             assert isinstance(part, MPI.Intracomm)
             self.ledger.members[name] = list(MPI.Group.Translate_ranks(part.group, None, world.group))
-            return Axis(name, part, self.ledger, debug=debug)
+            return Axis(name, part, self.ledger, debug=self.debug)
 
         self.world = axis("world", world)
         self.data = axis("data", world.Split(stage * tensor + tensor_rank, data_rank))
@@ -94,7 +97,13 @@ class Mesh:
         self.pipeline = axis("pipeline", world.Split(data_rank * tensor + tensor_rank, stage))
         self.node = axis("node", world.Split_type(MPI.COMM_TYPE_SHARED, rank))
         self.blas_threads = limit_blas_threads(self.node.comm)
+        self._children: dict[tuple[int, int, int], Mesh] = {}
         self._freed = False
+
+    @property
+    def place(self) -> Place:
+        """Where this rank stands, as far as it decides which parameters it holds."""
+        return Place(self.tensor.rank, self.tensor.size, self.pipeline.rank, self.pipeline.size)
 
     @property
     def rank(self) -> int:
@@ -114,8 +123,37 @@ class Mesh:
         return self.node.rank % devices if devices else None
 
     def __repr__(self) -> str:
-        shape = " x ".join(f"{name}={size}" for name, size in self.shape.items())
-        return f"Mesh({shape}, rank={self.rank})"
+        return f"Mesh({self.sizes}, rank={self.rank})"
+
+    @property
+    def sizes(self) -> str:
+        """Its shape in words."""
+        return " x ".join(f"{name}={size}" for name, size in self.shape.items())
+
+    def reshaped(self, *, data: int = -1, tensor: int = 1, pipeline: int = 1) -> Mesh:
+        """The same ranks in another shape: this mesh itself where that is its shape, else a mesh freed with this one.
+
+        Collective.  A shape that was asked for before gives the same mesh again.  It has this mesh's ledger.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if the sizes do not multiply out, or if this mesh is split in another way already.
+        """
+        data, tensor, pipeline = shape = _sizes(self.size, data=data, tensor=tensor, pipeline=pipeline)
+        if shape == (self.data.size, self.tensor.size, self.pipeline.size):
+            return self
+        if self.data.size != self.size:
+            raise ValueError(
+                f"the mesh is {self.sizes} already, but pipeline={pipeline} x data={data} x tensor={tensor} was asked "
+                "for; leave the sizes out to use the mesh as it is, or start from a purely data-parallel one"
+            )
+        if shape not in self._children:
+            child = Mesh.__new__(Mesh)
+            child.debug, child.ledger, child._watchdog = self.debug, self.ledger, None
+            child._split(self.world.comm.Dup(), data, tensor, pipeline)
+            self._children[shape] = child
+        return self._children[shape]
 
     def __enter__(self) -> Mesh:
         return self
@@ -132,7 +170,10 @@ class Mesh:
         if self._freed:
             return
         self._freed = True
-        self._watchdog.close()
+        for child in self._children.values():
+            child.free()
+        if self._watchdog is not None:
+            self._watchdog.close()
         for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
             axis.free()
 

@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from mpishard import array as arrays
 from mpishard.array import is_array
-from mpishard.gradients import GradientBuckets
-from mpishard.layout import ParameterSpec
+from mpishard.collectives import Axis
+from mpishard.gradients import GradientBuckets, Run
+from mpishard.layout import WHOLE, Box, ParameterSpec, Place
+from mpishard.sharding import ShardedUnits
 
 Array = Any
 
@@ -22,16 +25,52 @@ class FlatParameters:
     Parameters
     ----------
     specs : sequence of ParameterSpec
-        The tensors, in the order in which the model uses them; they are stored in this order.
+        The tensors of the whole model, in the order in which it uses them; they are stored in this order.
     dtype : dtype
         float32 or float64.
     module : module
         ``numpy`` (default) or ``cupy``: where the buffers live.
+    place : Place
+        Which of the tensors, and which slices of them, this rank holds; default everything.
+    units : sequence of sequences of str
+        Names of consecutive tensors that are used together; under ZeRO-3 they are gathered together.  Default: all
+        tensors are one unit.
+    sharded_over : Axis, optional
+        Hold only an even share of every unit from the start (ZeRO-3), and never all parameters at a time.
+
+    Attributes
+    ----------
+    specs : tuple of ParameterSpec
+        Of the whole model.
+    local : tuple of ParameterSpec
+        Of the tensors held here.
+    pieces : tuple of Piece
+        The slice of each tensor in `local` that is held here, and its place in the flat buffer.
+    gradients : GradientBuckets
+    lent : bool
+        Whether the flat buffer is the caller's, who counts on it to be whole.
+    loss_scale : float
+        What a backward pass multiplies the gradient of its loss by, so that half-precision gradients keep small
+        values; the optimizer sets it, and divides it out again.
     """
 
-    def __init__(self, specs: Sequence[ParameterSpec], dtype: Any = np.float32, *, module: Any = np) -> None:
-        size = sum(spec.size for spec in specs)
-        self._bind(specs, module.zeros(size, np.dtype(dtype)))
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        dtype: Any = np.float32,
+        *,
+        module: Any = np,
+        place: Place = WHOLE,
+        units: Sequence[Sequence[str]] | None = None,
+        sharded_over: Axis | None = None,
+    ) -> None:
+        self._set_layout(specs, place, units)
+        dtype = np.dtype(dtype)
+        if sharded_over is not None:
+            self._like = module.zeros(0, dtype)
+            self._bind(None, ShardedUnits(self.pieces, self.units, sharded_over, self._like))
+        else:
+            self._bind(module.zeros(self.size, dtype), None)
 
     @classmethod
     def over(cls, flat: Array, specs: Sequence[ParameterSpec] | None = None) -> FlatParameters:
@@ -43,51 +82,171 @@ class FlatParameters:
             named = sum(spec.size for spec in specs)
             raise ValueError(f"the specs name {named} elements, but the flat array has {flat.size}")
         self = cls.__new__(cls)
-        self._bind(specs, flat)
+        self._set_layout(specs, WHOLE, None)
+        self._bind(flat, None)
+        self.lent = True
         return self
 
-    def _bind(self, specs: Sequence[ParameterSpec], flat: Array) -> None:
+    def _set_layout(self, specs: Sequence[ParameterSpec], place: Place, units: Sequence[Sequence[str]] | None) -> None:
         names = [spec.name for spec in specs]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"two parameters are named {twice!r}; names must be unique")
         self.specs = tuple(specs)
-        self.flat = flat
-        self._views = {}
-        start = 0
-        for spec in self.specs:
-            self._views[spec.name] = flat[start : start + spec.size].reshape(spec.shape)
-            start += spec.size
-        self.gradients = GradientBuckets(self.specs, flat, minimum=max(1, flat.size))
+        self.place = place
+        self.local = tuple(spec for spec in self.specs if place.holds(spec))
+        self.pieces = place.holding(self.specs)
+        self.lent = False
+        self.loss_scale = 1.0
+        self.units = _runs_of_units(self.local, units)
+        self._piece_of = {piece.name: piece for piece in self.pieces}
+        self._unit_of = {
+            piece.name: index for index, (first, last) in enumerate(self.units) for piece in self.pieces[first:last]
+        }
+
+    def _bind(self, flat: Array | None, sharded: ShardedUnits | None) -> None:
+        self._flat = flat
+        self.sharded = sharded
+        if flat is not None:
+            self._like = flat[:0]
+            self._views = {p.name: flat[p.start : p.start + p.size].reshape(p.shape) for p in self.pieces}
+        else:
+            assert sharded is not None
+            self._views = sharded.views
+        self.gradients = GradientBuckets(self.pieces, self._like, minimum=max(1, self.size), runs=self.gradient_runs())
+
+    def gradient_runs(self, *, by_unit: bool = False) -> list[Run]:
+        """Runs of pieces whose gradients are complete at different times, so that no bucket may span two of them.
+
+        Tensors of one stage are a run, or with `by_unit` those of one unit; a tied tensor is a run of its own, which
+        waits for the end of the step.
+        """
+        runs: list[Run] = []
+        for index, spec in enumerate(self.local):
+            key = self._unit_of[spec.name] if by_unit else spec.stage
+            if runs and not spec.copies and not runs[-1].tied and runs[-1].key == key:
+                runs[-1] = runs[-1]._replace(last=index + 1)
+            else:
+                runs.append(Run(index, index + 1, spec.stage, key, bool(spec.copies)))
+        return runs
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Number of parameters that belong to this rank's place in the mesh."""
+        return sum(piece.size for piece in self.pieces)
 
     @property
-    def size(self) -> int:
-        """Number of parameters on this rank."""
-        return int(self.flat.size)
+    def flat(self) -> Array:
+        """The flat buffer of all parameters of this rank's place."""
+        if self._flat is None:
+            raise ValueError(
+                "these parameters are sharded over the data axis (ZeRO-3) and have no flat array; "
+                "gather_full_parameters() of the model makes one, `sharded.shard` is this rank's share"
+            )
+        return self._flat
+
+    @property
+    def like(self) -> Array:
+        """An empty array of their dtype and device."""
+        return self._like
 
     @property
     def dtype(self) -> np.dtype:
-        return np.dtype(self.flat.dtype)
+        return np.dtype(self._like.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters held now, units gathered for use included.  Not collective."""
+        return int(self._flat.nbytes) if self._flat is not None else self._sharded().nbytes
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A number of 62 bits that depends on the names, shapes, order and dtype of the tensors."""
+        """A number of 62 bits that depends on the names, shapes, order and dtype of the model's tensors."""
         text = repr([(spec.name, spec.shape) for spec in self.specs] + [self.dtype.name])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
     @property
     def description(self) -> str:
         """Their number and size in words."""
-        return f"{len(self)} tensors of {self.size} {self.dtype} values, first {next(iter(self), 'none')!r}"
+        size = sum(spec.size for spec in self.specs)
+        first = next((spec.name for spec in self.specs), "none")
+        return f"{len(self.specs)} tensors of {size} {self.dtype} values, first {first!r}"
 
     def __getitem__(self, name: str) -> Array:
-        return self._views[name]
+        """The slice of tensor `name` that this rank holds.
+
+        Ask anew for every use: under ZeRO-3 it exists between `use` and `release` only, in other memory each time.
+        """
+        try:
+            return self._views[name]
+        except KeyError:
+            if self.sharded is None or name not in self._piece_of:
+                raise
+            raise RuntimeError(
+                f"parameter {name!r} is sharded (ZeRO-3) and not gathered now; call use() before"
+            ) from None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._views)
+        return iter(self._piece_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._piece_of
 
     def __len__(self) -> int:
-        return len(self._views)
+        return len(self._piece_of)
+
+    def box(self, name: str) -> Box:
+        """The slice of the global tensor that this rank's part of `name` is."""
+        return self._piece_of[name].box
+
+    def assign(self, name: str, values: Array) -> None:
+        """Give this rank's slice of `name` its values, an array of its shape; works on sharded parameters too."""
+        if self.sharded is None:
+            self._views[name][...] = values
+        else:
+            self.sharded.assign(self._piece_of[name], self._unit_of[name], values)
+
+    # -- ZeRO-3: parameters are there while they are used -----------------------------------------------------------
+
+    def use(self, names: Sequence[str]) -> None:
+        """Make the tensors `names` available; collective over the data axis under ZeRO-3, else nothing happens."""
+        if self.sharded is not None:
+            self.sharded.use(self._units(names))
+
+    def prefetch(self, names: Sequence[str]) -> None:
+        """Start to gather what the next `use` will want.  Collective like `use`."""
+        if self.sharded is not None:
+            self.sharded.prefetch(self._units(names))
+
+    def release(self, names: Sequence[str]) -> None:
+        """The tensors `names` are not needed for now: what was gathered of them is freed."""
+        if self.sharded is not None:
+            self.sharded.release(self._units(names))
+
+    def shard(self, axis: Axis) -> None:
+        """Keep only this rank's share of every unit from now on.  Not collective; all ranks must hold equal values."""
+        if self.sharded is not None:
+            return
+        sharded = ShardedUnits(self.pieces, self.units, axis, self._like)
+        sharded.take(self.flat)
+        self._bind(None, sharded)
+
+    def gather(self) -> Array:
+        """All parameters of this rank's place as one flat array (a new one).  Collective under ZeRO-3."""
+        if self.sharded is None:
+            return self.flat.copy()
+        flat = arrays.empty(self.size, self.dtype, like=self._like)
+        self.sharded.gather(flat)
+        return flat
+
+    def _units(self, names: Sequence[str]) -> list[int]:
+        return sorted({self._unit_of[name] for name in names})
+
+    def _sharded(self) -> ShardedUnits:
+        assert self.sharded is not None
+        return self.sharded
+
+    # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradient(self, name: str) -> tuple[Array, bool]:
         """Where a backward pass writes the gradient of `name`: ``(view, accumulate)``.
@@ -104,6 +263,23 @@ class FlatParameters:
     def reset_gradients(self) -> None:
         """Forget the gradients; the next backward pass starts from zero.  Optimizers do this after each step."""
         self.gradients.reset()
+
+
+def _runs_of_units(specs: Sequence[ParameterSpec], units: Sequence[Sequence[str]] | None) -> list[tuple[int, int]]:
+    """Units as runs ``(first, last)`` of the tensors held, in order, cut further between stages and at ties."""
+    number = {name: index for index, unit in enumerate(units or ()) for name in unit}
+    if units is not None and (missing := [spec.name for spec in specs if spec.name not in number]):
+        raise ValueError(f"parameter {missing[0]!r} is in no unit; units must name every tensor")
+    runs: list[tuple[int, int]] = []
+    previous: object = None
+    for index, spec in enumerate(specs):
+        key = (number.get(spec.name), spec.stage, spec.name if spec.copies else None)
+        if runs and key == previous:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+        previous = key
+    return runs
 
 
 def check_flat(what: str, array: Array, *, written: bool = False) -> None:

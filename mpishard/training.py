@@ -57,8 +57,9 @@ class OptimizationResult:
 
     Attributes
     ----------
-    parameters : array
-        The final parameters, flat.
+    parameters : array or FlatParameters
+        The final parameters, flat; where no rank holds all of them (ZeRO-3, tensor or pipeline ranks) the
+        FlatParameters that was trained, of which ``HybridShardedModel.gather_full_parameters`` makes one array.
     loss_history : ndarray, float64 (steps,)
         Mean loss of each step's samples, before its update.
     steps, samples : int
@@ -72,7 +73,7 @@ class OptimizationResult:
         What this rank communicated over all axes since the mesh was made: calls, bytes sent and seconds by kind.
     """
 
-    parameters: Array
+    parameters: Array | FlatParameters
     loss_history: np.ndarray
     steps: int
     samples: int
@@ -92,7 +93,8 @@ class OptimizationProblem:
         ``function(parameters, samples, gradients) -> loss``: for one micro-batch, whose sample indices are `samples`
         (int64, never empty), return the summed loss and ADD its gradient into `gradients`.  Parameters and gradients
         are flat arrays like `start`; if `start` is a FlatParameters they are that and its `GradientBuckets`, into
-        which its model writes.
+        which its model writes.  Where ranks wait for each other inside a model (ZeRO-2 and 3, tensor or pipeline
+        ranks) all of them are called equally often, some with no samples.
     start : 1-D array or FlatParameters
         Where to start.  An array is copied; a FlatParameters is trained in place.
     samples : int
@@ -169,7 +171,7 @@ class OptimizationProblem:
         progress : bool
             Show progress on stderr of rank 0.
         """
-        watching = self._agree_on_problem(optimizer.axis, callback is not None)
+        watching = self._agree_on_problem(optimizer.world, callback is not None)
         if self.batch_size < optimizer.axis.size:
             raise ValueError(
                 f"batch_size={self.batch_size} gives some of the {optimizer.axis.size} data-parallel ranks no sample; "
@@ -213,12 +215,22 @@ class _Loop:
         self.of_model = isinstance(start, FlatParameters)
         self.parameters = start if isinstance(start, FlatParameters) else FlatParameters.over(start.copy())
         self.parameters.reset_gradients()  # what a backward pass left before is no part of this run
-        self.axis.broadcast(self.parameters.flat, label="parameters")
-        self.buckets = optimizer.bind(self.parameters).buckets
+        if not self.of_model and optimizer.config.loss_scale is not None:
+            raise ValueError(
+                "loss_scale is for models, which multiply their gradients by it; the gradient of a function of a flat "
+                "array comes as it is: leave loss_scale out"
+            )
+        strategy = optimizer.bind(self.parameters)
+        strategy.replicas.spread()
+        self.buckets = strategy.buckets
+        self.split = self.parameters.sharded is not None or optimizer.mesh.data.size < optimizer.mesh.size
+        # A rank whose peers wait for it inside the model must run it even without samples: for its part of the model,
+        # or since they reduce each of the micro-batches that the model may make.
+        self.together = self.split or (self.of_model and self.buckets.on_demand)
         self.before = optimizer.clock
         self.gradients: Any = self.buckets
         if not self.of_model:
-            self.gradients = arrays.zeros(self.parameters.size, self.parameters.dtype, like=self.parameters.flat)
+            self.gradients = arrays.zeros(self.parameters.size, self.parameters.dtype, like=self.parameters.like)
         self.progress = Progress(problem.steps, shown=progress and optimizer.config.mesh.rank == 0)
         self.began = time.perf_counter()
         self.losses: list[float] = []
@@ -234,7 +246,7 @@ class _Loop:
             self.buckets.hold = not self.optimizer.config.auto_sync_gradients
             self.progress.close()
         return OptimizationResult(
-            parameters=self.parameters.flat,
+            parameters=self.parameters if self.split else self.parameters.flat,
             loss_history=np.array(self.losses),
             steps=len(self.losses),
             samples=self.consumed(),
@@ -269,7 +281,7 @@ class _Loop:
         for number, samples in enumerate(shares, start=1):
             last = number == len(shares)
             self.buckets.hold = not last
-            if len(samples):
+            if len(samples) or self.together:
                 loss = problem.function(parameters, samples, self.gradients)
                 try:
                     loss_sum += float(loss)

@@ -4,6 +4,8 @@
 segmentation fault) except while a staging copy or a kernel runs, and a kernel runs no sooner than its stream is
 synchronised.  `AwareArray` plays memory under a CUDA-aware MPI: open, and offered through
 ``__cuda_array_interface__``, but just as late, so that whoever reads it before `mpishard.array.ready` reads garbage.
+
+Views are as NumPy makes them.  Operations take no NumPy arrays besides their own, as CuPy's do not.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import ctypes
 import functools
 import math
 import mmap
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from types import EllipsisType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,33 +79,31 @@ class Memory:
 
 
 class DeviceArray:
-    """A contiguous array in `Memory`; made by the functions of its `module`, never from a NumPy array."""
+    """An array in `Memory`; made by the functions of its `module`, never from a NumPy array.
+
+    Parameters
+    ----------
+    memory : Memory
+    host : array
+        The same array as the host would see it if the memory were open.
+    """
 
     closed = True
 
-    def __init__(self, memory: Memory, start: int, shape: tuple[int, ...], dtype: Any) -> None:
-        self._memory, self._start = memory, start
-        self.shape, self.dtype = shape, np.dtype(dtype)
-        self.flags = SimpleNamespace(c_contiguous=True)
+    def __init__(self, memory: Memory, host: np.ndarray) -> None:
+        self._memory, self._host = memory, host
+        self.shape, self.dtype = host.shape, host.dtype
+        self.size, self.ndim, self.itemsize, self.nbytes = host.size, host.ndim, host.itemsize, host.nbytes
+        self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
+    def _view(self, host: np.ndarray) -> Any:
+        return type(self)(self._memory, host)
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return len(self._host)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.shape}, {self.dtype})"
@@ -113,37 +114,41 @@ class DeviceArray:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[np.ndarray]:
-        with self._memory.opened() as memory:
-            yield memory[self._start : self._start + self.nbytes].view(self.dtype).reshape(self.shape)
+        with self._memory.opened():
+            yield self._host
 
-    def reshape(self, *shape: Any) -> DeviceArray:
-        if len(shape) == 1 and isinstance(shape[0], tuple | list):
-            shape = tuple(shape[0])
-        known = math.prod(extent for extent in shape if extent != -1)
-        shape = tuple(self.size // max(known, 1) if extent == -1 else extent for extent in shape)
-        if math.prod(shape) != self.size:
-            raise ValueError(f"cannot reshape {self.shape} to {shape}")
-        return type(self)(self._memory, self._start, shape, self.dtype)
+    def reshape(self, *shape: Any) -> Any:
+        if self.flags.c_contiguous:
+            return self._view(self._host.reshape(*shape))
+        return compute(type(self), np.ndarray.reshape, self, *shape)
 
-    def __getitem__(self, key: Any) -> DeviceArray:
-        if key is Ellipsis or key == slice(None):
-            return self
-        if self.ndim != 1 or not isinstance(key, slice) or key.step not in (None, 1):
-            raise TypeError(f"the stand-in slices flat arrays by [start:stop] alone, not {self.shape} by {key!r}")
-        start, stop, _ = key.indices(self.size)
-        offset = self._start + start * self.dtype.itemsize
-        return type(self)(self._memory, offset, (max(0, stop - start),), self.dtype)
+    @property
+    def T(self) -> Any:
+        return self._view(self._host.T)
+
+    def transpose(self, *axes: int) -> Any:
+        return self._view(self._host.transpose(*axes))
+
+    def swapaxes(self, one: int, other: int) -> Any:
+        return self._view(self._host.swapaxes(one, other))
+
+    def __getitem__(self, key: Any) -> Any:
+        if not _is_basic(key):
+            return compute(type(self), operator.getitem, self, key)
+        host = self._host[(*key, ...) if isinstance(key, tuple) else (key, ...)]
+        return self._view(host)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        target = self[key]
-        if isinstance(value, DeviceArray):
-            if value.shape != target.shape:
-                raise ValueError(f"cannot assign {value.shape} to {target.shape}")
-            stream.launch(np.copyto, target, value)
-        elif np.isscalar(value):
-            stream.launch(lambda host: host.fill(value), target)
-        else:
+        if not isinstance(value, DeviceArray) and not np.isscalar(value):
             raise TypeError(f"cannot assign a {type(value).__name__} to device memory")
+        if not _is_basic(key):
+            enqueue(operator.setitem, self, key, value)
+            return
+        target = self[key]
+        shape = value.shape if isinstance(value, DeviceArray) else ()
+        if shape != target.shape and np.broadcast_shapes(shape, target.shape) != target.shape:
+            raise ValueError(f"cannot assign {shape} to {target.shape}")
+        enqueue(_copy, target, value)
 
     def fill(self, value: float) -> None:
         self[...] = value
@@ -163,18 +168,46 @@ class DeviceArray:
         return float(host)
 
 
-def compute(kind: type[DeviceArray], function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """``function`` of the content of `arguments`, as new arrays of `kind`; or into ``out=``, like other queued work."""
-    arrays = [a for a in (*arguments, *options.values()) if isinstance(a, DeviceArray)]
+def _is_basic(key: Any) -> bool:
+    """Whether indexing by `key` gives a view."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return all(part is None or isinstance(part, int | np.integer | slice | EllipsisType) for part in parts)
+
+
+def _copy(target: np.ndarray, value: Any) -> None:
+    with np.errstate(over="ignore"):
+        np.copyto(target, value, casting="unsafe")
+
+
+def _flat(argument: Any) -> list[Any]:
+    return [each for part in argument for each in _flat(part)] if isinstance(argument, tuple) else [argument]
+
+
+def enqueue(function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+    """Queue ``function`` of the content of `arguments`; its result will be in the list."""
+    given = _flat((*arguments, *options.values()))
+    if function not in (np.asarray, np.array) and any(isinstance(each, np.ndarray) for each in given):
+        raise TypeError(f"{function} of device memory was given a NumPy array")
     results: list[Any] = []
 
     def work(*hosts: np.ndarray) -> None:
         views = iter(hosts)
-        filled = [next(views) if isinstance(a, DeviceArray) else a for a in arguments]
-        named = {name: next(views) if isinstance(a, DeviceArray) else a for name, a in options.items()}
-        results.append(function(*filled, **named))
 
-    stream.launch(work, *arrays)
+        def fill(argument: Any) -> Any:
+            if isinstance(argument, tuple):
+                return tuple(fill(part) for part in argument)
+            return next(views) if isinstance(argument, DeviceArray) else argument
+
+        filled = [fill(argument) for argument in arguments]
+        results.append(function(*filled, **{name: fill(argument) for name, argument in options.items()}))
+
+    stream.launch(work, *(each for each in given if isinstance(each, DeviceArray)))
+    return results
+
+
+def compute(kind: type[DeviceArray], function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """``function`` of the content of `arguments`, as new arrays of `kind`; or into ``out=``, like other queued work."""
+    results = enqueue(function, *arguments, **options)
     if "out" in options:
         return options["out"]
     stream.synchronize()
@@ -187,9 +220,9 @@ def compute(kind: type[DeviceArray], function: Callable[..., Any], *arguments: A
 
 
 def _operator(function: Callable[..., Any], *, swapped: bool = False, in_place: bool = False) -> Callable[..., Any]:
-    def method(self: DeviceArray, *others: Any) -> Any:
+    def method(self: DeviceArray, *others: Any, **options: Any) -> Any:
         arguments = (*others, self) if swapped else (self, *others)
-        return compute(type(self), function, *arguments, **({"out": self} if in_place else {}))
+        return compute(type(self), function, *arguments, **options, **({"out": self} if in_place else {}))
 
     return method
 
@@ -202,7 +235,14 @@ for _name in ("add", "sub", "mul", "truediv", "pow"):
 for _name, _function in {
     "__abs__": np.abs,
     "__neg__": np.negative,
+    "__ge__": np.greater_equal,
+    "__gt__": np.greater,
+    "__le__": np.less_equal,
+    "__lt__": np.less,
+    "__and__": np.bitwise_and,
+    "__or__": np.bitwise_or,
     "max": np.max,
+    "mean": np.mean,
     "min": np.min,
     "sum": np.sum,
 }.items():
@@ -216,14 +256,15 @@ class AwareArray(DeviceArray):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        address = self._memory.bytes.ctypes.data + self._start
-        return {"shape": self.shape, "typestr": self.dtype.str, "data": (address, False), "strides": None, "version": 3}
+        assert self.flags.c_contiguous
+        data = self._host.ctypes.data, False
+        return {"shape": self.shape, "typestr": self.dtype.str, "data": data, "strides": None, "version": 3}
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any = np.float64, *, kind: type[DeviceArray] = DeviceArray) -> Any:
     shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     memory = Memory(math.prod(shape) * np.dtype(dtype).itemsize, kind.closed)
-    return kind(memory, 0, shape, dtype)
+    return kind(memory, np.ndarray(shape, dtype, memory.bytes))
 
 
 def zeros(shape: int | tuple[int, ...], dtype: Any = np.float64, *, kind: type[DeviceArray] = DeviceArray) -> Any:
@@ -246,7 +287,10 @@ class Module:
         attribute = getattr(np, name)
         if isinstance(attribute, type) or not callable(attribute):
             return attribute
-        return functools.partial(compute, self.ndarray, attribute)
+        function = functools.partial(compute, self.ndarray, attribute)
+        if isinstance(attribute, np.ufunc):
+            function.at = functools.partial(enqueue, attribute.at)  # type: ignore[attr-defined]
+        return function
 
 
 class StandIn(Backend):

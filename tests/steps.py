@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard import DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer
+from mpishard import DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer
 from mpishard.layout import ParameterSpec
 
-STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer]
+STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]
 SPECS = [ParameterSpec("a", (3, 5)), ParameterSpec("b", (0,)), ParameterSpec("c", (1,)), ParameterSpec("d", (2, 3, 4))]
 
 
@@ -30,12 +30,12 @@ def train(optimizer, parameters, steps=3):
 def write_gradients(parameters, flat):
     """What a backward pass does: last tensor first, announced one by one."""
     stop = parameters.size
-    for spec in reversed(parameters.specs):
-        view, add = parameters.gradient(spec.name)
-        value = flat[stop - spec.size : stop].reshape(spec.shape)
+    for piece in reversed(parameters.pieces):
+        view, add = parameters.gradient(piece.name)
+        value = flat[stop - piece.size : stop].reshape(piece.shape)
         view[...] = view + value if add else value
-        parameters.finished(spec.name)
-        stop -= spec.size
+        parameters.finished(piece.name)
+        stop -= piece.size
 
 
 def one_step(optimizer, parameters, value, **options):

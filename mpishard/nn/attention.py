@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from math import prod
@@ -9,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.nn.layers import Layer, Linear
+from mpishard.nn.layers import Layer
+from mpishard.nn.linear import Linear
 from mpishard.nn.workspace import Workspace
 
 Array = Any
@@ -19,6 +21,9 @@ Array = Any
 BLOCK = 96
 # Scores at a time: heads of a sequence are computed together up to this number, which still stays in cache.
 GROUP_SCORES = 4 * 256 * 256
+# On a device small pieces cost more to launch than the masked half costs to compute: whole sequences, and this many
+# scores at a time, so that memory stays bounded.
+DEVICE_SCORES = 2**27
 
 
 class CausalSelfAttention(Layer):
@@ -39,18 +44,24 @@ class CausalSelfAttention(Layer):
     width : int
         Channels; a multiple of `heads`.
     heads : int
-        Number of heads.
+        Number of heads, a multiple of the tensor size: each tensor rank computes some of them.
     output_scale : float
         Standard deviation of the initial weights of the output projection.
+    sequence_parallel : bool
+        Whether tensor ranks hold some rows each outside of the attention.
     """
 
-    def __init__(self, name: str, width: int, heads: int, *, output_scale: float = 0.02) -> None:
+    def __init__(
+        self, name: str, width: int, heads: int, *, output_scale: float = 0.02, sequence_parallel: bool = False
+    ) -> None:
         if heads < 1 or width % heads:
             raise ValueError(f"width {width} is not a multiple of {heads} heads; every head needs as many channels")
         self.qkv = Linear(f"{name}.qkv", width, 3 * width, split=1)
-        self.output = Linear(f"{name}.output", width, width, scale=output_scale, split=0)
+        self.output = Linear(
+            f"{name}.output", width, width, scale=output_scale, split=0, sequence_parallel=sequence_parallel
+        )
         super().__init__(name, [self.qkv, self.output])
-        self.width, self.heads, self.head_width = width, heads, width // heads
+        self.head_width = width // heads
         self.scale = 1 / math.sqrt(self.head_width)
 
     def forward(self, x_nc: Array, work: Workspace, length: int, residual_nc: Array | None = None) -> Array:
@@ -58,74 +69,75 @@ class CausalSelfAttention(Layer):
 
         Keeps `x`, which must stay as it is until `backward`.
         """
-        rows = len(x_nc)
-        work.kept[self.name] = x_nc
-        qkv_nd = self.qkv.product(x_nc, work.borrow("qkv", rows, 3 * self.width))
-        heads_sbhtd, mixed_nc, logsum_bht = self._saved(work, rows, length)
+        qkv_nd = self.qkv.product(x_nc, work, functools.partial(work.borrow, "qkv"))
+        rows, width = len(qkv_nd), qkv_nd.shape[1] // 3
+        batch, count = rows // length, width // self.head_width
+        heads_sbhtd = work.save(f"{self.role}.heads", 3, batch, count, length, self.head_width)
+        mixed_nc = work.save(f"{self.role}.mixed", rows, width)
+        logsum_bht = work.save_statistics(f"{self.role}.logsum", batch, count, length)
+        work.kept[self.role] = x_nc, heads_sbhtd, mixed_nc, logsum_bht
         self.ops.split_heads(qkv_nd, self.qkv.bias, heads_sbhtd)
         q_bhtd, k_bhtd, v_bhtd = heads_sbhtd
-        mixed_bhtd = mixed_nc.reshape(-1, length, self.heads, self.head_width).swapaxes(1, 2)
-        total = work.borrow("attention total", BLOCK)
-        for sequence, heads in self._groups(rows // length, length):
+        mixed_bhtd = mixed_nc.reshape(batch, length, count, self.head_width).swapaxes(1, 2)
+        matmul, block = self.matmul, self._queries_at_a_time(length)
+        total = work.borrow("attention total", block)
+        for sequence, heads in self._groups(batch, count, length):
             q, k, v = q_bhtd[sequence, heads], k_bhtd[sequence, heads], v_bhtd[sequence, heads]
             mixed = mixed_bhtd[sequence, heads]
             logsum = logsum_bht[sequence, heads]
-            for first in range(0, length, BLOCK):
-                last = min(first + BLOCK, length)
+            for first in range(0, length, block):
+                last = min(first + block, length)
                 scores = self._block(work, "scores", len(q), last, last - first)
-                np.matmul(k[:, :last], q[:, first:last].swapaxes(1, 2), out=scores)
+                matmul(k[:, :last], q[:, first:last].swapaxes(1, 2), out=scores)
                 self.ops.causal_softmax(scores, logsum, total, first, self.scale)
-                np.matmul(scores.swapaxes(1, 2), v[:, :last], out=mixed[:, first:last])
+                matmul(scores.swapaxes(1, 2), v[:, :last], out=mixed[:, first:last])
         return self.output.forward(mixed_nc, work, residual_nc)
 
     def backward(self, dy_nc: Array, work: Workspace, length: int) -> Array:
         """Gradient by `x`."""
-        rows = len(dy_nc)
-        batch = rows // length
-        heads_sbhtd, mixed_nc, logsum_bht = self._saved(work, rows, length)
+        x_nc, heads_sbhtd, mixed_nc, logsum_bht = work.kept[self.role]
+        _, batch, count, _, _ = heads_sbhtd.shape
+        matmul, block = self.matmul, self._queries_at_a_time(length)
         q_bhtd, k_bhtd, v_bhtd = heads_sbhtd
         dmixed_nc = self.output.backward(dy_nc, work)
-        dmixed_bhtd = work.borrow("dmixed by heads", batch, self.heads, length, self.head_width)
-        inner_bht = work.borrow("attention inner", batch, self.heads, length)
+        dmixed_bhtd = work.borrow("dmixed by heads", batch, count, length, self.head_width)
+        inner_bht = work.borrow("attention inner", batch, count, length)
         self.ops.split_with_products(dmixed_nc, mixed_nc, dmixed_bhtd, inner_bht)
-        dqkv_nd = work.borrow("qkv", rows, 3 * self.width)
-        dqkv_bthsd = dqkv_nd.reshape(batch, length, self.heads, 3, self.head_width)
+        dqkv_nd = work.borrow("qkv", len(mixed_nc), 3 * mixed_nc.shape[1])
+        dqkv_bthsd = dqkv_nd.reshape(batch, length, count, 3, self.head_width)
         dq_bhtd, dk_bhtd, dv_bhtd = dqkv_bthsd.transpose(3, 0, 2, 1, 4)
-        for sequence, heads in self._groups(batch, length):
+        for sequence, heads in self._groups(batch, count, length):
             q, k, v = q_bhtd[sequence, heads], k_bhtd[sequence, heads], v_bhtd[sequence, heads]
             dq, dk, dv = dq_bhtd[sequence, heads], dk_bhtd[sequence, heads], dv_bhtd[sequence, heads]
             dmixed = dmixed_bhtd[sequence, heads]
             logsum, inner = logsum_bht[sequence, heads], inner_bht[sequence, heads]
             dscores = self._block(work, "dscores", len(q), length, length)
-            for first in range(0, length, BLOCK):
-                last = min(first + BLOCK, length)
+            for first in range(0, length, block):
+                last = min(first + block, length)
                 weights = self._block(work, "scores", len(q), last - first, length - first)
                 dpart = dscores[:, first:last, first:]
-                np.matmul(k[:, first:last], q[:, first:].swapaxes(1, 2), out=weights)
-                np.matmul(v[:, first:last], dmixed[:, first:].swapaxes(1, 2), out=dpart)
+                matmul(k[:, first:last], q[:, first:].swapaxes(1, 2), out=weights)
+                matmul(v[:, first:last], dmixed[:, first:].swapaxes(1, 2), out=dpart)
                 self.ops.causal_softmax_backward(weights, dscores, logsum, inner, self.scale)
-                np.matmul(weights, dmixed[:, first:], out=dv[:, first:last])
-                np.matmul(dpart, q[:, first:], out=dk[:, first:last])
-            for first in range(0, length, BLOCK):
-                last = min(first + BLOCK, length)
-                np.matmul(dscores[:, :last, first:last].swapaxes(1, 2), k[:, :last], out=dq[:, first:last])
-        dx_nc = self.qkv.input_gradient(dqkv_nd, work.borrow(f"{self.role}.dx", rows, self.width))
-        self.qkv.weight_gradient(work.kept[self.name], dqkv_nd, work)
+                matmul(weights, dmixed[:, first:], out=dv[:, first:last])
+                matmul(dpart, q[:, first:], out=dk[:, first:last])
+            for first in range(0, length, block):
+                last = min(first + block, length)
+                matmul(dscores[:, :last, first:last].swapaxes(1, 2), k[:, :last], out=dq[:, first:last])
+        dx_nc = self.qkv.input_gradient(dqkv_nd, work)
+        self.qkv.bias_gradient(dqkv_nd, work)
+        self.qkv.weight_gradient(x_nc, dqkv_nd, work)
         return dx_nc
 
-    def _saved(self, work: Workspace, rows: int, length: int) -> tuple[Array, Array, Array]:
-        batch = rows // length
-        return (
-            work.save(f"{self.name}.heads", 3, batch, self.heads, length, self.head_width),
-            work.save(f"{self.name}.mixed", rows, self.width),
-            work.save(f"{self.name}.logsum", batch, self.heads, length),
-        )
+    def _queries_at_a_time(self, length: int) -> int:
+        return BLOCK if self.module is np else length
 
-    def _groups(self, batch: int, length: int) -> Iterator[tuple[int, slice]]:
+    def _groups(self, batch: int, heads: int, length: int) -> Iterator[tuple[int, slice]]:
         """Sequences and the heads of each that are computed at a time."""
-        size = min(self.heads, max(1, GROUP_SCORES // length**2))
+        scores = GROUP_SCORES if self.module is np else DEVICE_SCORES
+        size = min(heads, max(1, scores // length**2))
         for sequence in range(batch):
-            for first in range(0, self.heads, size):
+            for first in range(0, heads, size):
                 yield sequence, slice(first, first + size)
 
     def _block(self, work: Workspace, name: str, *shape: int) -> Array:

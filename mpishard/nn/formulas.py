@@ -10,6 +10,7 @@ head or of all that is computed of a token, s kinds (query, key, value), k keys,
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,25 @@ from mpishard.array import module_of
 Array = Any
 
 # GELU in its tanh form is h * sigmoid(2 u) with u = sqrt(2 / pi) (h + 0.044715 h^3).
-GELU_SLOPE = 2.0 * np.sqrt(2.0 / np.pi)
+# Python numbers, since a scalar of NumPy would widen float32 arrays.
+GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 GELU_CUBIC = 0.044715
 
 
-def lookup(weight_vc: Array, indices_n: Array, y_nc: Array) -> None:
-    """``y[n] = weight[indices[n]]``."""
-    y_nc[...] = weight_vc[indices_n]
+def lookup(weight_vc: Array, indices_n: Array, y_nc: Array, first: int) -> None:
+    """``y[n] = weight[indices[n] - first]``, and 0 for indices outside of the table."""
+    rows_n = indices_n - first
+    inside_n = (rows_n >= 0) & (rows_n < len(weight_vc))
+    y_nc[...] = 0
+    y_nc[inside_n] = weight_vc[rows_n[inside_n]]
 
 
-def scatter_add(dy_nc: Array, indices_n: Array, dweight_vc: Array) -> None:
-    """``dweight[indices[n]] += dy[n]``; the adjoint of a lookup."""
+def scatter_add(dy_nc: Array, indices_n: Array, dweight_vc: Array, first: int) -> None:
+    """``dweight[indices[n] - first] += dy[n]`` where that is inside; the adjoint of a lookup."""
     xp = module_of(dy_nc)
-    xp.add.at(dweight_vc, indices_n, dy_nc)
+    rows_n = indices_n - first
+    inside_n = (rows_n >= 0) & (rows_n < len(dweight_vc))
+    xp.add.at(dweight_vc, rows_n[inside_n], dy_nc[inside_n])
 
 
 def add_bias(y_nc: Array, bias_c: Array, residual_nc: Array) -> None:
@@ -180,4 +187,34 @@ def cross_entropy(logits_nv: Array, targets_n: Array) -> float:
     total_n = logits_nv.sum(axis=1)
     logits_nv /= total_n[:, None]
     logits_nv[rows, targets_n] -= 1
+    return float((xp.log(total_n.astype(np.float64)) - picked_n).sum())
+
+
+def row_maximum(logits_nv: Array, top_n: Array) -> None:
+    """The largest logit of each row, -infinity of an empty row."""
+    top_n[...] = logits_nv.max(axis=1) if logits_nv.shape[1] else -np.inf
+
+
+def exponentials(logits_nv: Array, targets_n: Array, top_n: Array, total_n: Array, picked_n: Array, first: int) -> None:
+    """Logits become ``exp(logits - top)``; `total` their sums, `picked` the logit of the target, less the top.
+
+    Columns are a slice of the vocabulary from `first` on; `picked` is 0 where the target is outside.
+    """
+    xp = module_of(logits_nv)
+    columns_n = targets_n - first
+    rows = xp.flatnonzero((columns_n >= 0) & (columns_n < logits_nv.shape[1]))
+    logits_nv -= top_n[:, None]
+    picked_n[...] = 0
+    picked_n[rows] = logits_nv[rows, columns_n[rows]]
+    xp.exp(logits_nv, out=logits_nv)
+    total_n[...] = logits_nv.sum(axis=1)
+
+
+def cross_entropy_of_sums(weights_nv: Array, targets_n: Array, total_n: Array, picked_n: Array, first: int) -> float:
+    """The rest of `cross_entropy`, from what `exponentials` left, with `total` and `picked` of the whole vocabulary."""
+    xp = module_of(weights_nv)
+    columns_n = targets_n - first
+    rows = xp.flatnonzero((columns_n >= 0) & (columns_n < weights_nv.shape[1]))
+    weights_nv /= total_n[:, None]
+    weights_nv[rows, columns_n[rows]] -= 1
     return float((xp.log(total_n.astype(np.float64)) - picked_n).sum())

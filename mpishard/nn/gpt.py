@@ -1,79 +1,54 @@
-"""A decoder-only transformer in the manner of GPT-2."""
+"""A decoder-only transformer in the manner of GPT-2, on one rank or on a mesh."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from mpishard.nn.attention import CausalSelfAttention
-from mpishard.nn.layers import GELU, Embedding, Layer, LayerNorm, Linear, PositionEmbedding, cross_entropy
-from mpishard.nn.workspace import Workspace
+from mpishard.array import copy_to_device, is_array, to_host
+from mpishard.collectives import Axis
+from mpishard.layout import Place, split
+from mpishard.mesh import Mesh
+from mpishard.nn.activations import KeepAll, KeepLess
+from mpishard.nn.architecture import Architecture
+from mpishard.nn.block import Block
+from mpishard.nn.chunk import Chunk
+from mpishard.nn.layers import Layer
+from mpishard.nn.linear import TiedLinear
+from mpishard.nn.parallel import TensorParallel
+from mpishard.nn.products import check_compute_dtype, warn_if_slow
+from mpishard.nn.stage_costs import measure_costs
+from mpishard.nn.units import Batch, Top
+from mpishard.nn.workspace import Pool, Workspace
 from mpishard.parameters import FlatParameters
+from mpishard.pipeline import Pipeline
 from mpishard.randomness import generator
+from mpishard.schedule import make_schedule, warn_if_bubbly
+from mpishard.wire import is_half
 
 Array = Any
 
 
-class MLP(Layer):
-    """``GELU(x W1 + b1) W2 + b2`` with four times as many channels inside."""
+class _OnlyStage(NamedTuple):
+    """The pipeline axis of a model without a mesh."""
 
-    def __init__(self, name: str, width: int, *, output_scale: float = 0.02) -> None:
-        self.expand = Linear(f"{name}.expand", width, 4 * width, split=1)
-        self.activation = GELU(f"{name}.activation")
-        self.contract = Linear(f"{name}.contract", 4 * width, width, scale=output_scale, split=0)
-        super().__init__(name, [self.expand, self.activation, self.contract])
-
-    def forward(self, x_nc: Array, work: Workspace, residual_nc: Array | None = None) -> Array:
-        """The output, plus `residual` where given; keeps `x`, which must stay as it is until `backward`."""
-        hidden_nd = self.expand.product(x_nc, work.save(f"{self.expand.name}.y", len(x_nc), self.expand.outputs))
-        work.kept[self.name] = x_nc
-        return self.contract.forward(self.activation.forward(hidden_nd, work, self.expand.bias), work, residual_nc)
-
-    def backward(self, dy_nc: Array, work: Workspace) -> Array:
-        """Gradient by `x`."""
-        x_nc = work.kept[self.name]
-        dhidden_nd = self.contract.backward(dy_nc, work)
-        bias_name = self.expand.bias_name
-        assert bias_name is not None
-        self.activation.backward(dhidden_nd, work, self._gradient_to_add_to(bias_name))
-        self.parameters.finished(bias_name)
-        dx_nc = self.expand.input_gradient(dhidden_nd, work.borrow(f"{self.role}.dx", *x_nc.shape))
-        self.expand.weight_gradient(x_nc, dhidden_nd, work, with_bias=False)
-        return dx_nc
+    rank: int = 0
+    size: int = 1
 
 
-class Block(Layer):
-    """Pre-norm residual block: ``x += attention(norm(x))``, then ``x += mlp(norm(x))``."""
-
-    def __init__(self, name: str, width: int, heads: int, *, output_scale: float = 0.02) -> None:
-        self.attention_norm = LayerNorm(f"{name}.attention_norm", width)
-        self.attention = CausalSelfAttention(f"{name}.attention", width, heads, output_scale=output_scale)
-        self.mlp_norm = LayerNorm(f"{name}.mlp_norm", width)
-        self.mlp = MLP(f"{name}.mlp", width, output_scale=output_scale)
-        super().__init__(name, [self.attention_norm, self.attention, self.mlp_norm, self.mlp])
-        self.share_scratch(name)
-
-    def forward(self, x_nc: Array, work: Workspace, length: int) -> Array:
-        """Rows are sequences of `length` tokens end to end; keeps `x` until `backward`."""
-        normed_nc = self.attention_norm.forward(x_nc, work)
-        x_nc = self.attention.forward(normed_nc, work, length, residual_nc=x_nc)
-        return self.mlp.forward(self.mlp_norm.forward(x_nc, work), work, residual_nc=x_nc)
-
-    def backward(self, dy_nc: Array, work: Workspace, length: int) -> Array:
-        """Gradient by `x`, in place of `dy`."""
-        self.mlp_norm.backward(self.mlp.backward(dy_nc, work), work, residual_nc=dy_nc)
-        self.attention_norm.backward(self.attention.backward(dy_nc, work, length), work, residual_nc=dy_nc)
-        return dy_nc
-
-
-class GPT(Layer):
-    """Pre-norm decoder-only transformer with learned positions, a final norm and an untied output head.
+class GPT:
+    """Pre-norm decoder-only transformer with learned positions, a final norm and an output head.
 
     Initial values as in GPT-2 (Radford et al., 2019): normal with standard deviation 0.02, biases 0, and the
-    projections back to the residual stream smaller by ``sqrt(2 * layers)``; keyed by `seed` and tensor names.
+    projections back to the residual stream smaller by ``sqrt(2 * layers)``; keyed by `seed` and tensor names, so that
+    they are the same on every mesh.
+
+    On a mesh the methods are collective over the tensor and pipeline axes: all ranks of one data coordinate call them
+    with the same arguments, and all of them get the same results.  With sharded parameters (ZeRO-3) they are collective
+    over the data axis too: a rank without samples passes a batch of none, of shape (0, length).
 
     Parameters
     ----------
@@ -82,19 +57,58 @@ class GPT(Layer):
     context_length : int
         Longest sequence.
     width, layers, heads : int
-        Channels (a multiple of `heads`), number of blocks, and heads in each.
+        Channels (a multiple of `heads`), number of blocks, and heads in each (a multiple of the tensor size).
     dtype : dtype
         float32 or float64.
     seed : int
         Of the initial values.
+    tied : bool
+        Whether the output head uses the table of the token embedding.
+    mesh : Mesh, optional
+        Default: one rank alone.
+    sequence_parallel : bool
+        Split rows over the tensor axis between the parts that are split by columns: less memory for activations.
+    schedule : str
+        One of `mpishard.schedule.SCHEDULES`.
+    chunks : int
+        Model chunks of a pipeline rank, for the interleaved schedule.
+    microbatches : int, optional
+        Into how many micro-batches a batch is cut along its first dimension; some may be empty.  Default: 1, on a
+        pipeline 4 times the number of its ranks.
+    stage_costs : "measured" or sequence of float, optional
+        How to cut the model into stages: by the time of each of its `Architecture.units`, measured on the mesh's
+        first rank, or given.  Default: blocks evenly.
+    recompute : bool
+        Keep only the inputs of blocks, and compute their activations again in the backward pass.
+    storage_dtype : dtype, optional
+        Keep activations between forward and backward in float16 or ml_dtypes.bfloat16.
+    wire_dtype : dtype, optional
+        Send activations and their gradients between stages in one of these.
+    sharded_parameters : bool
+        Hold only a share of the parameters from the start (ZeRO-3), for models that fit no rank as a whole.
+    compute_dtype : dtype, optional
+        Multiply matrices in float16 or ml_dtypes.bfloat16, with weights and activations in float32, see
+        `mpishard.nn.products.make_matmul`.  Train in float16 with ``ShardingConfiguration(loss_scale="dynamic")``.
+        For arrays of CuPy; on NumPy it is slow, and warns.
+    module : module
+        ``numpy`` or ``cupy``: where parameters, activations and computed logits live.  Tokens may be of either.
 
     Attributes
     ----------
     parameters : FlatParameters
-        All tensors.  The bias of the attention keys (in ``blocks.*.attention.qkv.bias``) has a gradient that is zero
-        in exact arithmetic, see `CausalSelfAttention`.
-    workspace : Workspace
-        The memory that the methods use which take none.
+        The tensors of this rank.  The bias of the attention keys (in ``blocks.*.attention.qkv.bias``) has a gradient
+        that is zero in exact arithmetic, see `CausalSelfAttention`.
+    architecture : Architecture
+    chunks : list of Chunk
+        What this rank runs.
+    blocks : list of Block
+        Those in its chunks.
+    pipeline : Pipeline
+
+    Raises
+    ------
+    ValueError, TypeError
+        On all ranks, before memory is taken, for sizes that do not fit each other.
     """
 
     def __init__(
@@ -106,52 +120,136 @@ class GPT(Layer):
         heads: int,
         dtype: Any = np.float32,
         seed: int = 0,
+        *,
+        tied: bool = False,
+        mesh: Mesh | None = None,
+        sequence_parallel: bool = False,
+        schedule: str = "1f1b",
+        chunks: int = 1,
+        microbatches: int | None = None,
+        stage_costs: str | Sequence[float] | None = None,
+        recompute: bool = False,
+        storage_dtype: Any = None,
+        wire_dtype: Any = None,
+        sharded_parameters: bool = False,
+        compute_dtype: Any = None,
+        module: Any = np,
     ) -> None:
-        sizes = dict(vocabulary_size=vocabulary_size, context_length=context_length, width=width, layers=layers)
-        for what, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{what} is {size}; it must be at least 1")
-        if np.dtype(dtype) not in (np.float32, np.float64):
-            raise TypeError(f"dtype is {np.dtype(dtype)}; GPT computes in float32 or float64")
-        self.vocabulary_size, self.context_length, self.width = vocabulary_size, context_length, width
-        output_scale = 0.02 / math.sqrt(2 * layers)
-        self.tokens = Embedding("token_embedding", vocabulary_size, width, split=0)
-        self.positions = PositionEmbedding("position_embedding", context_length, width)
-        self.blocks = [Block(f"blocks.{i}", width, heads, output_scale=output_scale) for i in range(layers)]
-        self.final_norm = LayerNorm("final_norm", width)
-        self.head = Linear("head", width, vocabulary_size, bias=False, split=1)
-        super().__init__("gpt", [self.tokens, self.positions, *self.blocks, self.final_norm, self.head])
-        self.bind(FlatParameters(self.specs(), np.dtype(dtype)))
-        self.initialize(seed)
-        self.workspace = Workspace(dtype)
+        self.architecture = Architecture(vocabulary_size, context_length, width, layers, heads, tied)
+        self.mesh = mesh
+        dtype = np.dtype(dtype)
+        if dtype not in (np.float32, np.float64):
+            raise TypeError(f"dtype is {dtype}; GPT computes in float32 or float64")
+        for what, half in (("storage_dtype", storage_dtype), ("wire_dtype", wire_dtype)):
+            if half is not None and not is_half(np.dtype(half)):
+                raise TypeError(f"{what} is {np.dtype(half)}; it must be float16 or bfloat16 (of ml_dtypes), or None")
+        if compute_dtype is not None:
+            check_compute_dtype(compute_dtype, dtype, module)
+        if sharded_parameters and mesh is None:
+            raise ValueError("sharded_parameters needs a mesh, over whose data axis to share them; pass mesh=")
+        place = Place()
+        if mesh is not None:
+            place = Place(mesh.tensor.rank, mesh.tensor.size, mesh.pipeline.rank, mesh.pipeline.size)
+        depth = place.pipeline_size
+        if microbatches is None:
+            microbatches = 1 if depth == 1 else 4 * depth
+        self.microbatches = microbatches
+        plan = make_schedule(schedule, depth, microbatches, chunks)
+        stages = depth * chunks
+        self.architecture.check(place.tensor_size, stages)
+        if isinstance(stage_costs, str):
+            if stage_costs != "measured":
+                raise ValueError(f'stage_costs is {stage_costs!r}; it must be "measured", numbers or None')
+            world = None if mesh is None else mesh.world
+            stage_costs = measure_costs(self.architecture, dtype, world, compute_dtype, module)
+        cut = self.architecture.cut(stages, stage_costs)
+        specs = self.architecture.specs(stages, sequence_parallel, stage_costs)
+        if mesh is None or mesh.world.rank == 0:
+            warn_if_bubbly(plan)
+            if compute_dtype is not None:
+                warn_if_slow(compute_dtype, module)
+
+        tensor = TensorParallel(None if mesh is None else mesh.tensor, sequence_parallel)
+        own = [stage for stage in range(stages) if place.runs(stage)]
+        units = {
+            stage: [self.architecture.build(unit, sequence_parallel=sequence_parallel) for unit in cut[stage]]
+            for stage in own
+        }
+        local = [unit for stage in own for unit in units[stage]]
+        self.parameters = FlatParameters(
+            specs,
+            dtype,
+            module=module,
+            place=place,
+            units=_names_by_unit(self.architecture, sequence_parallel),
+            sharded_over=mesh.data if mesh is not None and sharded_parameters else None,
+        )
+        self._scratch = Workspace(dtype, module)
+        self._keeping: KeepAll | KeepLess = KeepAll()
+        if recompute or storage_dtype is not None:
+            self._keeping = KeepLess(self._scratch, recompute, storage_dtype)
+        for unit in local:
+            unit.bind(self.parameters, tensor, compute_dtype)
+            unit.initialize(seed)
+            if isinstance(unit, Top) and isinstance(unit.head, TiedLinear):
+                unit.head.announces = not place.runs(0)
+        self.chunks = [
+            Chunk(stage, units[stage], self.parameters, tensor, self._scratch, self._keeping) for stage in own
+        ]
+        self.blocks = [unit for unit in local if isinstance(unit, Block)]
+        axis = cast(Axis, _OnlyStage()) if mesh is None else mesh.pipeline
+        self.pipeline = Pipeline(axis, self.chunks, schedule, self.parameters, wire_dtype=wire_dtype)
+        self._inputs = Pool()
+        # Where they are computed with.
+        self._moved_inputs = None if module is np else Pool(module)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.architecture.vocabulary_size
+
+    @property
+    def context_length(self) -> int:
+        return self.architecture.context_length
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes held for activations of all micro-batches in flight and for scratch.
+
+        Memory grows to what the largest batch so far needed and is used again, so that this is the peak.
+        """
+        kept = self._keeping.saved_bytes + sum(chunk.saved_bytes for chunk in self.chunks)
+        inputs = self._inputs if self._moved_inputs is None else self._moved_inputs
+        return kept + self._scratch.scratch.nbytes + inputs.nbytes
 
     def loss_and_gradient(self, tokens: Array, targets: Array) -> float:
-        """Summed loss of a micro-batch; the gradient of that sum goes to ``parameters.gradient``.
+        """Summed loss of a batch; the gradient of that sum goes to ``parameters.gradient``.
 
         Parameters
         ----------
         tokens, targets : int array, (batch, length)
-            Any batch size, ``length <= context_length``; `targets` holds the token that follows each of `tokens`.
+            Any batch size, also 0, ``1 <= length <= context_length``; `targets` holds the token that follows each of
+            `tokens`.
 
         Returns
         -------
         float
             Cross-entropy in nats, summed over all tokens.
         """
-        logits_nv, targets_n = self._logits_and_targets(tokens, targets)
-        loss = cross_entropy(logits_nv, targets_n)
-        self.backward(logits_nv, self.workspace, np.shape(tokens)[1])
-        return loss
+        return self.pipeline.train(self._cut(tokens, targets))
 
     def loss(self, tokens: Array, targets: Array) -> float:
-        """Summed loss of a micro-batch, without gradients; arguments as for `loss_and_gradient`."""
-        return cross_entropy(*self._logits_and_targets(tokens, targets))
+        """Summed loss of a batch, without gradients; arguments as for `loss_and_gradient`."""
+        with self._forward_only():
+            return self.pipeline.evaluate(self._cut(tokens, targets))
 
     def logits(self, tokens: Array) -> Array:
         """Unnormalised log-probabilities of the next token, (batch, length, vocabulary_size), in a new array."""
-        tokens_n = self._checked("tokens", tokens, self.workspace)
-        logits_nv = self.forward(tokens_n, self.workspace, np.shape(tokens)[1])
-        return logits_nv.reshape(*np.shape(tokens), self.vocabulary_size).copy()
+        tokens_n = self._checked("tokens", tokens)
+        with self._forward_only():
+            logits_nv = self.pipeline.infer(Batch(tokens_n, None, np.shape(tokens)[1]))
+        if logits_nv is None:
+            logits_nv = self._scratch.module.empty((len(tokens_n), self.vocabulary_size), self.parameters.dtype)
+        return self._from_last_stage(logits_nv, "logits").reshape(*np.shape(tokens), self.vocabulary_size)
 
     def generate(self, prompt_tokens: Sequence[int], count: int, temperature: float = 1.0, seed: int = 0) -> np.ndarray:
         """Continue a prompt by `count` sampled tokens.
@@ -177,45 +275,33 @@ class GPT(Layer):
             raise ValueError(f"the prompt must be a sequence of at least one token, got shape {tokens.shape}")
         if count < 0 or not temperature >= 0:
             raise ValueError(f"count and temperature must not be negative, got {count} and {temperature}")
-        self._checked("prompt tokens", tokens[None, -self.context_length :], self.workspace)
+        self._checked("prompt tokens", tokens[None, -self.context_length :])
         random = generator(seed, "generate")
         tokens = np.concatenate([tokens.astype(np.int64), np.zeros(count, np.int64)])
         for end in range(len(tokens) - count, len(tokens)):
-            logits_v = self.logits(tokens[None, max(0, end - self.context_length) : end])[0, -1].astype(np.float64)
-            if temperature == 0:
-                tokens[end] = logits_v.argmax()
-                continue
-            weights_v = np.exp((logits_v - logits_v.max()) / temperature)
-            edges_v = np.cumsum(weights_v)
-            tokens[end] = min(np.searchsorted(edges_v, random.random() * edges_v[-1], "right"), len(edges_v) - 1)
+            window_n = self._checked("tokens", tokens[None, max(0, end - self.context_length) : end])
+            with self._forward_only():
+                logits_nv = self.pipeline.infer(Batch(window_n, None, len(window_n), last_only=True))
+            if logits_nv is not None:
+                tokens[end] = _sampled(to_host(logits_nv[0]).astype(np.float64), temperature, random)
+            self._from_last_stage(tokens[end : end + 1], "token")
         return tokens
 
-    def forward(self, tokens_n: Array, work: Workspace, length: int) -> Array:
-        """Logits, (tokens, vocabulary_size), of sequences of `length` tokens end to end, in memory of `work`."""
-        x_nc = self.tokens.forward(tokens_n, work)
-        self.positions.add_to(x_nc.reshape(-1, length, self.width))
-        for block in self.blocks:
-            x_nc = block.forward(x_nc, work, length)
-        return self.head.forward(self.final_norm.forward(x_nc, work), work)
-
-    def backward(self, dlogits_nv: Array, work: Workspace, length: int) -> None:
-        """All gradients, from the gradient by the logits of the last `forward` with the same `work`."""
-        dx_nc = self.final_norm.backward(self.head.backward(dlogits_nv, work), work)
-        for block in reversed(self.blocks):
-            dx_nc = block.backward(dx_nc, work, length)
-        self.positions.backward_positions(dx_nc.reshape(-1, length, self.width))
-        self.tokens.backward(dx_nc, work)
-
-    def _logits_and_targets(self, tokens: Array, targets: Array) -> tuple[Array, Array]:
+    def _cut(self, tokens: Array, targets: Array) -> list[Batch]:
+        """The micro-batches of a batch, or an error."""
         if np.shape(tokens) != np.shape(targets):
             raise ValueError(f"tokens have shape {np.shape(tokens)}, but targets {np.shape(targets)}")
-        tokens_n = self._checked("tokens", tokens, self.workspace)
-        targets_n = self._checked("targets", targets, self.workspace)
-        return self.forward(tokens_n, self.workspace, np.shape(tokens)[1]), targets_n
+        tokens_n, targets_n = self._checked("tokens", tokens), self._checked("targets", targets)
+        size, length = np.shape(tokens)
+        cuts = [length * cut for cut in split(size, self.microbatches)]
+        return [
+            Batch(tokens_n[first:last], targets_n[first:last], length)
+            for first, last in zip(cuts[:-1], cuts[1:], strict=True)
+        ]
 
-    def _checked(self, what: str, tokens: Array, work: Workspace) -> Array:
-        """`tokens` as a flat int64 array of `work`, or an error."""
-        tokens = np.asarray(tokens)
+    def _checked(self, what: str, tokens: Array) -> Array:
+        """`tokens` as a flat int64 array where the model computes, or an error."""
+        tokens = np.asarray(to_host(tokens) if is_array(tokens) else tokens)
         if tokens.dtype.kind not in "iu":
             raise TypeError(f"{what} must be integers, got {tokens.dtype}")
         if tokens.ndim != 2:
@@ -224,14 +310,52 @@ class GPT(Layer):
             raise ValueError(
                 f"{what} are sequences of {tokens.shape[1]}, but the model's context_length is {self.context_length}"
             )
-        if tokens.size == 0:
-            raise ValueError(f"{what} of shape {tokens.shape} hold no token")
-        low, high = int(tokens.min()), int(tokens.max())
+        if tokens.shape[1] == 0:
+            raise ValueError(f"{what} of shape {tokens.shape} are sequences of no token")
+        low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
         if low < 0 or high >= self.vocabulary_size:
             raise ValueError(
                 f"{what} range from {low} to {high}, but the model's vocabulary_size is {self.vocabulary_size}: "
                 f"valid tokens are 0 to {self.vocabulary_size - 1}"
             )
-        flat = work.saved(what, (tokens.size,), np.int64)
+        flat = self._inputs(what, (tokens.size,), np.int64)
         flat.reshape(tokens.shape)[...] = tokens
-        return flat
+        if self._moved_inputs is None:
+            return flat
+        moved = self._moved_inputs(what, flat.shape, flat.dtype)
+        copy_to_device(flat, moved)
+        return moved
+
+    @contextmanager
+    def _forward_only(self) -> Iterator[None]:
+        """No backward pass will want what the forward passes in here leave."""
+        self._keeping.keeps = False
+        try:
+            yield
+        finally:
+            self._keeping.keeps = True
+
+    def _from_last_stage(self, array: Array, label: str) -> Array:
+        """Copy an array of the last pipeline stage to all of them, in place."""
+        if self.mesh is not None and self.mesh.pipeline.size > 1:
+            self.mesh.pipeline.broadcast(array, root=self.mesh.pipeline.size - 1, label=label)
+        return array
+
+
+def _sampled(logits_v: np.ndarray, temperature: float, random: np.random.Generator) -> int:
+    if temperature == 0:
+        return int(logits_v.argmax())
+    weights_v = np.exp((logits_v - logits_v.max()) / temperature)
+    edges_v = np.cumsum(weights_v)
+    return min(int(np.searchsorted(edges_v, random.random() * edges_v[-1], "right")), len(edges_v) - 1)
+
+
+def _names_by_unit(architecture: Architecture, sequence_parallel: bool) -> list[list[str]]:
+    """Names of the tensors of each unit, a tied one with the first that uses it."""
+    known: set[str] = set()
+    names = []
+    for name in architecture.units():
+        layer: Layer = architecture.build(name, sequence_parallel=sequence_parallel)
+        names.append([spec.name for spec in layer.specs() if spec.name not in known])
+        known.update(names[-1])
+    return names

@@ -66,18 +66,27 @@ def _exp_overload(x: Any) -> Any:
     return exp32 if x == numba.float32 else exp64
 
 
-def lookup(weight_vc: Array, indices_n: Array, y_nc: Array) -> None:
-    # mode="clip" writes straight into `out`; "raise" would go through a copy.
-    weight_vc.take(indices_n, axis=0, out=y_nc, mode="clip")
+@_kernel
+def lookup(weight_vc: Array, indices_n: Array, y_nc: Array, first: int) -> None:
+    rows, columns = y_nc.shape
+    for n in range(rows):
+        v = indices_n[n] - first
+        if 0 <= v < weight_vc.shape[0]:
+            for c in range(columns):
+                y_nc[n, c] = weight_vc[v, c]
+        else:
+            for c in range(columns):
+                y_nc[n, c] = 0
 
 
 @_kernel
-def scatter_add(dy_nc: Array, indices_n: Array, dweight_vc: Array) -> None:
+def scatter_add(dy_nc: Array, indices_n: Array, dweight_vc: Array, first: int) -> None:
     rows, columns = dy_nc.shape
     for n in range(rows):
-        v = indices_n[n]
-        for c in range(columns):
-            dweight_vc[v, c] += dy_nc[n, c]
+        v = indices_n[n] - first
+        if 0 <= v < dweight_vc.shape[0]:
+            for c in range(columns):
+                dweight_vc[v, c] += dy_nc[n, c]
 
 
 @_kernel
@@ -283,4 +292,46 @@ def cross_entropy(logits_nv: Array, targets_n: Array) -> float:
         for v in range(columns):
             logits_nv[n, v] *= share
         logits_nv[n, targets_n[n]] -= logits_nv.dtype.type(1)
+    return loss
+
+
+@_kernel
+def row_maximum(logits_nv: Array, top_n: Array) -> None:
+    rows, columns = logits_nv.shape
+    for n in range(rows):
+        top = logits_nv.dtype.type(-np.inf)
+        for v in range(columns):
+            logit = logits_nv[n, v]
+            top = logit if logit > top else top
+        top_n[n] = top
+
+
+@_kernel
+def exponentials(logits_nv: Array, targets_n: Array, top_n: Array, total_n: Array, picked_n: Array, first: int) -> None:
+    rows, columns = logits_nv.shape
+    for n in range(rows):
+        top = top_n[n]
+        column = targets_n[n] - first
+        picked_n[n] = logits_nv[n, column] - top if 0 <= column < columns else 0
+        total = logits_nv.dtype.type(0)
+        for v in range(columns):
+            weight = _exp(logits_nv[n, v] - top)
+            logits_nv[n, v] = weight
+            total += weight
+        total_n[n] = total
+
+
+@_kernel
+def cross_entropy_of_sums(weights_nv: Array, targets_n: Array, total_n: Array, picked_n: Array, first: int) -> float:
+    rows, columns = weights_nv.shape
+    loss = 0.0
+    for n in range(rows):
+        total = total_n[n]
+        loss += math.log(np.float64(total)) - picked_n[n]
+        share = weights_nv.dtype.type(1) / total
+        for v in range(columns):
+            weights_nv[n, v] *= share
+        column = targets_n[n] - first
+        if 0 <= column < columns:
+            weights_nv[n, column] -= weights_nv.dtype.type(1)
     return loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -74,7 +75,14 @@ class Workspace:
     scratch : Pool
         What is dead when the call that asked for it, or the layer above that call, returns.
     kept : dict
-        By layer name: arrays of others that the layer's backward pass needs, such as its input.
+        By layer: arrays that its backward pass needs, such as its input.
+    rows : int
+        Tokens of the micro-batch, of which a rank may hold some only (sequence parallelism).
+    deferred : list of callables, or None
+        What a backward pass puts off: announcements that gradients are finished, and products that give them.  None:
+        it puts off nothing.
+    defers_products : bool
+        False: only announcements are put off.  The operands of the products are overwritten too soon.
     """
 
     def __init__(self, dtype: Any, module: Any = np, sharing: Workspace | None = None) -> None:
@@ -83,16 +91,41 @@ class Workspace:
         self.saved = Pool(module)
         self.scratch: Pool = Pool(module) if sharing is None else sharing.scratch
         self.kept: dict[str, Any] = {}
+        self.rows = 0
+        self.deferred: list[Callable[[], None]] | None = None
+        self.defers_products = True
+        self._parts: dict[str, Workspace] = {}
 
     def save(self, name: str, *shape: int) -> Array:
         """The saved array `name` in the dtype of the activations."""
+        return self.saved(name, shape, self.dtype)
+
+    def save_statistics(self, name: str, *shape: int) -> Array:
+        """The same for few numbers of which many others depend, and that must not be rounded to be stored."""
         return self.saved(name, shape, self.dtype)
 
     def borrow(self, name: str, *shape: int) -> Array:
         """The scratch array `name` in the dtype of the activations."""
         return self.scratch(name, shape, self.dtype)
 
+    def part(self, name: str) -> Workspace:
+        """The workspace of one of several networks whose layers have the same roles, for this micro-batch."""
+        part = self._parts.get(name)
+        if part is None:
+            part = self._parts[name] = Workspace(self.dtype, self.module, sharing=self)
+        return part.follow(self)
+
+    def follow(self, other: Workspace) -> Workspace:
+        """Serve the micro-batch that `other` serves; returns itself."""
+        self.rows, self.deferred = other.rows, other.deferred
+        return self
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes held for this micro-batch, without scratch."""
+        return self.saved.nbytes + sum(part.saved_bytes for part in self._parts.values())
+
     @property
     def nbytes(self) -> int:
         """Bytes held, scratch included."""
-        return self.saved.nbytes + self.scratch.nbytes
+        return self.saved_bytes + self.scratch.nbytes

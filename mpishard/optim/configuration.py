@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ class ShardingConfiguration:
     Parameters
     ----------
     mesh : Mesh
-        Where it runs; gradients are reduced over ``mesh.data``.
+        Where it runs; gradients are reduced over ``mesh.data``, after the copies of a parameter on other axes.
     auto_sync_gradients : bool
         True: every `step` reduces gradients and updates.  False: `step` only adds this rank's gradient to what is
         there, with no communication, until `synchronize_optimizer_state` (or a model's `synchronize_gradients`).
@@ -31,6 +32,11 @@ class ShardingConfiguration:
     nonfinite_gradients : {"raise", "skip", "ignore"}
         What all ranks do if a gradient is NaN or infinite on any of them: raise FloatingPointError that names tensor
         and rank, leave parameters and state as they are and count the step as skipped, or go on.
+    loss_scale : float or "dynamic", optional
+        Gradients arrive multiplied by this, so that small ones survive half precision: models multiply the gradient of
+        their loss by ``parameters.loss_scale``, whose effect the optimizer divides out.  "dynamic": 2**16 at first;
+        where a gradient overflows on any rank all skip the step and it halves, after 2000 steps without it doubles.
+        What overflows at 1 still is treated as `nonfinite_gradients` says.
     """
 
     mesh: Mesh
@@ -39,6 +45,7 @@ class ShardingConfiguration:
     overlap_communication: bool = field(default=True, kw_only=True)
     max_gradient_norm: float | None = field(default=None, kw_only=True)
     nonfinite_gradients: str = field(default="raise", kw_only=True)
+    loss_scale: float | str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -50,6 +57,15 @@ class ShardingConfiguration:
             raise ValueError(f"max_gradient_norm={self.max_gradient_norm!r} must be above 0, or None for no clipping")
         if self.nonfinite_gradients not in NONFINITE:
             raise ValueError(f"nonfinite_gradients={self.nonfinite_gradients!r} must be one of {', '.join(NONFINITE)}")
+        scale = self.loss_scale
+        if scale is not None and scale != "dynamic":
+            if isinstance(scale, str) or isinstance(scale, bool) or not 0 < scale < math.inf:
+                raise ValueError(f'loss_scale={scale!r} must be a number above 0, "dynamic", or None for no scaling')
+        if scale == "dynamic" and self.nonfinite_gradients == "ignore":
+            raise ValueError(
+                'loss_scale="dynamic" looks for gradients that overflow, nonfinite_gradients="ignore" lets them pass; '
+                'use "raise" or "skip"'
+            )
 
     @classmethod
     def create_for_high_bandwidth(cls, mesh: Mesh, **options: Any) -> ShardingConfiguration:

@@ -31,7 +31,10 @@ _DIGEST = slice(_HEADER.size, _HEADER.size + 32)
 
 @dataclass(frozen=True)
 class State:
-    """The state of an optimizer, whole: `slots` maps a slot's name to its flat array over all tensors in `specs`."""
+    """The state of an optimizer, whole: `slots` maps a slot's name to its flat array over all tensors in `specs`.
+
+    `loss_scale` is a dynamic one, with the number of steps since it last changed.
+    """
 
     rule: str
     configuration: Mapping[str, Any]
@@ -40,6 +43,7 @@ class State:
     specs: tuple[ParameterSpec, ...]
     dtype: np.dtype
     slots: Mapping[str, np.ndarray]
+    loss_scale: tuple[float, int] | None = None
 
     def check_rule(self, rule: str, slots: Sequence[str]) -> None:
         """Raise ValueError unless it is of this rule with these slots."""
@@ -75,6 +79,8 @@ def encode(state: State) -> bytes:
         h5.attrs["steps"] = state.steps
         h5.attrs["skipped_steps"] = state.skipped_steps
         h5.attrs["dtype"] = state.dtype.name
+        if state.loss_scale is not None:
+            h5.attrs["loss_scale"], h5.attrs["good_steps"] = state.loss_scale
         names = [spec.name for spec in state.specs]
         h5.create_dataset("names", data=names, dtype=h5py.string_dtype())
         h5.create_dataset("shapes", data=[json.dumps(spec.shape) for spec in state.specs], dtype=h5py.string_dtype())
@@ -123,6 +129,9 @@ def decode(data: bytes) -> State:
         shapes = [tuple(json.loads(shape)) for shape in h5["shapes"][:]]
         specs = tuple(ParameterSpec(name, shape) for name, shape in zip(names, shapes, strict=True))
         dtype = np.dtype(h5.attrs["dtype"])
+        scale = None
+        if "loss_scale" in h5.attrs:
+            scale = float(h5.attrs["loss_scale"]), int(h5.attrs["good_steps"])
         slots = {slot: _flat(group, specs, dtype) for slot, group in h5.get("slots", {}).items()}
         return State(
             rule=str(h5.attrs["rule"]),
@@ -132,6 +141,7 @@ def decode(data: bytes) -> State:
             specs=specs,
             dtype=dtype,
             slots=slots,
+            loss_scale=scale,
         )
 
 

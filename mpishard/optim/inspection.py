@@ -10,13 +10,14 @@ import numpy as np
 from mpishard import summation
 from mpishard.gradients import Bucket
 from mpishard.optim.strategies import Strategy
+from mpishard.optim.tensor_norms import spans_of
 from mpishard.parameters import FlatParameters
 
 Array = Any
 
 
 class Inspection:
-    """Looks at the gradients of one optimizer, before and after they are summed over the axis.
+    """Looks at the gradients of one optimizer, before and after they are summed over ranks.
 
     Parameters
     ----------
@@ -27,8 +28,10 @@ class Inspection:
 
     def __init__(self, strategy: Strategy, parameters: FlatParameters) -> None:
         self._strategy = strategy
-        self._specs = parameters.specs
-        self._size = parameters.size
+        self._world = strategy.mesh.world
+        self._pieces = parameters.pieces
+        self._elements = sum(spec.size for spec in parameters.specs)
+        self._spans = spans_of(strategy.counted_parts)
         self._nonfinite = ""
         strategy.buckets.inspect = self.look
         strategy.buckets.on_reset.append(self.forget)
@@ -42,11 +45,11 @@ class Inspection:
         if self._nonfinite or math.isfinite(summation.largest(gradient)):
             return
         start = 0
-        for spec in self._specs[bucket.first : bucket.last]:
-            if not math.isfinite(summation.largest(gradient[start : start + spec.size])):
-                self._nonfinite = spec.name
+        for piece in self._pieces[bucket.first : bucket.last]:
+            if not math.isfinite(summation.largest(gradient[start : start + piece.size])):
+                self._nonfinite = piece.name
                 return
-            start += spec.size
+            start += piece.size
 
     def norm(self, measure: bool) -> float:
         """Agree on whether the summed gradients are finite.  Collective.
@@ -57,29 +60,24 @@ class Inspection:
             Infinite if they are not; their 2-norm over all ranks, every logical element counted once, if `measure`;
             else NaN.
         """
-        strategy = self._strategy
-        counted = [
-            gradient[start - own : stop - own]
-            for (own, _), gradient, (start, stop) in zip(
-                strategy.own, strategy.gradients(), strategy.counted, strict=True
-            )
-        ]
+        gradients = self._strategy.gradients()
+        counted = [gradients[owned][start:stop] for owned, start, stop in self._spans]
         tops = [summation.largest(part) for part in counted]
         finite = not self._nonfinite and all(map(math.isfinite, tops))
         # Maximum and NaN do not go together in MPI: infinity stands for both.
         shared = np.array([max(tops, default=0.0) if finite else math.inf])
-        strategy.axis.all_reduce(shared, op="max", label="control")
+        self._world.all_reduce(shared, op="max", label="control")
         top = float(shared[0])
         if not math.isfinite(top) or not measure:
             return math.nan if math.isfinite(top) else math.inf
         squares = np.zeros(2)
         for part in counted:
-            squares += summation.sum_of_squares(part, top, self._size)
-        strategy.axis.all_reduce(squares, label="control")
+            squares += summation.sum_of_squares(part, top, self._elements)
+        self._world.all_reduce(squares, label="control")
         return summation.norm(squares, top)
 
     def culprits(self) -> str:
         """Which tensors were not finite on which ranks, in words.  Collective."""
-        told = self._strategy.axis.exchange(self._nonfinite)
+        told = self._world.exchange(self._nonfinite)
         named = [f"{name!r} on rank {rank}" for rank, name in enumerate(told) if name]
         return ", ".join(named) or "the sum over ranks overflowed, each rank's own was finite"

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from mpishard import array as arrays
-from mpishard.gradients import accumulate, divide
+from mpishard.gradients import accumulate
 from mpishard.mesh import Mesh
 from mpishard.optim import image
 from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.inspection import Inspection
+from mpishard.optim.loss_scale import LossScale
+from mpishard.optim.replicas import misplaced
 from mpishard.optim.rules import LAMB, Rule
 from mpishard.optim.strategies import Strategy
-from mpishard.optim.tensor_norms import norms, parts_of
+from mpishard.optim.tensor_norms import norms
+from mpishard.optim.whole import cut_whole, gather_whole
 from mpishard.parameters import FlatParameters, check_flat
 
 Array = Any
@@ -25,15 +27,17 @@ _CLIP_EPSILON = 1e-6
 
 
 class ShardedOptimizer:
-    """Base of the data-parallel optimizers; they differ in their `strategy` only.
+    """Base of the optimizers; they differ in their `strategy` only.
 
-    Every method is collective over ``config.mesh.data`` unless it says otherwise.
+    Every method is collective over ``config.mesh`` unless it says otherwise.
 
     Parameters
     ----------
     rule : Rule
         The update rule, e.g. ``AdamW(lr=1e-3)``.
     config : ShardingConfiguration or Mesh
+        Gradients are reduced over the data axis of the mesh.  On a mesh with tensor or pipeline ranks, parameters are a
+        FlatParameters laid out for ``mesh.place``, as models made for that mesh have them.
 
     Attributes
     ----------
@@ -47,7 +51,7 @@ class ShardedOptimizer:
         Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured.
     """
 
-    strategy: ClassVar[type[Strategy]]
+    strategy: type[Strategy]
 
     def __init__(self, rule: Rule, config: ShardingConfiguration | Mesh) -> None:
         if not isinstance(rule, Rule):
@@ -57,10 +61,12 @@ class ShardedOptimizer:
         self.rule = rule
         self.config = ShardingConfiguration.of(config)
         self.axis = self.config.mesh.data
+        self.world = self.config.mesh.world
         self.steps = 0
         self.skipped_steps = 0
         self.measure_norm = False
         self.gradient_norm = math.nan
+        self._loss_scale = LossScale(self.config.loss_scale)
         self._parameters: FlatParameters | None = None
         self._strategy: Strategy
         self._inspection: Inspection
@@ -68,6 +74,16 @@ class ShardedOptimizer:
         self._restored: image.State | None = None
         self._accumulated: Array | None = None
         self._passes = 0
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the optimizer, and of the models that it trains."""
+        return self.config.mesh
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are expected to arrive multiplied by; models find it in ``parameters.loss_scale``."""
+        return self._loss_scale.value
 
     @property
     def clock(self) -> int:
@@ -81,21 +97,22 @@ class ShardedOptimizer:
     ) -> None:
         """Take one step: average the gradients of all ranks and update the parameters, in place, on every rank.
 
-        The first call makes the optimizer state, and all ranks' parameters those of data rank 0.  With
+        The first call makes the optimizer state, and all copies of parameters those of data rank 0, of tensor rank 0
+        and of the stages that own ties.  With
         ``auto_sync_gradients=False`` it only adds this rank's gradient to those before, without communication from the
-        second call on, and `synchronize_optimizer_state` takes the step.  Under ZeRO-2 a backward pass may wait for
-        the other ranks: call this before any other collective.
+        second call on, and `synchronize_optimizer_state` takes the step.  Under ZeRO-2 and 3 a backward pass may wait
+        for the other ranks: call this before any other collective.
 
         Parameters
         ----------
         parameters : 1-D array or FlatParameters
             The current parameters, float32 or float64, the same on every rank.
         gradients : 1-D array
-            This rank's gradient, of the shape, dtype and device of `parameters`; used as the buffer of the reduction,
-            so that its content is undefined afterwards.  A FlatParameters brings its own.
+            This rank's gradient, of the shape, dtype and device of `parameters`, times `loss_scale`; used as the buffer
+            of the reduction, so that its content is undefined afterwards.  A FlatParameters brings its own.
         count : float, optional
             What to divide the sum of all ranks' gradients by, the same on all ranks: the global number of samples where
-            gradients are sums over samples.  Default: the number of ranks, for the mean of the ranks' gradients.
+            gradients are sums over samples.  Default: the number of data-parallel ranks, for the mean of theirs.
 
         Raises
         ------
@@ -132,11 +149,11 @@ class ShardedOptimizer:
         """Bring all ranks to one state.
 
         With ``auto_sync_gradients=False`` this takes the one step that the accumulated gradients stand for: along
-        their mean over all calls of `step` on all ranks, of which a rank may have made more than another.  Otherwise
-        ranks agree already; parameters and state that every rank keeps a copy of are copied from data rank 0 again,
-        which mends copies that something else has changed.
+        their mean over all calls of `step` on all data ranks, of which a rank may have made more than another.
+        Otherwise ranks agree already; parameters and state of which several ranks keep copies are copied again from
+        data rank 0, tensor rank 0 and the stages that own ties, which mends copies that something else has changed.
         """
-        bound = self.axis.exchange(self._parameters is not None)
+        bound = self.world.exchange(self._parameters is not None)
         if not all(bound):
             if any(bound):
                 raise ValueError(f"ranks {[r for r, b in enumerate(bound) if not b]} have not called step() yet")
@@ -148,10 +165,9 @@ class ShardedOptimizer:
                 self._strategy.buckets.adopt(self._accumulated)
             self.update(calls)
             return
-        self.axis.broadcast(self._parameters.flat, label="parameters")
-        if self._strategy.replicated:
-            for slot in self._slots.values():
-                self.axis.broadcast(slot, label="state")
+        self._strategy.replicas.spread()
+        for slot in self._slots.values():
+            self._strategy.mend(slot)
 
     def optimize(self, problem: Any, **options: Any) -> Any:
         """Minimise an `OptimizationProblem`; see `OptimizationProblem.minimize` for the options and the result."""
@@ -162,23 +178,38 @@ class ShardedOptimizer:
     def bind(self, parameters: FlatParameters) -> Strategy:
         """Make the state for these parameters, or go on with them where it is made; `step` does this by itself.
 
-        Collective at the first call.
+        Collective at the first call, which makes all copies of the parameters alike.
+
+        Raises
+        ------
+        ValueError
+            If they are not laid out for this mesh, or not those that the state is of; on all ranks at the first call.
         """
-        self._check_model(parameters)
+        problem = None
+        try:
+            self._check_model(parameters)
+        except ValueError as error:
+            problem = error
+        if self._parameters is None:
+            self.world.agree(problem)
+        elif problem is not None:
+            raise problem
         if self._parameters is parameters:
             return self._strategy
+        written = parameters.gradients
         if self._parameters is None:
             self._make_state(parameters)
-            self.axis.broadcast(parameters.flat, label="parameters")
-        written = parameters.gradients
+        else:
+            self._strategy.attach(parameters)
         self._strategy.buckets.hold = not self.config.auto_sync_gradients
         if not written.reduces and written.has_content:  # a backward pass ran before the first step
-            if written.reduced:  # ranks hold the sum already: make them hold shares of it, to be summed again
-                divide(written.flat, self.axis.size)
+            if written.reduced:
+                self._strategy.replicas.keep_one(written.flat)
             else:
                 written.end_pass()
             self._strategy.buckets.adopt(written.flat)
         parameters.gradients = self._strategy.buckets
+        parameters.loss_scale = self.loss_scale
         self._parameters = parameters
         return self._strategy
 
@@ -191,20 +222,23 @@ class ShardedOptimizer:
         strategy, config = self._strategy, self.config
         strategy.buckets.end_pass()
         strategy.drain()
-        usable = self._gradients_are_usable(float(count))
+        divisor = float(count) * self.loss_scale
+        usable = self._gradients_are_usable(divisor)
         if usable:
             clip = 1.0
             if config.max_gradient_norm is not None and not math.isnan(self.gradient_norm):
                 clip = min(1.0, config.max_gradient_norm / (self.gradient_norm + _CLIP_EPSILON))
             self.steps += 1
             config.mesh.ledger.step = self.clock
-            self._apply(strategy.gradients(), float(count), clip)
-            strategy.publish(self._parameters.flat)
+            self._apply(strategy.gradients(), divisor, clip)
+            strategy.publish()
+            self._loss_scale.succeeded()
         else:
             self.skipped_steps += 1
+        self._parameters.loss_scale = self.loss_scale
         strategy.buckets.reset()
         if config.mesh.debug:
-            self._check_replicas()
+            self._check_copies()
         return usable
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -220,12 +254,12 @@ class ShardedOptimizer:
         return self._strategy.gradient_bytes if self._parameters is not None else 0
 
     def serialize(self) -> bytes:
-        """The whole state as an HDF5 image, the same bytes on every rank, for `deserialize` at any number of ranks."""
+        """The whole state as an HDF5 image, the same bytes on every rank, for `deserialize` in any layout."""
         if self._parameters is None:
             if self._restored is not None:
                 return image.encode(self._restored)
             raise ValueError("there is no optimizer state before the first step")
-        slots = {name: arrays.to_host(self._strategy.gather(slot)) for name, slot in self._slots.items()}
+        slots = {name: self._whole(slot) for name, slot in self._slots.items()}
         return image.encode(
             image.State(
                 rule=type(self.rule).__name__,
@@ -235,11 +269,12 @@ class ShardedOptimizer:
                 specs=self._parameters.specs,
                 dtype=self._parameters.dtype,
                 slots=slots,
+                loss_scale=self._loss_scale.state,
             )
         )
 
     def deserialize(self, data: bytes) -> None:
-        """Take over the state that `serialize` returned, at this or another number of ranks or strategy.
+        """Take over the state that `serialize` returned, from this or another number of ranks, mesh or strategy.
 
         Before the first step the names and shapes of the parameters are not known yet; they are compared then.
 
@@ -257,18 +292,20 @@ class ShardedOptimizer:
                 state.check_parameters(self._parameters.specs, self._parameters.dtype)
         except (ValueError, TypeError) as error:
             problem = error
-        self.axis.agree(problem)
+        self.world.agree(problem)
         assert state is not None
+        self.steps, self.skipped_steps = state.steps, state.skipped_steps
+        self._loss_scale.restore(state.loss_scale)
         if self._parameters is None:
             self._restored = state
-            self.steps, self.skipped_steps = state.steps, state.skipped_steps
         else:
+            self._parameters.loss_scale = self.loss_scale
             self._restore(state)
 
     def _make_state(self, parameters: FlatParameters) -> None:
         config = self.config
-        self._strategy = self.strategy(
-            self.axis, parameters, config.minimum_parameter_group_size, config.overlap_communication
+        self._strategy = self.strategy.fitting(parameters)(
+            config.mesh, parameters, config.minimum_parameter_group_size, config.overlap_communication
         )
         self._strategy.buckets.on_reset.append(self._forget_gradients)
         self._inspection = Inspection(self._strategy, parameters)
@@ -276,7 +313,7 @@ class ShardedOptimizer:
             self._strategy.buckets.inspect = None
         self._slots = {}
         for name in self.rule.slots:
-            slot = arrays.zeros(self._strategy.owned, parameters.dtype, like=parameters.flat)
+            slot = arrays.zeros(self._strategy.owned, parameters.dtype, like=parameters.like)
             if self.rule.initial(name):
                 slot[...] = self.rule.initial(name)
             self._slots[name] = slot
@@ -285,14 +322,19 @@ class ShardedOptimizer:
             self._restored = None
 
     def _restore(self, state: image.State) -> None:
-        self.steps, self.skipped_steps = state.steps, state.skipped_steps
         for name, slot in self._slots.items():
-            whole = state.slots[name]
-            for (start, stop), view in zip(self._strategy.own, self._strategy.state_views(slot), strict=True):
-                if arrays.is_device(view):
-                    arrays.copy_to_device(whole[start:stop], view)
-                else:
-                    view[...] = whole[start:stop]
+            own = cut_whole(state.slots[name], self._strategy.parameters, self._strategy.own)
+            if arrays.is_device(slot):
+                arrays.copy_to_device(own, slot)
+            else:
+                slot[...] = own
+
+    def _whole(self, slot: Array) -> np.ndarray:
+        """A state array of the whole model, on every rank.  Collective."""
+        strategy = self._strategy
+        counted = strategy.counted_views(strategy.state_views(slot))
+        values = np.concatenate([np.empty(0, slot.dtype), *map(arrays.to_host, counted)])
+        return gather_whole(self.world, strategy.parameters, strategy.counted, values)
 
     def _forget_gradients(self) -> None:
         self._passes = 0
@@ -312,9 +354,11 @@ class ShardedOptimizer:
                 if gradients is None:
                     raise TypeError("step(parameters, gradients) needs the gradients of a flat array of parameters")
                 known = self._parameters
-                named = known if known is not None and known.flat is parameters else FlatParameters.over(parameters)
+                same = known is not None and known.sharded is None and known.flat is parameters
+                named = known if same else FlatParameters.over(parameters)
+            assert named is not None
             if gradients is not None:
-                _check_like(named.flat, gradients)
+                _check_like(named, gradients)
             if count is not None and not 0 < count < math.inf:
                 raise ValueError(f"count={count!r}, the global number of samples, must be above 0")
             self._check_model(named)
@@ -325,11 +369,27 @@ class ShardedOptimizer:
 
     def _check_model(self, parameters: FlatParameters) -> None:
         """Raise unless this optimizer can go on with these parameters."""
-        was = self._parameters
-        if was is not None and (was.specs, was.dtype) != (parameters.specs, parameters.dtype):
+        mesh, was = self.mesh, self._parameters
+        if parameters.place != mesh.place:
+            raise ValueError(misplaced(parameters, mesh))
+        fitting = self.strategy.fitting
+        if was is not None and (was.specs, was.dtype, was.units, fitting(was)) != (
+            parameters.specs,
+            parameters.dtype,
+            parameters.units,
+            fitting(parameters),
+        ):
             raise ValueError(
                 f"this optimizer has state for {was.description}, but was given {parameters.description}; "
                 "use one optimizer for each model"
+            )
+        sharded = parameters.sharded
+        if sharded is not None and not (self.strategy.shards_parameters and sharded.axis is mesh.data):
+            raise ValueError(
+                "the parameters are sharded (ZeRO-3) over a data axis that is not this optimizer's"
+                if self.strategy.shards_parameters
+                else f"the parameters are sharded (ZeRO-3), but {type(self).__name__} needs them whole; use "
+                "ZeRO3Optimizer, or make the model without sharded_parameters"
             )
         if self._restored is not None:
             self._restored.check_parameters(parameters.specs, parameters.dtype)
@@ -345,32 +405,38 @@ class ShardedOptimizer:
         model = -1 if named is None else named.fingerprint
         number = -1 if count is None else int(np.float64(count).view(np.int64))
         facts = np.array([problem is not None, model, -model, number, -number], np.int64)
-        self.axis.all_reduce(facts, op="max", label="control")
+        self.world.all_reduce(facts, op="max", label="control")
         if facts[0]:
-            self.axis.raise_together(problem)
+            self.world.raise_together(problem)
         assert named is not None
         if facts[1] != -facts[2]:
-            told = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(self.axis.exchange(named.description)))
-            raise ValueError(f"data-parallel ranks must hold the same parameters in the same order; here: {told}")
+            told = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(self.world.exchange(named.description)))
+            raise ValueError(f"all ranks must have the same parameters in the same order; here: {told}")
         if facts[3] != -facts[4]:
-            raise ValueError(f"count must be the global number, the same on all ranks; got {self.axis.exchange(count)}")
+            told = str(self.world.exchange(count))
+            raise ValueError(f"count must be the global number, the same on all ranks; got {told}")
 
     def _calls(self) -> int:
-        """Calls of `step` that only accumulated, on all ranks together since the last update."""
+        """Calls of `step` that only accumulated, on all data ranks together since the last update."""
         if self.config.auto_sync_gradients:
             return 0
-        return int(self.axis.all_reduce(np.array([self._passes]), label="control")[0])
+        calls = int(self.axis.all_reduce(np.array([self._passes]), label="control")[0])
+        if self.axis.size < self.world.size:
+            told = self.world.exchange(calls)
+            if len(set(told)) > 1:
+                raise ValueError(f"tensor and pipeline ranks must call step() equally often; calls by rank: {told}")
+        return calls
 
-    def _check_replicas(self) -> None:
-        """Debug: raise on all ranks if their copies of the parameters are no longer the same."""
-        assert self._parameters is not None
-        copies = self.axis.exchange(hashlib.sha256(arrays.to_host(self._parameters.flat).data).digest())
-        strayed = [rank for rank, other in enumerate(copies) if other != copies[0]]
+    def _check_copies(self) -> None:
+        """Debug: raise on all ranks if copies of parameters are no longer the same."""
+        strayed = self._strategy.replicas.strayed()
         if strayed:
+            first = sorted(set(strayed.values()))
+            whose = f"rank {first[0]}" if len(first) == 1 else f"ranks {first}"
             raise RuntimeError(
-                f"after step {self.steps} the parameters of ranks {strayed} differ from those of rank 0 of axis "
-                f"{self.axis.name!r}: something but the optimizer has changed them, or not on all ranks; "
-                "synchronize_optimizer_state() makes them those of rank 0 again"
+                f"after step {self.steps} the parameters of ranks {sorted(strayed)} differ from their copies on "
+                f"{whose}: something but the optimizer has changed them, or not on all ranks; "
+                "synchronize_optimizer_state() makes them the same again"
             )
 
     def _gradients_are_usable(self, divisor: float) -> bool:
@@ -384,6 +450,8 @@ class ShardedOptimizer:
         if not math.isinf(norm):
             self.gradient_norm = norm / divisor
             return True
+        if self._loss_scale.overflowed():
+            return False
         if mode == "raise":
             where, step = self._inspection.culprits(), self.clock + 1
             self._strategy.buckets.reset()
@@ -396,7 +464,7 @@ class ShardedOptimizer:
     def _apply(self, gradients: list[Array], divisor: float, clip: float) -> None:
         assert self._parameters is not None
         strategy = self._strategy
-        owned = strategy.owned_views(self._parameters.flat)
+        owned = strategy.values()
         slots = [strategy.state_views(slot) for slot in self._slots.values()]
         states = [list(parts) for parts in zip(*slots, strict=True)] if slots else [[] for _ in owned]
         if isinstance(self.rule, LAMB):
@@ -423,22 +491,20 @@ class ShardedOptimizer:
         for values, gradient, state, out in zip(owned, gradients, states, directions, strict=True):
             if values.size:
                 rule.direction(values, gradient, state, step, divisor=divisor, clip=clip, out=out)
-        origins = [start for start, _ in strategy.own]
-        counted = parts_of(specs, strategy.counted, origins)
-        before = norms(self.axis, specs, counted, owned)
-        after = norms(self.axis, specs, counted, directions)
-        for tensor, place, start, stop in parts_of(specs, strategy.own, origins):
+        before = norms(self.world, specs, strategy.counted_parts, owned)
+        after = norms(self.world, specs, strategy.counted_parts, directions)
+        for tensor, place, start, stop in strategy.owned_parts:
             ratio = rule.trust_ratio(before[tensor], after[tensor])
             rule.apply(owned[place][start:stop], directions[place][start:stop], step, ratio)
 
 
-def _check_like(parameters: Array, gradients: Array) -> None:
+def _check_like(parameters: FlatParameters, gradients: Array) -> None:
     """Raise unless the gradients have the shape, dtype and device of the flat parameters."""
     check_flat("gradients", gradients, written=True)
     if gradients.size != parameters.size:
         raise ValueError(f"gradients have {gradients.size} elements, but parameters have {parameters.size}")
     if gradients.dtype != parameters.dtype:
         raise TypeError(f"gradients are {gradients.dtype}, but parameters are {parameters.dtype}; convert one of them")
-    if arrays.module_of(gradients) is not arrays.module_of(parameters):
-        kinds = type(gradients).__name__, type(parameters).__name__
+    if arrays.module_of(gradients) is not arrays.module_of(parameters.like):
+        kinds = type(gradients).__name__, type(parameters.like).__name__
         raise TypeError(f"gradients are a {kinds[0]}, but parameters a {kinds[1]}; keep both on one device")

@@ -1,64 +1,94 @@
-"""How gradients and optimizer state are spread over the data axis.
+"""How gradients and optimizer state are spread over a mesh.
 
-A strategy says which ranges of the flat parameters this rank updates (`own`), reduces the gradients (`reduce` a bucket,
-then `finish`), and makes the new parameters known to all (`publish`).  Rajbhandari et al., "ZeRO" (2020), section 5,
-for the stages.  Every strategy sums; the optimizer divides.
+A strategy says which ranges of this place's flat parameters this rank updates (`own`), reduces the gradients (`reduce`
+a bucket, then `drain`), and makes the new parameters known to all (`publish`).  Rajbhandari et al., "ZeRO" (2020),
+section 5, for the stages.  Every strategy sums; the optimizer divides.
+
+Gradients are summed in this order: micro-batches in the gradient buffer, then copies within one data coordinate
+(`Replicas`), then the data axis.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from mpishard import array as arrays
-from mpishard.collectives import Axis, Pending
+from mpishard.collectives import Pending
 from mpishard.gradients import Bucket, GradientBuckets, accumulate
 from mpishard.layout import counts, split
+from mpishard.mesh import Mesh
+from mpishard.optim.replicas import Replicas
+from mpishard.optim.tensor_norms import Part, parts_of
 from mpishard.parameters import FlatParameters
+from mpishard.sharding import ShardedUnits
 
 Array = Any
 Range = tuple[int, int]
 
 
 class Strategy(ABC):
-    """One optimizer's way over one axis.  Methods are collective over it, in the same order on all ranks.
+    """One optimizer's way over one mesh.  Methods are collective over it, in the same order on all ranks.
+
+    Creation makes all copies of the parameters alike.
 
     Parameters
     ----------
-    axis : Axis
+    mesh : Mesh
     parameters : FlatParameters
         Gets the gradient buckets of this strategy.
     minimum : int
         Least number of elements in a bucket.
     overlap : bool
-        Whether `reduce` returns before the transfer is done.
+        Whether `reduce` returns before the transfer over the data axis is done.
 
     Attributes
     ----------
     own : list of (start, stop)
-        Ranges of the flat parameters that this rank updates; its state arrays are these ranges end to end.
+        Ranges of the flat parameters that this rank updates, ascending; its state arrays are these ranges end to end.
     counted : list of (start, stop)
-        Ranges that this rank contributes to sums over all parameters: every element on one rank.
+        The part of each of these that this rank stands for among the ranks of the data axis.
     """
 
     gradients_on_demand: ClassVar[bool] = False
-    replicated: ClassVar[bool] = False
+    shards_parameters: ClassVar[bool] = False
 
-    def __init__(self, axis: Axis, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
-        self.axis = axis
+    def __init__(self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
+        self.mesh = mesh
+        self.axis = mesh.data
         self.overlap = overlap
+        Replicas(mesh, parameters).spread()
+        self.attach(parameters)
+        # Slices of an uneven cut differ in size between tensor ranks, which sum partial gradients bucket by bucket:
+        # all of them cut buckets by the slices of the first.
+        first = replace(parameters.place, tensor_rank=0).holding(parameters.specs)
         self.buckets = GradientBuckets(
-            parameters.specs,
-            parameters.flat,
+            parameters.pieces,
+            parameters.like,
             minimum,
+            runs=parameters.gradient_runs(by_unit=self.shards_parameters),
+            sizes=[piece.size for piece in first],
             reduce=self.reduce,
             drain=self.drain,
             on_demand=self.gradients_on_demand,
         )
         self.own: list[Range] = []
         self.counted: list[Range] = []
-        self._counts = [counts(split(bucket.size, axis.size)) for bucket in self.buckets.buckets]
+        self._counts = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets.buckets]
         self._pending: list[tuple[Bucket, Pending]] = []
+
+    @classmethod
+    def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
+        """The strategy to use for these parameters where this one was asked for."""
+        return cls
+
+    def attach(self, parameters: FlatParameters) -> None:
+        """Go on with these parameters, which are laid out like those before."""
+        self.parameters = parameters
+        self.replicas = Replicas(self.mesh, parameters)
 
     @property
     def owned(self) -> int:
@@ -66,7 +96,8 @@ class Strategy(ABC):
         return sum(stop - start for start, stop in self.own)
 
     def reduce(self, bucket: Bucket, gradient: Array) -> None:
-        """Start to sum the gradient of a bucket over the axis."""
+        """Sum the gradient of a bucket over what is inside a data coordinate, and start to over the data axis."""
+        self.replicas.sum(bucket, gradient)
         for _, earlier in self._pending:
             earlier.test()  # MPI moves data only while it is called
         self._pending.append((bucket, self.start(bucket, gradient)))
@@ -92,13 +123,17 @@ class Strategy(ABC):
     def gradients(self) -> list[Array]:
         """The summed gradient of each range in `own`; call after `drain`."""
 
-    @abstractmethod
-    def publish(self, flat: Array) -> None:
-        """Make each rank's own ranges of `flat` known to all."""
+    def values(self) -> list[Array]:
+        """The parameters of each range in `own`."""
+        return [self.parameters.flat[start:stop] for start, stop in self.own]
 
-    def owned_views(self, flat: Array) -> list[Array]:
-        """The own ranges of a flat array of all parameters."""
-        return [flat[start:stop] for start, stop in self.own]
+    @abstractmethod
+    def publish(self) -> None:
+        """Make each rank's own parameters known to those who keep a copy."""
+
+    @abstractmethod
+    def mend(self, slot: Array) -> None:
+        """Make all copies of a state array alike, as `Replicas.spread` does with the parameters."""
 
     def state_views(self, slot: Array) -> list[Array]:
         """The parts of a state array that belong to the ranges in `own`."""
@@ -108,13 +143,26 @@ class Strategy(ABC):
             place += stop - start
         return views
 
-    def gather(self, slot: Array) -> Array:
-        """A state array of all parameters, in flat order, from everybody's parts."""
-        flat = arrays.empty(sum(bucket.size for bucket in self.buckets.buckets), slot.dtype, like=slot)
-        for whole, part in zip(self.owned_views(flat), self.state_views(slot), strict=True):
-            whole[...] = part
-        self.publish(flat)
-        return flat
+    def counted_views(self, owned: Sequence[Array]) -> list[Array]:
+        """Of arrays that belong to the ranges in `own` the parts that belong to those in `counted`."""
+        ranges = zip(owned, self.own, self.counted, strict=True)
+        return [array[start - origin : stop - origin] for array, (origin, _), (start, stop) in ranges]
+
+    @functools.cached_property
+    def owned_parts(self) -> list[Part]:
+        """The ranges in `own`, cut at tensors."""
+        return self._parts(self.own)
+
+    @functools.cached_property
+    def counted_parts(self) -> list[Part]:
+        """What this rank contributes to sums over the model: every logical element is on one rank of the world."""
+        specs, place = self.parameters.specs, self.parameters.place
+        return [part for part in self._parts(self.counted) if place.counts(specs[part.tensor])]
+
+    def _parts(self, ranges: Sequence[Range]) -> list[Part]:
+        number = {spec.name: index for index, spec in enumerate(self.parameters.specs)}
+        tensors = [number[piece.name] for piece in self.parameters.pieces]
+        return parts_of(self.parameters.pieces, tensors, ranges, [start for start, _ in self.own])
 
     @property
     def gradient_bytes(self) -> int:
@@ -123,16 +171,14 @@ class Strategy(ABC):
 
 
 class DataParallel(Strategy):
-    """DDP: every rank holds everything; gradients are all-reduced."""
+    """DDP: every rank of the data axis holds everything; gradients are all-reduced."""
 
-    replicated = True
-
-    def __init__(self, axis: Axis, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
-        super().__init__(axis, parameters, minimum, overlap)
-        for bucket in self.buckets.buckets:
-            cuts = split(bucket.size, axis.size)
+    def __init__(self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
+        super().__init__(mesh, parameters, minimum, overlap)
+        for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True):
+            start = bucket.start + sum(pieces[: self.axis.rank])
             self.own.append((bucket.start, bucket.stop))
-            self.counted.append((bucket.start + cuts[axis.rank], bucket.start + cuts[axis.rank + 1]))
+            self.counted.append((start, start + pieces[self.axis.rank]))
 
     def start(self, bucket: Bucket, gradient: Array) -> Pending:
         return self.axis.start_all_reduce(gradient, label="gradients")
@@ -140,8 +186,12 @@ class DataParallel(Strategy):
     def gradients(self) -> list[Array]:
         return [self.buckets.of_bucket(bucket) for bucket in self.buckets.buckets]
 
-    def publish(self, flat: Array) -> None:
+    def publish(self) -> None:
         """Nothing to tell: every rank has updated all of it."""
+
+    def mend(self, slot: Array) -> None:
+        self.axis.broadcast(slot, label="state")
+        self.replicas.spread_inside(slot)
 
 
 class ShardedState(Strategy):
@@ -150,11 +200,11 @@ class ShardedState(Strategy):
     A rank owns an even part of every bucket, which arrives at the front of the bucket's place in the gradient buffer.
     """
 
-    def __init__(self, axis: Axis, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
-        super().__init__(axis, parameters, minimum, overlap)
+    def __init__(self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
+        super().__init__(mesh, parameters, minimum, overlap)
         for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True):
-            start = bucket.start + sum(pieces[: axis.rank])
-            self.own.append((start, start + pieces[axis.rank]))
+            start = bucket.start + sum(pieces[: self.axis.rank])
+            self.own.append((start, start + pieces[self.axis.rank]))
         self.counted = self.own
 
     def start(self, bucket: Bucket, gradient: Array) -> Pending:
@@ -166,9 +216,24 @@ class ShardedState(Strategy):
             for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True)
         ]
 
-    def publish(self, flat: Array) -> None:
+    def publish(self) -> None:
+        self._gather(self.parameters.flat, "parameters")
+
+    def mend(self, slot: Array) -> None:
+        if self.replicas.inside:
+            flat = arrays.empty(self.parameters.size, slot.dtype, like=slot)
+            views = self.state_views(slot)
+            for (start, stop), view in zip(self.own, views, strict=True):
+                flat[start:stop] = view
+            self._gather(flat, "state")
+            self.replicas.spread_inside(flat)
+            for (start, stop), view in zip(self.own, views, strict=True):
+                view[...] = flat[start:stop]
+
+    def _gather(self, flat: Array, label: str) -> None:
+        """Fill a flat array in which each rank of the data axis has its own ranges."""
         pending = [
-            self.axis.start_all_gather(flat[bucket.start : bucket.stop], counts=pieces, label="parameters")
+            self.axis.start_all_gather(flat[bucket.start : bucket.stop], counts=pieces, label=label)
             for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True)
         ]
         for gathered in pending:
@@ -180,9 +245,9 @@ class ShardedGradients(ShardedState):
 
     gradients_on_demand = True
 
-    def __init__(self, axis: Axis, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
-        super().__init__(axis, parameters, minimum, overlap)
-        self._shard = arrays.zeros(self.owned, parameters.dtype, like=parameters.flat)
+    def __init__(self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
+        super().__init__(mesh, parameters, minimum, overlap)
+        self._shard = arrays.zeros(self.owned, parameters.dtype, like=parameters.like)
         self._summed: set[int] = set()
         self.buckets.on_reset.append(self._summed.clear)
 
@@ -205,3 +270,39 @@ class ShardedGradients(ShardedState):
     @property
     def gradient_bytes(self) -> int:
         return int(self._shard.nbytes) + super().gradient_bytes
+
+
+class ShardedParameters(ShardedGradients):
+    """ZeRO-3: parameters are sharded too, unit by unit, and each unit is a bucket of gradients.
+
+    A model gathers a unit before it uses it, in the forward and again in the backward pass, and frees it after; so
+    there is nothing to publish.
+    """
+
+    shards_parameters = True
+
+    def __init__(self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
+        # As large as can be: a bucket then is a whole unit, and its owners are the unit's.
+        super().__init__(mesh, parameters, max(1, sum(spec.size for spec in parameters.specs)), overlap)
+        assert self.sharded.own == self.own
+
+    @classmethod
+    def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
+        """A flat array of the caller's must stay whole: it gets ZeRO-2, which gathers it after the update."""
+        return ShardedGradients if parameters.lent else cls
+
+    def attach(self, parameters: FlatParameters) -> None:
+        super().attach(parameters)
+        parameters.shard(self.axis)
+
+    @property
+    def sharded(self) -> ShardedUnits:
+        assert self.parameters.sharded is not None
+        return self.parameters.sharded
+
+    def values(self) -> list[Array]:
+        return self.sharded.shares
+
+    def publish(self) -> None:
+        """Nothing to tell; what is still gathered is of before the update."""
+        self.sharded.drop()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpishard import summation
 from mpishard.collectives import Axis
-from mpishard.layout import ParameterSpec
+from mpishard.layout import ParameterSpec, Piece
 
 Array = Any
 Range = tuple[int, int]
+Span = tuple[int, int, int]
 
 
 class Part(NamedTuple):
@@ -24,28 +25,43 @@ class Part(NamedTuple):
     stop: int
 
 
-def parts_of(specs: Sequence[ParameterSpec], ranges: Sequence[Range], origins: Sequence[int]) -> list[Part]:
-    """Cut ascending ranges of the flat parameters at tensor boundaries; places count from each range's origin."""
+def parts_of(
+    pieces: Sequence[Piece], tensors: Sequence[int], ranges: Sequence[Range], origins: Sequence[int]
+) -> list[Part]:
+    """Cut ascending ranges of a flat buffer at the pieces it holds; places count from each range's origin.
+
+    `tensors` are the numbers of the tensors that the pieces are of.
+    """
     parts = []
-    tensors = list(_extents(specs))
     first = 0
     for owned, ((start, stop), origin) in enumerate(zip(ranges, origins, strict=True)):
-        while first < len(tensors) and tensors[first][1] <= start:
+        while first < len(pieces) and pieces[first].start + pieces[first].size <= start:
             first += 1
-        for tensor in range(first, len(tensors)):
-            begin, end = tensors[tensor]
-            if begin >= stop:
+        for number, piece in zip(tensors[first:], pieces[first:], strict=True):
+            if piece.start >= stop:
                 break
-            if max(begin, start) < min(end, stop):
-                parts.append(Part(tensor, owned, max(begin, start) - origin, min(end, stop) - origin))
+            begin, end = max(piece.start, start), min(piece.start + piece.size, stop)
+            if begin < end:
+                parts.append(Part(number, owned, begin - origin, end - origin))
     return parts
+
+
+def spans_of(parts: Sequence[Part]) -> list[Span]:
+    """The same elements as ``(owned, start, stop)``, neighbours joined."""
+    spans: list[Span] = []
+    for _, owned, start, stop in parts:
+        if spans and spans[-1][0] == owned and spans[-1][2] == start:
+            spans[-1] = (owned, spans[-1][1], stop)
+        else:
+            spans.append((owned, start, stop))
+    return spans
 
 
 def norms(axis: Axis, specs: Sequence[ParameterSpec], parts: Sequence[Part], arrays: Sequence[Array]) -> list[float]:
     """The 2-norm of every tensor over all ranks, the same bits for any cut into parts.
 
     `parts` must name every element on exactly one rank of the axis; `arrays` has one array for each owned range.
-    Collective over `axis`.
+    Collective over `axis`, the world of a mesh.
     """
     tops = np.zeros(len(specs))
     for tensor, owned, start, stop in parts:
@@ -57,10 +73,3 @@ def norms(axis: Axis, specs: Sequence[ParameterSpec], parts: Sequence[Part], arr
         sums[tensor] += summation.sum_of_squares(part, float(tops[tensor]), specs[tensor].size)
     axis.all_reduce(sums, label="norms")
     return [summation.norm(pair, float(top)) for pair, top in zip(sums, tops, strict=True)]
-
-
-def _extents(specs: Sequence[ParameterSpec]) -> Iterator[Range]:
-    start = 0
-    for spec in specs:
-        yield start, start + spec.size
-        start += spec.size

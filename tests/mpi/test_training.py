@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hybrid import factorisations
 from mpi4py import MPI
 
 import mpishard
@@ -17,11 +19,12 @@ from mpishard import (
     ShardingConfiguration,
     ZeRO1Optimizer,
     ZeRO2Optimizer,
+    ZeRO3Optimizer,
     nn,
 )
 from mpishard.data.sampling import Sampler
 
-STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer]
+STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]
 DATA = np.random.default_rng(0).standard_normal((45, 6))
 TARGETS = DATA @ np.arange(6.0)
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
@@ -81,6 +84,12 @@ def gpt_alone():
     }
 
 
+def flat(result):
+    """The parameters of a result as one array."""
+    parameters = result.parameters
+    return parameters if isinstance(parameters, np.ndarray) else parameters.gather()
+
+
 def exactly_zero_gradient(name, size):
     """Elements whose gradient is zero in exact arithmetic: attention's key bias moves all scores of a query alike.
 
@@ -101,15 +110,61 @@ def test_gpt_equals_one_rank(mesh, gpt_alone, strategy, rule, micro_batch_size):
     task = gpt_problem(micro_batch_size=micro_batch_size)
     result = strategy(rule, config).optimize(task, progress=False)
     expected = gpt_alone[type(rule)]
+    found = flat(result)
     assert np.allclose(result.loss_history, expected.loss_history, rtol=1e-12, atol=1e-12)
     start = 0
     for spec in task.start.specs:
-        ours, theirs = (flat[start : start + spec.size] for flat in (result.parameters, expected.parameters))
+        ours, theirs = (array[start : start + spec.size] for array in (found, expected.parameters))
         if isinstance(rule, AdamW):
             keep = ~exactly_zero_gradient(spec.name, spec.size)
             ours, theirs = ours[keep], theirs[keep]
         assert np.allclose(ours, theirs, rtol=1e-12, atol=1e-12), spec.name
         start += spec.size
+
+
+def large_gpt_problem(mesh=None, micro_batch_size=None, **options):
+    """Of a model that can be cut into four stages and over two, three or four tensor ranks."""
+    model = nn.GPT(11, 8, 24, 4, 12, np.float64, 3, mesh=mesh, tied=True, **options)
+    return OptimizationProblem.for_model(
+        model,
+        lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
+        samples=45,
+        batch_size=13,
+        micro_batch_size=micro_batch_size,
+        steps=5,
+        tokens_per_sample=8,
+    )
+
+
+@pytest.fixture(scope="module")
+def large_gpt_alone():
+    return alone(DDPOptimizer, SGD(lr=0.3, momentum=0.9), large_gpt_problem, max_gradient_norm=1.0)
+
+
+@pytest.mark.parametrize(("zero_stage", "micro_batch_size"), [(0, None), (1, 4), (2, 4), (3, None), (3, 4)])
+def test_gpt_on_any_mesh(comm, same_on_all, large_gpt_alone, zero_stage, micro_batch_size):
+    """The loop over tensor and pipeline ranks, with micro-batches of its own outside those of the pipeline."""
+    rule = SGD(lr=0.3, momentum=0.9)
+    with mpishard.Mesh(comm) as base:
+        for data, tensor, pipeline in factorisations(comm.size):
+            if max(tensor, pipeline) > 4:
+                continue
+            config = ShardingConfiguration(base, max_gradient_norm=1.0)
+            optimizer = mpishard.HybridShardedOptimizer(rule, config, pipeline, tensor, data, zero_stage=zero_stage)
+            task = large_gpt_problem(optimizer.mesh, micro_batch_size, microbatches=5)
+            result = optimizer.optimize(task, progress=False)
+            model = mpishard.as_distributed(namespace(task.start), optimizer.config)
+            assert same_on_all(result.loss_history)
+            assert np.allclose(result.loss_history, large_gpt_alone.loss_history, rtol=1e-12, atol=1e-12)
+            whole = model.gather_full_parameters()
+            assert np.allclose(whole, large_gpt_alone.parameters, rtol=1e-12, atol=1e-12), optimizer.mesh
+            held = data == comm.size and zero_stage < 3
+            assert (result.parameters is task.start) != held
+            assert (result.steps, result.samples) == (5, 13 + 13 + 13 + 6 + 13)
+
+
+def namespace(parameters):
+    return SimpleNamespace(parameters=parameters)
 
 
 def test_gpt_gradients_equal_one_rank(mesh):
@@ -324,7 +379,7 @@ def test_gradients_from_before_the_run_are_no_part_of_it(mesh, strategy):
         for _ in range(2):  # the second run finds the optimizer bound
             if look_first:
                 task.function(task.start, np.arange(3), None)
-            results.append(optimizer.optimize(task, progress=False).parameters.copy())
+            results.append(flat(optimizer.optimize(task, progress=False)).copy())
     assert np.array_equal(results[0], results[2])
     assert np.array_equal(results[1], results[3])
 

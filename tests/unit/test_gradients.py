@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mpishard.gradients import GradientBuckets, make_buckets
-from mpishard.layout import ParameterSpec
+from mpishard.gradients import GradientBuckets, Run, make_buckets
+from mpishard.layout import ParameterSpec, Place
 from mpishard.parameters import FlatParameters
 
 LIKE = np.zeros(1)
@@ -33,12 +33,16 @@ def test_buckets_hold_the_minimum_and_cover_everything(sizes, minimum):
 class Recorder:
     """A reducer that notes what it gets, and holds on to it until `drain`."""
 
-    def __init__(self, sizes, minimum, on_demand=False):
+    def __init__(self, sizes, minimum, on_demand=False, runs=None):
         self.got = []
         self.open = []
         self.gradients = GradientBuckets(
-            specs(*sizes), LIKE, minimum, reduce=self.reduce, drain=self.drain, on_demand=on_demand
+            specs(*sizes), LIKE, minimum, runs=runs, reduce=self.reduce, drain=self.drain, on_demand=on_demand
         )
+
+    @property
+    def order(self):
+        return [index for index, _ in self.got]
 
     def reduce(self, bucket, array):
         self.got.append((bucket.index, array.tolist()))
@@ -111,6 +115,114 @@ def test_lent_memory_is_not_counted_or_kept(on_demand):
     recorder.drain()
     assert recorder.got == [(1, [4, 5]), (0, [0, 1, 2, 3])]
     assert recorder.gradients.peak_bytes == 0
+
+
+def test_buckets_are_cut_by_the_sizes_that_are_given():
+    """Ranks whose pieces differ in size by one cut alike."""
+    ours = make_buckets(specs(4, 3, 4), 4, sizes=[4, 4, 4])
+    theirs = make_buckets(specs(4, 4, 4), 4)
+    assert [(bucket.first, bucket.last) for bucket in ours] == [(bucket.first, bucket.last) for bucket in theirs]
+    assert [bucket.size for bucket in ours] == [4, 3, 4]
+
+
+def test_no_bucket_spans_two_runs():
+    runs = [Run(0, 1, 0, tied=True), Run(1, 3, 0), Run(3, 4, 1), Run(4, 5, 1, "another")]
+    buckets = make_buckets(specs(2, 2, 2, 2, 2), 100, runs)
+    assert [(bucket.first, bucket.last, bucket.tied) for bucket in buckets] == [
+        (0, 1, True),
+        (1, 3, False),
+        (3, 4, False),
+        (4, 5, False),
+    ]
+
+
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_stages_are_handed_over_apart_and_a_tie_last(on_demand):
+    """Tensors 1 and 2 are of stage 0, tensor 3 of stage 1, and tensor 0 is tied between them."""
+    runs = [Run(0, 1, 0, tied=True), Run(1, 3, 0), Run(3, 4, 1)]
+    recorder = Recorder([2, 2, 2, 2], 2, on_demand, runs)
+    recorder.backward(["t2", "t1", "t0"])  # stage 0 before stage 1, as a schedule may have it
+    assert recorder.order == [2, 1]
+    recorder.backward(["t3", "t0"])
+    assert recorder.order == [2, 1, 3]
+    recorder.gradients.end_pass()
+    assert recorder.got[-1] == (0, [2, 2])
+    assert recorder.order == [2, 1, 3, 0]
+
+
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_only_the_last_micro_batch_of_a_stage_travels(on_demand):
+    """On demand every one does, but for ties."""
+    runs = [Run(0, 1, 0, tied=True), Run(1, 3, 0), Run(3, 4, 1)]
+    recorder = Recorder([2, 2, 2, 2], 2, on_demand, runs)
+    for stage, names in ((1, ["t3"]), (0, ["t2", "t0"])):
+        for last in (False, True):
+            recorder.gradients.begin_stage(stage, last)
+            recorder.backward(names)
+            recorder.gradients.end_stage(stage)
+            recorder.drain()
+    recorder.gradients.end_pass()
+    if on_demand:
+        assert recorder.got == [
+            (3, [1, 1]),
+            (3, [1, 1]),
+            (2, [1, 1]),
+            (1, [0, 0]),
+            (2, [1, 1]),
+            (1, [0, 0]),
+            (0, [2, 2]),
+        ]
+    else:
+        assert recorder.got == [(3, [2, 2]), (2, [2, 2]), (1, [0, 0]), (0, [2, 2])]
+
+
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_passes_of_several_micro_batches_each(on_demand):
+    """A held pass in which a stage has two micro-batches, and then another: nothing travels twice."""
+    recorder = Recorder([2, 2], 2, on_demand)
+    for last_pass in (False, True):
+        recorder.gradients.hold = not last_pass
+        for last in (False, True):
+            recorder.gradients.begin_stage(0, last)
+            recorder.backward(["t1", "t0"])
+            recorder.gradients.end_stage(0)
+            recorder.drain()
+        recorder.gradients.end_pass(last=last_pass)
+    total = np.zeros((2, 2))
+    for index, values in recorder.got:
+        total[index] += values
+    assert (total == 4).all()
+    assert len(recorder.got) == (8 if on_demand else 2)
+
+
+def test_a_rank_without_parameters():
+    recorder = Recorder([], 1, runs=[])
+    recorder.gradients.end_pass()
+    assert recorder.gradients.reduced
+    recorder.gradients.reset()
+    assert recorder.got == []
+
+
+def test_runs_of_parameters():
+    """Neighbours of one stage are a run, or of one unit; ties are alone."""
+    specs = [
+        ParameterSpec("table", (2,), copies=(3,)),
+        ParameterSpec("a", (2,)),
+        ParameterSpec("b", (2,)),
+        ParameterSpec("c", (2,), 1),
+        ParameterSpec("d", (2,), 2),
+    ]
+    parameters = FlatParameters(
+        specs, place=Place(pipeline_rank=0, pipeline_size=2), units=[["table", "a"], ["b"], ["d"], ["c"]]
+    )
+    assert list(parameters) == ["table", "a", "b", "d"]
+    assert [(run.first, run.last, run.stage, run.tied) for run in parameters.gradient_runs()] == [
+        (0, 1, 0, True),
+        (1, 3, 0, False),
+        (3, 4, 2, False),
+    ]
+    assert [(run.first, run.last) for run in parameters.gradient_runs(by_unit=True)] == parameters.units
+    assert parameters.units == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
 def test_views_are_the_flat_buffers():

@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from mpishard.layout import ParameterSpec, Piece, boxes_of_range, holding_of_ranges, intersect, moves, split, subtract
+from mpishard.layout import (
+    WHOLE,
+    ParameterSpec,
+    Piece,
+    Place,
+    boxes_of_range,
+    cut_holding,
+    intersect,
+    merge_ties,
+    moves,
+    split,
+    subtract,
+)
 
 shapes = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
 
@@ -71,10 +83,10 @@ def test_moves_put_every_element_in_its_place_once(some_shapes, before, after, d
     size = sum(spec.size for spec in specs)
     values = iter(np.split(np.arange(size, dtype=float), np.cumsum([spec.size for spec in specs])[:-1]))
     tensors = {spec.name: next(values).reshape(spec.shape) for spec in specs}
-    source = [holding_of_ranges(specs, ranges) for ranges in cut(data, size, before)]
-    target = [holding_of_ranges(specs, ranges) for ranges in cut(data, size, after)]
+    source = [cut_holding(WHOLE.holding(specs), ranges) for ranges in cut(data, size, before)]
+    target = [cut_holding(WHOLE.holding(specs), ranges) for ranges in cut(data, size, after)]
     if data.draw(st.booleans()):  # a replica of everything on one more rank
-        source.append(holding_of_ranges(specs, [(0, size)]))
+        source.append(WHOLE.holding(specs))
     sent = [fill(holding, tensors) for holding in source]
     written = [np.zeros(sum(piece.size for piece in holding), int) for holding in target]
     result = [np.full(len(count), np.nan) for count in written]
@@ -122,3 +134,88 @@ def test_subtract_leaves_the_rest(extents):
 def test_bad_specs(name, shape):
     with pytest.raises(ValueError, match="name|negative"):
         ParameterSpec(name, shape)
+
+
+places = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(
+    lambda sizes: [Place(t, sizes[0], p, sizes[1]) for p in range(sizes[1]) for t in range(sizes[0])]
+)
+
+
+@given(places, st.lists(st.tuples(shapes, st.integers(0, 9), st.booleans(), st.booleans()), max_size=5))
+def test_places_hold_every_element_and_count_it_once(all_places, wanted):
+    specs = [
+        ParameterSpec(f"t{i}", shape, stage, len(shape) - 1 if split_it and shape else None, copies=(0,) * tie)
+        for i, (shape, stage, split_it, tie) in enumerate(wanted)
+    ]
+    for spec in specs:
+        held, counted = np.zeros(spec.shape, int), np.zeros(spec.shape, int)
+        for place in all_places:
+            inside = (*(slice(*run) for run in place.box(spec)), ...)
+            held[inside] += place.holds(spec)
+            counted[inside] += place.holds(spec) and place.counts(spec)
+        first = all_places[0]
+        copies = len(first.holders(spec)) * (1 if spec.tensor_dim is not None else first.tensor_size)
+        assert (held == copies).all()
+        assert (counted == 1).all()
+    for place in all_places:
+        holding = place.holding(specs)
+        assert [piece.name for piece in holding] == [spec.name for spec in specs if place.holds(spec)]
+        starts = np.cumsum([0, *(piece.size for piece in holding)])
+        assert [piece.start for piece in holding] == list(starts[:-1])
+
+
+@settings(max_examples=200)
+@given(st.lists(shapes, min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 4), st.data())
+def test_ranges_of_a_slice_are_pieces_of_the_whole(some_shapes, tensor, ranks, data):
+    """Cut over the tensor axis first, then over data ranks."""
+    specs = [
+        ParameterSpec(f"t{index}", shape, tensor_dim=data.draw(st.integers(0, len(shape) - 1)) if shape else None)
+        for index, shape in enumerate(some_shapes)
+    ]
+    tensors = {spec.name: 100.0 * i + np.arange(spec.size).reshape(spec.shape) for i, spec in enumerate(specs)}
+    holding = Place(data.draw(st.integers(0, tensor - 1)), tensor).holding(specs)
+    buffer = fill(holding, tensors)
+    for ranges in cut(data, buffer.size, ranks):
+        expected = np.concatenate([np.empty(0), *(buffer[start:stop] for start, stop in ranges)])
+        assert np.array_equal(fill(cut_holding(holding, ranges), tensors), expected)
+
+
+def test_virtual_stages_go_round():
+    place = Place(pipeline_rank=1, pipeline_size=3)
+    assert [stage for stage in range(9) if place.runs(stage)] == [1, 4, 7]
+    spec = ParameterSpec("w", (2,), stage=7, copies=(0, 4))
+    assert place.holders(spec) == [0, 1]
+    assert place.counts(spec)
+    assert not Place(pipeline_rank=0, pipeline_size=3).counts(spec)
+
+
+def test_ties_are_merged():
+    table, norm = ParameterSpec("table", (4, 2), tensor_dim=0), ParameterSpec("norm", (2,), 1)
+    merged = merge_ties([table, norm, ParameterSpec("table", (4, 2), 3, 0)])
+    assert merged == [ParameterSpec("table", (4, 2), 0, 0, copies=(3,)), norm]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (ParameterSpec("table", (4, 3), 1), r"shape \(4, 2\), .* stage 0 to one of shape \(4, 3\), .* must be alike"),
+        (ParameterSpec("table", (4, 2), 1, tensor_dim=0), "split along None, on stage 0 to .* split along 0"),
+        (ParameterSpec("table", (4, 2)), "two parameters of stage 0 are named 'table'"),
+    ],
+)
+def test_ties_that_are_none(other, message):
+    with pytest.raises(ValueError, match=message):
+        merge_ties([ParameterSpec("table", (4, 2)), other])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_dim": 2}, "has no dimension 2 to split"),
+        ({"tensor_dim": -1}, "has no dimension -1"),
+        ({"tensor_dim": 0, "partial": True}, "only those of replicas .* can be partial"),
+    ],
+)
+def test_specs_that_contradict_themselves(options, message):
+    with pytest.raises(ValueError, match=message):
+        ParameterSpec("w", (3, 2), **options)

@@ -9,6 +9,7 @@ import pytest
 
 from mpishard import nn
 from mpishard.nn import formulas, kernels
+from mpishard.nn.units import Batch
 
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 11, 140, 12, 2, 3
 
@@ -82,9 +83,11 @@ def test_compiled_kernels_equal_their_formulas():
         for child in layer.children:
             use(child)
 
-    use(gpt)
+    for unit in gpt.chunks[0].units:
+        assert unit.ops is kernels
+        use(unit)
     plain_loss, plain_gradient = run(gpt, *pair)
-    assert gpt.blocks[0].mlp.activation.ops is formulas and gpt.ops is not kernels
+    assert gpt.blocks[0].mlp.activation.ops is formulas
     assert loss == pytest.approx(plain_loss, rel=1e-13)
     np.testing.assert_allclose(gradient, plain_gradient, rtol=1e-11, atol=1e-11)
 
@@ -130,12 +133,12 @@ def test_two_micro_batches_in_flight():
     gradients = gpt.parameters.gradients
     gradients.reset()
     gradients.hold = True
-    first = nn.Workspace(np.float64)
-    works = [first, nn.Workspace(np.float64, sharing=first)]
-    logits = [gpt.forward(tokens[2 * i : 2 * i + 2].ravel(), works[i], 100) for i in range(2)]
-    parts = [nn.cross_entropy(logits[i], targets[2 * i : 2 * i + 2].ravel()) for i in range(2)]
-    for work, dlogits in zip(works, logits, strict=True):
-        gpt.backward(dlogits, work, 100)
+    (chunk,) = gpt.chunks
+    works = [chunk.workspace(), chunk.workspace()]
+    halves = [Batch(tokens[i : i + 2].ravel(), targets[i : i + 2].ravel(), 100) for i in (0, 2)]
+    parts = [chunk.forward(None, work, half) for work, half in zip(works, halves, strict=True)]
+    for work, half in zip(works, halves, strict=True):
+        chunk.backward(None, work, half)
     assert sum(parts) == pytest.approx(loss, rel=1e-13)
     np.testing.assert_allclose(gradients.flat, gradient, rtol=1e-12, atol=1e-12)
 
@@ -173,8 +176,13 @@ def test_nothing_is_allocated_after_the_first_step():
     for _ in range(2):
         step(pair)
         step(ragged)
-    held = gpt.workspace.nbytes
-    buffers = {name: memory.ctypes.data for name, memory in gpt.workspace.saved._memory.items()}
+    (work,) = gpt.chunks[0].workspaces
+    pools = [work.scratch, work.saved, *(work.part(block.name).saved for block in gpt.blocks)]
+
+    def addresses():
+        return [memory.ctypes.data for pool in pools for memory in pool._memory.values()]
+
+    held, buffers = gpt.activation_bytes, addresses()
     tracemalloc.start()
     try:
         step(pair)
@@ -190,15 +198,15 @@ def test_nothing_is_allocated_after_the_first_step():
     smallest = 3 * 130 * WIDTH * 4
     assert peak - before < smallest // 2
     assert after - before < 1000
-    assert gpt.workspace.nbytes == held
-    assert buffers == {name: memory.ctypes.data for name, memory in gpt.workspace.saved._memory.items()}
+    assert gpt.activation_bytes == held
+    assert addresses() == buffers
 
 
 def test_scores_of_the_whole_batch_are_never_held():
     gpt = nn.GPT(8, 512, 8, 1, 4)
     tokens = np.zeros((8, 512), int)
     run(gpt, tokens, tokens)
-    assert gpt.workspace.nbytes < 8 * 4 * 512 * 512 * 4 / 4
+    assert gpt.activation_bytes < 8 * 4 * 512 * 512 * 4 / 4
 
 
 def test_logits_agree_with_the_loss():
@@ -265,7 +273,7 @@ GOOD = np.zeros((2, 4), int)
         (GOOD * 1.0, GOOD, TypeError, "tokens must be integers, got float64"),
         (GOOD, GOOD > 0, TypeError, "targets must be integers, got bool"),
         (GOOD[0], GOOD[0], ValueError, r"tokens must have shape \(batch, length\), got \(4,\)"),
-        (GOOD[:0], GOOD[:0], ValueError, r"tokens of shape \(0, 4\) hold no token"),
+        (GOOD[:, :0], GOOD[:, :0], ValueError, r"tokens of shape \(2, 0\) are sequences of no token"),
     ],
 )
 def test_bad_tokens(tokens, targets, error, message):

@@ -25,7 +25,7 @@ def compare(name, arguments, scratch=()):
         outcomes.append(results + ([] if result is None else [result]))
     dtype = arguments[0].dtype.type
     for expected, actual in zip(*outcomes, strict=True):
-        scale = max(1, np.abs(expected).max())
+        scale = np.abs(expected, where=np.isfinite(expected), out=np.zeros_like(expected)).max(initial=1)
         np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE[dtype] * scale)
 
 
@@ -55,12 +55,38 @@ class TestRows:
         targets = np.random.default_rng(1).integers(0, columns, rows)
         compare("cross_entropy", [5 * logits, targets])
 
-    def test_lookup(self, dtype, rows, columns):
-        compare("lookup", [*arrays(dtype, (4, columns)), np.arange(rows) % 4, *arrays(dtype, (rows, columns))])
+    @pytest.mark.parametrize("first", [0, 2, 9])
+    def test_lookup(self, dtype, rows, columns, first):
+        compare("lookup", [*arrays(dtype, (4, columns)), np.arange(rows) % 7, *arrays(dtype, (rows, columns)), first])
 
-    def test_scatter_add(self, dtype, rows, columns):
+    @pytest.mark.parametrize("first", [0, 2, 9])
+    def test_scatter_add(self, dtype, rows, columns, first):
         dy, dweight = arrays(dtype, (rows, columns), (4, columns))
-        compare("scatter_add", [dy, np.random.default_rng(1).integers(0, 4, rows), dweight])
+        compare("scatter_add", [dy, np.random.default_rng(1).integers(0, 7, rows), dweight, first])
+
+    def test_cross_entropy_in_slices(self, dtype, rows, columns):
+        """Each function against its definition, and all of them together against the loss of whole rows."""
+        (logits,) = arrays(dtype, (rows, columns))
+        targets = np.random.default_rng(1).integers(0, columns, rows)
+        whole = logits.copy()
+        loss = kernels.cross_entropy(whole, targets)
+        slices = [(first, logits[:, first : first + 50].copy()) for first in range(0, columns + 50, 50)]
+        tops, sums = np.empty((2, rows), dtype), np.zeros((2, rows), dtype)
+        tops[1] = -np.inf
+        for _, part in slices:
+            compare("row_maximum", [part, tops[0]])
+            kernels.row_maximum(part, tops[0])
+            np.maximum(tops[0], tops[1], out=tops[1])
+        for first, part in slices:
+            total, picked = np.empty((2, rows), dtype)
+            compare("exponentials", [part, targets, tops[1], total, picked, first])
+            kernels.exponentials(part, targets, tops[1], total, picked, first)
+            sums += total, picked
+        for first, part in slices:
+            compare("cross_entropy_of_sums", [part, targets, *sums, first])
+            found = kernels.cross_entropy_of_sums(part, targets, *sums, first)
+            assert found == pytest.approx(loss, rel=10 * TOLERANCE[dtype], abs=10 * TOLERANCE[dtype])
+            np.testing.assert_allclose(part, whole[:, first : first + 50], rtol=0, atol=10 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

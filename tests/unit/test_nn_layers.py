@@ -56,6 +56,7 @@ def numeric(function, vector, step=1e-5):
 CASES = {
     "linear": lambda: Case(nn.Linear("a", WIDTH, 5), (ROWS, WIDTH)),
     "linear without bias": lambda: Case(nn.Linear("a", WIDTH, 5, bias=False), (ROWS, WIDTH)),
+    "tied linear": lambda: Case(nn.TiedLinear("a", "table", WIDTH, 5), (ROWS, WIDTH)),
     "layer norm": lambda: Case(nn.LayerNorm("a", WIDTH), (ROWS, WIDTH)),
     "gelu": lambda: Case(nn.GELU("a"), (ROWS, WIDTH)),
     "attention": lambda: Case(nn.CausalSelfAttention("a", WIDTH, 2), (ROWS, WIDTH), length=LENGTH),
@@ -132,19 +133,19 @@ def test_adjoint(name):
     layer.bind(parameters)
     layer.initialize(0)
     y = random.standard_normal((ROWS, WIDTH))
+    work = nn.Workspace(np.float64)
     if name == "embedding":
-        work = nn.Workspace(np.float64)
         image = layer.forward(np.array([0, 4, 4, 1, 0, 4]), work)
         layer.backward(y, work)
     else:
         image = np.zeros((ROWS // LENGTH, LENGTH, WIDTH))
         layer.add_to(image)
         y = y.reshape(image.shape)
-        layer.backward_positions(y)
+        layer.backward_positions(y, work)
     assert (image * y).sum() == pytest.approx((parameters.flat * parameters.gradients.flat).sum(), rel=1e-13)
 
 
-@pytest.mark.parametrize("name", ["linear", "layer norm", "attention", "mlp", "block"])
+@pytest.mark.parametrize("name", ["linear", "tied linear", "layer norm", "attention", "mlp", "block"])
 def test_a_second_pass_adds_to_the_first(name):
     case = CASES[name]()
     _, once = case.gradients()
@@ -154,6 +155,29 @@ def test_a_second_pass_adds_to_the_first(name):
         case.layer.forward(case.x.copy(), case.work, **case.arguments)
         case.layer.backward(case.cotangent.copy(), case.work, **case.arguments)
     np.testing.assert_allclose(case.parameters.gradients.flat, 2 * once, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["linear", "tied linear", "attention", "mlp", "block"])
+def test_weight_gradients_put_off(name):
+    """The gradient by the input comes at once, the others and all announcements later, with the same bits."""
+    case = CASES[name]()
+    dx, whole = case.gradients()
+    case.parameters.gradients.reset()
+    announced = []
+    case.parameters.gradients.finished = announced.append
+    case.work.deferred = []
+    x, dy = case.x.copy(), case.cotangent.copy()
+    case.layer.forward(x, case.work, **case.arguments)
+    np.testing.assert_array_equal(case.layer.backward(dy, case.work, **case.arguments), dx)
+    assert not announced
+    # What the layers below do next.
+    dy.fill(np.nan)
+    for memory in case.work.scratch._memory.values():
+        memory.fill(np.nan if memory.dtype.kind == "f" else 0)
+    for each in case.work.deferred:
+        each()
+    np.testing.assert_array_equal(case.parameters.gradients.flat, whole)
+    assert sorted(announced) == sorted(case.parameters)
 
 
 @pytest.mark.parametrize("bias", [True, False])

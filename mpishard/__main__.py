@@ -1,0 +1,7 @@
+"""``python -m mpishard`` is the ``mpishard`` command."""
+
+import sys
+
+from mpishard.cli import main
+
+sys.exit(main())

@@ -1,0 +1,5 @@
+"""The ``mpishard`` command."""
+
+from mpishard.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,49 @@
+"""What all commands share: their list, and errors that are one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from mpishard.cli.bench import bench
+from mpishard.cli.estimate import estimate
+from mpishard.cli.schedule import schedule
+
+app = typer.Typer(
+    help="Look at layouts and schedules before a run.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(schedule)
+app.command()(estimate)
+app.command()(bench)
+
+
+@app.callback()
+def _several_commands() -> None:
+    # Without a callback typer takes an only command for the whole program and drops its name.
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (default: that of the process) and return its exit code.
+
+    What a user got wrong (ValueError, OSError, usage) is one line on stderr and code 2.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return app(given or ["--help"], prog_name="mpishard", standalone_mode=False) or 0
+    except typer.Abort:
+        return 130
+    except (ValueError, OSError) as error:
+        message = str(error)
+    except Exception as error:
+        # Usage errors have no public base class that is the same in all versions of typer.
+        if not hasattr(error, "format_message"):
+            raise
+        message = error.format_message()
+    typer.echo(f"mpishard: error: {' '.join(message.split())}", err=True)
+    return 2

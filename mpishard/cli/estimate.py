@@ -1,0 +1,177 @@
+"""``mpishard estimate``: what each layout of a model would cost."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from mpishard.cli.estimate_text import console, details, new_table, overview, size
+from mpishard.estimate import TYPICAL, MachineProfile, layouts, model_state_bytes, table
+from mpishard.estimate.zero import STAGES
+from mpishard.nn.architecture import Architecture
+from mpishard.schedule import SCHEDULES
+
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_ZERO = {
+    0: "nothing sharded",
+    1: "optimizer state sharded",
+    2: "and gradients",
+    3: "and parameters",
+}
+
+
+def estimate(
+    ranks: Annotated[int, typer.Option(help="Number of ranks.")],
+    vocabulary: Annotated[int | None, typer.Option(help="Size of the vocabulary.")] = None,
+    context: Annotated[int | None, typer.Option(help="Longest sequence.")] = None,
+    width: Annotated[int | None, typer.Option(help="Channels.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Blocks.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
+    tied: Annotated[bool, typer.Option("--tied", help="The head uses the table of the embedding.")] = False,
+    parameters: Annotated[
+        float | None, typer.Option(help="Instead of a model: so many parameters, and the memory of each ZeRO stage.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences a step of all ranks together (1 a rank).")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a sequence (the context).")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches a step (1; in a pipeline 4 a rank).")] = None,
+    data: Annotated[int | None, typer.Option(help="Only layouts with this data size.")] = None,
+    tensor: Annotated[int | None, typer.Option(help="Only layouts with this tensor size.")] = None,
+    pipeline: Annotated[int | None, typer.Option(help="Only layouts with this pipeline size.")] = None,
+    zero: Annotated[int | None, typer.Option(help="Only this ZeRO stage, 0 to 3.")] = None,
+    schedule: Annotated[str | None, typer.Option(help=f"Only this one of {', '.join(SCHEDULES)}.")] = None,
+    chunks: Annotated[int, typer.Option(help="Model chunks a rank of the interleaved schedule.")] = 2,
+    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Split norms by rows.")] = False,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Compute blocks again for the backward.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32",
+    slots: Annotated[int, typer.Option(help="Numbers of optimizer state a parameter (2 for Adam).")] = 2,
+    bucket: Annotated[int, typer.Option(help="minimum_parameter_group_size of the configuration.")] = 1024,
+    memory_limit: Annotated[str | None, typer.Option(help="Mark layouts above it: 4GB, 500MB, ...")] = None,
+    profile: Annotated[Path | None, typer.Option(help="What mpishard bench measured.")] = None,
+    flops: Annotated[float | None, typer.Option(help="Instead: operations a second of a rank.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="Instead: bytes a second between ranks.")] = None,
+    latency: Annotated[float | None, typer.Option(help="Instead: seconds of a short message.")] = None,
+    memory_bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of a rank's memory.")] = None,
+    rows: Annotated[int, typer.Option(help="Most lines of the table.")] = 40,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
+) -> None:
+    """Compare the layouts of a model on so many ranks: time of a step, memory and bytes sent of a rank.
+
+    One that is left alone by --data, --tensor, --pipeline, --zero and --schedule is shown in detail.
+    """
+    sizes = {"vocabulary": vocabulary, "context": context, "width": width, "layers": layers, "heads": heads}
+    if parameters is not None:
+        if any(value is not None for value in sizes.values()):
+            raise ValueError("--parameters stands for a whole model: give it or --vocabulary, --context, ..., not both")
+        _zero_table(parameters, ranks, as_json)
+        return
+    if missing := [f"--{name}" for name, value in sizes.items() if value is None]:
+        raise ValueError(f"a model needs {', '.join(missing)} too (or --parameters for ZeRO alone)")
+    assert vocabulary and context and width and layers and heads
+    architecture = Architecture(vocabulary, context, width, layers, heads, tied)
+    if schedule is not None and schedule not in SCHEDULES:
+        raise ValueError(f"there is no schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
+    if zero not in (None, *STAGES):
+        raise ValueError(f"there is no ZeRO stage {zero}; choose one of 0, 1, 2, 3")
+    if dtype not in ("float32", "float64"):
+        raise ValueError(f"--dtype is {dtype!r}; choose float32 or float64")
+    machine = _machine(profile, flops, bandwidth, latency, memory_bandwidth)
+    limit = math.inf if memory_limit is None else parse_bytes(memory_limit)
+    batch = ranks if batch is None else batch
+    found = table(
+        layouts(
+            ranks,
+            architecture,
+            data=data,
+            tensor=tensor,
+            pipeline=pipeline,
+            zero_stages=STAGES if zero is None else (zero,),
+            schedules=tuple(SCHEDULES) if schedule is None else (schedule,),
+            chunks=chunks,
+            sequence_parallel=sequence_parallel,
+            recompute=recompute,
+        ),
+        architecture,
+        batch,
+        length=length,
+        microbatches=microbatches,
+        itemsize=np.dtype(dtype).itemsize,
+        slots=slots,
+        minimum_parameter_group_size=bucket,
+        profile=machine,
+    )
+    if not found:
+        architecture.check(tensor or 1, pipeline or 1)
+        raise ValueError(
+            f"no layout of {ranks} ranks is left: the sizes must multiply out to the ranks, the tensor size must "
+            f"divide {heads} heads, and every stage needs one of {layers} layers"
+        )
+    tokens = batch * (length or context)
+    if as_json:
+        typer.echo(json.dumps([{**each.as_dict(), "fits": each.memory.total <= limit} for each in found]))
+        return
+    if len(found) == 1:
+        details(found[0], tokens)
+    overview(found, limit, rows, tokens)
+    typer.echo(f"Times are predicted for {machine.name}" + ("." if machine is not TYPICAL else _MEASURE))
+
+
+_MEASURE = "; measure yours: mpirun -n N mpishard bench --output FILE, then --profile FILE."
+
+
+def parse_bytes(text: str) -> float:
+    """``4GB`` or ``500 MB`` or ``1e9`` as a number of bytes; factors are powers of 1000, or of 1024 with an i (GiB)."""
+    plain = text.strip().lower().removesuffix("b")
+    binary = plain.endswith("i")
+    plain = plain.removesuffix("i")
+    unit = plain[-1:] if plain[-1:] in _FACTORS and plain else ""
+    try:
+        value = float(plain.removesuffix(unit))
+    except ValueError:
+        value = -1.0
+    if not 0 < value < math.inf:
+        raise ValueError(f"--memory-limit is {text!r}; give a size such as 4GB, 500MB or 2GiB")
+    factor = _FACTORS[unit]
+    return value * (1024 ** round(math.log(factor, 1000)) if binary else factor)
+
+
+def _machine(
+    profile: Path | None,
+    flops: float | None,
+    bandwidth: float | None,
+    latency: float | None,
+    memory_bandwidth: float | None,
+) -> MachineProfile:
+    given = {"--flops": flops, "--bandwidth": bandwidth, "--latency": latency}
+    if profile is not None:
+        if any(value is not None for value in (*given.values(), memory_bandwidth)):
+            raise ValueError("--profile brings all speeds: give it, or --flops, --bandwidth and --latency, not both")
+        return MachineProfile.load(profile)
+    if all(value is None for value in given.values()):
+        if memory_bandwidth is not None:
+            raise ValueError("--memory-bandwidth goes with --flops, --bandwidth and --latency")
+        return TYPICAL
+    if missing := [name for name, value in given.items() if value is None]:
+        raise ValueError(f"a machine given by hand needs {' and '.join(missing)} too")
+    assert flops is not None and bandwidth is not None and latency is not None
+    return MachineProfile.given(flops, bandwidth, latency, memory_bandwidth or math.inf)
+
+
+def _zero_table(parameters: float, ranks: int, as_json: bool) -> None:
+    found = {stage: model_state_bytes(parameters, ranks, stage) for stage in _ZERO}
+    if as_json:
+        typer.echo(json.dumps({"parameters": parameters, "ranks": ranks, "bytes": found}))
+        return
+    output = console()
+    output.print(
+        f"{parameters:g} parameters on {ranks} data ranks, mixed precision, Adam (Rajbhandari et al. 2020, table 1)",
+        style="bold",
+    )
+    made = new_table("ZeRO", "what", "bytes a rank", left=2)
+    for stage, what in _ZERO.items():
+        made.add_row(str(stage), what, size(found[stage]))
+    output.print(made)

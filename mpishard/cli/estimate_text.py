@@ -1,0 +1,155 @@
+"""Estimates as tables that fit a terminal and a log file."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from mpishard.estimate import Estimate, Memory
+
+_MEMORY = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "state": "optimizer",
+    "gathered": "gathered",
+    "buckets": "buckets",
+    "activations": "activations",
+    "scratch": "scratch",
+    "total": "total",
+}
+
+
+def console() -> Console:
+    """As wide as the terminal; 120 columns where there is none, as in a log file."""
+    return Console(width=shutil.get_terminal_size((120, 24)).columns, highlight=False)
+
+
+def new_table(*columns: str, left: int = 1) -> Table:
+    """An empty table whose first `left` columns are text and whose others are figures."""
+    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="underline")
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="left" if index < left else "right", no_wrap=True)
+    return made
+
+
+def size(count: float) -> str:
+    """Bytes with three digits: 1.53 GB is 1.53e9 bytes."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= 0.9995 * factor:
+            return f"{_digits(count / factor)} {unit}"
+    return f"{count:.0f} B" if count else "-"
+
+
+def seconds(time: float) -> str:
+    """A time with three digits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if time >= 0.9995 * factor:
+            return f"{_digits(time / factor)} {unit}"
+    return f"{time * 1e6:.2f} us"
+
+
+def overview(found: Sequence[Estimate], limit: float, shown: int, tokens: int) -> None:
+    """Print layouts, one a line, with those marked that need more than `limit` bytes a rank.
+
+    Parameters
+    ----------
+    found : sequence of Estimate
+        In the order in which to print them.
+    limit : float
+        Bytes; infinite: no layout is marked.
+    shown : int
+        Lines at most.
+    tokens : int
+        Of all ranks in a step.
+    """
+    output = console()
+    layouts = f"{len(found)} layouts" if len(found) > 1 else "1 layout"
+    output.print(
+        f"{layouts} of {found[0].layout.ranks} ranks, {tokens} tokens a step; bytes are those of a rank", style="bold"
+    )
+    made = new_table(
+        *("data", "tens", "pipe", "zero", "schedule", "step", "tokens/s", "bubble"),
+        *("memory", "model", "activ.", "tensor\nsends", "pipe\nsends", "data\nsends"),
+        left=0,
+    )
+    made.columns[4].justify = "left"
+    for each in found[:shown]:
+        layout, memory = each.layout, each.memory
+        exceeds = memory.total > limit
+        schedule = layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else "")
+        made.add_row(
+            *map(str, (layout.data, layout.tensor, layout.pipeline, layout.zero_stage)),
+            schedule if layout.pipeline > 1 else "-",
+            seconds(each.step_time),
+            f"{tokens / each.step_time:,.0f}",
+            f"{each.bubble_fraction:.0%}" if layout.pipeline > 1 else "-",
+            ("!" if exceeds else "") + size(memory.total),
+            size(memory.total - memory.activations - memory.scratch),
+            size(memory.activations + memory.scratch),
+            *(size(each.sent.get(axis, 0)) for axis in ("tensor", "pipeline", "data")),
+            style="dim" if exceeds else None,
+        )
+    output.print(made)
+    if len(found) > shown:
+        output.print(f"... and {len(found) - shown} more; --rows N shows more of them")
+    over = sum(each.memory.total > limit for each in found)
+    if over == len(found):
+        least = min(found, key=lambda each: each.memory.total)
+        output.print(f"No layout fits into {size(limit)} a rank; the least is {size(least.memory.total)}.")
+    elif over:
+        output.print(f"! {over} of {len(found)} layouts need more than the limit of {size(limit)} a rank.")
+
+
+def details(found: Estimate, tokens: int) -> None:
+    """Print one layout by pipeline stage."""
+    layout = found.layout
+    extras = [f"schedule {layout.schedule}"] if layout.pipeline > 1 else []
+    extras += [f"{layout.chunks} chunks"] if layout.chunks > 1 else []
+    extras += [what.replace("_", " ") for what in ("sequence_parallel", "recompute") if getattr(layout, what)]
+    output = console()
+    output.print(
+        f"data {layout.data} x tensor {layout.tensor} x pipeline {layout.pipeline}, ZeRO {layout.zero_stage}"
+        + "".join(f", {extra}" for extra in extras)
+        + f"; {found.batch} sequences of {found.length} tokens a data rank, {found.microbatches} micro-batches",
+        style="bold",
+    )
+    output.print(
+        f"step {seconds(found.step_time)} ({tokens / found.step_time:,.0f} tokens/s): "
+        f"forward and backward {seconds(found.compute)} with a bubble of {found.bubble_fraction:.1%}, "
+        f"data axis {seconds(found.communication)}, update {seconds(found.update)}"
+    )
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for stage in found.stages:
+        rows.setdefault(_memory_row(stage.parameters, stage.memory), []).append(stage.rank)
+    output.print("\nmemory of a rank", style="bold")
+    made = new_table("stage", "tensors", *_MEMORY.values())
+    for row, ranks in rows.items():
+        made.add_row(_ranks(ranks), *row)
+    output.print(made)
+    output.print("sent by a rank in a step, mean of the stage", style="bold")
+    made = new_table("stage", "axis", "what", "bytes", left=3)
+    rows = {}
+    for stage in found.stages:
+        for (axis, label), count in stage.sent.items():
+            if count:
+                rows.setdefault((axis, label, size(count / (layout.data * layout.tensor))), []).append(stage.rank)
+    for row, ranks in rows.items():
+        made.add_row(_ranks(ranks), *row)
+    output.print(made if rows else "nothing")
+
+
+def _memory_row(parameters: int, memory: Memory) -> tuple[str, ...]:
+    return (f"{parameters:,}", *(size(getattr(memory, what)) for what in _MEMORY))
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]} to {ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _digits(number: float) -> str:
+    return f"{number:.2f}" if number < 9.995 else f"{number:.1f}" if number < 99.95 else f"{number:.0f}"

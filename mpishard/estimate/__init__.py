@@ -1,0 +1,30 @@
+"""What a layout costs before it is run: bytes a rank, bytes sent, bubble, and the time of a step.
+
+>>> from mpishard.estimate import estimate
+>>> from mpishard.nn.architecture import Architecture
+>>> gpt = Architecture(vocabulary_size=256, context_length=256, width=256, layers=8, heads=8)
+>>> estimate(gpt, pipeline=4, microbatches=8, batch=8).stages[0].memory.parameters
+6842368
+"""
+
+from mpishard.estimate.benchmark import measure
+from mpishard.estimate.estimates import Estimate, estimate, table
+from mpishard.estimate.layouts import Layout, layouts
+from mpishard.estimate.profile import TYPICAL, Link, MachineProfile
+from mpishard.estimate.stages import Memory, StageEstimate
+from mpishard.estimate.zero import model_state_bytes
+
+__all__ = [
+    "TYPICAL",
+    "Estimate",
+    "Layout",
+    "Link",
+    "MachineProfile",
+    "Memory",
+    "StageEstimate",
+    "estimate",
+    "layouts",
+    "measure",
+    "model_state_bytes",
+    "table",
+]

@@ -1,0 +1,110 @@
+"""Elements of activations that a rank keeps for the backward pass, and of the scratch memory beside them.
+
+What `mpishard.nn` keeps, array by array; the count of Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (2022), section 4, for layers that never store attention scores.  With c channels, h heads and t
+tensor ranks a block keeps a token ``4 c + 4 + (12 c + h) / t`` elements, or with sequence parallelism a t-th of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpishard.estimate.holdings import Part
+from mpishard.estimate.layouts import Layout
+from mpishard.nn.architecture import Architecture
+from mpishard.nn.attention import BLOCK, GROUP_SCORES
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Sizes of activations in elements, of the ranks of one tensor axis.
+
+    Parameters
+    ----------
+    architecture : Architecture
+    layout : Layout
+    length : int
+        Tokens of a sequence.
+    """
+
+    architecture: Architecture
+    layout: Layout
+    length: int
+
+    def share(self, size: int) -> int:
+        """The largest tensor rank's part of so many columns, or rows."""
+        return -(-size // self.layout.tensor)
+
+    def own_rows(self, rows: int) -> int:
+        """Rows that a rank holds between the parts of a block."""
+        return self.share(rows) if self.layout.sequence_parallel else rows
+
+    def passed(self, rows: int) -> int:
+        """What goes from unit to unit and from stage to stage."""
+        return self.own_rows(rows) * self.architecture.width
+
+    def of_block(self, rows: int) -> int:
+        """What one block keeps, without its input."""
+        width, heads = self.architecture.width, self.architecture.heads
+        norms = 2 * (self.passed(rows) + 2 * self.own_rows(rows))
+        attention = rows * (4 * self.share(width) + heads // self.layout.tensor)
+        hidden = 2 * rows * self.share(4 * width)
+        return norms + attention + hidden + 2 * self.passed(rows)
+
+    def of_top(self, rows: int) -> int:
+        """The last norm, and the logits that become their gradient."""
+        return self.passed(rows) + 2 * self.own_rows(rows) + rows * self.share(self.architecture.vocabulary_size)
+
+    def put_off(self, part: Part, rows: int) -> int:
+        """Gradients by the outputs of all products, kept until the weight gradients are due (zb-h1)."""
+        if self.layout.schedule != "zb-h1":
+            return 0
+        width = self.architecture.width
+        # Blocks that are computed again have no memory of their own in which operands could wait.
+        blocks = 0 if self.layout.recompute else part.blocks
+        block = rows * (2 * width + self.share(3 * width) + self.share(4 * width))
+        return blocks * block + part.top * rows * self.share(self.architecture.vocabulary_size)
+
+    def in_flight(self, part: Part, rows: int) -> int:
+        """What a micro-batch of so many tokens keeps in one model chunk while it is in flight."""
+        if rows == 0:
+            return 0
+        received = (not part.stem) + (not part.top)
+        kept = received * self.passed(rows)
+        if part.stem:
+            kept += self.passed(rows)
+        if self.layout.recompute:
+            kept += part.blocks * self.passed(rows)
+        else:
+            kept += part.blocks * self.of_block(rows)
+        if part.top:
+            kept += self.of_top(rows)
+        return kept + self.put_off(part, rows)
+
+    def scratch(self, parts: tuple[Part, ...], rows: int, microbatches: int) -> int:
+        """Memory that all micro-batches and chunks of a rank use in turns."""
+        if rows == 0:
+            return 0
+        architecture = self.architecture
+        width, length = architecture.width, self.length
+        blocks, top = any(part.blocks for part in parts), any(part.top for part in parts)
+        own = self.passed(rows)
+        needed = 0
+        if blocks:
+            heads = architecture.heads // self.layout.tensor
+            group = min(heads, max(1, GROUP_SCORES // length**2))
+            scores = group * length * (length + min(BLOCK, length))
+            gradients = rows * (self.share(4 * width) + 2 * width + 2 * self.share(width))
+            needed += scores + gradients + rows * self.share(3 * width) + rows * heads + BLOCK
+        if top:
+            needed += rows * width + own + (3 * rows if self.layout.tensor > 1 else 0)
+        if self.layout.sequence_parallel:
+            # All rows of what is kept by rows, terms of sums over the ranks, and gradients of the own rows.
+            needed += 2 * rows * width + (2 * blocks + top) * own
+        if microbatches > 1:
+            needed += max(
+                blocks * width * self.share(4 * width), top * width * self.share(architecture.vocabulary_size)
+            )
+        if self.layout.recompute and blocks:
+            needed += self.of_block(rows)
+        return needed + rows

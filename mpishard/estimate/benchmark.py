@@ -1,0 +1,117 @@
+"""Measures a `MachineProfile`: every rank computes and communicates at the same time, and medians count."""
+
+from __future__ import annotations
+
+import functools
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from mpishard.collectives import Axis
+from mpishard.estimate.profile import Link, MachineProfile
+from mpishard.ledger import Ledger
+from mpishard.mesh import Mesh
+from mpishard.nn import kernels
+
+SIZES = (16, 32, 64, 128, 256, 512, 1024)
+_ROWS = 1024
+_REPEATS = 9
+LARGE = 2**20  # elements of a message; 4 MiB
+_SMALL_CALLS = 50
+
+
+def measure(mesh: Mesh) -> MachineProfile:
+    """Measure the machine that a mesh runs on, in some ten seconds; collective, the same profile on every rank.
+
+    With several nodes the links between them are measured by ranks that differ in their node only, all at once, as the
+    data axis of a mesh with one tensor group a node would use them.
+    """
+    world = mesh.world
+    ranks_per_node = int(world.all_reduce(np.array([mesh.node.size]), op="max", label="control")[0])
+    node = _links(mesh.node, world) if ranks_per_node > 1 else {}
+    network = {}
+    if ranks_per_node < mesh.size:
+        part = world.comm.Split(mesh.node.rank, mesh.rank)
+        assert isinstance(part, type(world.comm))
+        across = Axis("across", part, Ledger())
+        network = _links(across, world)
+        across.free()
+    return MachineProfile(
+        products=tuple((size, _products(world, size)) for size in SIZES),
+        memory_bandwidth=_memory_bandwidth(world),
+        exponentials=_exponentials(world),
+        node=node or network,
+        network=network,
+        ranks_per_node=ranks_per_node if network else 0,
+        name=f"{platform.node()}, {mesh.size} rank{'s' if mesh.size > 1 else ''}",
+    )
+
+
+def _seconds(world: Axis, call: Callable[[], object], calls: int = 1) -> float:
+    """Median seconds of one call, of the slowest rank each time; the first time warms up."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        world.barrier()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        took = np.array([(time.perf_counter() - began) / calls])
+        times.append(float(world.all_reduce(took, op="max", label="control")[0]))
+    return statistics.median(times[1:])
+
+
+def _products(world: Axis, size: int) -> float:
+    """Operations a second of (rows, 4 size) times (4 size, size)."""
+    x = np.ones((_ROWS, 4 * size), np.float32)
+    weight = np.ones((4 * size, size), np.float32)
+    out = np.empty((_ROWS, size), np.float32)
+    calls = max(1, SIZES[-1] ** 2 // (8 * size**2))
+    seconds = _seconds(world, lambda: np.matmul(x, weight, out=out), calls)
+    return 2 * _ROWS * 4 * size * size / seconds
+
+
+def _memory_bandwidth(world: Axis) -> float:
+    """Bytes a second of an addition of two arrays far larger than the caches (two reads and a write)."""
+    one, other, out = (np.ones(2**23, np.float32) for _ in range(3))
+    return 3 * out.nbytes / _seconds(world, lambda: np.add(one, other, out=out))
+
+
+def _exponentials(world: Axis) -> float:
+    """GELUs with their derivatives a second, in cache."""
+    x, y, bias = (np.zeros((256, 256), np.float32) for _ in range(3))
+    return x.size / _seconds(world, lambda: kernels.gelu(x, bias[0], y), 8)
+
+
+def _links(axis: Axis, world: Axis) -> dict[str, Link]:
+    """Links of all operations over the axes of this name, all of them at once; figures are those of the largest."""
+    ranks = int(world.all_reduce(np.array([axis.size]), op="max", label="control")[0])
+    partner = axis.rank ^ 1
+    received = np.empty(LARGE, np.float32)
+
+    def send(buffer: np.ndarray) -> None:
+        if partner < axis.size:
+            pending = axis.start_send(buffer, partner)
+            axis.recv(received[: buffer.size], partner)
+            pending.wait()
+
+    # The operation, and the part of the buffer that a rank sends in it.
+    share = (ranks - 1) / ranks
+    operations: dict[str, tuple[Callable[[np.ndarray], object], float]] = {
+        "all_reduce": (axis.all_reduce, 2 * share),
+        "all_gather": (axis.all_gather, share),
+        "reduce_scatter": (axis.reduce_scatter, share),
+        "send": (send, 1.0),
+    }
+    large, small = np.zeros(LARGE, np.float32), np.zeros(ranks, np.float32)
+    links = {}
+    for operation, (call, sent) in operations.items():
+        latency = _seconds(world, functools.partial(call, small), _SMALL_CALLS)
+        # The latency is a small part of this, and its noise on a busy machine is not.
+        moving = _seconds(world, functools.partial(call, large), 2)
+        rounds = 1.0 if operation == "send" else math.log2(ranks)
+        links[operation] = Link(latency / rounds, sent * large.nbytes / moving)
+    return links

@@ -1,0 +1,220 @@
+"""The whole estimate of one layout, and the table over all layouts of a number of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from mpishard.estimate.flights import makespan
+from mpishard.estimate.holdings import parts_of, rows_of
+from mpishard.estimate.layouts import Layout
+from mpishard.estimate.profile import TYPICAL, MachineProfile
+from mpishard.estimate.stages import Memory, Plan, StageEstimate
+from mpishard.estimate.times import Times
+from mpishard.nn.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a layout costs.
+
+    Parameters
+    ----------
+    layout : Layout
+    batch, length, microbatches : int
+        Sequences of a data rank and step, tokens of each, and micro-batches.
+    stages : tuple of StageEstimate
+        By pipeline rank.
+    compute, communication, update : float
+        Seconds of a step: in the pipeline (with its bubble and the communication inside), between data ranks, and in
+        the optimizer.  Nothing is taken to overlap.
+    bubble_fraction : float
+        Part of the time in the pipeline in which ranks are idle.
+    """
+
+    layout: Layout
+    batch: int
+    length: int
+    microbatches: int
+    stages: tuple[StageEstimate, ...]
+    compute: float
+    communication: float
+    update: float
+    bubble_fraction: float
+
+    @property
+    def step_time(self) -> float:
+        """Seconds."""
+        return self.compute + self.communication + self.update
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Of the stage that needs most."""
+        return max((stage.memory for stage in self.stages), key=lambda memory: memory.total)
+
+    @cached_property
+    def sent(self) -> dict[str, float]:
+        """Bytes that a rank sends in a step, by axis: the mean over the ranks of the stage that sends most."""
+        ranks = self.layout.data * self.layout.tensor
+        by_axis: dict[str, float] = {}
+        for stage in self.stages:
+            here: Counter[str] = Counter()
+            for (axis, _), count in stage.sent.items():
+                here[axis] += count
+            for axis, count in here.items():
+                by_axis[axis] = max(by_axis.get(axis, 0.0), count / ranks)
+        return by_axis
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, for JSON."""
+        return {
+            **asdict(self.layout),
+            "ranks": self.layout.ranks,
+            "batch": self.batch,
+            "length": self.length,
+            "microbatches": self.microbatches,
+            "step_time": self.step_time,
+            "compute": self.compute,
+            "communication": self.communication,
+            "update": self.update,
+            "bubble_fraction": self.bubble_fraction,
+            "memory": {**asdict(self.memory), "total": self.memory.total},
+            "sent": self.sent,
+            "stages": [
+                {
+                    "rank": stage.rank,
+                    "parameters": stage.parameters,
+                    "memory": {**asdict(stage.memory), "total": stage.memory.total},
+                    "sent": {f"{axis} {label}": count for (axis, label), count in stage.sent.items()},
+                    "forward": stage.forward,
+                    "backward": stage.backward,
+                }
+                for stage in self.stages
+            ],
+        }
+
+
+def estimate(
+    architecture: Architecture,
+    *,
+    data: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    zero_stage: int = 0,
+    batch: int = 1,
+    length: int | None = None,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    sequence_parallel: bool = False,
+    recompute: bool = False,
+    itemsize: int = 4,
+    slots: int = 2,
+    minimum_parameter_group_size: int = 1024,
+    profile: MachineProfile = TYPICAL,
+) -> Estimate:
+    """Say what training a model in a layout costs, without any rank or memory.
+
+    Parameters
+    ----------
+    architecture : Architecture
+    data, tensor, pipeline, zero_stage, schedule, chunks, sequence_parallel, recompute
+        See `Layout`.
+    batch : int
+        Sequences of each data rank in a step.
+    length : int, optional
+        Tokens of a sequence; default the context length.
+    microbatches : int, optional
+        Default as in `mpishard.nn.GPT`: 1 without a pipeline, else 4 a pipeline rank.
+    itemsize : int
+        Bytes of a parameter, gradient, activation and number of the optimizer's state: 4 for float32.
+    slots : int
+        Numbers of state a parameter: 2 for Adam.
+    minimum_parameter_group_size : int
+        As in `mpishard.ShardingConfiguration`.
+    profile : MachineProfile
+        For the times.
+
+    Returns
+    -------
+    Estimate
+
+    Raises
+    ------
+    ValueError
+        If the model cannot be laid out so.
+    """
+    layout = Layout(data, tensor, pipeline, zero_stage, schedule, chunks, sequence_parallel and tensor > 1, recompute)
+    length = architecture.context_length if length is None else length
+    if not 1 <= length <= architecture.context_length:
+        raise ValueError(f"sequences of {length} tokens, but the model takes 1 to {architecture.context_length}")
+    microbatches = (1 if pipeline == 1 else 4 * pipeline) if microbatches is None else microbatches
+    if batch < 0 or microbatches < 1:
+        raise ValueError(f"batch={batch} and microbatches={microbatches} must be at least 0 and 1")
+    rows = rows_of(batch, microbatches, length)
+    plan = Plan(architecture, layout, rows, length, itemsize, slots, minimum_parameter_group_size)
+    by_rank = parts_of(architecture, layout)
+    times = Times(architecture, layout, profile, length, itemsize)
+    mean_rows = -(-sum(rows) // microbatches)
+    costs = {parts: plan.seconds(times, parts, mean_rows) for parts in set(by_rank)}
+    stages = tuple(plan.stage(rank, parts, costs[parts]) for rank, parts in enumerate(by_rank))
+    compute, bubble = makespan(
+        schedule,
+        pipeline,
+        microbatches,
+        chunks,
+        tuple(stages[number % pipeline].forward[number // pipeline] for number in range(pipeline * chunks)),
+        tuple(stages[number % pipeline].backward[number // pipeline] for number in range(pipeline * chunks)),
+        times.message(mean_rows),
+    )
+    return Estimate(
+        layout,
+        batch,
+        length,
+        microbatches,
+        stages,
+        compute,
+        max(cost.data for cost in costs.values()),
+        max(cost.update for cost in costs.values()),
+        bubble,
+    )
+
+
+def table(
+    candidates: Iterable[Layout],
+    architecture: Architecture,
+    batch: int,
+    **options: Any,
+) -> list[Estimate]:
+    """Estimates of many layouts, the fastest first.
+
+    Parameters
+    ----------
+    candidates : iterable of Layout
+        As from `layouts`.
+    architecture : Architecture
+    batch : int
+        Sequences a step over all data ranks, the same for all layouts; the data rank with most of them counts.
+    options
+        As for `estimate`: length, microbatches, itemsize, slots, profile.
+    """
+    found = [
+        estimate(
+            architecture,
+            data=layout.data,
+            tensor=layout.tensor,
+            pipeline=layout.pipeline,
+            zero_stage=layout.zero_stage,
+            schedule=layout.schedule,
+            chunks=layout.chunks,
+            sequence_parallel=layout.sequence_parallel,
+            recompute=layout.recompute,
+            batch=-(-batch // layout.data),
+            **options,
+        )
+        for layout in candidates
+    ]
+    return sorted(found, key=lambda each: (each.step_time, each.memory.total))

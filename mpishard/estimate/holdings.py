@@ -1,0 +1,163 @@
+"""What the ranks of a pipeline stage hold, without a list of ranks: stages that are alike are looked at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+from mpishard.estimate.layouts import Layout
+from mpishard.gradients import Run, make_buckets
+from mpishard.layout import Place, counts, split
+from mpishard.nn.architecture import Architecture
+
+TABLE = "token_embedding.weight"
+
+
+class Part(NamedTuple):
+    """The units of one virtual stage: the stem, some blocks, the top."""
+
+    stem: bool
+    blocks: int
+    top: bool
+
+
+class Tensor(NamedTuple):
+    """A tensor as the ranks of one place in the pipeline hold it.
+
+    Parameters
+    ----------
+    size : int
+        Elements on tensor rank 0, which never has fewer than others.
+    everywhere : int
+        Elements on all tensor ranks together, replicas included.
+    partial : bool
+        Whether its gradients are summed over the tensor axis.
+    tied : bool
+        Whether another stage holds it too.
+    shared : bool
+        Whether two units on this rank use it.
+    stage, unit : int
+        Virtual stage on this rank, and unit in it.
+    """
+
+    size: int
+    everywhere: int
+    partial: bool
+    tied: bool
+    shared: bool
+    stage: int
+    unit: int
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What the ranks of a place in the pipeline hold, in flat order."""
+
+    parts: tuple[Part, ...]
+    tensors: tuple[Tensor, ...]
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Elements on tensor rank 0."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    def units(self) -> list[int]:
+        """Elements of each unit that ZeRO-3 gathers at a time."""
+        sizes: dict[tuple[int, int, int], int] = {}
+        for index, tensor in enumerate(self.tensors):
+            key = tensor.stage, tensor.unit, index if tensor.tied else -1
+            sizes[key] = sizes.get(key, 0) + tensor.size
+        return list(sizes.values())
+
+    def twice(self) -> int:
+        """Elements, on all tensor ranks together, of the unit that a pass uses twice: that of a table tied here."""
+        shared = next((tensor for tensor in self.tensors if tensor.shared), None)
+        if shared is None:
+            return 0
+        alone = shared.tied
+        unit = shared.stage, shared.unit
+        return sum(t.everywhere for t in self.tensors if t is shared or (not alone and (t.stage, t.unit) == unit))
+
+    def buckets(self, minimum: int, by_unit: bool) -> list[int]:
+        """Elements of each gradient bucket, of at least `minimum` or with `by_unit` one a unit; ties are alone."""
+        runs: list[Run] = []
+        first = 0
+        for last, (tensor, following) in enumerate(zip_longest(self.tensors, self.tensors[1:]), 1):
+            key = (tensor.stage, tensor.unit) if by_unit else tensor.stage
+            alike = following is not None and not (tensor.tied or following.tied)
+            if not alike or key != ((following.stage, following.unit) if by_unit else following.stage):
+                runs.append(Run(first, last, tensor.stage, key, tensor.tied))
+                first = last
+        found = make_buckets(self.tensors, max(1, self.size) if by_unit else minimum, runs)  # type: ignore[arg-type]
+        return [bucket.size for bucket in found]
+
+
+def parts_of(architecture: Architecture, layout: Layout) -> list[tuple[Part, ...]]:
+    """By pipeline rank: the parts of its chunks.
+
+    Raises
+    ------
+    ValueError
+        If the model cannot be laid out so.
+    """
+    architecture.check(layout.tensor, layout.pipeline * layout.chunks)
+    by_stage = [
+        Part("stem" in units, sum(unit.startswith("blocks.") for unit in units), "top" in units)
+        for units in architecture.cut(layout.pipeline * layout.chunks)
+    ]
+    return [tuple(by_stage[rank :: layout.pipeline]) for rank in range(layout.pipeline)]
+
+
+@functools.lru_cache(maxsize=1024)
+def holding(architecture: Architecture, parts: tuple[Part, ...], tensor: int, sequence_parallel: bool) -> Holding:
+    """What a rank holds that runs `parts`, on an axis of `tensor` ranks."""
+    whole = len(parts) == 1 and parts[0].stem and parts[0].top
+    both = any(part.stem for part in parts) and any(part.top for part in parts)
+    tensors: list[Tensor] = []
+    for stage, part in enumerate(parts):
+        kinds = [*(["stem"] * part.stem), *(["blocks.0"] * part.blocks), *(["top"] * part.top)]
+        for unit, kind in enumerate(kinds):
+            for name, size, everywhere, partial in _tensors(architecture, kind, tensor, sequence_parallel):
+                used_twice = architecture.tied and name == TABLE
+                found = Tensor(size, everywhere, partial, used_twice and not whole, used_twice and both, stage, unit)
+                if not (used_twice and kind == "top"):
+                    tensors.append(found)
+                elif not both:
+                    # The specs of a model list a tied table where it is used first.
+                    tensors.insert(0, found)
+    return Holding(parts, tuple(tensors))
+
+
+@functools.lru_cache(maxsize=1024)
+def buckets_of(
+    architecture: Architecture,
+    parts: tuple[Part, ...],
+    tensor: int,
+    sequence_parallel: bool,
+    minimum: int,
+    by_unit: bool,
+) -> list[int]:
+    """`Holding.buckets` of `holding`."""
+    return holding(architecture, parts, tensor, sequence_parallel).buckets(minimum, by_unit)
+
+
+@functools.lru_cache(maxsize=256)
+def _tensors(
+    architecture: Architecture, unit: str, tensor: int, sequence_parallel: bool
+) -> Sequence[tuple[str, int, int, bool]]:
+    found = []
+    for spec in architecture.build(unit, sequence_parallel=sequence_parallel).specs():
+        size = 1
+        for start, stop in Place(0, tensor).box(spec):
+            size *= stop - start
+        everywhere = spec.size * (tensor if spec.tensor_dim is None else 1)
+        found.append((spec.name, size, everywhere, spec.partial and tensor > 1))
+    return found
+
+
+def rows_of(batch: int, microbatches: int, length: int) -> list[int]:
+    """Rows of each micro-batch, in order."""
+    return [count * length for count in counts(split(batch, microbatches))]

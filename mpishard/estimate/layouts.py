@@ -1,0 +1,130 @@
+"""The ways to lay out a model over a number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mpishard.estimate.zero import STAGES
+from mpishard.nn.architecture import Architecture
+from mpishard.schedule import SCHEDULES
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to train a model on ``data * tensor * pipeline`` ranks.
+
+    Parameters
+    ----------
+    data, tensor, pipeline : int
+        Sizes of the axes of the mesh.
+    zero_stage : int
+        0 to 3: what the data axis shards.
+    schedule : str
+        One of `mpishard.schedule.SCHEDULES`.
+    chunks : int
+        Model chunks a pipeline rank; above 1 for "interleaved" only.
+    sequence_parallel : bool
+        Whether norms and residuals are split over the tensor axis by rows.
+    recompute : bool
+        Whether a block keeps its input only, and runs again before its backward.
+
+    Raises
+    ------
+    ValueError
+        For sizes below 1, or a stage or schedule that is not there.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    zero_stage: int = 0
+    schedule: str = "1f1b"
+    chunks: int = 1
+    sequence_parallel: bool = False
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for what in ("data", "tensor", "pipeline", "chunks"):
+            if getattr(self, what) < 1:
+                raise ValueError(f"the layout has {what}={getattr(self, what)}; it must be at least 1")
+        if self.zero_stage not in STAGES:
+            raise ValueError(f"there is no ZeRO stage {self.zero_stage!r}; choose one of 0, 1, 2, 3")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"there is no schedule {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.data * self.tensor * self.pipeline
+
+    def span(self, axis: str) -> int:
+        """Consecutive ranks of the world among which a rank of this layout finds its neighbours on `axis`.
+
+        Tensor varies fastest, then data, then pipeline.  Of the pipeline only neighbours exchange messages.
+        """
+        return {
+            "tensor": self.tensor,
+            "data": self.tensor * self.data,
+            "pipeline": self.tensor * self.data * min(2, self.pipeline),
+        }[axis]
+
+
+def layouts(
+    ranks: int,
+    architecture: Architecture,
+    *,
+    data: int | None = None,
+    tensor: int | None = None,
+    pipeline: int | None = None,
+    zero_stages: Sequence[int] = STAGES,
+    schedules: Sequence[str] = tuple(SCHEDULES),
+    chunks: int = 2,
+    sequence_parallel: bool = False,
+    recompute: bool = False,
+) -> Iterator[Layout]:
+    """Every layout of so many ranks that the model allows, without those that differ from another in name only.
+
+    Parameters
+    ----------
+    ranks : int
+    architecture : Architecture
+        The tensor size must divide its heads; every (virtual) stage needs a layer.
+    data, tensor, pipeline : int, optional
+        Only layouts of this size.
+    zero_stages, schedules : sequence
+        Only these; with one data rank all ZeRO stages are stage 0, and with one pipeline rank all schedules "1f1b".
+    chunks : int
+        Chunks a rank of "interleaved".
+    sequence_parallel, recompute : bool
+        Of all layouts; the first of those with a tensor axis.
+    """
+    if ranks < 1:
+        raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")
+    for tensor_size in _divisors(ranks):
+        if architecture.heads % tensor_size or tensor not in (None, tensor_size):
+            continue
+        for pipeline_size in _divisors(ranks // tensor_size):
+            data_size = ranks // tensor_size // pipeline_size
+            if pipeline not in (None, pipeline_size) or data not in (None, data_size):
+                continue
+            for schedule in schedules if pipeline_size > 1 else ("1f1b",):
+                parts = chunks if schedule == "interleaved" else 1
+                if pipeline_size * parts > architecture.layers or (schedule == "interleaved" and parts < 2):
+                    continue
+                for zero_stage in zero_stages if data_size > 1 else (0,):
+                    yield Layout(
+                        data_size,
+                        tensor_size,
+                        pipeline_size,
+                        zero_stage,
+                        schedule,
+                        parts,
+                        sequence_parallel and tensor_size > 1,
+                        recompute,
+                    )
+
+
+def _divisors(number: int) -> list[int]:
+    low = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return low + [number // divisor for divisor in reversed(low) if divisor**2 != number]

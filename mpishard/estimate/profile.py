@@ -1,0 +1,180 @@
+"""What a machine can do, as far as a step's time depends on it: measured by ``mpishard bench``, or given by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Link:
+    """Time of one communication: `latency` for each of the ``log2`` rounds that it needs at least, and the bytes.
+
+    Parameters
+    ----------
+    latency : float
+        Seconds.
+    bandwidth : float
+        Bytes that a rank sends a second, counted as in `mpishard.ledger`: those of the ring algorithm.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"the latency of a link is {self.latency:g} s; it must be finite and at least 0")
+        if not self.bandwidth > 0:
+            raise ValueError(f"the bandwidth of a link is {self.bandwidth:g} bytes/s; it must be above 0")
+
+    def seconds(self, ranks: int, sent: float, calls: float = 1) -> float:
+        """Seconds for `calls` communications among `ranks`, in which a rank sends `sent` bytes altogether."""
+        return calls * self.latency * math.log2(max(ranks, 2)) + sent / self.bandwidth if ranks > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """Speeds of one rank while all ranks of its node are as busy as it is.
+
+    Parameters
+    ----------
+    products : tuple of (int, float)
+        Floating-point operations a second of float32 matrix products, by the smaller of the two extents of the weight.
+    memory_bandwidth : float
+        Bytes read or written a second by passes over large arrays; infinite: they cost nothing.
+    exponentials : float
+        Activation functions (GELU and its derivative) a second; infinite: they cost nothing.
+    node : dict of str to Link
+        By operation (`OPERATIONS`), between ranks of one node; empty if it is not known.
+    network : dict of str to Link
+        The same between nodes; empty: as within a node.
+    ranks_per_node : int
+        Ranks that share a node; 0: all.
+    name : str
+        Where it was measured.
+    """
+
+    products: tuple[tuple[int, float], ...]
+    memory_bandwidth: float = math.inf
+    exponentials: float = math.inf
+    node: dict[str, Link] = field(default_factory=dict)
+    network: dict[str, Link] = field(default_factory=dict)
+    ranks_per_node: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.products or not all(size > 0 and flops > 0 for size, flops in self.products):
+            raise ValueError(f"a machine profile needs speeds of matrix products above 0, got {self.products!r}")
+        for what in ("memory_bandwidth", "exponentials"):
+            if not getattr(self, what) > 0:
+                raise ValueError(f"{what} of a machine profile is {getattr(self, what):g} a second; it must be above 0")
+        for links in (self.node, self.network):
+            if links and set(links) != set(OPERATIONS):
+                raise ValueError(f"links need {', '.join(OPERATIONS)}; got {', '.join(links)}")
+
+    @classmethod
+    def given(
+        cls,
+        flops: float,
+        bandwidth: float,
+        latency: float,
+        memory_bandwidth: float = math.inf,
+        ranks_per_node: int = 0,
+        network_bandwidth: float | None = None,
+        network_latency: float | None = None,
+    ) -> MachineProfile:
+        """One speed for all products, and one link for all operations (another between nodes where it is given)."""
+        node = Link(latency, bandwidth)
+        network = Link(
+            latency if network_latency is None else network_latency,
+            bandwidth if network_bandwidth is None else network_bandwidth,
+        )
+        return cls(
+            ((1, flops),),
+            memory_bandwidth,
+            node=dict.fromkeys(OPERATIONS, node),
+            network=dict.fromkeys(OPERATIONS, network),
+            ranks_per_node=ranks_per_node,
+            name="given by hand",
+        )
+
+    def flops(self, size: float) -> float:
+        """Operations a second of products with `size` as the smaller extent of the weight; linear in between."""
+        products = sorted(self.products)
+        place = bisect_left(products, (size, 0.0))
+        if place == 0:
+            # A product with few columns is bound by memory: its speed falls with their number.
+            return products[0][1] * (min(1.0, size / products[0][0]) if len(products) > 1 else 1.0)
+        if place == len(products):
+            return products[-1][1]
+        (left, slow), (right, fast) = products[place - 1 : place + 1]
+        return slow + (fast - slow) * (size - left) / (right - left)
+
+    def link(self, operation: str, span: int) -> Link:
+        """The link of an axis whose ranks lie within `span` consecutive ranks of the world.
+
+        Raises
+        ------
+        ValueError
+            If the profile knows no links.
+        """
+        links = self.network if self.network and 0 < self.ranks_per_node < span else self.node
+        if not links:
+            raise ValueError(
+                f"the machine profile {self.name or ''!r} was measured on 1 rank and knows no communication; measure "
+                "it with mpirun -n 2 (or more) mpishard bench, or give latency and bandwidth"
+            )
+        return links[operation]
+
+    def save(self, file: Path) -> None:
+        """Write a JSON file."""
+        file.write_text(json.dumps({"mpishard_profile": _VERSION, **asdict(self)}, indent=1) + "\n", "utf-8")
+
+    @classmethod
+    def load(cls, file: Path) -> MachineProfile:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be read.
+        ValueError
+            If it is not a machine profile.
+        """
+        try:
+            stored = json.loads(file.read_text("utf-8"))
+            if stored.pop("mpishard_profile") != _VERSION:
+                raise ValueError("of another version")
+            return cls(
+                products=tuple((int(size), float(flops)) for size, flops in stored.pop("products")),
+                node=_links(stored.pop("node")),
+                network=_links(stored.pop("network")),
+                **stored,
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{file} is not a machine profile of this mpishard ({error}); make one with mpishard bench"
+            ) from None
+
+
+def _links(stored: dict[str, Any]) -> dict[str, Link]:
+    return {operation: Link(**link) for operation, link in stored.items()}
+
+
+# One core of a server of about 2020 and shared memory: good enough to compare layouts, not to plan a run.
+TYPICAL = MachineProfile(
+    products=((32, 4e10), (256, 1e11)),
+    memory_bandwidth=1e10,
+    exponentials=5e8,
+    node=dict.fromkeys(OPERATIONS, Link(2e-6, 3e9)),
+    network=dict.fromkeys(OPERATIONS, Link(5e-6, 1e9)),
+    ranks_per_node=64,
+    name="a typical core",
+)

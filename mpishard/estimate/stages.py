@@ -1,0 +1,177 @@
+"""Memory and traffic of the ranks of one pipeline stage."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from mpishard.estimate.activations import Activations
+from mpishard.estimate.flights import peak_in_flight
+from mpishard.estimate.holdings import Holding, Part, buckets_of, holding
+from mpishard.estimate.layouts import Layout
+from mpishard.estimate.times import Times
+from mpishard.estimate.traffic import Sent, data_traffic, pipeline_traffic, replica_traffic, tensor_traffic
+from mpishard.nn.architecture import Architecture
+
+# Blocks of memory of the size of the largest: one bucket is filled while another travels, one unit is used while the
+# next is gathered.  The table of a tied model is a third.
+_BLOCKS = 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on a rank, the one of its pipeline stage that needs most.
+
+    Parameters
+    ----------
+    parameters, gradients, state : int
+        What stays: parameters, gradients and optimizer state, or the rank's share of them.
+    gathered : int
+        Units of parameters that exist for as long as they are used (ZeRO-3).
+    buckets : int
+        Gradients on their way to their owners (ZeRO-2 and 3).
+    activations : int
+        Of all micro-batches in flight.
+    scratch : int
+        Memory that layers use in turns.
+    """
+
+    parameters: int
+    gradients: int
+    state: int
+    gathered: int
+    buckets: int
+    activations: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """What the ranks of one pipeline stage hold and send.
+
+    Parameters
+    ----------
+    rank : int
+        On the pipeline axis.
+    parameters : int
+        Number of parameters on a rank.
+    memory : Memory
+        Of the rank that needs most.
+    sent : Counter
+        Bytes a step by (axis, label), as in the ledger, summed over all ranks of the stage.
+    forward, backward : tuple of float
+        Seconds of one micro-batch by chunk.
+    """
+
+    rank: int
+    parameters: int
+    memory: Memory
+    sent: Sent
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+class Seconds(NamedTuple):
+    """Of a rank: by chunk for a micro-batch, and of the data axis and the update for a step."""
+
+    chunks: list[tuple[float, float]]
+    data: float
+    update: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings of an estimate.
+
+    Parameters
+    ----------
+    architecture, layout, length, itemsize, slots, minimum
+        As for `mpishard.estimate.estimate`.
+    rows : list of int
+        Tokens of each micro-batch.
+    """
+
+    architecture: Architecture
+    layout: Layout
+    rows: list[int]
+    length: int
+    itemsize: int
+    slots: int
+    minimum: int
+
+    def held(self, parts: tuple[Part, ...]) -> Holding:
+        """What the ranks that run `parts` hold."""
+        return holding(self.architecture, parts, self.layout.tensor, self.layout.sequence_parallel)
+
+    def buckets(self, parts: tuple[Part, ...]) -> list[int]:
+        """Elements of each gradient bucket."""
+        layout = self.layout
+        sizes = layout.tensor, layout.sequence_parallel, self.minimum
+        return buckets_of(self.architecture, parts, *sizes, layout.zero_stage == 3)
+
+    def seconds(self, times: Times, parts: tuple[Part, ...], rows: int) -> Seconds:
+        """Times of ranks that run `parts`, with micro-batches of so many tokens."""
+        held, microbatches = self.held(parts), len(self.rows)
+        sent = data_traffic(held, self.layout, microbatches, self.itemsize)
+        return Seconds(
+            [times.of_part(part, rows) for part in parts],
+            times.data(held, sent, len(self.buckets(parts)), microbatches),
+            times.update(held, self.slots),
+        )
+
+    def stage(self, rank: int, parts: tuple[Part, ...], seconds: Seconds) -> StageEstimate:
+        """All figures of pipeline rank `rank`, which runs `parts`."""
+        held, layout, itemsize = self.held(parts), self.layout, self.itemsize
+        microbatches, tokens = len(self.rows), sum(self.rows)
+        sent = data_traffic(held, layout, microbatches, itemsize)
+        sent += tensor_traffic(self.architecture, parts, layout, tokens, itemsize)
+        sent += replica_traffic(held, layout, microbatches, itemsize)
+        sent += pipeline_traffic(self.architecture, parts, layout, rank, tokens, itemsize)
+        return StageEstimate(
+            rank,
+            held.size,
+            self.memory(rank, parts),
+            sent,
+            tuple(forward for forward, _ in seconds.chunks),
+            tuple(backward for _, backward in seconds.chunks),
+        )
+
+    def memory(self, rank: int, parts: tuple[Part, ...]) -> Memory:
+        """Bytes of rank 0 of the tensor and data axes, which never holds less than others."""
+        held, layout, microbatches = self.held(parts), self.layout, len(self.rows)
+        buckets, units = self.buckets(parts), held.units()
+        owned = sum(-(-size // layout.data) for size in (units if layout.zero_stage == 3 else buckets))
+        blocks = _BLOCKS + any(tensor.tied or tensor.shared for tensor in held.tensors)
+        # With zb-h1 the first half of a backward pass begins all gradients, and the second half finishes them.
+        open_buckets = len(buckets) if layout.schedule == "zb-h1" else min(blocks, len(buckets))
+        activations = Activations(self.architecture, layout, self.length)
+        peaks = peak_in_flight(layout.schedule, layout.pipeline, microbatches, layout.chunks, rank)
+        elements = dict(
+            parameters=owned if layout.zero_stage == 3 else held.size,
+            gradients=owned if layout.zero_stage >= 2 else held.size,
+            state=self.slots * (owned if layout.zero_stage else held.size),
+            gathered=min(blocks, len(units)) * max(units) if layout.zero_stage == 3 else 0,
+            buckets=open_buckets * max(buckets) if layout.zero_stage >= 2 else 0,
+            activations=sum(
+                activations.in_flight(part, rows)
+                for part, peak in zip(parts, peaks, strict=True)
+                for rows in self.largest_rows(peak)
+            ),
+            scratch=activations.scratch(parts, self.rows[0], microbatches),
+        )
+        memory = {what: self.itemsize * count for what, count in elements.items()}
+        # Tokens and targets of the batch, in 8 bytes each.
+        memory["scratch"] += 2 * 8 * sum(self.rows)
+        return Memory(**memory)
+
+    def largest_rows(self, flights: int) -> list[int]:
+        """Most tokens that the memory of each of so many micro-batches in flight ever holds.
+
+        What was released last is used again first, so that from step to step the order turns around.
+        """
+        return [max(self.rows[index], self.rows[flights - 1 - index]) for index in range(flights)]

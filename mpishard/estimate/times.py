@@ -1,0 +1,137 @@
+"""Seconds that a rank computes and communicates, from the speeds in a `MachineProfile`.  Nothing overlaps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpishard.estimate.activations import Activations
+from mpishard.estimate.holdings import Holding, Part
+from mpishard.estimate.layouts import Layout
+from mpishard.estimate.profile import MachineProfile
+from mpishard.estimate.traffic import Sent, messages, passes_of, tensor_traffic
+from mpishard.nn.architecture import Architecture
+from mpishard.nn.attention import BLOCK
+
+# Arrays of (rows, width) that are read or written outside of products by a block: those that tensor ranks hold whole
+# (norms, residuals) and those that they split (heads, hidden units).
+_WHOLE_FORWARD, _SPLIT_FORWARD = 10, 19
+_WHOLE_BACKWARD, _SPLIT_BACKWARD = 10, 18
+# What an attention score costs beside its products, in GELUs with their derivative: a maximum, an exponential, a sum
+# and a scaling.
+_SOFTMAX = 2.0
+# An exponential of the loss, in the same unit.
+_LOSS = 0.5
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds on a rank of one layout.
+
+    Parameters
+    ----------
+    architecture : Architecture
+    layout : Layout
+    profile : MachineProfile
+    length : int
+        Tokens of a sequence.
+    itemsize : int
+        Bytes of a number.
+    """
+
+    architecture: Architecture
+    layout: Layout
+    profile: MachineProfile
+    length: int
+    itemsize: int
+
+    def of_part(self, part: Part, rows: int) -> tuple[float, float]:
+        """Forward and backward of a micro-batch of so many tokens in one model chunk, communication included."""
+        block_forward, block_backward = self._block(rows)
+        top_forward, top_backward = self._top(rows)
+        forward = part.blocks * block_forward + part.top * top_forward + part.stem * self._passes(rows, 4, 0)
+        backward = part.blocks * block_backward + part.top * top_backward + part.stem * self._passes(rows, 5, 0)
+        if self.layout.recompute:
+            backward += part.blocks * block_forward
+        if self.layout.tensor > 1 and rows:
+            there, back = self._tensor(part, rows)
+            forward += there
+            backward += back
+        return forward, backward
+
+    def message(self, rows: int) -> float:
+        """A message from stage to stage."""
+        if self.layout.pipeline == 1:
+            return 0.0
+        sent = Activations(self.architecture, self.layout, self.length).passed(rows) * self.itemsize
+        return self.profile.link("send", self.layout.span("pipeline")).seconds(2, sent)
+
+    def update(self, holding: Holding, slots: int) -> float:
+        """The optimizer's passes over what a rank owns: gradients twice, parameters and slots read and written."""
+        owned = holding.size / (self.layout.data if self.layout.zero_stage else 1)
+        return owned * (4 + 2 * slots) * self.itemsize / self.profile.memory_bandwidth
+
+    def data(self, holding: Holding, sent: Sent, buckets: int, microbatches: int) -> float:
+        """All communication over the data axis."""
+        layout = self.layout
+        if layout.data == 1:
+            return 0.0
+        ranks, span = layout.data * layout.tensor, layout.span("data")
+        reduction = "reduce_scatter" if layout.zero_stage else "all_reduce"
+        gathers = {0: 0, 1: 1, 2: 1, 3: 2 * microbatches}[layout.zero_stage]
+        gather_calls = gathers * (len(holding.units()) if layout.zero_stage == 3 else buckets)
+        return self.profile.link(reduction, span).seconds(
+            layout.data, sent["data", "gradients"] / ranks, buckets * passes_of(layout, microbatches)
+        ) + self.profile.link("all_gather", span).seconds(layout.data, sent["data", "parameters"] / ranks, gather_calls)
+
+    def _product(self, rows: int, inputs: int, outputs: int) -> float:
+        return 2 * rows * inputs * outputs / self.profile.flops(min(inputs, outputs))
+
+    def _passes(self, rows: int, whole: int, split: int) -> float:
+        size = Activations(self.architecture, self.layout, self.length)
+        elements = whole * size.passed(rows) + split * rows * size.share(self.architecture.width)
+        return elements * self.itemsize / self.profile.memory_bandwidth
+
+    def _block(self, rows: int) -> tuple[float, float]:
+        size, width = Activations(self.architecture, self.layout, self.length), self.architecture.width
+        split = size.share(width)
+        products = (
+            self._product(rows, width, 3 * split)
+            + self._product(rows, split, width)
+            + self._product(rows, width, size.share(4 * width))
+            + self._product(rows, size.share(4 * width), width)
+        )
+        # Blocks of queries skip most of the scores that the mask hides.
+        seen = min(1.0, (1 + BLOCK / self.length) / 2)
+        head_width = width // self.architecture.heads
+        attention = 2 * 2 * rows * seen * self.length * split / self.profile.flops(head_width)
+        scores = rows * seen * self.length * self.architecture.heads / self.layout.tensor
+        softmax = _SOFTMAX * scores / self.profile.exponentials
+        gelu = rows * size.share(4 * width) / self.profile.exponentials
+        forward = products + attention + softmax + gelu + self._passes(rows, _WHOLE_FORWARD, _SPLIT_FORWARD)
+        # Scores are computed again, and then their gradient, and those of queries, keys and values.
+        backward = 2 * products + 2.5 * attention + softmax + self._passes(rows, _WHOLE_BACKWARD, _SPLIT_BACKWARD)
+        return forward, backward
+
+    def _top(self, rows: int) -> tuple[float, float]:
+        size = Activations(self.architecture, self.layout, self.length)
+        columns = size.share(self.architecture.vocabulary_size)
+        product = self._product(rows, self.architecture.width, columns)
+        logits = 3 * rows * columns * self.itemsize / self.profile.memory_bandwidth
+        loss = _LOSS * rows * columns / self.profile.exponentials
+        return product + loss + logits + self._passes(rows, 2, 0), 2 * product + self._passes(rows, 4, 0)
+
+    def _tensor(self, part: Part, rows: int) -> tuple[float, float]:
+        """Communication on the tensor axis, forward and backward; kinds of collectives are taken alike by bytes."""
+        layout, span = self.layout, self.layout.span("tensor")
+        sent = tensor_traffic(self.architecture, (part,), layout, rows, self.itemsize)
+        total = sum(sent.values()) / (layout.tensor * layout.data)
+        forward_calls, backward_calls = messages(part, layout)
+        calls = forward_calls + backward_calls
+        if not calls:
+            return 0.0, 0.0
+        if layout.sequence_parallel:
+            links = [self.profile.link(operation, span) for operation in ("all_gather", "reduce_scatter")]
+        else:
+            links = [self.profile.link("all_reduce", span)]
+        seconds = sum(link.seconds(layout.tensor, total, calls) for link in links) / len(links)
+        return seconds * forward_calls / calls, seconds * backward_calls / calls

@@ -1,0 +1,109 @@
+"""Bytes that a step sends, by axis and purpose, counted like the ledger does: those of the ring algorithms.
+
+Every figure is the sum over all ranks of one pipeline stage.  Sums are exact for any sizes: over n ranks the ring
+all-reduce of e elements sends 2 (n - 1) e, all-gather and reduce-scatter (n - 1) e.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from mpishard.estimate.holdings import Holding, Part
+from mpishard.estimate.layouts import Layout
+from mpishard.nn.architecture import Architecture
+
+Sent = Counter[tuple[str, str]]
+
+
+def passes_of(layout: Layout, microbatches: int) -> int:
+    """How often a step reduces its gradients: ZeRO-2 and 3 have no memory to add up those of all micro-batches."""
+    return microbatches if layout.zero_stage >= 2 else 1
+
+
+def data_traffic(holding: Holding, layout: Layout, microbatches: int, itemsize: int) -> Sent:
+    """Over the data axis: gradients, and parameters where they are sharded.
+
+    With P parameters and n ranks, 2 (n - 1) / n P a rank for the stages 0 to 2 and 3 (n - 1) / n P for stage 3
+    (Rajbhandari et al. 2020, section 7), if there is one micro-batch a step.  A tied table is reduced once.
+    """
+    sent: Sent = Counter()
+    tied = sum(tensor.everywhere for tensor in holding.tensors if tensor.tied)
+    rest = sum(tensor.everywhere for tensor in holding.tensors) - tied
+    each = (layout.data - 1) * itemsize
+    passes = passes_of(layout, microbatches)
+    sent["data", "gradients"] = each * (passes * rest + tied) * (2 if layout.zero_stage == 0 else 1)
+    if layout.zero_stage in (1, 2):
+        sent["data", "parameters"] = each * (rest + tied)
+    elif layout.zero_stage == 3:
+        sent["data", "parameters"] = each * 2 * microbatches * (rest + tied + holding.twice())
+    return sent
+
+
+def tensor_traffic(
+    architecture: Architecture, parts: tuple[Part, ...], layout: Layout, rows: int, itemsize: int
+) -> Sent:
+    """Over the tensor axis, for `rows` tokens a data rank: sums of activations and of their gradients.
+
+    Two all-reduces forward and two backward a block (Shoeybi et al. 2019, section 3); with sequence parallelism each of
+    them is an all-gather and a reduce-scatter, and the inputs of two products are gathered once more for their weight
+    gradients (Korthikanti et al. 2022, section 4.2.2).
+    """
+    sent: Sent = Counter()
+    ring = (layout.tensor - 1) * rows * layout.data * itemsize
+    each = ring * architecture.width
+    blocks = sum(part.blocks for part in parts)
+    stem = sum(part.stem for part in parts)
+    top = sum(part.top for part in parts)
+    again = 2 if layout.recompute else 1
+    if layout.sequence_parallel:
+        forward = again * 4 * blocks + stem + top
+        backward = 4 * blocks + stem + top
+        forward += 2 * blocks + top
+    else:
+        forward = 2 * (again * 2 * blocks + stem)
+        backward = 2 * (2 * blocks + top)
+    # The loss needs a maximum and two sums a token.
+    sent["tensor", "activations"] = each * forward + 2 * 3 * ring * top
+    sent["tensor", "activation gradients"] = each * backward
+    return sent
+
+
+def replica_traffic(holding: Holding, layout: Layout, microbatches: int, itemsize: int) -> Sent:
+    """Gradients of replicas whose tensor ranks have terms of a sum each, and of tables tied over two stages."""
+    sent: Sent = Counter()
+    partial = sum(tensor.size for tensor in holding.tensors if tensor.partial)
+    passes = passes_of(layout, microbatches)
+    sent["tensor", "gradients"] = 2 * (layout.tensor - 1) * partial * passes * layout.data * itemsize
+    tied = sum(tensor.everywhere for tensor in holding.tensors if tensor.tied)
+    # Both holders are in the sum: each of them sends half of 2 (2 - 1).
+    sent["ties", "gradients"] = tied * layout.data * itemsize if layout.pipeline > 1 else 0
+    return sent
+
+
+def pipeline_traffic(
+    architecture: Architecture, parts: tuple[Part, ...], layout: Layout, rank: int, rows: int, itemsize: int
+) -> Sent:
+    """Over the pipeline axis, from stage `rank`, for `rows` tokens a data rank: activations on, gradients back.
+
+    Without sequence parallelism every tensor rank sends them whole.
+    """
+    sent: Sent = Counter()
+    if layout.pipeline == 1:
+        return sent
+    copies = 1 if layout.sequence_parallel else layout.tensor
+    each = copies * rows * architecture.width * layout.data * itemsize
+    sent["pipeline", "activations"] = each * sum(not part.top for part in parts)
+    sent["pipeline", "activation gradients"] = each * sum(not part.stem for part in parts)
+    # The last stage broadcasts the loss, 8 bytes, around the ring.
+    sent["pipeline", "loss"] = 8 * layout.data * layout.tensor if rank != layout.pipeline - 2 else 0
+    return sent
+
+
+def messages(part: Part, layout: Layout) -> tuple[int, int]:
+    """Collectives on the tensor axis that one micro-batch needs in a part: forward, and backward."""
+    again = 2 if layout.recompute else 1
+    if layout.tensor == 1:
+        return 0, 0
+    if layout.sequence_parallel:
+        return 4 * part.blocks + part.stem + 3 * part.top, (2 + 4 * again) * part.blocks + part.stem + 2 * part.top
+    return 2 * part.blocks + part.stem + 2 * part.top, 2 * again * part.blocks + part.top

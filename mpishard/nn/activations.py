@@ -1,0 +1,128 @@
+"""What is kept of a block between its forward and its backward pass: all of it, half the bytes, or its input only.
+
+Where less than all is kept, blocks run in one workspace that all of them share, and what a backward pass needs is
+brought back there before it starts: unpacked from half precision, or computed again (Chen et al., 2016, "Training
+deep nets with sublinear memory cost").
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpishard.nn.block import Block
+from mpishard.nn.workspace import Workspace
+
+Array = Any
+
+
+class Spot(NamedTuple):
+    """Where a block stands: its number in its stage, and whether the units before and after it there are blocks."""
+
+    number: int
+    after_block: bool
+    before_block: bool
+
+
+class KeepAll:
+    """Each micro-batch has a workspace for each block."""
+
+    saved_bytes = 0
+    keeps = True
+
+    def forward(self, block: Block, x_nc: Array, work: Workspace, length: int, spot: Spot) -> Array:
+        return block.forward(x_nc, work.part(block.name), length)
+
+    def backward(self, block: Block, dy_nc: Array, work: Workspace, length: int) -> Array:
+        return block.backward(dy_nc, work.part(block.name), length)
+
+
+class _Recording(Workspace):
+    """A workspace that remembers what was saved since `begin`."""
+
+    def begin(self, work: Workspace) -> Workspace:
+        self.recorded: dict[str, tuple[Array, bool]] = {}
+        return self.follow(work)
+
+    def save(self, name: str, *shape: int) -> Array:
+        array = super().save(name, *shape)
+        self.recorded[name] = array, False
+        return array
+
+    def save_statistics(self, name: str, *shape: int) -> Array:
+        array = super().save_statistics(name, *shape)
+        self.recorded[name] = array, True
+        return array
+
+
+class KeepLess:
+    """Blocks run in a workspace in common, and little of them is kept for each micro-batch.
+
+    Parameters
+    ----------
+    sharing : Workspace
+        Whose scratch memory to use.
+    recompute : bool
+        Keep the input of a block, and run its forward pass again before its backward pass.
+    storage_dtype : dtype or None
+        Keep what is kept in this dtype, float16 or bfloat16, except for statistics (a number or two a row and head),
+        and for what arrives from other units or leaves for them.
+
+    Attributes
+    ----------
+    keeps : bool
+        Set it to False for forward passes without a backward pass, which then keep nothing.
+    """
+
+    keeps = True
+
+    def __init__(self, sharing: Workspace, recompute: bool, storage_dtype: Any) -> None:
+        self._inner = _Recording(sharing.dtype, sharing.module, sharing)
+        # The operands of the products are overwritten by the next block.
+        self._inner.defers_products = False
+        self._recompute = recompute
+        self._storage_dtype = None if storage_dtype is None else np.dtype(storage_dtype)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the workspace in common, without scratch."""
+        return self._inner.saved_bytes
+
+    def forward(self, block: Block, x_nc: Array, work: Workspace, length: int, spot: Spot) -> Array:
+        """The output, which outlives the block's other activations."""
+        part, inner = work.part(block.name), self._inner
+        packed = []
+        if self.keeps and self._storage_dtype is not None and spot.after_block:
+            packed.append((x_nc, self._pack("input", x_nc, part)))
+        inner.begin(work)
+        y_nc = block.forward(x_nc, inner, length)
+        if self.keeps and not self._recompute:
+            for name, (array, is_statistics) in inner.recorded.items():
+                if array is not y_nc:
+                    packed.append((array, self._pack(name, array, part, exact=is_statistics)))
+            part.kept["inside"] = dict(inner.kept)
+        part.kept["input"], part.kept["packed"] = x_nc, packed
+        if not spot.before_block or (self.keeps and self._storage_dtype is None):
+            kept_nc = part.save("output", *y_nc.shape)
+        else:
+            # Two in turns: the input of the next block may not be its output too.
+            kept_nc = work.borrow(f"block output {spot.number % 2}", *y_nc.shape)
+        kept_nc[...] = y_nc
+        return kept_nc
+
+    def backward(self, block: Block, dy_nc: Array, work: Workspace, length: int) -> Array:
+        part, inner = work.part(block.name), self._inner
+        inner.begin(work)
+        for array, packed in part.kept["packed"]:
+            array[...] = packed
+        if self._recompute:
+            block.forward(part.kept["input"], inner, length)
+        else:
+            inner.kept = part.kept["inside"]
+        return block.backward(dy_nc, inner, length)
+
+    def _pack(self, name: str, array: Array, part: Workspace, exact: bool = False) -> Array:
+        packed = part.saved(name, array.shape, array.dtype if exact else self._storage_dtype)
+        packed[...] = array
+        return packed

@@ -1,0 +1,155 @@
+"""The sizes of a GPT, its units, and how they are cut into pipeline stages: facts that need no memory and no ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mpishard.layout import ParameterSpec, merge_ties, split
+from mpishard.nn.block import Block
+from mpishard.nn.layers import Layer
+from mpishard.nn.units import Stem, Top
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder-only transformer of the kind that `GPT` builds.
+
+    Parameters
+    ----------
+    vocabulary_size : int
+        Number of tokens.
+    context_length : int
+        Longest sequence.
+    width : int
+        Channels, a multiple of `heads`.
+    layers : int
+        Number of blocks.
+    heads : int
+        Attention heads in each block.
+    tied : bool
+        Whether the output head uses the table of the token embedding.
+
+    Raises
+    ------
+    ValueError
+        If a size is below 1, or `width` is no multiple of `heads`.
+    """
+
+    vocabulary_size: int
+    context_length: int
+    width: int
+    layers: int
+    heads: int
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        for what in ("vocabulary_size", "context_length", "width", "layers"):
+            if getattr(self, what) < 1:
+                raise ValueError(f"{what} is {getattr(self, what)}; it must be at least 1")
+        if self.heads < 1 or self.width % self.heads:
+            raise ValueError(
+                f"width {self.width} is not a multiple of {self.heads} heads; every head needs as many channels"
+            )
+
+    def units(self) -> list[str]:
+        """Names of what runs in turn: ``"stem"`` (embeddings), ``"blocks.0"`` and so on, ``"top"`` (norm and head)."""
+        return ["stem", *(f"blocks.{index}" for index in range(self.layers)), "top"]
+
+    def build(self, unit: str, *, sequence_parallel: bool = False) -> Layer:
+        """The layers of one unit, not bound to parameters."""
+        if unit == "stem":
+            return Stem(self.vocabulary_size, self.context_length, self.width)
+        if unit == "top":
+            return Top(self.width, self.vocabulary_size, tied=self.tied, sequence_parallel=sequence_parallel)
+        scale = 0.02 / math.sqrt(2 * self.layers)
+        return Block(unit, self.width, self.heads, output_scale=scale, sequence_parallel=sequence_parallel)
+
+    def check(self, tensor: int = 1, stages: int = 1) -> None:
+        """Raise ValueError unless the model can be split over `tensor` ranks and cut into `stages` stages.
+
+        `stages` are virtual ones: pipeline ranks times chunks a rank.
+        """
+        if self.heads % tensor:
+            raise ValueError(
+                f"{self.heads} attention heads cannot be split over {tensor} tensor-parallel ranks; "
+                "choose a tensor size that divides the number of heads"
+            )
+        if stages > self.layers:
+            raise ValueError(
+                f"{stages} pipeline stages, but the model has {self.layers} layers; every stage needs one: "
+                "use fewer pipeline ranks or chunks"
+            )
+
+    def cut(self, stages: int, costs: Sequence[float] | None = None) -> list[list[str]]:
+        """Units by virtual stage, in order.
+
+        Parameters
+        ----------
+        stages : int
+            How many; every one gets at least one unit.
+        costs : sequence of float, optional
+            Time of each of `units`; the cut is the one whose slowest stage is fastest.  Without, blocks are dealt out
+            evenly, the stem goes with the first and the top with the last of them.
+
+        Raises
+        ------
+        ValueError
+            For more stages than layers, or costs that are not one number of at least 0 a unit.
+        """
+        self.check(stages=stages)
+        units = self.units()
+        if costs is not None:
+            costs = [float(cost) for cost in costs]
+            if len(costs) != len(units) or not all(0 <= cost < math.inf for cost in costs):
+                raise ValueError(
+                    f"stage_costs are {costs}; a model of {self.layers} layers needs {len(units)} numbers of at "
+                    "least 0, of the stem, of each block and of the top"
+                )
+            cuts = _fastest_cut(costs, stages)
+        else:
+            cuts = [0, *(1 + stop for stop in split(self.layers, stages)[1:-1]), len(units)]
+        return [units[first:last] for first, last in zip(cuts[:-1], cuts[1:], strict=True)]
+
+    def specs(
+        self, stages: int = 1, sequence_parallel: bool = False, costs: Sequence[float] | None = None
+    ) -> list[ParameterSpec]:
+        """All tensors of the model, in the order in which it uses them; arguments as for `cut`.
+
+        With `sequence_parallel`, gradients of what is used row by row are partial: each tensor rank has those of its
+        rows.
+        """
+        specs: list[ParameterSpec] = []
+        for stage, units in enumerate(self.cut(stages, costs)):
+            here: set[str] = set()
+            for unit in units:
+                for spec in self.build(unit, sequence_parallel=sequence_parallel).specs():
+                    # A tie inside one stage is one tensor with two uses.
+                    if spec.name not in here:
+                        here.add(spec.name)
+                        specs.append(replace(spec, stage=stage))
+        return merge_ties(specs)
+
+
+def _fastest_cut(costs: Sequence[float], stages: int) -> list[int]:
+    """Cuts of `costs` into runs, none of them empty, whose largest sum is as small as it can be.
+
+    Among those, the sums of squares decide stage by stage, so that free stages are even too.
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[n]: the cut of the first n units into the stages so far.
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}
+    for stage in range(1, stages + 1):
+        candidates: dict[int, tuple[float, float, list[int]]] = {}
+        for stop in range(stage, len(costs) - (stages - stage) + 1):
+            candidates[stop] = min(
+                (max(most, run), squares + run * run, [*cuts, stop])
+                for start, (most, squares, cuts) in best.items()
+                if start < stop
+                for run in [sums[stop] - sums[start]]
+            )
+        best = candidates
+    return best[len(costs)][2]

@@ -1,0 +1,81 @@
+"""The transformer block and its two-layer network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpishard.nn.attention import CausalSelfAttention
+from mpishard.nn.layers import GELU, Layer, LayerNorm
+from mpishard.nn.linear import Linear
+from mpishard.nn.workspace import Workspace
+
+Array = Any
+
+
+class MLP(Layer):
+    """``GELU(x W1 + b1) W2 + b2`` with four times as many channels inside, which tensor parallelism splits."""
+
+    def __init__(self, name: str, width: int, *, output_scale: float = 0.02, sequence_parallel: bool = False) -> None:
+        self.expand = Linear(f"{name}.expand", width, 4 * width, split=1)
+        self.activation = GELU(f"{name}.activation")
+        self.contract = Linear(
+            f"{name}.contract", 4 * width, width, scale=output_scale, split=0, sequence_parallel=sequence_parallel
+        )
+        super().__init__(name, [self.expand, self.activation, self.contract])
+
+    def forward(self, x_nc: Array, work: Workspace, residual_nc: Array | None = None) -> Array:
+        """The output, plus `residual` where given; keeps `x`, which must stay as it is until `backward`."""
+        work.kept[self.role] = x_nc
+        hidden_nd = self.expand.product(x_nc, work)
+        return self.contract.forward(self.activation.forward(hidden_nd, work, self.expand.bias), work, residual_nc)
+
+    def backward(self, dy_nc: Array, work: Workspace) -> Array:
+        """Gradient by `x`."""
+        dhidden_nd = self.contract.backward(dy_nc, work)
+        bias_name = self.expand.bias_name
+        assert bias_name is not None
+        self.activation.backward(dhidden_nd, work, self._gradient_to_add_to(bias_name))
+        self._finished(bias_name, work)
+        dx_nc = self.expand.input_gradient(dhidden_nd, work)
+        self.expand.weight_gradient(work.kept[self.role], dhidden_nd, work)
+        return dx_nc
+
+
+class Block(Layer):
+    """Pre-norm residual block: ``x += attention(norm(x))``, then ``x += mlp(norm(x))``.
+
+    Parameters
+    ----------
+    name : str
+        Prefix of its tensors.
+    width, heads : int
+        Of the whole block.
+    output_scale : float
+        Standard deviation of the initial weights of the two projections back to the residual stream.
+    sequence_parallel : bool
+        Whether tensor ranks hold some rows of the residual stream each, instead of all of them.
+    """
+
+    def __init__(
+        self, name: str, width: int, heads: int, *, output_scale: float = 0.02, sequence_parallel: bool = False
+    ) -> None:
+        rows = dict(sequence_parallel=sequence_parallel)
+        self.attention_norm = LayerNorm(f"{name}.attention_norm", width, **rows)
+        self.attention = CausalSelfAttention(f"{name}.attention", width, heads, output_scale=output_scale, **rows)
+        self.mlp_norm = LayerNorm(f"{name}.mlp_norm", width, **rows)
+        self.mlp = MLP(f"{name}.mlp", width, output_scale=output_scale, **rows)
+        super().__init__(name, [self.attention_norm, self.attention, self.mlp_norm, self.mlp])
+        self.width = width
+        self.share_scratch(name)
+
+    def forward(self, x_nc: Array, work: Workspace, length: int) -> Array:
+        """Rows are sequences of `length` tokens end to end; keeps `x` until `backward`."""
+        normed_nc = self.attention_norm.forward(x_nc, work)
+        x_nc = self.attention.forward(normed_nc, work, length, residual_nc=x_nc)
+        return self.mlp.forward(self.mlp_norm.forward(x_nc, work), work, residual_nc=x_nc)
+
+    def backward(self, dy_nc: Array, work: Workspace, length: int) -> Array:
+        """Gradient by `x`, in place of `dy`."""
+        self.mlp_norm.backward(self.mlp.backward(dy_nc, work), work, residual_nc=dy_nc)
+        self.attention_norm.backward(self.attention.backward(dy_nc, work, length), work, residual_nc=dy_nc)
+        return dy_nc

@@ -1,0 +1,137 @@
+"""The units of one virtual pipeline stage, run forward and backward one micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mpishard.nn.activations import KeepAll, KeepLess, Spot
+from mpishard.nn.block import Block
+from mpishard.nn.layers import Layer
+from mpishard.nn.parallel import TensorParallel
+from mpishard.nn.units import Batch, Stem, Top
+from mpishard.nn.workspace import Workspace
+from mpishard.parameters import FlatParameters
+
+Array = Any
+
+
+class Chunk:
+    """One virtual stage, as `mpishard.pipeline` runs it.
+
+    All methods that compute are collective over the tensor axis, and under ZeRO-3 over the data axis, where each unit
+    is gathered once in each direction, the next one while this one computes.
+
+    Parameters
+    ----------
+    stage : int
+        Number of the virtual stage.
+    units : sequence of Stem, Block or Top
+        In order, bound to `parameters`.
+    parameters : FlatParameters
+    tensor : TensorParallel
+    memory : Workspace
+        Whose scratch memory to use.
+    keeping : KeepAll or KeepLess
+        What to keep of blocks.
+
+    Attributes
+    ----------
+    workspaces : list of Workspace
+        Of the micro-batches that were in flight at a time.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        units: Sequence[Layer],
+        parameters: FlatParameters,
+        tensor: TensorParallel,
+        memory: Workspace,
+        keeping: KeepAll | KeepLess,
+    ) -> None:
+        self.stage = stage
+        self.units = tuple(units)
+        self.workspaces: list[Workspace] = []
+        self._parameters = parameters
+        self._tensor = tensor
+        self._memory = memory
+        self._keeping = keeping
+        self._names = {unit.name: [spec.name for spec in unit.specs()] for unit in units}
+        kinds = [False, *(isinstance(unit, Block) for unit in units), False]
+        self._spots = {unit.name: Spot(number, kinds[number], kinds[number + 2]) for number, unit in enumerate(units)}
+        self._width = next(unit.width for unit in units if isinstance(unit, Stem | Block | Top))
+
+    def input_shape(self, batch: Batch) -> tuple[int, int]:
+        """Shape of what comes from the stage before: the rows that this tensor rank holds, and the width."""
+        return self._tensor.rows(batch.rows), self._width
+
+    def output_shape(self, batch: Batch) -> tuple[int, int]:
+        """Shape of what goes to the stage after."""
+        return self._tensor.rows(batch.rows), self._width
+
+    def workspace(self) -> Workspace:
+        """Memory for one more micro-batch in flight."""
+        work = Workspace(self._memory.dtype, self._memory.module, self._memory)
+        self.workspaces.append(work)
+        return work
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes held for micro-batches, without scratch."""
+        return sum(work.saved_bytes for work in self.workspaces)
+
+    def forward(self, x: Array | None, work: Workspace, batch: Batch) -> Any:
+        """Output of the stage, or the summed loss of the batch; keeps `x` until the backward pass."""
+        return self._forward(x, work, batch, predict=False)
+
+    def infer(self, x: Array | None, work: Workspace, batch: Batch) -> Array:
+        """As `forward`, but the last stage returns the logits of the whole vocabulary, in a new array."""
+        return self._forward(x, work, batch, predict=True)
+
+    def backward(self, dy: Array | None, work: Workspace, batch: Batch) -> Array | None:
+        """Gradient by the stage's input; writes all gradients and announces them.  Overwrites `dy`."""
+        for unit in self._held(self.units[::-1]):
+            if isinstance(unit, Top):
+                dy = unit.backward(work)
+            elif isinstance(unit, Block):
+                dy = self._keeping.backward(unit, dy, work, batch.length)
+            else:
+                assert isinstance(unit, Stem)
+                unit.backward(dy, work, batch)
+                dy = None
+        return dy
+
+    def input_gradient(self, dy: Array | None, work: Workspace, batch: Batch) -> Array | None:
+        """As `backward`, but puts off products for the gradients of weights, and all announcements."""
+        work.deferred = []
+        return self.backward(dy, work, batch)
+
+    def weight_gradient(self, work: Workspace) -> None:
+        """Do what `input_gradient` put off for the micro-batch of `work`."""
+        deferred, work.deferred = work.deferred, None
+        assert deferred is not None
+        for each in deferred:
+            each()
+
+    def _forward(self, x: Array | None, work: Workspace, batch: Batch, *, predict: bool) -> Any:
+        work.rows, work.deferred = batch.rows, None
+        for unit in self._held(self.units):
+            if isinstance(unit, Stem):
+                x = unit.forward(work, batch)
+            elif isinstance(unit, Block):
+                x = self._keeping.forward(unit, x, work, batch.length, self._spots[unit.name])
+            else:
+                assert isinstance(unit, Top)
+                x = unit.predict(x, work, batch) if predict else unit.forward(x, work, batch)
+        return x
+
+    def _held(self, units: Sequence[Layer]) -> Iterator[Layer]:
+        """The units, each while its parameters are there."""
+        for place, unit in enumerate(units):
+            names = self._names[unit.name]
+            self._parameters.use(names)
+            if place + 1 < len(units):
+                self._parameters.prefetch(self._names[units[place + 1].name])
+            yield unit
+            self._parameters.release(names)

@@ -1,0 +1,78 @@
+"""Tables of rows: token embeddings, split over the tensor axis by rows, and position embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpishard.layout import ParameterSpec
+from mpishard.nn.layers import Layer
+from mpishard.nn.workspace import Workspace
+
+Array = Any
+
+
+class Embedding(Layer):
+    """One row of a (count, width) table for each index.
+
+    Where the table is split by rows (`split` 0, Shoeybi et al., 2019) a rank gives zero for indices in the slices of
+    others, and the sum over the ranks is what was asked for; the sum is the caller's business.
+
+    Parameters
+    ----------
+    name : str
+        Its tensor is ``name.weight``.
+    count, width : int
+        Shape of the table.
+    scale : float
+        Standard deviation of the initial values.
+    split : 0 or None
+        Dimension that tensor parallelism splits.
+    """
+
+    def __init__(self, name: str, count: int, width: int, *, scale: float = 0.02, split: int | None = None) -> None:
+        super().__init__(name)
+        self.count, self.width, self.scale, self.split = count, width, scale, split
+        self.weight_name = f"{name}.weight"
+
+    def specs(self) -> list[ParameterSpec]:
+        return [ParameterSpec(self.weight_name, (self.count, self.width), tensor_dim=self.split)]
+
+    def initialize(self, seed: int) -> None:
+        self._draw(seed, self.weight_name, (self.count, self.width), self.scale)
+
+    @property
+    def first(self) -> int:
+        """Number of the first row that this rank holds."""
+        return self.parameters.box(self.weight_name)[0][0]
+
+    def forward(self, indices_n: Array, work: Workspace, out_nc: Array | None = None) -> Array:
+        """Rows of the table; `indices` (int64, checked by the caller) must stay as they are until `backward`."""
+        work.kept[self.role] = indices_n
+        if out_nc is None:
+            out_nc = work.save(f"{self.role}.y", len(indices_n), self.width)
+        self.ops.lookup(self.parameters[self.weight_name], indices_n, out_nc, self.first)
+        return out_nc
+
+    def backward(self, dy_nc: Array, work: Workspace) -> None:
+        """Adds each row of `dy` to the gradient of the row that it came from; indices have no gradient."""
+        dweight_vc = self._gradient_to_add_to(self.weight_name)
+        self.ops.scatter_add(dy_nc, work.kept[self.role], dweight_vc, self.first)
+        self._finished(self.weight_name, work)
+
+
+class PositionEmbedding(Embedding):
+    """A learned row for each position of a sequence, added to what is there."""
+
+    def add_to(self, x_btc: Array) -> None:
+        """``x[:, t] += weight[t]`` in place."""
+        rows_tc = self.parameters[self.weight_name][: x_btc.shape[1]]
+        # Sequence by sequence: NumPy takes memory for an operation on three axes of which one is broadcast or reduced.
+        for x_tc in x_btc:
+            x_tc += rows_tc
+
+    def backward_positions(self, dx_btc: Array, work: Workspace) -> None:
+        """The adjoint of ``add_to(x)``: sums over the sequences; positions beyond them get nothing."""
+        rows_tc = self._gradient_to_add_to(self.weight_name)[: dx_btc.shape[1]]
+        for dx_tc in dx_btc:
+            rows_tc += dx_tc
+        self._finished(self.weight_name, work)

@@ -1,0 +1,231 @@
+"""Matrix products: whole, column-parallel, row-parallel, and with the table of an embedding.
+
+Shoeybi et al., "Megatron-LM" (2019), section 3.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from mpishard.layout import ParameterSpec
+from mpishard.nn.layers import Layer
+from mpishard.nn.parallel import Memory
+from mpishard.nn.products import Matmul
+from mpishard.nn.workspace import Workspace
+
+Array = Any
+
+
+class Linear(Layer):
+    """``y = x W + b``, with W stored (inputs, outputs).
+
+    Parameters
+    ----------
+    name : str
+        Its tensors are ``name.weight`` and ``name.bias``.
+    inputs, outputs : int
+        Widths of the whole layer.
+    scale : float
+        Standard deviation of the initial weights; the bias starts at 0.
+    bias : bool
+        Without: ``y = x W``.
+    split : int or None
+        Dimension of the weight that tensor parallelism splits.  1, column-parallel: by outputs, and the bias with
+        them; it takes the rows that a rank holds and returns its columns of all rows.  0, row-parallel: by inputs; it
+        takes its columns of all rows, and returns the rows that a rank holds, summed over the ranks.
+    sequence_parallel : bool
+        Whether ranks hold some rows each; then the bias of a row-parallel layer has partial gradients.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        *,
+        scale: float = 0.02,
+        bias: bool = True,
+        split: int | None = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__(name)
+        self.inputs, self.outputs, self.scale, self.split = inputs, outputs, scale, split
+        self.sequence_parallel = sequence_parallel
+        self.weight_name = f"{name}.weight"
+        self.bias_name = f"{name}.bias" if bias else None
+
+    def specs(self) -> list[ParameterSpec]:
+        specs = [ParameterSpec(self.weight_name, (self.inputs, self.outputs), tensor_dim=self.split)]
+        if self.bias_name:
+            # The rank that has an output adds its bias; behind a sum over ranks each adds it to the rows it holds.
+            dim = 0 if self.split == 1 else None
+            partial = self.sequence_parallel and self.split == 0
+            specs.append(ParameterSpec(self.bias_name, (self.outputs,), tensor_dim=dim, partial=partial))
+        return specs
+
+    def initialize(self, seed: int) -> None:
+        self._draw(seed, self.weight_name, (self.inputs, self.outputs), self.scale)
+        if self.bias_name:
+            self._fill(self.bias_name, 0)
+
+    @property
+    def bias(self) -> Array | None:
+        """This rank's slice of the bias."""
+        return self.parameters[self.bias_name] if self.bias_name else None
+
+    @property
+    def local_outputs(self) -> int:
+        """Number of outputs that this rank computes."""
+        start, stop = self.parameters.box(self.weight_name)[1]
+        return stop - start
+
+    @property
+    def local_inputs(self) -> int:
+        """Number of inputs that this rank takes."""
+        start, stop = self.parameters.box(self.weight_name)[0]
+        return stop - start
+
+    def apply(self, x_ni: Array, out_no: Array) -> Array:
+        """``x W`` into `out`, with this rank's slice of W and no communication."""
+        return self.matmul(x_ni, self.parameters[self.weight_name], out=out_no)
+
+    def product(self, x_ni: Array, work: Workspace, memory: Memory | None = None) -> Array:
+        """``x W`` without the bias, for callers that fuse it with what comes next; saved, or in `memory`."""
+        if self.split == 1:
+            x_ni = self._all_rows(x_ni, work)
+        if memory is None:
+            memory = functools.partial(work.save, f"{self.role}.y")
+        if self.split != 0:
+            return self.apply(x_ni, memory(len(x_ni), self.local_outputs))
+        shape = (len(x_ni), self.outputs)
+        terms_no = self.apply(x_ni, work.borrow("terms", *shape) if self.tensor.splits_rows else memory(*shape))
+        return self.tensor.leave.forward(terms_no, work.rows, memory)
+
+    def forward(self, x_ni: Array, work: Workspace, residual_no: Array | None = None) -> Array:
+        """``x W + b``, plus `residual` where given; keeps `x`, which must stay as it is until `backward`."""
+        work.kept[self.role] = x_ni
+        y_no = self.product(x_ni, work)
+        bias = self.bias
+        if bias is not None and residual_no is not None:
+            self.ops.add_bias(y_no, bias, residual_no)
+        elif bias is not None:
+            y_no += bias
+        elif residual_no is not None:
+            y_no += residual_no
+        return y_no
+
+    def backward(self, dy_no: Array, work: Workspace) -> Array:
+        """Gradient by `x`."""
+        all_no = dy_no
+        if self.split == 0:
+            all_no = self.tensor.leave.backward(dy_no, work.rows, functools.partial(work.borrow, "all rows"))
+        dx_ni = self.input_gradient(all_no, work)
+        self.bias_gradient(dy_no, work)
+        self.weight_gradient(work.kept[self.role], all_no, work)
+        return dx_ni
+
+    def input_gradient(self, dy_no: Array, work: Workspace) -> Array:
+        """``dy W^T``; `dy` has this rank's columns of all rows where the layer is column-parallel."""
+        dx_ni = self.apply_adjoint(dy_no, work.borrow(f"{self.role}.dx", len(dy_no), self.local_inputs))
+        if self.split == 1:
+            memory = functools.partial(work.borrow, f"{self.role}.dx of own rows")
+            return self.tensor.enter.backward(dx_ni, work.rows, memory)
+        return dx_ni
+
+    def apply_adjoint(self, dy_no: Array, out_ni: Array) -> Array:
+        """``dy W^T`` into `out`, with this rank's slice of W and no communication."""
+        return self.matmul(dy_no, self.parameters[self.weight_name].T, out=out_ni)
+
+    def bias_gradient(self, dy_no: Array, work: Workspace) -> None:
+        """Column sums of `dy`, into the gradient buffer."""
+        if self.bias_name:
+            view, accumulate = self.parameters.gradient(self.bias_name)
+            ones = work.scratch("ones", (len(dy_no),), work.dtype)
+            ones.fill(1)
+            _product_into(self.module.matmul, ones, dy_no, view, accumulate, work)
+            self._finished(self.bias_name, work)
+
+    def weight_gradient(self, x_ni: Array, dy_no: Array, work: Workspace) -> None:
+        """``x^T dy`` into the gradient buffer, or put off; `x` as for `forward`, and `dy` of all rows."""
+        if work.deferred is None or not work.defers_products:
+            self._add_product(x_ni, dy_no, work)
+            self._finished(self.weight_name, work)
+            return
+        # The memory of x belongs to this micro-batch, that of dy is used again by the layers below.
+        kept_no = work.save(f"{self.role}.dy", *dy_no.shape)
+        kept_no[...] = dy_no
+        work.deferred.append(functools.partial(self._add_product, x_ni, kept_no, work))
+        self._finished(self.weight_name, work)
+
+    def _add_product(self, x_ni: Array, dy_no: Array, work: Workspace) -> None:
+        if self.split == 1:
+            # Kept are the own rows only, or sequence parallelism would save no memory here.
+            x_ni = self._all_rows(x_ni, work)
+        view, accumulate = self.parameters.gradient(self.weight_name)
+        self._product_into(x_ni, dy_no, view, accumulate, work)
+
+    def _product_into(self, x_ni: Array, dy_no: Array, out: Array, accumulate: bool, work: Workspace) -> None:
+        _product_into(self.matmul, x_ni.T, dy_no, out, accumulate, work)
+
+    def _all_rows(self, x_ni: Array, work: Workspace) -> Array:
+        return self.tensor.enter.forward(x_ni, work.rows, functools.partial(work.borrow, "all rows"))
+
+
+def _product_into(matmul: Matmul, a: Array, b: Array, out: Array, accumulate: bool, work: Workspace) -> None:
+    """``out = a b``, or ``out += a b``."""
+    if not accumulate:
+        matmul(a, b, out=out)
+        return
+    product = work.scratch("product", (out.size,), work.dtype).reshape(out.shape)
+    matmul(a, b, out=product)
+    out += product
+
+
+class TiedLinear(Linear):
+    """``y = x W^T`` with the (outputs, inputs) table W of an embedding, split by its rows, which are the outputs.
+
+    Parameters
+    ----------
+    name : str
+        Of the layer; it has no tensor of its own.
+    weight_name : str
+        Of the table.
+    inputs, outputs : int
+        Widths.
+    scale : float
+        Standard deviation of the initial values, as for the embedding.
+    """
+
+    def __init__(self, name: str, weight_name: str, inputs: int, outputs: int, *, scale: float = 0.02) -> None:
+        super().__init__(name, inputs, outputs, scale=scale, bias=False, split=1)
+        self.weight_name = weight_name
+        # Where the embedding is on the same rank, its backward comes last and announces the gradient of both.
+        self.announces = True
+
+    def specs(self) -> list[ParameterSpec]:
+        return [ParameterSpec(self.weight_name, (self.outputs, self.inputs), tensor_dim=0)]
+
+    def initialize(self, seed: int) -> None:
+        self._draw(seed, self.weight_name, (self.outputs, self.inputs), self.scale)
+
+    @property
+    def local_outputs(self) -> int:
+        return super().local_inputs
+
+    @property
+    def local_inputs(self) -> int:
+        return super().local_outputs
+
+    def apply(self, x_ni: Array, out_no: Array) -> Array:
+        return self.matmul(x_ni, self.parameters[self.weight_name].T, out=out_no)
+
+    def apply_adjoint(self, dy_no: Array, out_ni: Array) -> Array:
+        return self.matmul(dy_no, self.parameters[self.weight_name], out=out_ni)
+
+    def _product_into(self, x_ni: Array, dy_no: Array, out: Array, accumulate: bool, work: Workspace) -> None:
+        _product_into(self.matmul, dy_no.T, x_ni, out, accumulate, work)
+
+    def _finished(self, name: str, work: Workspace) -> None:
+        if self.announces:
+            super()._finished(name, work)

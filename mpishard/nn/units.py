@@ -1,0 +1,121 @@
+"""The first and the last unit of a GPT: from tokens to the residual stream, and from there to the loss."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from mpishard.nn.embeddings import Embedding, PositionEmbedding
+from mpishard.nn.layers import Layer, LayerNorm
+from mpishard.nn.linear import Linear, TiedLinear
+from mpishard.nn.loss import cross_entropy
+from mpishard.nn.parallel import GatherColumns
+from mpishard.nn.workspace import Workspace
+
+Array = Any
+TABLE = "token_embedding"
+
+
+@dataclass
+class Batch:
+    """One micro-batch, the same on all ranks of a data coordinate.
+
+    Parameters
+    ----------
+    tokens_n : int64 array
+        Sequences of `length` tokens end to end; there may be none.
+    targets_n : int64 array or None
+        The token that follows each of them; None: only predictions are wanted.
+    length : int
+        Tokens of a sequence, at least 1.
+    last_only : bool
+        Predict after the last token of each sequence only.
+    """
+
+    tokens_n: Array
+    targets_n: Array | None
+    length: int
+    last_only: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens_n)
+
+
+class Stem(Layer):
+    """Token and position embeddings."""
+
+    def __init__(self, vocabulary_size: int, context_length: int, width: int) -> None:
+        self.tokens = Embedding(TABLE, vocabulary_size, width, split=0)
+        self.positions = PositionEmbedding("position_embedding", context_length, width)
+        super().__init__("stem", [self.tokens, self.positions])
+        self.width = width
+
+    def forward(self, work: Workspace, batch: Batch) -> Array:
+        """The rows of the residual stream that this rank holds."""
+        shape = (batch.rows, self.width)
+        terms_nc = work.borrow("terms", *shape) if self.tensor.splits_rows else work.save("stem.y", *shape)
+        self.tokens.forward(batch.tokens_n, work, terms_nc)
+        # What is added to the term of one rank is in the sum once.  All ranks compute the whole gradient of it.
+        if self.tensor.rank == 0:
+            self.positions.add_to(terms_nc.reshape(-1, batch.length, self.width))
+        return self.tensor.leave.forward(terms_nc, batch.rows, functools.partial(work.save, "stem.y"))
+
+    def backward(self, dx_nc: Array, work: Workspace, batch: Batch) -> None:
+        """Gradients of the tables."""
+        dx_nc = self.tensor.leave.backward(dx_nc, batch.rows, functools.partial(work.borrow, "all rows"))
+        self.positions.backward_positions(dx_nc.reshape(-1, batch.length, self.width), work)
+        self.tokens.backward(dx_nc, work)
+
+
+class Top(Layer):
+    """Final norm, output head, and loss.  A tied head uses the table of the token embedding."""
+
+    def __init__(
+        self, width: int, vocabulary_size: int, *, tied: bool = False, sequence_parallel: bool = False
+    ) -> None:
+        self.final_norm = LayerNorm("final_norm", width, sequence_parallel=sequence_parallel)
+        self.head = (
+            TiedLinear("head", f"{TABLE}.weight", width, vocabulary_size)
+            if tied
+            else Linear("head", width, vocabulary_size, bias=False, split=1)
+        )
+        super().__init__("top", [self.final_norm, self.head])
+        self.width, self.vocabulary_size = width, vocabulary_size
+
+    @property
+    def first(self) -> int:
+        """Number of the first token whose logits this rank computes."""
+        box = self.parameters.box(self.head.weight_name)
+        return box[0 if isinstance(self.head, TiedLinear) else 1][0]
+
+    def forward(self, x_nc: Array, work: Workspace, batch: Batch) -> float:
+        """Summed loss of the batch; keeps the gradient by the logits for `backward`."""
+        logits_nv = self.head.forward(self.final_norm.forward(x_nc, work), work)
+        loss = cross_entropy(logits_nv, batch.targets_n, self.tensor, self.first, work)
+        work.kept[self.role] = logits_nv
+        return loss
+
+    def backward(self, work: Workspace) -> Array:
+        """Gradient by the rows of the residual stream."""
+        dlogits_nv = work.kept[self.role]
+        if self.parameters.loss_scale != 1:
+            dlogits_nv *= dlogits_nv.dtype.type(self.parameters.loss_scale)
+        return self.final_norm.backward(self.head.backward(dlogits_nv, work), work)
+
+    def predict(self, x_nc: Array, work: Workspace, batch: Batch) -> Array:
+        """Logits of the whole vocabulary in a new array, on every tensor rank: a row a token, or a sequence."""
+        rows_nc = self.tensor.enter.forward(
+            self.final_norm.forward(x_nc, work), batch.rows, functools.partial(work.borrow, "all rows")
+        )
+        if batch.last_only:
+            rows_nc = rows_nc.reshape(-1, batch.length, self.width)[:, -1]
+        rows = len(rows_nc)
+
+        def new(*shape: int) -> Array:
+            return work.module.empty(shape, work.dtype)
+
+        logits_nv = self.head.apply(rows_nc, new(rows, self.head.local_outputs))
+        return GatherColumns(self.tensor.axis, self.vocabulary_size).forward(logits_nv, rows, new)

@@ -1,0 +1,265 @@
+"""mpirun -n 8 python tests/grid.py [--every K]
+
+Train one small GPT in every layout of 1, 2, 3, 4, 6 and 8 ranks, under every ZeRO stage and schedule, and compare it
+with the same run on one rank: losses, gradient norms, every gradient of every step and every parameter at the end.
+`tests/mpi/test_layouts.py` runs a part of it.  With --every K only each K-th case is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import functools
+import itertools
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpishard
+from mpishard import nn
+from mpishard.data.sampling import Sampler
+
+STEPS = 50
+VOCABULARY, LENGTH, WIDTH, SEED = 11, 5, 24, 3
+SAMPLES, BATCH = 45, 13
+TOKENS = np.random.default_rng(1).integers(0, VOCABULARY, (SAMPLES, LENGTH + 1))
+STRATEGIES = [
+    mpishard.DDPOptimizer,
+    mpishard.ZeRO1Optimizer,
+    mpishard.ZeRO2Optimizer,
+    mpishard.ZeRO3Optimizer,
+]
+# Adam divides by the size of the gradient, which magnifies rounding where that is tiny, or zero but for rounding as for
+# the bias of the attention keys; epsilon bounds by how much.  Under SGD there is no such place.
+RULES = {"sgd": mpishard.SGD(lr=0.1, momentum=0.9), "adamw": mpishard.AdamW(lr=1e-3, eps=1e-3)}
+CLIP = 0.5
+# Of losses, gradients and parameters: |a - b| over 1 + |b|; of norms: relative.
+TOLERANCE, NORM_TOLERANCE = 1e-12, 1e-13
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout, and how it is run."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    zero: int
+    schedule: str
+    microbatches: int
+    tied: bool
+    sequence_parallel: bool
+    rule: str = "sgd"
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def heads(self) -> int:
+        return 24 if self.tensor in (3, 6) else 8
+
+    @property
+    def layers(self) -> int:
+        return 2 * self.pipeline
+
+    def __str__(self) -> str:
+        flags = ("-tied" if self.tied else "") + ("-sequence" if self.sequence_parallel else "")
+        size = f"{self.data}x{self.tensor}x{self.pipeline}"
+        return f"{size}-zero{self.zero}-{self.schedule}-m{self.microbatches}{flags}-{self.rule}"
+
+
+def cases(ranks: int) -> Iterator[Case]:
+    """All of them for one number of ranks: fewer micro-batches than stages, as many, and no multiple."""
+    for tensor, pipeline in itertools.product(range(1, ranks + 1), repeat=2):
+        if ranks % (tensor * pipeline):
+            continue
+        counts = sorted({max(1, pipeline - 1), pipeline, pipeline + 1})
+        for schedule, microbatches, zero, tied, sequence, rule in itertools.product(
+            mpishard.schedule.SCHEDULES, counts, range(4), (False, True), (False, True)[: 1 + (tensor > 1)], RULES
+        ):
+            data = ranks // (tensor * pipeline)
+            yield Case(data, tensor, pipeline, zero, schedule, microbatches, tied, sequence, rule)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one rank alone found: `gradients` (steps, parameters) and `parameters`, flat over the whole model."""
+
+    losses: np.ndarray
+    norms: np.ndarray
+    gradients: np.ndarray
+    parameters: np.ndarray
+
+
+@functools.cache
+def alone(heads: int, layers: int, tied: bool, rule: str) -> Run:
+    """The same training on one rank."""
+    losses, norms, gradients = [], [], []
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        model = nn.GPT(VOCABULARY, LENGTH, WIDTH, layers, heads, np.float64, SEED, tied=tied)
+        optimizer = mpishard.DDPOptimizer(RULES[rule], mpishard.ShardingConfiguration(mesh, max_gradient_norm=CLIP))
+        strategy = optimizer.bind(model.parameters)
+        for step in range(1, STEPS + 1):
+            losses.append(loss_and_gradient(model, mesh, step))
+            finish(strategy)
+            gradients.append(np.concatenate(strategy.gradients()))
+            optimizer.update(count_of(step))
+            norms.append(optimizer.gradient_norm)
+        return Run(np.array(losses), np.array(norms), np.array(gradients), model.parameters.flat.copy())
+
+
+def expected_of(case: Case, comm: MPI.Intracomm) -> Run:
+    """`alone`, computed on one rank and read by the others from files, of which the node keeps one copy."""
+    path = None
+    if comm.rank == 0:
+        key = case.heads, case.layers, case.tied, case.rule
+        path = Path(_folder(), "-".join(map(str, key)))
+        if not path.exists():
+            run = alone(*key)
+            path.mkdir()
+            for field in fields(Run):
+                np.save(path / f"{field.name}.npy", getattr(run, field.name))
+    path = comm.bcast(path)
+    return Run(*[np.load(path / f"{field.name}.npy", mmap_mode="r") for field in fields(Run)])
+
+
+@functools.cache
+def _folder() -> str:
+    folder = tempfile.mkdtemp(prefix="mpishard-grid-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def loss_and_gradient(model: nn.GPT, mesh: mpishard.Mesh, step: int) -> float:
+    (samples,) = Sampler(SAMPLES, BATCH).share(step, mesh.data.rank, mesh.data.size)
+    loss = np.array([model.loss_and_gradient(TOKENS[samples, :-1], TOKENS[samples, 1:])])
+    return float(mesh.data.all_reduce(loss)[0])
+
+
+def count_of(step: int) -> int:
+    sampler = Sampler(SAMPLES, BATCH)
+    return LENGTH * (sampler.consumed(step) - sampler.consumed(step - 1))
+
+
+def finish(strategy: Any) -> None:
+    strategy.buckets.end_pass()
+    strategy.drain()
+
+
+def local(parameters: mpishard.FlatParameters, flat: np.ndarray) -> np.ndarray:
+    """What this rank's place in the mesh holds of a flat array over the whole model."""
+    starts = np.cumsum([0, *(spec.size for spec in parameters.specs)])
+    whole = {
+        spec.name: flat[start : start + spec.size].reshape(spec.shape)
+        for spec, start in zip(parameters.specs, starts, strict=False)
+    }
+    parts = [whole[piece.name][tuple(slice(*run) for run in piece.box)].ravel() for piece in parameters.pieces]
+    return np.concatenate([np.empty(0), *parts])
+
+
+def difference(found: Any, expected: Any) -> float:
+    worst = float((np.abs(found - expected) / (1 + np.abs(expected))).max(initial=0.0))
+    return worst if worst == worst else np.inf  # NaN has no maximum
+
+
+class Worst(dict[str, float]):
+    """The largest differences so far, by what they are of."""
+
+    def note(self, what: str, value: float) -> None:
+        self[what] = max(self[what], value)
+
+
+def errors(case: Case, comm: MPI.Intracomm) -> dict[str, float]:
+    """Largest differences from the run on one rank, over all ranks and steps.  Collective over `comm`."""
+    expected = expected_of(case, comm)
+    worst = Worst.fromkeys(("loss", "gradient", "norm", "parameter"), 0.0)
+    with mpishard.Mesh(comm, data=case.data, tensor=case.tensor, pipeline=case.pipeline) as mesh:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*micro-batches for .* pipeline stages")
+            model = nn.GPT(
+                VOCABULARY,
+                LENGTH,
+                WIDTH,
+                case.layers,
+                case.heads,
+                np.float64,
+                SEED,
+                mesh=mesh,
+                tied=case.tied,
+                sequence_parallel=case.sequence_parallel,
+                schedule=case.schedule,
+                chunks=2 if case.schedule == "interleaved" else 1,
+                microbatches=case.microbatches,
+                sharded_parameters=case.zero == 3,
+            )
+        config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=CLIP)
+        optimizer = STRATEGIES[case.zero](RULES[case.rule], config)
+        strategy = optimizer.bind(model.parameters)
+        for step in range(1, STEPS + 1):
+            loss = loss_and_gradient(model, mesh, step)
+            finish(strategy)
+            gradient = local(model.parameters, expected.gradients[step - 1])
+            for (start, stop), part in zip(strategy.own, strategy.gradients(), strict=True):
+                worst.note("gradient", difference(part, gradient[start:stop]))
+            optimizer.update(count_of(step))
+            worst.note("loss", difference(np.array(loss), expected.losses[step - 1]))
+            worst.note("norm", difference(np.array(optimizer.gradient_norm / expected.norms[step - 1]), np.array(1.0)))
+        end = local(model.parameters, expected.parameters)
+        worst.note("parameter", difference(model.parameters.gather(), end))
+    values = np.array(list(worst.values()))
+    comm.Allreduce(MPI.IN_PLACE, values, MPI.MAX)
+    return dict(zip(worst, values.tolist(), strict=True))
+
+
+def passes(found: dict[str, float]) -> bool:
+    """Whether all differences are within the tolerances."""
+    return all(value <= (NORM_TOLERANCE if name == "norm" else TOLERANCE) for name, value in found.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", type=int, default=1, help="run each K-th case only (default all)")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 3, 4, 6, 8], help="numbers of ranks")
+    options = parser.parse_args()
+    world = MPI.COMM_WORLD
+    failed = 0
+    for ranks in [count for count in options.ranks if count <= world.size]:
+        # As many groups of so many ranks as there are, each with cases of its own.
+        groups = world.size // ranks
+        group = world.rank // ranks
+        comm = world.Split(group if group < groups else MPI.UNDEFINED, world.rank)
+        todo = list(cases(ranks))[:: options.every]
+        began, results = time.monotonic(), []
+        if comm != MPI.COMM_NULL:
+            for case in todo[group::groups]:
+                results.append((str(case), errors(case, comm)))
+                if comm.rank == 0 and not passes(results[-1][1]):
+                    print(f"FAIL {case}: {results[-1][1]}", flush=True)
+            if comm.rank > 0:
+                results = []
+            comm.Free()
+        told = [result for part in world.allgather(results) for result in part]
+        failed += sum(not passes(found) for _, found in told)
+        if world.rank == 0:
+            worst = {name: max(found[name] for _, found in told) for name in told[0][1]}
+            text = ", ".join(f"{name} {value:.1e}" for name, value in worst.items())
+            bad = sum(not passes(found) for _, found in told)
+            seconds = time.monotonic() - began
+            print(f"{ranks} ranks: {len(told)} cases, {bad} failed, in {seconds:.0f} s; largest: {text}", flush=True)
+    if world.rank == 0:
+        print("FAIL" if failed else "PASS")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""Optimizers on meshes with tensor and pipeline ranks: every layout takes the step that one rank takes."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import hybrid
+import numpy as np
+import pytest
+from hybrid import START, alone, gathered, meshes, model, one_pass, train
+from steps import STRATEGIES, write_gradients
+
+import mpishard
+from mpishard import (
+    LAMB,
+    SGD,
+    AdamW,
+    DDPOptimizer,
+    HybridShardedModel,
+    HybridShardedOptimizer,
+    Mesh,
+    ShardedModel,
+    ShardingConfiguration,
+    ZeRO1Optimizer,
+    ZeRO3Optimizer,
+)
+from mpishard.parameters import FlatParameters
+
+RULES = [SGD(lr=0.1, momentum=0.9), AdamW(lr=0.1), LAMB(lr=0.1)]
+LIMIT = 0.5
+
+
+@pytest.fixture(scope="module")
+def base(comm):
+    with Mesh(comm) as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def debug_base(comm):
+    with Mesh(comm, debug=True) as mesh:
+        yield mesh
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_every_layout_takes_the_step_of_one_rank_to_the_last_bit(base, same_on_all, strategy, rule):
+    """Parameters, clip norms and the state, with ties, partial gradients, and tensors that do not divide."""
+    for mesh in meshes(base):
+        expected = alone(base, rule, mesh.data.size, limit=LIMIT)
+        for overlap in (True, False):
+            config = ShardingConfiguration(
+                mesh, overlap_communication=overlap, minimum_parameter_group_size=24, max_gradient_norm=LIMIT
+            )
+            optimizer, parameters = strategy(rule, config), model(mesh)
+            optimizer.bind(parameters)
+            norms = train(optimizer, parameters)
+            assert norms == expected.norms, mesh
+            whole = gathered(parameters, config)
+            assert np.array_equal(whole, expected.parameters), mesh
+            assert same_on_all(whole)
+        if isinstance(rule, AdamW):
+            assert optimizer.serialize() == expected.state, mesh
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_several_chunks_a_rank_and_a_first_pass_before_the_optimizer(base, strategy):
+    rule = AdamW(lr=0.1)
+    for mesh in meshes(base):
+        expected = alone(base, rule, mesh.data.size)
+        optimizer, parameters = strategy(rule, mesh), model(mesh, chunks=2)
+        train(optimizer, parameters)
+        assert np.array_equal(gathered(parameters, optimizer.config), expected.parameters), mesh
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_may_come_as_one_array(base, strategy):
+    for mesh in meshes(base):
+        expected = alone(base, SGD(lr=0.1), mesh.data.size)
+        optimizer, parameters = strategy(SGD(lr=0.1), mesh), model(mesh)
+        for step in range(3):
+            optimizer.step(parameters, hybrid.local_gradient(parameters, mesh, step))
+        assert np.array_equal(gathered(parameters, mesh), expected.parameters), mesh
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulated_passes(base, strategy):
+    """auto_sync_gradients=False: three passes, one step along their mean."""
+    for mesh in meshes(base):
+        config = ShardingConfiguration(mesh, auto_sync_gradients=False, minimum_parameter_group_size=24)
+        optimizer, parameters = strategy(SGD(lr=1.0), config), model(mesh)
+        ranks = range(mesh.data.size)
+        total = sum(hybrid.whole_gradient(step, rank, mesh.data.size) for step in range(3) for rank in ranks)
+        expected = START - total / (3 * mesh.data.size)
+        train(optimizer, parameters)
+        optimizer.synchronize_optimizer_state()
+        assert np.allclose(gathered(parameters, config), expected, rtol=1e-14, atol=1e-14), mesh
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("bound", [False, True])
+def test_synchronized_gradients_are_the_sum(base, strategy, bound):
+    for mesh in meshes(base):
+        parameters = model(mesh)
+        wrapped = mpishard.as_distributed(SimpleNamespace(parameters=parameters), mesh)
+        assert type(wrapped) is (ShardedModel if mesh.data.size == mesh.size else HybridShardedModel)
+        assert (wrapped.rank, wrapped.world_size) == (mesh.data.rank, mesh.data.size)
+        optimizer = strategy(SGD(lr=1.0), mesh)
+        if bound:
+            optimizer.bind(parameters)
+        one_pass(parameters, mesh, 0)
+        wrapped.synchronize_gradients()
+        wrapped.synchronize_gradients()  # a second time does nothing
+        if not bound:
+            whole = sum(hybrid.whole_gradient(0, rank, mesh.data.size) for rank in range(mesh.data.size))
+            expected = hybrid.tensors(whole)
+            for name in parameters:
+                local = parameters.gradients.flat[slice_in(parameters, name)]
+                assert np.array_equal(local, hybrid.slice_of(expected[name], parameters.box(name)).ravel())
+        optimizer.step(parameters)
+        expected = alone(base, SGD(lr=1.0), mesh.data.size, last=1)
+        assert np.array_equal(wrapped.gather_full_parameters(), expected.parameters), mesh
+        shards = mesh.data.comm.allgather(wrapped.local_parameter_shard)
+        assert sum(shard.size for shard in shards) == parameters.size
+
+
+def slice_in(parameters, name):
+    piece = next(piece for piece in parameters.pieces if piece.name == name)
+    return slice(piece.start, piece.start + piece.size)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_moves_between_any_two_layouts(base, strategy):
+    """What one rank saved, every layout loads, saves again as the same bytes, and goes on with."""
+    rule = AdamW(lr=0.1)
+    half = alone(base, rule, 3)
+    for mesh in meshes(base):
+        expected = alone(base, rule, mesh.data.size, 3, 6, chain=3)
+        for before_binding in (True, False):
+            optimizer, parameters = strategy(rule, mesh), model(mesh, start=half.parameters)
+            if before_binding:
+                optimizer.deserialize(half.state)
+            optimizer.bind(parameters)
+            if not before_binding:
+                optimizer.deserialize(half.state)
+            assert optimizer.serialize() == half.state
+            train(optimizer, parameters, range(3, 6))
+            assert np.array_equal(gathered(parameters, mesh), expected.parameters), mesh
+            assert optimizer.serialize() == expected.state, mesh
+
+
+def total(mesh, **key):
+    return mesh.world.comm.allreduce(mesh.ledger.sent(**key))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bytes_sent_and_held(base, strategy):
+    """2 (N - 1) / N of a place's parameters over the data axis, 3 under ZeRO-3; over the others what is shared."""
+    for mesh in meshes(base):
+        optimizer, parameters = strategy(AdamW(lr=0.1), mesh), model(mesh)
+        optimizer.bind(parameters)
+        mesh.ledger.clear()
+        train(optimizer, parameters, steps=range(2))
+
+        sums = functools.partial(total, mesh)
+        sizes = {spec.name: piece.size * 8 for spec, piece in zip(parameters.local, parameters.pieces, strict=True)}
+        local = base.world.comm.allreduce(sum(sizes.values()))  # data * all places
+        partial = base.world.comm.allreduce(sum(sizes[spec.name] for spec in parameters.local if spec.partial))
+        tied = base.world.comm.allreduce(sum(sizes[spec.name] for spec in parameters.local if spec.copies))
+        data, tensor = mesh.data.size, mesh.tensor.size
+        times = 3 if strategy is ZeRO3Optimizer else 2
+        moved = sums(axis="data", label="gradients") + sums(axis="data", label="parameters")
+        assert moved * data == 2 * times * (data - 1) * local
+        assert sums(axis="tensor") * tensor == 2 * 2 * (tensor - 1) * partial
+        ties = f"ties 0+{mesh.pipeline.size - 1}"
+        assert sums(axis=ties) * 2 == (2 * 2 * tied if mesh.pipeline.size > 1 else 0)
+        assert sums(axis="pipeline") == 0
+
+        whole = sum(sizes.values())
+        held = (optimizer.state_bytes, parameters.nbytes)
+        if strategy is DDPOptimizer:
+            assert held == (2 * whole, whole)
+        else:
+            assert mesh.data.comm.allreduce(optimizer.state_bytes) == 2 * whole
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_copies_start_alike(base, strategy):
+    """From data rank 0, tensor rank 0 and the stages that own ties, whatever the others had."""
+    for mesh in meshes(base):
+        for make in (strategy(SGD(lr=1.0), mesh).bind, lambda p, on=mesh: mpishard.as_distributed(namespace(p), on)):
+            parameters = model(mesh)
+            owner = {spec.name: mesh.place.runs(spec.stage) for spec in parameters.local}
+            split = {spec.name: spec.tensor_dim is not None for spec in parameters.local}
+            for name in parameters:
+                mine = mesh.data.rank == 0 and owner[name] and (split[name] or mesh.tensor.rank == 0)
+                if not mine:
+                    parameters[name][...] = 100 + mesh.rank
+            make(parameters)
+            flat = parameters.gather()
+            expected = hybrid.tensors(START)
+            for name in parameters:
+                piece = flat[slice_in(parameters, name)]
+                assert np.array_equal(piece, hybrid.slice_of(expected[name], parameters.box(name)).ravel()), mesh
+
+
+def namespace(parameters):
+    return SimpleNamespace(parameters=parameters)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["table", "gain", "3.bias", "3.norm"])
+def test_debug_notices_copies_that_drift(debug_base, strategy, name):
+    """Ranks change what they hold: noticed where others hold it too, and mended.
+
+    One data rank alone can do so under DDP only; else the owners' parts overwrite it.
+    """
+    for mesh in meshes(debug_base):
+        optimizer, parameters = strategy(SGD(lr=1.0), mesh), model(mesh)
+        optimizer.bind(parameters)
+        spec = next(spec for spec in parameters.specs if spec.name == name)
+        inside = len(mesh.place.holders(spec)) > 1 or (spec.tensor_dim is None and mesh.tensor.size > 1)
+        copied = inside or (mesh.data.size > 1 and strategy is DDPOptimizer)
+        last = max(mesh.world.comm.allgather((name in parameters, mesh.rank, mesh.place)), key=lambda told: told[:2])
+        if mesh.place == last[2] if inside else mesh.rank == last[1]:
+            parameters.assign(name, np.full(parameters.gradients.gradient(name)[0].shape, 7.0))
+            parameters.reset_gradients()
+        one_pass(parameters, mesh, 0)
+        if not copied:
+            optimizer.step(parameters)
+            continue
+        with pytest.raises(RuntimeError, match=r"after step 1 the parameters of ranks \[.* differ from their copies"):
+            optimizer.step(parameters)
+        optimizer.synchronize_optimizer_state()
+        one_pass(parameters, mesh, 1)
+        optimizer.step(parameters)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_that_drifts_is_mended(base, strategy):
+    for mesh in meshes(base):
+        optimizer, parameters = strategy(AdamW(lr=0.1), mesh), model(mesh)
+        train(optimizer, parameters)
+        state = optimizer.serialize()
+        views = optimizer._strategy.state_views(optimizer._slots["exp_avg"])
+        first = mesh.data.rank == 0 or strategy is not DDPOptimizer
+        held = dict(zip(parameters, parameters.local, strict=True))
+        for tensor, owned, start, stop in optimizer._strategy.owned_parts:
+            spec = held[parameters.specs[tensor].name]
+            if not (first and mesh.place.counts(spec)):
+                views[owned][start:stop] = np.nan
+        optimizer.synchronize_optimizer_state()
+        assert not any(np.isnan(slot).any() for slot in optimizer._slots.values()), mesh
+        assert optimizer.serialize() == state
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["table", "gain", "2.wide"])
+def test_nonfinite_gradients_name_the_rank_of_the_world(base, strategy, name):
+    for mesh in meshes(base):
+        for mode in ("raise", "skip"):
+            config = ShardingConfiguration(mesh, nonfinite_gradients=mode)
+            optimizer, parameters = strategy(SGD(lr=1.0), config), model(mesh)
+            optimizer.bind(parameters)
+            train(optimizer, parameters, range(1))
+            before = parameters.gather()
+            gradient = hybrid.local_gradient(parameters, mesh, 1)
+            culprit = max(
+                base.world.comm.allgather(mesh.rank if gradient[slice_or_nothing(parameters, name)].size else 0)
+            )
+            if mesh.rank == culprit:
+                gradient[slice_in(parameters, name)] = np.inf
+            write_gradients(parameters, gradient)
+            if mode == "raise":
+                with pytest.raises(FloatingPointError, match=f"step 2: '{name}' on rank {culprit};"):
+                    optimizer.step(parameters)
+            else:
+                optimizer.step(parameters)
+                assert (optimizer.steps, optimizer.skipped_steps) == (1, 1)
+            assert np.array_equal(parameters.gather(), before)
+
+
+def slice_or_nothing(parameters, name):
+    return slice_in(parameters, name) if name in parameters else slice(0, 0)
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_hybrid_optimizer_arranges_the_ranks(comm, zero_stage):
+    rule = AdamW(lr=0.1)
+    with Mesh(comm) as mesh:
+        for data, tensor, pipeline in hybrid.factorisations(comm.size)[:5]:
+            optimizer = HybridShardedOptimizer(rule, mesh, pipeline, tensor, zero_stage=zero_stage)
+            assert optimizer.mesh.shape == {"pipeline": pipeline, "data": data, "tensor": tensor}
+            assert (optimizer.mesh is mesh) == (data == comm.size)
+            again = HybridShardedOptimizer(rule, mesh, pipeline, tensor, data, zero_stage=zero_stage)
+            assert again.mesh is optimizer.mesh
+            as_it_is = HybridShardedOptimizer(rule, optimizer.mesh, zero_stage=zero_stage)
+            assert as_it_is.mesh is optimizer.mesh
+            parameters = model(optimizer.mesh)
+            train(optimizer, parameters)
+            assert np.array_equal(
+                HybridShardedModel(namespace(parameters), optimizer.config).gather_full_parameters(),
+                alone(mesh, rule, data).parameters,
+            )
+            assert (parameters.sharded is not None) == (zero_stage == 3)
+            assert (optimizer.state_bytes == 2 * 8 * parameters.size) == (zero_stage == 0 or data == 1)
+
+
+def test_sizes_that_do_not_fit(comm):
+    with Mesh(comm) as mesh:
+        with pytest.raises(ValueError, match=rf"pipeline=3 x data=-?\d+ x tensor=5 needs .*15 ranks, got {comm.size}"):
+            HybridShardedOptimizer(SGD(), mesh, 3, 5)
+        with pytest.raises(ValueError, match=r"mesh size tensor=0 must be"):
+            HybridShardedOptimizer(SGD(), mesh, 1, 0)
+        for stage in (4, -1, None):
+            with pytest.raises(ValueError, match="must be 0, 1, 2 or 3"):
+                HybridShardedOptimizer(SGD(), mesh, zero_stage=stage)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_mesh_that_is_split_otherwise(comm):
+    with Mesh(comm, tensor=comm.size) as mesh:
+        with pytest.raises(ValueError, match=rf"is pipeline=1 x data=1 x tensor={comm.size} already, but pipeline="):
+            HybridShardedOptimizer(SGD(), mesh, comm.size)
+        with pytest.raises(ValueError, match=r"laid out for rank 0 of pipeline=1 and rank 0 of tensor=1, but the mesh"):
+            DDPOptimizer(SGD(), mesh).step(np.zeros(3), np.zeros(3))
+        with pytest.raises(ValueError, match="make the model with the mesh of its optimizer"):
+            DDPOptimizer(SGD(), mesh).bind(FlatParameters(hybrid.specs()))
+        with pytest.raises(ValueError, match="the parameters are laid out for"):
+            HybridShardedModel(namespace(FlatParameters(hybrid.specs())), mesh)
+        with pytest.raises(ValueError, match="use HybridShardedModel"):
+            ShardedModel(namespace(model(mesh)), mesh)
+
+
+def test_a_rank_that_misplaces_its_parameters(comm, mesh):
+    with Mesh(comm, pipeline=comm.size) as pipe:
+        parameters = model(mesh if pipe.rank == comm.size - 1 else pipe)
+        if comm.size == 1:
+            ZeRO1Optimizer(SGD(), pipe).bind(parameters)
+        else:
+            with pytest.raises(ValueError, match="the parameters are laid out for"):
+                ZeRO1Optimizer(SGD(), pipe).bind(parameters)

@@ -1,0 +1,42 @@
+"""Any layout trains the same model: a part of the grid in `tests/grid.py`, the same one on every run."""
+
+from __future__ import annotations
+
+import itertools
+
+import grid
+import pytest
+from mpi4py import MPI
+
+SIZE = MPI.COMM_WORLD.size
+
+
+def some(ranks):
+    """Every pair of settings at least once, in as few cases as a greedy choice finds."""
+    left = {pair for case in grid.cases(ranks) for pair in pairs(case)}
+    chosen = []
+    candidates = list(grid.cases(ranks))
+    while left:
+        best = max(candidates, key=lambda case: len(pairs(case) & left))
+        chosen.append(best)
+        left -= pairs(best)
+    return chosen
+
+
+def pairs(case):
+    settings = [
+        ("sizes", (case.data, case.tensor, case.pipeline)),
+        ("zero", case.zero),
+        ("schedule", case.schedule),
+        ("micro-batches", case.microbatches - case.pipeline),
+        ("tied", case.tied),
+        ("sequence", case.sequence_parallel),
+        ("rule", case.rule),
+    ]
+    return set(itertools.combinations(settings, 2))
+
+
+@pytest.mark.parametrize("case", some(SIZE), ids=str)
+def test_a_layout_trains_as_one_rank_does(case, comm):
+    found = grid.errors(case, comm)
+    assert grid.passes(found), found

@@ -1,0 +1,300 @@
+"""The GPT split over the tensor axis against the same on one rank, and the pairs of operations that split it."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpishard import Mesh, nn
+from mpishard.layout import counts, split
+from mpishard.ledger import all_reduce_elements, ring_elements
+from mpishard.nn.parallel import Copy, GatherColumns, GatherRows, Reduce, ReduceScatterRows, ScatterColumns
+from mpishard.nn.units import Batch
+
+# 24 heads can be split over 1, 2, 3, 4 and 8 ranks; 11 tokens leave uneven slices, and 3 * 5 rows uneven runs of rows.
+VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 11, 6, 24, 2, 24
+BATCH, LENGTH = 3, 5
+ROWS = BATCH * LENGTH
+
+
+@pytest.fixture
+def mesh(comm):
+    with Mesh(comm, tensor=comm.size) as mesh:
+        yield mesh
+
+
+def model(mesh=None, **options):
+    """A small network, away from its initial values so that every tensor matters; the same on every mesh."""
+    options.setdefault("vocabulary_size", VOCABULARY)
+    gpt = nn.GPT(
+        context_length=CONTEXT, width=WIDTH, layers=LAYERS, heads=HEADS, dtype=np.float64, mesh=mesh, **options
+    )
+    for number, spec in enumerate(gpt.parameters.specs):
+        if spec.name in gpt.parameters:
+            box = tuple(slice(*extent) for extent in gpt.parameters.box(spec.name))
+            change = 0.3 * np.random.default_rng(number).standard_normal(spec.shape)
+            gpt.parameters[spec.name][...] += change[box]
+    return gpt
+
+
+def batch(vocabulary=VOCABULARY, size=BATCH, length=LENGTH):
+    random = np.random.default_rng(0)
+    return random.integers(0, vocabulary, (size, length)), random.integers(0, vocabulary, (size, length))
+
+
+def gradients(gpt, *pair):
+    """Loss, and the local slices of all gradients with the partial ones summed over the tensor axis.  Collective."""
+    parameters = gpt.parameters
+    parameters.reset_gradients()
+    loss = gpt.loss_and_gradient(*pair)
+    found = {}
+    for spec in parameters.local:
+        found[spec.name] = parameters.gradient(spec.name)[0].copy()
+        if spec.partial and gpt.mesh is not None:
+            gpt.mesh.tensor.all_reduce(found[spec.name])
+    return loss, found
+
+
+def assert_close(actual, expected, name=""):
+    np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+OPTIONS = [dict(sequence_parallel=sequence, tied=tied) for sequence in (False, True) for tied in (False, True)]
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, dict(vocabulary_size=5), dict(microbatches=2, sequence_parallel=True)])
+def test_loss_gradients_and_logits_are_those_of_one_rank(mesh, same_on_all, options):
+    one = {name: value for name, value in options.items() if name in ("tied", "vocabulary_size")}
+    reference, gpt = model(**one), model(mesh, **options)
+    pair = batch(options.get("vocabulary_size", VOCABULARY))
+    loss, expected = gradients(reference, *pair)
+    found_loss, found = gradients(gpt, *pair)
+    assert_close(found_loss, loss)
+    assert same_on_all(found_loss)
+    assert list(found) == list(expected)
+    for name, gradient in found.items():
+        box = tuple(slice(*extent) for extent in gpt.parameters.box(name))
+        assert_close(gradient, expected[name][box], name)
+    assert_close(gpt.loss(*pair), loss)
+    logits = gpt.logits(pair[0])
+    assert_close(logits, reference.logits(pair[0]))
+    assert same_on_all(logits)
+    text = gpt.generate([1, 2], 8, temperature=0.7, seed=4)
+    np.testing.assert_array_equal(text, reference.generate([1, 2], 8, temperature=0.7, seed=4))
+    assert same_on_all(text)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_replicas_have_equal_gradients_unless_declared_partial(mesh, same_on_all, sequence_parallel):
+    gpt = model(mesh, sequence_parallel=sequence_parallel)
+    gpt.loss_and_gradient(*batch())
+    for spec in gpt.parameters.specs:
+        if spec.tensor_dim is None and not spec.partial:
+            assert same_on_all(gpt.parameters.gradient(spec.name)[0]), spec.name
+    partial = {spec.name.rpartition("blocks.")[2] for spec in gpt.parameters.specs if spec.partial}
+    norms = {f"{name}.{kind}" for name in ("0.attention_norm", "0.mlp_norm") for kind in ("weight", "bias")}
+    expected = norms | {"0.attention.output.bias", "0.mlp.contract.bias"}
+    expected |= {name.replace("0.", "1.", 1) for name in expected} | {"final_norm.weight", "final_norm.bias"}
+    assert partial == (expected if sequence_parallel else set())
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_rank_holds_its_part_only(mesh, sequence_parallel):
+    size, rank = mesh.tensor.size, mesh.tensor.rank
+    gpt = model(mesh, sequence_parallel=sequence_parallel)
+    vocabulary = counts(split(VOCABULARY, size))[rank]
+    assert gpt.parameters["token_embedding.weight"].shape == (vocabulary, WIDTH)
+    assert gpt.parameters["head.weight"].shape == (WIDTH, vocabulary)
+    assert gpt.parameters["blocks.0.attention.qkv.weight"].shape == (WIDTH, 3 * WIDTH // size)
+    assert gpt.parameters["blocks.0.mlp.contract.weight"].shape == (4 * WIDTH // size, WIDTH)
+    gpt.loss_and_gradient(*batch())
+    (work,) = gpt.chunks[0].workspaces
+    # Of each row: 14 widths of split things in a block, 4 of the norms and the residual stream, which rows split too.
+    split_part = LAYERS * ROWS * (12 * WIDTH + HEADS) // size + ROWS * vocabulary
+    own_rows = counts(split(ROWS, size))[rank] if sequence_parallel else ROWS
+    residual = own_rows * (LAYERS * (4 * WIDTH + 4) + 2 * WIDTH + 2)
+    assert work.saved_bytes == 8 * (split_part + residual)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_bytes_on_the_tensor_axis(mesh, options):
+    """What a step sends, for n rows of c channels in L blocks.
+
+    All rows on every rank: all-reduces of n c elements, 1 + 2 L forward (embedding; attention and MLP of each block)
+    and 1 + 2 L backward (head; the same).  Rows split: each of them becomes a reduce-scatter, with an all-gather of
+    the other direction as its adjoint, so 1 + 2 L of both in both directions; and the inputs of the 1 + 2 L
+    column-parallel layers are gathered once more for the gradients of their weights.  The loss: a maximum and two sums
+    a row.
+    """
+    size, rank = mesh.tensor.size, mesh.tensor.rank
+    gpt = model(mesh, **options)
+    mesh.ledger.clear()
+    gpt.loss_and_gradient(*batch())
+
+    def sent(op, label):
+        return mesh.ledger.sent("tensor", op, label)
+
+    times = 1 + 2 * LAYERS
+    loss = all_reduce_elements(ROWS, size, rank) + all_reduce_elements(2 * ROWS, size, rank) if size > 1 else 0
+    stream = all_reduce_elements(ROWS * WIDTH, size, rank) if size > 1 else 0
+    pieces = [WIDTH * count for count in counts(split(ROWS, size))]
+    gather, scatter = (ring_elements(op, pieces, rank) if size > 1 else 0 for op in ("all_gather", "reduce_scatter"))
+    if not options["sequence_parallel"]:
+        assert sent("all_reduce", "activations") == 8 * (times * stream + loss)
+        assert sent("all_reduce", "activation gradients") == 8 * times * stream
+        assert mesh.ledger.sent("tensor") == 8 * (2 * times * stream + loss)
+        return
+    assert sent("all_reduce", "activations") == 8 * loss
+    assert sent("reduce_scatter", "activations") == 8 * times * scatter
+    assert sent("all_gather", "activations") == 8 * 2 * times * gather
+    assert sent("reduce_scatter", "activation gradients") == 8 * times * scatter
+    assert sent("all_gather", "activation gradients") == 8 * times * gather
+    assert mesh.ledger.sent("tensor") == 8 * (times * (2 * scatter + 3 * gather) + loss)
+    assert mesh.ledger.sent() == mesh.ledger.sent("tensor")
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_recomputation_changes_no_bit(mesh, sequence_parallel):
+    plain, saving = (
+        model(mesh, sequence_parallel=sequence_parallel, recompute=recompute) for recompute in (False, True)
+    )
+    loss, expected = gradients(plain, *batch())
+    found_loss, found = gradients(saving, *batch())
+    assert found_loss == loss
+    for name, gradient in found.items():
+        np.testing.assert_array_equal(gradient, expected[name], err_msg=name)
+
+
+# Stored activations are rounded to 8 or 11 bits, and so the gradients are off by about half of the last of these.
+@pytest.mark.parametrize("dtype, bits", [(ml_dtypes.bfloat16, 8), (np.float16, 11)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_stored_in_half_precision(mesh, dtype, bits, recompute):
+    plain, half = model(mesh), model(mesh, storage_dtype=dtype, recompute=recompute)
+    loss, expected = gradients(plain, *batch())
+    found_loss, found = gradients(half, *batch())
+    # The forward pass itself is not rounded.
+    assert found_loss == loss
+    squares = np.array([[((found[name] - g) ** 2).sum(), (g**2).sum()] for name, g in expected.items()]).sum(axis=0)
+    error = np.sqrt(np.divide(*mesh.tensor.all_reduce(squares)))
+    assert 2.0**-bits / 4 < error < 2 * 2.0**-bits
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weight_gradients_apart(mesh, sequence_parallel, recompute):
+    """Input gradients of two micro-batches and then their weight gradients, against whole backward passes."""
+    options = dict(sequence_parallel=sequence_parallel, recompute=recompute)
+    whole, apart = model(mesh, microbatches=2, **options), model(mesh, **options)
+    tokens, targets = batch(size=4)
+    loss, expected = gradients(whole, tokens, targets)
+    (chunk,) = apart.chunks
+    works = [chunk.workspace(), chunk.workspace()]
+    parts = [
+        Batch(*(np.ascontiguousarray(each[2 * i : 2 * i + 2]).ravel() for each in (tokens, targets)), LENGTH)
+        for i in range(2)
+    ]
+    order = []
+    apart.parameters.gradients.finished = order.append
+    assert sum(chunk.forward(None, work, part) for work, part in zip(works, parts, strict=True)) == loss
+    for work, part in zip(works, parts, strict=True):
+        assert chunk.input_gradient(None, work, part) is None
+    assert not order
+    for work in works:
+        chunk.weight_gradient(work)
+    assert sorted(order) == sorted(2 * list(apart.parameters))
+    for name, gradient in expected.items():
+        found = apart.parameters.gradient(name)[0].copy()
+        if sequence_parallel and any(spec.partial for spec in apart.parameters.specs if spec.name == name):
+            mesh.tensor.all_reduce(found)
+        np.testing.assert_array_equal(found, gradient, err_msg=name)
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, dict(recompute=True), dict(storage_dtype=np.float16)])
+def test_a_batch_of_none(mesh, options):
+    gpt = model(mesh, **options)
+    tokens = np.zeros((0, LENGTH), int)
+    loss, found = gradients(gpt, tokens, tokens)
+    assert loss == 0 == gpt.loss(tokens, tokens)
+    assert not any(gradient.any() for gradient in found.values())
+    assert gpt.logits(tokens).shape == (0, LENGTH, VOCABULARY)
+
+
+def test_initial_values_do_not_depend_on_the_mesh(mesh):
+    whole = nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, tied=True)
+    parts = nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, tied=True, mesh=mesh, sequence_parallel=True)
+    for name in parts.parameters:
+        box = tuple(slice(*extent) for extent in parts.parameters.box(name))
+        np.testing.assert_array_equal(parts.parameters[name], whole.parameters[name][box], err_msg=name)
+
+
+def test_heads_that_cannot_be_split(mesh):
+    size = mesh.tensor.size
+    if size == 1:
+        assert model(mesh).architecture.heads == HEADS
+        return
+    with pytest.raises(ValueError, match=rf"{size + 1} attention heads cannot be split over {size} tensor-parallel"):
+        nn.GPT(VOCABULARY, CONTEXT, 4 * (size + 1), LAYERS, size + 1, mesh=mesh)
+
+
+def test_measured_costs_are_the_same_on_all_ranks(mesh, same_on_all):
+    gpt = model(mesh, stage_costs="measured")
+    assert same_on_all(repr(gpt.parameters.specs))
+    loss, _ = gradients(model(mesh), *batch())
+    assert gpt.loss(*batch()) == loss
+
+
+# -- pairs ---------------------------------------------------------------------------------------------------------
+
+COLUMNS = 7
+PAIRS = {
+    "copy": (Copy, "replicated", "apart"),
+    "reduce": (Reduce, "apart", "replicated"),
+    "gather rows": (GatherRows, "rows", "apart"),
+    "reduce-scatter rows": (ReduceScatterRows, "apart", "rows"),
+    "gather columns": (lambda axis: GatherColumns(axis, COLUMNS), "columns", "replicated"),
+    "scatter columns": (lambda axis: ScatterColumns(axis, COLUMNS), "replicated", "columns"),
+}
+
+
+def element(axis, kind, rows, seed):
+    """A random array over the axis."""
+    own = np.random.default_rng([seed, 0 if kind == "replicated" else axis.rank])
+    part = counts(split(rows if kind == "rows" else COLUMNS, axis.size))[axis.rank]
+    return own.standard_normal((part if kind == "rows" else rows, part if kind == "columns" else COLUMNS))
+
+
+def inner(axis, kind, x, y):
+    assert x.shape == y.shape
+    product = np.array([(x * y).sum()])
+    return (product if kind == "replicated" else axis.all_reduce(product))[0]
+
+
+@pytest.mark.parametrize("rows", [13, 2, 0])
+@pytest.mark.parametrize("name", PAIRS)
+def test_adjoint(mesh, name, rows):
+    """<A x, y> = <x, A' y>, each in the inner product of its space."""
+    axis = mesh.tensor
+    make, source, target = PAIRS[name]
+    pair = make(axis)
+
+    def memory(*shape):
+        return np.full(shape, np.nan)
+
+    x, y = element(axis, source, rows, 1), element(axis, target, rows, 2)
+    image = pair.forward(x.copy(), rows, memory).copy()
+    back = pair.backward(y.copy(), rows, memory).copy()
+    assert inner(axis, target, image, y) == pytest.approx(inner(axis, source, x, back), rel=1e-13, abs=1e-13)
+    # What is called replicated is.
+    for kind, array in ((target, image), (source, back)):
+        if kind == "replicated":
+            same = axis.all_reduce(array.copy(), op="max") - axis.all_reduce(array.copy(), op="min")
+            assert not same.any()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_one_rank_gets_back_what_it_gave(name):
+    pair = PAIRS[name][0](None)
+    x = np.ones((3, COLUMNS))
+    assert pair.forward(x, 3, None) is x
+    assert pair.backward(x, 3, None) is x

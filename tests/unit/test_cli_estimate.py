@@ -1,0 +1,153 @@
+"""``mpishard estimate`` and ``mpishard bench`` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpishard.cli import main
+from mpishard.cli.estimate import parse_bytes
+from mpishard.cli.estimate_text import seconds, size
+from mpishard.estimate import TYPICAL, MachineProfile
+
+MODEL = "--vocabulary 256 --context 64 --width 64 --layers 8 --heads 8"
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def run(arguments: str) -> int:
+    return main(["estimate", *arguments.split()])
+
+
+def test_zero_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--parameters 7.5e9 --ranks 64") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-2:] for line in lines[-4:]] == [["120", "GB"], ["31.4", "GB"], ["16.6", "GB"], ["1.88", "GB"]]
+    assert run("--parameters 7.5e9 --ranks 64 --json") == 0
+    assert json.loads(capsys.readouterr().out)["bytes"]["3"] == 16 * 7.5e9 / 64
+
+
+def test_table_of_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{MODEL} --ranks 8 --batch 16 --memory-limit 8MB --rows 100") == 0
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert shown.err == ""
+    assert max(map(len, lines)) <= 120
+    assert "72 layouts of 8 ranks, 1024 tokens a step" in lines[0]
+    rows = [line.split() for line in lines[3:75]]
+    assert all(8 == int(row[0]) * int(row[1]) * int(row[2]) for row in rows)
+    assert "need more than the limit of 8.00 MB" in shown.out
+    # Cut values would end in an ellipsis.
+    assert "…" not in shown.out
+    marked = sum("!" in line for line in lines[3:75])
+    assert f"! {marked} of 72 layouts" in shown.out
+    assert "mpishard bench" in lines[-1]
+
+
+def test_json_is_sorted_by_time_and_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{MODEL} --ranks 4 --batch 16 --memory-limit 8MB --json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["step_time"] for each in found] == sorted(each["step_time"] for each in found)
+    assert all(each["fits"] == (each["memory"]["total"] <= 8e6) for each in found)
+    assert {each["fits"] for each in found} == {False, True}
+
+
+def test_one_layout_in_detail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{MODEL} --ranks 8 --data 2 --tensor 2 --zero 2 --schedule interleaved --sequence-parallel --tied") == 0
+    text = capsys.readouterr().out
+    for expected in ("2 chunks", "sequence parallel", "bubble", "activation gradients", "ties", "optimizer"):
+        assert expected in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "profile.json"
+    TYPICAL.save(file)
+    only = f"{MODEL} --ranks 2 --data 2 --zero 1 --json"
+    times = []
+    for machine in ("", f"--profile {file}", "--flops 1e12 --bandwidth 1e10 --latency 2e-6"):
+        assert run(f"{only} {machine}") == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        times.append(found["step_time"])
+    assert times[0] == times[1] > times[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--ranks 8", "a model needs --vocabulary, --context, --width, --layers, --heads too"),
+        (f"{MODEL} --ranks 8 --parameters 1e9", "not both"),
+        (f"{MODEL} --ranks 0", "number of ranks is 0"),
+        (f"{MODEL} --ranks 7 --tensor 7", "8 attention heads cannot be split over 7"),
+        (f"{MODEL} --ranks 9 --pipeline 9", "9 pipeline stages, but the model has 8 layers"),
+        (f"{MODEL} --ranks 8 --data 3", "sizes must multiply out to the ranks"),
+        (f"{MODEL} --ranks 8 --zero 4", "no ZeRO stage 4"),
+        (f"{MODEL} --ranks 8 --schedule best", "no schedule 'best'"),
+        (f"{MODEL} --ranks 8 --memory-limit many", "--memory-limit is 'many'"),
+        (f"{MODEL} --ranks 8 --flops 1e9", "--bandwidth and --latency too"),
+        (f"{MODEL} --ranks 8 --memory-bandwidth 1e9", "goes with --flops"),
+        (f"{MODEL} --ranks 8 --profile absent --flops 1", "--profile brings all speeds"),
+        (f"{MODEL} --ranks 8 --profile absent.json", "absent.json"),
+        (f"{MODEL} --ranks 8 --width 63", "width 63 is not a multiple of 8 heads"),
+        (f"{MODEL} --ranks 8 --dtype float16", "choose float32 or float64"),
+        (f"{MODEL} --ranks eight", "'--ranks'"),
+        ("--parameters -1 --ranks 8", "must be above 0"),
+    ],
+)
+def test_errors_are_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) == 1
+    assert message in shown.err
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("4GB", 4e9),
+        ("500 MB", 5e8),
+        ("2GiB", 2**31),
+        ("1.5kB", 1500),
+        ("1e9", 1e9),
+        ("7", 7),
+        ("1TiB", 2**40),
+        ("3g", 3e9),
+    ],
+)
+def test_sizes_are_read(text: str, count: float) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-4GB", "0", "inf", "4 apples", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--memory-limit"):
+        parse_bytes(text)
+
+
+def test_figures_have_three_digits() -> None:
+    assert [size(count) for count in (0, 999, 1000, 9994, 99960, 999600, 4e9, 2.5e15)] == [
+        *("-", "999 B", "1.00 kB", "9.99 kB", "100 kB", "1.00 MB", "4.00 GB", "2500 TB")
+    ]
+    assert [seconds(time) for time in (12.34, 0.5, 2e-6, 1e-9)] == ["12.3 s", "500 ms", "2.00 us", "0.00 us"]
+
+
+def test_bench_on_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpishard.estimate.benchmark.SIZES", (16, 32))
+    file = tmp_path / "profile.json"
+    assert main(["bench", "--output", str(file)]) == 0
+    assert "products of width 16" in capsys.readouterr().out
+    profile = MachineProfile.load(file)
+    assert [width for width, _ in profile.products] == [16, 32]
+    assert not profile.node
+    assert run(f"{MODEL} --ranks 1 --profile {file}") == 0
+    capsys.readouterr()
+    assert run(f"{MODEL} --ranks 2 --profile {file}") == 2
+    assert "measured on 1 rank" in capsys.readouterr().err
+    assert main(["bench", "--output", str(tmp_path / "no folder" / "profile.json")]) == 2
+    assert "cannot write the profile" in capsys.readouterr().err
