@@ -9,7 +9,8 @@ from mpishard.gradients import GradientBuckets
 from mpishard.layout import split
 from mpishard.mesh import Mesh
 from mpishard.optim import DDPOptimizer, Rule, ShardedOptimizer, ShardingConfiguration
-from mpishard.optim.replicas import Replicas, misplaced
+from mpishard.optim.agreement import check_place
+from mpishard.optim.replicas import Replicas
 from mpishard.optim.whole import gather_whole
 from mpishard.parameters import FlatParameters
 
@@ -52,8 +53,12 @@ class ShardedModel:
             raise ValueError(
                 f"a ShardedModel is data-parallel only, but the mesh is {mesh.sizes}; use HybridShardedModel"
             )
-        fits = self.parameters.place == mesh.place
-        mesh.world.agree(None if fits else ValueError(misplaced(self.parameters, mesh)))
+        problem = None
+        try:
+            check_place(self.parameters, mesh)
+        except ValueError as error:
+            problem = error
+        mesh.world.agree(problem)
         self._axis = mesh.data
         self._replicas = Replicas(mesh, self.parameters)
         self._replicas.spread()

@@ -161,8 +161,8 @@ class FlatParameters:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A number of 62 bits that depends on the names, shapes, order and dtype of the model's tensors."""
-        text = repr([(spec.name, spec.shape) for spec in self.specs] + [self.dtype.name])
+        """A number of 62 bits that depends on all that the specs say, on their order, and on the dtype."""
+        text = repr((self.specs, self.dtype.name))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
     @property

@@ -79,16 +79,29 @@ class Case:
 
 
 def cases(ranks: int) -> Iterator[Case]:
-    """All of them for one number of ranks: fewer micro-batches than stages, as many, and no multiple."""
+    """All of them for one number of ranks: fewer micro-batches than stages, as many, and no multiple.
+
+    The update rules take turns, so that every pair of other settings meets both.
+    """
+    schedules = list(mpishard.schedule.SCHEDULES)
     for tensor, pipeline in itertools.product(range(1, ranks + 1), repeat=2):
         if ranks % (tensor * pipeline):
             continue
         counts = sorted({max(1, pipeline - 1), pipeline, pipeline + 1})
-        for schedule, microbatches, zero, tied, sequence, rule in itertools.product(
-            mpishard.schedule.SCHEDULES, counts, range(4), (False, True), (False, True)[: 1 + (tensor > 1)], RULES
-        ):
-            data = ranks // (tensor * pipeline)
-            yield Case(data, tensor, pipeline, zero, schedule, microbatches, tied, sequence, rule)
+        settings = [range(len(schedules)), range(len(counts)), range(4), range(2), range(1 + (tensor > 1))]
+        for numbers in itertools.product(*settings):
+            schedule, count, zero, tied, sequence = numbers
+            yield Case(
+                data=ranks // (tensor * pipeline),
+                tensor=tensor,
+                pipeline=pipeline,
+                zero=zero,
+                schedule=schedules[schedule],
+                microbatches=counts[count],
+                tied=bool(tied),
+                sequence_parallel=bool(sequence),
+                rule=list(RULES)[sum(numbers) % 2],
+            )
 
 
 @dataclass(frozen=True)
@@ -243,6 +256,8 @@ def main() -> int:
         if comm != MPI.COMM_NULL:
             for case in todo[group::groups]:
                 results.append((str(case), errors(case, comm)))
+                if world.rank == 0 and len(results) % 50 == 0:
+                    print(f"{ranks} ranks: {len(results)} of {len(todo) // groups} cases", file=sys.stderr, flush=True)
                 if comm.rank == 0 and not passes(results[-1][1]):
                     print(f"FAIL {case}: {results[-1][1]}", flush=True)
             if comm.rank > 0:

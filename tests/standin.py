@@ -135,8 +135,9 @@ class DeviceArray:
     def __getitem__(self, key: Any) -> Any:
         if not _is_basic(key):
             return compute(type(self), operator.getitem, self, key)
-        host = self._host[(*key, ...) if isinstance(key, tuple) else (key, ...)]
-        return self._view(host)
+        key = key if isinstance(key, tuple) else (key,)
+        # With an ellipsis the result is a view, never a number.
+        return self._view(self._host[key if Ellipsis in key else (*key, ...)])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if not isinstance(value, DeviceArray) and not np.isscalar(value):

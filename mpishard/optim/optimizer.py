@@ -11,13 +11,13 @@ from mpishard import array as arrays
 from mpishard.gradients import accumulate
 from mpishard.mesh import Mesh
 from mpishard.optim import image
+from mpishard.optim.agreement import agree_on_step, check_gradients, check_layout, check_same_model
 from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.inspection import Inspection
 from mpishard.optim.loss_scale import LossScale
-from mpishard.optim.replicas import misplaced
-from mpishard.optim.rules import LAMB, Rule
+from mpishard.optim.rules import Rule
 from mpishard.optim.strategies import Strategy
-from mpishard.optim.tensor_norms import norms
+from mpishard.optim.update import take_step
 from mpishard.optim.whole import cut_whole, gather_whole
 from mpishard.parameters import FlatParameters, check_flat
 
@@ -129,7 +129,7 @@ class ShardedOptimizer:
             self._strategy.buckets.end_pass(last=automatic)
         named, problem = self._checked(parameters, gradients, count)
         if automatic or synchronized or self._parameters is None:
-            self._agree(named, count, problem)
+            agree_on_step(self.world, named, count, problem)
         elif problem is not None:
             raise problem
         assert named is not None
@@ -230,7 +230,8 @@ class ShardedOptimizer:
                 clip = min(1.0, config.max_gradient_norm / (self.gradient_norm + _CLIP_EPSILON))
             self.steps += 1
             config.mesh.ledger.step = self.clock
-            self._apply(strategy.gradients(), divisor, clip)
+            slots = list(self._slots.values())
+            take_step(self.rule, strategy, slots, self.steps, divisor=divisor, clip=clip)
             strategy.publish()
             self._loss_scale.succeeded()
         else:
@@ -358,7 +359,7 @@ class ShardedOptimizer:
                 named = known if same else FlatParameters.over(parameters)
             assert named is not None
             if gradients is not None:
-                _check_like(named, gradients)
+                check_gradients(named, gradients)
             if count is not None and not 0 < count < math.inf:
                 raise ValueError(f"count={count!r}, the global number of samples, must be above 0")
             self._check_model(named)
@@ -369,28 +370,10 @@ class ShardedOptimizer:
 
     def _check_model(self, parameters: FlatParameters) -> None:
         """Raise unless this optimizer can go on with these parameters."""
-        mesh, was = self.mesh, self._parameters
-        if parameters.place != mesh.place:
-            raise ValueError(misplaced(parameters, mesh))
-        fitting = self.strategy.fitting
-        if was is not None and (was.specs, was.dtype, was.units, fitting(was)) != (
-            parameters.specs,
-            parameters.dtype,
-            parameters.units,
-            fitting(parameters),
-        ):
-            raise ValueError(
-                f"this optimizer has state for {was.description}, but was given {parameters.description}; "
-                "use one optimizer for each model"
-            )
-        sharded = parameters.sharded
-        if sharded is not None and not (self.strategy.shards_parameters and sharded.axis is mesh.data):
-            raise ValueError(
-                "the parameters are sharded (ZeRO-3) over a data axis that is not this optimizer's"
-                if self.strategy.shards_parameters
-                else f"the parameters are sharded (ZeRO-3), but {type(self).__name__} needs them whole; use "
-                "ZeRO3Optimizer, or make the model without sharded_parameters"
-            )
+        check_layout(parameters, self.mesh, self.strategy)
+        was = self._parameters
+        if was is not None:
+            check_same_model(was, parameters, self.strategy)
         if self._restored is not None:
             self._restored.check_parameters(parameters.specs, parameters.dtype)
         theirs = parameters.gradients
@@ -399,22 +382,6 @@ class ShardedOptimizer:
                 "the gradients of these parameters went to another optimizer, which reduces them; "
                 "call parameters.reset_gradients() before the backward pass whose gradients this one shall use"
             )
-
-    def _agree(self, named: FlatParameters | None, count: float | None, problem: Exception | None) -> None:
-        """Raise on all ranks if any has a problem, or if they are about to take different steps."""
-        model = -1 if named is None else named.fingerprint
-        number = -1 if count is None else int(np.float64(count).view(np.int64))
-        facts = np.array([problem is not None, model, -model, number, -number], np.int64)
-        self.world.all_reduce(facts, op="max", label="control")
-        if facts[0]:
-            self.world.raise_together(problem)
-        assert named is not None
-        if facts[1] != -facts[2]:
-            told = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(self.world.exchange(named.description)))
-            raise ValueError(f"all ranks must have the same parameters in the same order; here: {told}")
-        if facts[3] != -facts[4]:
-            told = str(self.world.exchange(count))
-            raise ValueError(f"count must be the global number, the same on all ranks; got {told}")
 
     def _calls(self) -> int:
         """Calls of `step` that only accumulated, on all data ranks together since the last update."""
@@ -460,51 +427,3 @@ class ShardedOptimizer:
                 'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'
             )
         return mode == "ignore"
-
-    def _apply(self, gradients: list[Array], divisor: float, clip: float) -> None:
-        assert self._parameters is not None
-        strategy = self._strategy
-        owned = strategy.values()
-        slots = [strategy.state_views(slot) for slot in self._slots.values()]
-        states = [list(parts) for parts in zip(*slots, strict=True)] if slots else [[] for _ in owned]
-        if isinstance(self.rule, LAMB):
-            self._apply_by_norms(self.rule, owned, gradients, states, divisor, clip)
-            return
-        for values, gradient, state in zip(owned, gradients, states, strict=True):
-            if values.size:
-                self.rule.update(values, gradient, state, self.steps, divisor=divisor, clip=clip)
-
-    def _apply_by_norms(
-        self,
-        rule: LAMB,
-        owned: list[Array],
-        gradients: list[Array],
-        states: list[list[Array]],
-        divisor: float,
-        clip: float,
-    ) -> None:
-        """For rules whose step depends on norms of whole tensors (LAMB), of which this rank may hold parts."""
-        assert self._parameters is not None
-        specs, strategy = self._parameters.specs, self._strategy
-        step = self.steps
-        directions = [arrays.empty(values.size, values.dtype, like=values) for values in owned]
-        for values, gradient, state, out in zip(owned, gradients, states, directions, strict=True):
-            if values.size:
-                rule.direction(values, gradient, state, step, divisor=divisor, clip=clip, out=out)
-        before = norms(self.world, specs, strategy.counted_parts, owned)
-        after = norms(self.world, specs, strategy.counted_parts, directions)
-        for tensor, place, start, stop in strategy.owned_parts:
-            ratio = rule.trust_ratio(before[tensor], after[tensor])
-            rule.apply(owned[place][start:stop], directions[place][start:stop], step, ratio)
-
-
-def _check_like(parameters: FlatParameters, gradients: Array) -> None:
-    """Raise unless the gradients have the shape, dtype and device of the flat parameters."""
-    check_flat("gradients", gradients, written=True)
-    if gradients.size != parameters.size:
-        raise ValueError(f"gradients have {gradients.size} elements, but parameters have {parameters.size}")
-    if gradients.dtype != parameters.dtype:
-        raise TypeError(f"gradients are {gradients.dtype}, but parameters are {parameters.dtype}; convert one of them")
-    if arrays.module_of(gradients) is not arrays.module_of(parameters.like):
-        kinds = type(gradients).__name__, type(parameters.like).__name__
-        raise TypeError(f"gradients are a {kinds[0]}, but parameters a {kinds[1]}; keep both on one device")

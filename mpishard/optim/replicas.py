@@ -139,14 +139,3 @@ class Replicas:
                 if theirs != digest:
                     strayed.setdefault(rank, holder)
         return strayed
-
-
-def misplaced(parameters: FlatParameters, mesh: Mesh) -> str:
-    """What to say of parameters that are not laid out for this rank's place in a mesh."""
-    was, wanted = parameters.place, mesh.place
-    return (
-        f"the parameters are laid out for rank {was.pipeline_rank} of pipeline={was.pipeline_size} and rank "
-        f"{was.tensor_rank} of tensor={was.tensor_size}, but the mesh is {mesh.sizes}, and this rank "
-        f"{wanted.pipeline_rank} and {wanted.tensor_rank} there; make the model with the mesh of its optimizer "
-        "(mesh=optimizer.mesh), or FlatParameters with place=mesh.place"
-    )
