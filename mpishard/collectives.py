@@ -44,13 +44,21 @@ class Pending:
     """
 
     def __init__(
-        self, ledger: Ledger, call: Fields, sent: int, requests: Sequence[MPI.Request], finish: Callable[[], Array]
+        self,
+        ledger: Ledger,
+        call: Fields,
+        sent: int,
+        requests: Sequence[MPI.Request],
+        finish: Callable[[], Array],
+        read: Sequence[Array] = (),
     ) -> None:
         self._ledger = ledger
         self._call: Fields | None = call
         self._sent = sent
         self._requests = requests
         self._finish = finish
+        # mpi4py 4.1 lets go of what Iallreduce, Ireduce_scatter and Iallgatherv read while they run.
+        self._read = read
         self._result: Array = None
         self._started_s = time.perf_counter() - call[0]
 
@@ -68,6 +76,7 @@ class Pending:
                 for request in self._requests:
                     request.Wait()
                 self._result = self._finish()
+                self._read = ()
             finally:
                 self._ledger.active = None
             self._ledger.enter(call, self._sent, self._started_s + time.perf_counter() - began)
@@ -104,6 +113,8 @@ class Axis:
     name : str
     comm : mpi4py.MPI.Intracomm
     rank, size : int
+    members : list of int
+        Ranks of the whole mesh that are on it.
     ledger : Ledger
     """
 
@@ -113,6 +124,8 @@ class Axis:
         self.rank = comm.rank
         self.size = comm.size
         self.ledger = ledger
+        # Kept, since another mesh with this ledger may have an axis of this name.
+        self.members = ledger.members.get(name, list(range(comm.size)))
         self.largest_count = None if probe().large_counts else 2**31 - 1
         self._debug = debug
         self._now = _Lane(comm, debug)
@@ -135,8 +148,7 @@ class Axis:
             if self.rank in key:
                 assert isinstance(comm, MPI.Intracomm)
                 part = Axis(name, comm, self.ledger, debug=self._debug)
-                everybody = self.ledger.members.get(self.name, list(range(self.size)))
-                self.ledger.members[name] = [everybody[rank] for rank in key]
+                part.members = self.ledger.members[name] = [self.members[rank] for rank in key]
             self._among[key] = part
         return self._among[key]
 
@@ -296,7 +308,7 @@ class Axis:
             for source, part in zip(sources, self._parts(target), strict=True)
         ]
         sent = all_reduce_elements(buffer.size, self.size, self.rank) * buffer.itemsize
-        return Pending(self.ledger, call, sent, requests, lambda: from_wire(target, out))
+        return Pending(self.ledger, call, sent, requests, lambda: from_wire(target, out), sources)
 
     def _reduce_scatter(
         self, lane: _Lane, buffer: Array, out: Array | None, counts: Counts, op: str, label: str
@@ -319,7 +331,7 @@ class Axis:
             requests.append(lane.comm.Ireduce_scatter(MPI.IN_PLACE, wire, counts, _OPS[op]))
         else:
             requests.append(lane.comm.Ireduce_scatter(wire, target, counts, _OPS[op]))
-        return Pending(self.ledger, call, sent, requests, lambda: from_wire(target, out))
+        return Pending(self.ledger, call, sent, requests, lambda: from_wire(target, out), [wire])
 
     def _all_gather(self, lane: _Lane, buffer: Array, piece: Array | None, counts: Counts, label: str) -> Pending:
         call = self._begin(lane, "all_gather", buffer, label, "", counts)
@@ -343,7 +355,7 @@ class Axis:
                 for part in self._parts(wire[start : start + counts[rank]])
             ]
         sent = ring_elements("all_gather", counts, self.rank) * buffer.itemsize
-        return Pending(self.ledger, call, sent, requests, lambda: from_wire(wire, buffer))
+        return Pending(self.ledger, call, sent, requests, lambda: from_wire(wire, buffer), [source])
 
     def _all_to_all(
         self, lane: _Lane, buffer: Array, out: Array, counts: Counts, out_counts: Counts, label: str

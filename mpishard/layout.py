@@ -175,14 +175,14 @@ def merge_ties(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
         first = merged.setdefault(spec.name, spec)
         if first is spec:
             continue
-        if (first.shape, first.tensor_dim) != (spec.shape, spec.tensor_dim):
+        if spec.stage in (first.stage, *first.copies):
+            raise ValueError(f"two parameters of stage {spec.stage} are named {spec.name!r}; names must be unique")
+        if (first.shape, first.tensor_dim, first.partial) != (spec.shape, spec.tensor_dim, spec.partial):
             raise ValueError(
                 f"{spec.name!r} ties a tensor of shape {first.shape}, split along {first.tensor_dim}, on stage "
                 f"{first.stage} to one of shape {spec.shape}, split along {spec.tensor_dim}, on stage {spec.stage}; "
-                "tied tensors must be alike"
+                "tied tensors must be alike, in `partial` too"
             )
-        if spec.stage in (first.stage, *first.copies):
-            raise ValueError(f"two parameters of stage {spec.stage} are named {spec.name!r}; names must be unique")
         merged[spec.name] = replace(first, copies=(*first.copies, spec.stage))
     return list(merged.values())
 

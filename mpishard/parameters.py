@@ -13,7 +13,7 @@ from mpishard import array as arrays
 from mpishard.array import is_array
 from mpishard.collectives import Axis
 from mpishard.gradients import GradientBuckets, Run
-from mpishard.layout import WHOLE, Box, ParameterSpec, Place
+from mpishard.layout import WHOLE, Box, ParameterSpec, Place, merge_ties
 from mpishard.sharding import ShardedUnits
 
 Array = Any
@@ -25,7 +25,8 @@ class FlatParameters:
     Parameters
     ----------
     specs : sequence of ParameterSpec
-        The tensors of the whole model, in the order in which it uses them; they are stored in this order.
+        The tensors of the whole model, in the order in which it uses them; they are stored in this order.  One that
+        several stages list is tied between them, see `mpishard.layout.merge_ties`.
     dtype : dtype
         float32 or float64.
     module : module
@@ -88,11 +89,7 @@ class FlatParameters:
         return self
 
     def _set_layout(self, specs: Sequence[ParameterSpec], place: Place, units: Sequence[Sequence[str]] | None) -> None:
-        names = [spec.name for spec in specs]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"two parameters are named {twice!r}; names must be unique")
-        self.specs = tuple(specs)
+        self.specs = tuple(merge_ties(specs))
         self.place = place
         self.local = tuple(spec for spec in self.specs if place.holds(spec))
         self.pieces = place.holding(self.specs)

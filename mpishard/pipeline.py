@@ -37,7 +37,7 @@ class Chunk(Protocol):
         """Memory for one more micro-batch in flight: a `mpishard.nn.Workspace`."""
 
     def forward(self, x: Array | None, work: Any, batch: Batch) -> Any:
-        """The output, which stays valid in `work` until the backward is done; the last stage returns its summed loss."""
+        """The output, valid in `work` until the backward is done; the last stage returns its summed loss."""
 
     def infer(self, x: Array | None, work: Any, batch: Batch) -> Array:
         """As `forward`, but the last stage returns its predictions."""

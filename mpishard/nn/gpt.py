@@ -200,6 +200,8 @@ class GPT:
         axis = cast(Axis, _OnlyStage()) if mesh is None else mesh.pipeline
         self.pipeline = Pipeline(axis, self.chunks, schedule, self.parameters, wire_dtype=wire_dtype)
         self._inputs = Pool()
+        # A scaled loss may overflow in half precision; optimizers look for that.
+        self._expected: dict[str, Any] = {} if compute_dtype is None else {"over": "ignore", "invalid": "ignore"}
         # Where they are computed with.
         self._moved_inputs = None if module is np else Pool(module)
 
@@ -235,7 +237,8 @@ class GPT:
         float
             Cross-entropy in nats, summed over all tokens.
         """
-        return self.pipeline.train(self._cut(tokens, targets))
+        with np.errstate(**self._expected):
+            return self.pipeline.train(self._cut(tokens, targets))
 
     def loss(self, tokens: Array, targets: Array) -> float:
         """Summed loss of a batch, without gradients; arguments as for `loss_and_gradient`."""

@@ -48,9 +48,8 @@ def check_compute_dtype(compute_dtype: Any, dtype: np.dtype, module: Any) -> Non
     try:
         module.zeros(1, np.float32).astype(half)
     except (KeyError, TypeError, ValueError) as error:  # CuPy gained bfloat16 in version 14
-        raise TypeError(
-            f"compute_dtype is {half}, but this {module.__name__} has no such arrays; a newer version may"
-        ) from error
+        name = module.__name__
+        raise TypeError(f"compute_dtype is {half}, but this version of {name} has no such arrays") from error
 
 
 def warn_if_slow(compute_dtype: Any, module: Any) -> None:

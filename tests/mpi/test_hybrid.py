@@ -9,6 +9,9 @@ import hybrid
 import numpy as np
 import pytest
 from hybrid import START, alone, gathered, meshes, model, one_pass, train
+from mpi4py import MPI
+from standin import DeviceArray
+from standin import empty as empty_on_device
 from steps import STRATEGIES, write_gradients
 
 import mpishard
@@ -25,6 +28,7 @@ from mpishard import (
     ZeRO1Optimizer,
     ZeRO3Optimizer,
 )
+from mpishard import array as arrays
 from mpishard.parameters import FlatParameters
 
 RULES = [SGD(lr=0.1, momentum=0.9), AdamW(lr=0.1), LAMB(lr=0.1)]
@@ -62,6 +66,29 @@ def test_every_layout_takes_the_step_of_one_rank_to_the_last_bit(base, same_on_a
             assert same_on_all(whole)
         if isinstance(rule, AdamW):
             assert optimizer.serialize() == expected.state, mesh
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_norm_has_the_same_bits_in_every_layout(base, strategy):
+    """Of the same gradient values, here any numbers: every copy but the first adds zero."""
+    values = np.random.default_rng(0).standard_normal(hybrid.SIZE) * 10.0 ** np.linspace(-8, 8, hybrid.SIZE)
+    norms = []
+    with Mesh(MPI.COMM_SELF) as single:
+        for mesh in (single, *meshes(base)):
+            optimizer, parameters = strategy(SGD(), mesh), model(mesh)
+            optimizer.measure_norm = True
+            optimizer.bind(parameters)
+            whole = hybrid.tensors(values)
+            local = [np.empty(0)]
+            for spec in parameters.local:
+                first = mesh.place.runs(spec.stage) or not spec.copies
+                first = first and (mesh.tensor.rank == 0 or not spec.partial) and mesh.data.rank == 0
+                local.append(first * hybrid.slice_of(whole[spec.name], parameters.box(spec.name)).ravel())
+            write_gradients(parameters, np.concatenate(local))
+            optimizer.step(parameters, count=1)
+            norms.append(optimizer.gradient_norm)
+    assert norms == norms[:1] * len(norms)
+    assert norms[0] == pytest.approx(np.linalg.norm(values), rel=1e-13)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -342,3 +369,26 @@ def test_a_rank_that_misplaces_its_parameters(comm, mesh):
         else:
             with pytest.raises(ValueError, match="the parameters are laid out for"):
                 ZeRO1Optimizer(SGD(), pipe).bind(parameters)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_device_arrays_take_the_same_steps(base, strategy):
+    def on_device(host):
+        device = empty_on_device(host.size, host.dtype, kind=DeviceArray)
+        arrays.copy_to_device(host, device)
+        return device
+
+    rule = LAMB(lr=0.1)
+    for mesh in meshes(base):
+        module = arrays.module_of(empty_on_device(0, np.float64, kind=DeviceArray))
+        parameters = FlatParameters(
+            hybrid.specs(mesh.pipeline.size), np.float64, place=mesh.place, units=hybrid.units(), module=module
+        )
+        arrays.copy_to_device(model(mesh).flat, parameters.flat)
+        optimizer = strategy(rule, ShardingConfiguration(mesh, max_gradient_norm=LIMIT))
+        for step in range(3):
+            optimizer.step(parameters, on_device(hybrid.local_gradient(parameters, mesh, step)))
+        expected = alone(base, rule, mesh.data.size, limit=LIMIT)
+        assert np.array_equal(arrays.to_host(gathered(parameters, mesh)), expected.parameters), mesh
+        optimizer.synchronize_optimizer_state()
+        assert optimizer.serialize() == expected.state, mesh

@@ -86,6 +86,11 @@ def test_an_overflow_on_one_rank_skips_on_all(comm, same_on_all, strategy):
             another = hybrid.model(mesh)
             again.bind(another)
             assert another.loss_scale == 2.0**14
+            running = DDPOptimizer(SGD(lr=1.0), ShardingConfiguration(mesh, loss_scale="dynamic"))
+            running.bind(another)
+            assert another.loss_scale == 2.0**16
+            running.deserialize(state)
+            assert another.loss_scale == running.loss_scale == 2.0**14
 
 
 def test_what_is_not_finite_at_one_is_no_matter_of_scale(mesh):

@@ -6,25 +6,17 @@ import os
 
 import numpy as np
 import pytest
+from hybrid import factorisations
 from mpi4py import MPI
 
 import mpishard
+from mpishard.layout import Place
 
 
 def test_all_ranks_are_data_parallel_by_default(mesh, comm):
     assert mesh.shape == {"pipeline": 1, "data": comm.size, "tensor": 1}
     assert (mesh.data.rank, mesh.data.size) == (comm.rank, comm.size)
     assert mesh.tensor.size == mesh.pipeline.size == 1
-
-
-def factorisations(ranks):
-    return [
-        (data, tensor, ranks // data // tensor)
-        for data in range(1, ranks + 1)
-        if ranks % data == 0
-        for tensor in range(1, ranks // data + 1)
-        if ranks // data % tensor == 0
-    ]
 
 
 def test_tensor_varies_fastest_then_data_then_pipeline(comm):
@@ -94,3 +86,41 @@ def test_blas_gets_the_share_of_the_node_unless_the_user_chose(comm, monkeypatch
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
     with mpishard.Mesh(comm) as mesh:
         assert mesh.blas_threads == 3
+
+
+def test_place(comm):
+    for data, tensor, pipeline in factorisations(comm.size):
+        with mpishard.Mesh(comm, data=data, tensor=tensor, pipeline=pipeline) as mesh:
+            assert mesh.place == Place(mesh.tensor.rank, tensor, mesh.pipeline.rank, pipeline)
+
+
+def test_reshaped(comm):
+    with mpishard.Mesh(comm) as mesh:
+        assert mesh.reshaped() is mesh
+        for data, tensor, pipeline in factorisations(comm.size):
+            other = mesh.reshaped(data=data, tensor=tensor, pipeline=pipeline)
+            assert other.shape == {"pipeline": pipeline, "data": data, "tensor": tensor}
+            assert (other.rank, other.size) == (mesh.rank, mesh.size)
+            assert mesh.reshaped(tensor=tensor, pipeline=pipeline) is other
+            assert (other is mesh) == (data == comm.size)
+            before = mesh.ledger.sent(axis="pipeline")
+            other.pipeline.all_reduce(np.ones(840))
+            assert (mesh.ledger.sent(axis="pipeline") > before) == (pipeline > 1)  # one ledger
+    with mpishard.Mesh(comm, data=1, tensor=comm.size) as mesh:
+        assert mesh.reshaped(data=1, tensor=-1) is mesh
+        if comm.size > 1:
+            with pytest.raises(ValueError, match="is pipeline=1 x data=1 x tensor=.* already, but"):
+                mesh.reshaped()
+
+
+def test_an_axis_of_some_ranks(comm):
+    with mpishard.Mesh(comm) as mesh:
+        ranks = list(range(0, comm.size, 2))
+        part = mesh.data.among("even", ranks)
+        assert (part is None) == (mesh.rank % 2 == 1)
+        assert mesh.data.among("again", ranks[::-1]) is part
+        if part is not None:
+            assert (part.name, part.rank, part.size) == ("even", mesh.rank // 2, len(ranks))
+            assert part.all_reduce(np.array([mesh.rank]))[0] == sum(ranks)
+            assert mesh.ledger.members["even"] == ranks
+            assert mesh.ledger.sent(axis="even") == (0 if len(ranks) == 1 else mesh.ledger.sent())

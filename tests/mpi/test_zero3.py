@@ -167,6 +167,18 @@ def test_a_pass_before_the_first_step_counts(mesh):
     assert (parameters.gather() == -2).all()
 
 
+def test_what_was_gathered_before_a_step_is_not_used_after_it(mesh):
+    parameters = FlatParameters(SPECS, np.float64, units=[["a", "b"], ["c"], ["d"]])
+    optimizer = ZeRO3Optimizer(mpishard.SGD(lr=1.0), mesh)
+    optimizer.bind(parameters)
+    parameters.prefetch(["a", "d"])
+    write_gradients(parameters, np.ones(40))
+    optimizer.step(parameters)
+    parameters.use(["a", "d"])
+    assert (parameters["a"] == -1).all() and (parameters["d"] == -1).all()
+    parameters.release(["a", "d"])
+
+
 def test_a_flat_array_stays_whole(mesh):
     flat, gradient = start(40), np.ones(40, np.float32)
     optimizer = ZeRO3Optimizer(mpishard.SGD(lr=1.0), mesh)

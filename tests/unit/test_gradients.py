@@ -238,7 +238,7 @@ def test_views_are_the_flat_buffers():
 
 
 def test_bad_parameters():
-    with pytest.raises(ValueError, match="two parameters are named 'w'"):
+    with pytest.raises(ValueError, match="two parameters of stage 0 are named 'w'"):
         FlatParameters([ParameterSpec("w", (2,)), ParameterSpec("w", (3,))])
     with pytest.raises(ValueError, match="the specs name 2 elements, but the flat array has 3"):
         FlatParameters.over(np.zeros(3), [ParameterSpec("w", (2,))])

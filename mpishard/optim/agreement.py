@@ -1,0 +1,84 @@
+"""What must hold before a step is taken, on every rank and between ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpishard import array as arrays
+from mpishard.collectives import Axis
+from mpishard.mesh import Mesh
+from mpishard.optim.strategies import Strategy
+from mpishard.parameters import FlatParameters, check_flat
+
+Array = Any
+
+
+def check_place(parameters: FlatParameters, mesh: Mesh) -> None:
+    """Raise ValueError unless the parameters are laid out for this rank's place in the mesh."""
+    was, wanted = parameters.place, mesh.place
+    if was != wanted:
+        raise ValueError(
+            f"the parameters are laid out for rank {was.pipeline_rank} of pipeline={was.pipeline_size} and rank "
+            f"{was.tensor_rank} of tensor={was.tensor_size}, but the mesh is {mesh.sizes}, and this rank "
+            f"{wanted.pipeline_rank} and {wanted.tensor_rank} there; make the model with the mesh of its optimizer "
+            "(mesh=optimizer.mesh), or FlatParameters with place=mesh.place"
+        )
+
+
+def check_layout(parameters: FlatParameters, mesh: Mesh, strategy: type[Strategy]) -> None:
+    """Raise ValueError unless the strategy can work with these parameters on this mesh."""
+    check_place(parameters, mesh)
+    if parameters.sharded is None:
+        return
+    if not strategy.shards_parameters:
+        raise ValueError(
+            "the parameters are sharded (ZeRO-3), but this optimizer needs them whole; use ZeRO3Optimizer (or "
+            "zero_stage=3), or make the model without sharded_parameters"
+        )
+    if parameters.sharded.axis is not mesh.data:
+        raise ValueError(
+            "the parameters are sharded (ZeRO-3) over a data axis that is not this optimizer's; make the model and the "
+            "optimizer with one mesh"
+        )
+
+
+def check_same_model(was: FlatParameters, parameters: FlatParameters, strategy: type[Strategy]) -> None:
+    """Raise ValueError unless state for the parameters `was` serves these too."""
+    ours, theirs = ((p.specs, p.dtype, p.units, strategy.fitting(p)) for p in (was, parameters))
+    if ours != theirs:
+        raise ValueError(
+            f"this optimizer has state for {was.description}, but was given {parameters.description}; "
+            "use one optimizer for each model"
+        )
+
+
+def check_gradients(parameters: FlatParameters, gradients: Array) -> None:
+    """Raise unless the gradients have the shape, dtype and device of the flat parameters."""
+    check_flat("gradients", gradients, written=True)
+    if gradients.size != parameters.size:
+        raise ValueError(f"gradients have {gradients.size} elements, but parameters have {parameters.size}")
+    if gradients.dtype != parameters.dtype:
+        raise TypeError(f"gradients are {gradients.dtype}, but parameters are {parameters.dtype}; convert one of them")
+    if arrays.module_of(gradients) is not arrays.module_of(parameters.like):
+        kinds = type(gradients).__name__, type(parameters.like).__name__
+        raise TypeError(f"gradients are a {kinds[0]}, but parameters a {kinds[1]}; keep both on one device")
+
+
+def agree_on_step(
+    world: Axis, parameters: FlatParameters | None, count: float | None, problem: Exception | None
+) -> None:
+    """Raise on all ranks if any has a problem, or if they are about to take different steps."""
+    model = -1 if parameters is None else parameters.fingerprint
+    number = -1 if count is None else int(np.float64(count).view(np.int64))
+    facts = np.array([problem is not None, model, -model, number, -number], np.int64)
+    world.all_reduce(facts, op="max", label="control")
+    if facts[0]:
+        world.raise_together(problem)
+    assert parameters is not None
+    if facts[1] != -facts[2]:
+        told = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(world.exchange(parameters.description)))
+        raise ValueError(f"all ranks must have the same parameters in the same order; here: {told}")
+    if facts[3] != -facts[4]:
+        raise ValueError(f"count must be the global number, the same on all ranks; got {world.exchange(count)}")

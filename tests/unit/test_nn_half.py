@@ -1,0 +1,164 @@
+"""Products in half precision: against float64, in a run, and refused where they cannot be."""
+
+from __future__ import annotations
+
+import types
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpishard import nn
+from mpishard.nn.products import make_matmul
+
+HALVES = [np.float16, ml_dtypes.bfloat16]
+VOCABULARY, CONTEXT = 11, 100
+SIZES = VOCABULARY, CONTEXT, 24, 2, 3
+CHECKING = pytest.mark.filterwarnings("ignore:compute_dtype=.* on NumPy arrays:UserWarning")
+
+
+def epsilon(half):
+    """Largest relative error of rounding to a dtype."""
+    return float(ml_dtypes.finfo(half).eps) / 2
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    "shapes", [((40, 30), (30, 20)), ((3, 40, 30), (3, 30, 20)), ((30,), (30, 20)), ((0, 3), (3, 4))]
+)
+def test_operands_are_rounded_and_sums_are_not(half, shapes):
+    random = np.random.default_rng(0)
+    a, b = (random.standard_normal(shape).astype(np.float32) for shape in shapes)
+    out = np.empty((a.astype(np.float64) @ b).shape, np.float32)
+    assert make_matmul(np, half)(a, b, out=out) is out
+    exact = a.astype(half).astype(np.float64) @ b.astype(half).astype(np.float64)
+    bound = np.abs(a) @ np.abs(b)
+    assert np.all(np.abs(out - exact) <= 1e-6 * bound)
+    error = np.abs(out - a.astype(np.float64) @ b)
+    assert np.all(error <= 2.1 * epsilon(half) * bound)
+    assert out.size == 0 or error.max() > 0.01 * epsilon(half)
+
+
+def test_sums_beyond_the_range_of_float16_are_finite_and_operands_beyond_it_are_not():
+    matmul, out = make_matmul(np, np.float16), np.empty((1, 1), np.float32)
+    matmul(np.full((1, 4), 3e4, np.float32), np.full((4, 1), 2.0, np.float32), out=out)
+    assert out[0, 0] == 240000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        matmul(np.full((1, 4), 1e5, np.float32), np.full((4, 1), 2.0, np.float32), out=out)
+        assert out[0, 0] == np.inf
+        matmul(np.full((1, 4), 1e5, np.float32), np.zeros((4, 1), np.float32), out=out)
+        assert np.isnan(out[0, 0])
+
+
+def test_without_a_dtype_it_is_the_plain_product():
+    assert make_matmul(np) is np.matmul
+    gpt = nn.GPT(*SIZES)
+    assert all(layer.matmul is np.matmul for layer in (gpt.blocks[0].attention, gpt.blocks[0].mlp.expand))
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("tied", [False, True])
+@CHECKING
+def test_loss_and_gradients_are_those_of_float64_within_the_precision(half, tied):
+    random = np.random.default_rng(1)
+    tokens, targets = random.integers(0, VOCABULARY, (2, 3, CONTEXT))
+    results = []
+    for dtype, compute_dtype in ((np.float64, None), (np.float32, half)):
+        gpt = nn.GPT(*SIZES, dtype=dtype, tied=tied, compute_dtype=compute_dtype)
+        gpt.parameters.flat[:] += (0.1 * np.random.default_rng(5).standard_normal(gpt.parameters.size)).astype(dtype)
+        assert gpt.parameters.dtype == dtype
+        loss = gpt.loss_and_gradient(tokens, targets)
+        results.append((loss, gpt.parameters.gradients.flat))
+    (loss, gradient), (half_loss, half_gradient) = results
+    assert half_gradient.dtype == np.float32
+    # Some tens of products follow each other; their errors are independent, and add up like a random walk.
+    assert half_loss == pytest.approx(loss, rel=10 * epsilon(half))
+    error = np.linalg.norm(half_gradient - gradient) / np.linalg.norm(gradient)
+    assert 0.1 * epsilon(half) < error < 20 * epsilon(half)
+
+
+@CHECKING
+def test_the_scale_of_the_loss_saves_small_gradients():
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, 50))
+    exact = nn.GPT(*SIZES)
+    small = 2.0**-20  # the weight of this batch in some larger loss: its gradients underflow in float16
+    errors = []
+    exact.loss_and_gradient(tokens, tokens)
+    for scale in (1.0, 2.0**20):
+        gpt = nn.GPT(*SIZES, compute_dtype=np.float16)
+        gpt.parameters.loss_scale = scale * small
+        gpt.loss_and_gradient(tokens, tokens)
+        wanted, found = (each.parameters.gradient("blocks.0.attention.qkv.weight")[0] for each in (exact, gpt))
+        errors.append(np.linalg.norm(found / (scale * small) - wanted) / np.linalg.norm(wanted))
+    assert errors[0] > 0.5
+    assert errors[1] < 2 * epsilon(np.float16)
+
+
+@CHECKING
+def test_weight_gradients_apart_are_the_same():
+    """The zero-bubble schedule puts them off; what is rounded is the same."""
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (4, 20))
+    results = []
+    for schedule in ("1f1b", "zb-h1"):
+        gpt = nn.GPT(*SIZES, compute_dtype=np.float16, schedule=schedule, microbatches=2)
+        results.append((gpt.loss_and_gradient(tokens, tokens), gpt.parameters.gradients.flat.copy()))
+    assert results[0][0] == results[1][0]
+    np.testing.assert_array_equal(results[0][1], results[1][1])
+
+
+@CHECKING
+def test_predictions_take_halves_too():
+    exact, gpt = nn.GPT(*SIZES), nn.GPT(*SIZES, compute_dtype=np.float16)
+    tokens = np.arange(10).reshape(2, 5)
+    difference = np.abs(gpt.logits(tokens) - exact.logits(tokens)).max()
+    assert 0 < difference < 20 * epsilon(np.float16) * np.abs(exact.logits(tokens)).max()
+    assert len(gpt.generate([1], 3)) == 4
+
+
+def test_numpy_is_slow_and_says_so_once():
+    with pytest.warns(UserWarning, match="slower than float32") as caught:
+        gpt = nn.GPT(*SIZES, compute_dtype=np.float16)
+        gpt.loss_and_gradient([[1, 2]], [[2, 3]])
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(compute_dtype=np.float32), "compute_dtype is float32; it must be float16 or bfloat16"),
+        (dict(compute_dtype=np.int16), "compute_dtype is int16; it must be float16 or bfloat16"),
+        (dict(compute_dtype=np.float16, dtype=np.float64), "needs float32 weights, but dtype is float64"),
+    ],
+)
+def test_what_is_no_half_precision(options, message):
+    with pytest.raises(TypeError, match=message):
+        nn.GPT(*SIZES, **options)
+
+
+def test_an_array_library_without_the_dtype():
+    class Without:
+        def astype(self, dtype):
+            raise TypeError(f"no {dtype}")
+
+    module = types.SimpleNamespace(__name__="lib", zeros=lambda *_: Without())
+    with pytest.raises(TypeError, match="compute_dtype is bfloat16, but this version of lib has no such arrays"):
+        nn.GPT(*SIZES, compute_dtype=ml_dtypes.bfloat16, module=module)
+
+
+@pytest.mark.parametrize("options, share", [(dict(storage_dtype=np.float16), 0.6), (dict(recompute=True), 0.8)])
+def test_without_a_backward_pass_nothing_is_kept(options, share):
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, 50))
+    trained, evaluated = nn.GPT(*SIZES, **options), nn.GPT(*SIZES, **options)
+    loss = trained.loss_and_gradient(tokens, tokens)
+    assert evaluated.loss(tokens, tokens) == loss
+    evaluated.logits(tokens)
+    evaluated.generate([1, 2], 3)
+    assert evaluated.chunks[0].saved_bytes < share * trained.chunks[0].saved_bytes
+    # And what comes after it is as ever.
+    gradient = trained.parameters.gradients.flat.copy()
+    assert evaluated.loss_and_gradient(tokens, tokens) == loss
+    np.testing.assert_array_equal(evaluated.parameters.gradients.flat, gradient)
+    assert evaluated.chunks[0].saved_bytes == trained.chunks[0].saved_bytes
