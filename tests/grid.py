@@ -106,7 +106,7 @@ def cases(ranks: int) -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank alone found: `gradients` (steps, parameters) and `parameters`, flat over the whole model."""
+    """What one rank alone found, by step; `gradients` and `parameters` (after it) are flat over the whole model."""
 
     losses: np.ndarray
     norms: np.ndarray
@@ -117,7 +117,7 @@ class Run:
 @functools.cache
 def alone(heads: int, layers: int, tied: bool, rule: str) -> Run:
     """The same training on one rank."""
-    losses, norms, gradients = [], [], []
+    losses, norms, gradients, parameters = [], [], [], []
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
         model = nn.GPT(VOCABULARY, LENGTH, WIDTH, layers, heads, np.float64, SEED, tied=tied)
         optimizer = mpishard.DDPOptimizer(RULES[rule], mpishard.ShardingConfiguration(mesh, max_gradient_norm=CLIP))
@@ -128,7 +128,8 @@ def alone(heads: int, layers: int, tied: bool, rule: str) -> Run:
             gradients.append(np.concatenate(strategy.gradients()))
             optimizer.update(count_of(step))
             norms.append(optimizer.gradient_norm)
-        return Run(np.array(losses), np.array(norms), np.array(gradients), model.parameters.flat.copy())
+            parameters.append(model.parameters.flat.copy())
+        return Run(*map(np.array, (losses, norms, gradients, parameters)))
 
 
 def expected_of(case: Case, comm: MPI.Intracomm) -> Run:
@@ -192,7 +193,7 @@ class Worst(dict[str, float]):
         self[what] = max(self[what], value)
 
 
-def errors(case: Case, comm: MPI.Intracomm) -> dict[str, float]:
+def errors(case: Case, comm: MPI.Intracomm, steps: int = STEPS) -> dict[str, float]:
     """Largest differences from the run on one rank, over all ranks and steps.  Collective over `comm`."""
     expected = expected_of(case, comm)
     worst = Worst.fromkeys(("loss", "gradient", "norm", "parameter"), 0.0)
@@ -218,7 +219,7 @@ def errors(case: Case, comm: MPI.Intracomm) -> dict[str, float]:
         config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=CLIP)
         optimizer = STRATEGIES[case.zero](RULES[case.rule], config)
         strategy = optimizer.bind(model.parameters)
-        for step in range(1, STEPS + 1):
+        for step in range(1, steps + 1):
             loss = loss_and_gradient(model, mesh, step)
             finish(strategy)
             gradient = local(model.parameters, expected.gradients[step - 1])
@@ -227,7 +228,7 @@ def errors(case: Case, comm: MPI.Intracomm) -> dict[str, float]:
             optimizer.update(count_of(step))
             worst.note("loss", difference(np.array(loss), expected.losses[step - 1]))
             worst.note("norm", difference(np.array(optimizer.gradient_norm / expected.norms[step - 1]), np.array(1.0)))
-        end = local(model.parameters, expected.parameters)
+        end = local(model.parameters, expected.parameters[steps - 1])
         worst.note("parameter", difference(model.parameters.gather(), end))
     values = np.array(list(worst.values()))
     comm.Allreduce(MPI.IN_PLACE, values, MPI.MAX)
