@@ -117,7 +117,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tied", action="store_true", help="one table for input and output embedding")
     parser.add_argument("--recompute", action="store_true", help="compute blocks twice instead of keeping activations")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="zero1", help="how state is sharded (default zero1)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.sample < 0:
+        parser.error("--sample must be at least 0")
+    return options
 
 
 def main() -> int:

@@ -51,11 +51,13 @@ class Pending:
         requests: Sequence[MPI.Request],
         finish: Callable[[], Array],
         read: Sequence[Array] = (),
+        statuses: Sequence[MPI.Status] | None = None,
     ) -> None:
         self._ledger = ledger
         self._call: Fields | None = call
         self._sent = sent
         self._requests = requests
+        self._statuses: Sequence[MPI.Status | None] = statuses or [None] * len(requests)
         self._finish = finish
         # mpi4py 4.1 lets go of what Iallreduce, Ireduce_scatter and Iallgatherv read while they run.
         self._read = read
@@ -64,7 +66,7 @@ class Pending:
 
     def test(self) -> bool:
         """Whether `wait` would return at once."""
-        return all(request.Test() for request in self._requests)
+        return all(request.Get_status() for request in self._requests)
 
     def wait(self) -> Array:
         """Finish the collective and return its result; calling it again returns the same."""
@@ -73,8 +75,8 @@ class Pending:
             call, self._call = self._call, None
             self._ledger.active = (began, *call[1:])
             try:
-                for request in self._requests:
-                    request.Wait()
+                for request, status in zip(self._requests, self._statuses, strict=True):
+                    request.Wait(status)
                 self._result = self._finish()
                 self._read = ()
             finally:
@@ -118,14 +120,21 @@ class Axis:
     ledger : Ledger
     """
 
-    def __init__(self, name: str, comm: MPI.Intracomm, ledger: Ledger, *, debug: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        comm: MPI.Intracomm,
+        ledger: Ledger,
+        *,
+        members: Sequence[int] | None = None,
+        debug: bool = False,
+    ) -> None:
         self.name = name
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
         self.ledger = ledger
-        # Kept, since another mesh with this ledger may have an axis of this name.
-        self.members = ledger.members.get(name, list(range(comm.size)))
+        self.members = list(range(comm.size) if members is None else members)
         self.largest_count = None if probe().large_counts else 2**31 - 1
         self._debug = debug
         self._now = _Lane(comm, debug)
@@ -147,8 +156,8 @@ class Axis:
             part = None
             if self.rank in key:
                 assert isinstance(comm, MPI.Intracomm)
-                part = Axis(name, comm, self.ledger, debug=self._debug)
-                part.members = self.ledger.members[name] = [self.members[rank] for rank in key]
+                members = [self.members[rank] for rank in key]
+                part = Axis(name, comm, self.ledger, members=members, debug=self._debug)
             self._among[key] = part
         return self._among[key]
 
@@ -171,7 +180,9 @@ class Axis:
         # The short way: after a large buffer the caches hold nothing of the interpreter, and every function called
         # here costs microseconds.
         lane.calls += 1
-        ledger.active = call = ledger.begin(self.name, lane.calls, "all_reduce", buffer.dtype, buffer.size, label)
+        ledger.active = call = ledger.begin(
+            self.name, lane.calls, "all_reduce", buffer.dtype, buffer.size, label, self.members
+        )
         try:
             self.comm.Allreduce(MPI.IN_PLACE, buffer, _OPS[op])
         finally:
@@ -248,18 +259,15 @@ class Axis:
         call = self._begin(self._now, "recv", buffer, label)
         wire = to_wire(buffer, reads=False)
         requests = [self.comm.Irecv(part, source, tag) for part in self._parts(wire)]
+        statuses = [MPI.Status() for _ in requests]
 
         def finish() -> Array:
-            got = 0
-            for request in requests:
-                status = MPI.Status()
-                request.Wait(status)
-                got += status.Get_count(MPI.BYTE)
+            got = sum(status.Get_count(MPI.BYTE) for status in statuses)
             if got != buffer.nbytes:
                 raise ValueError(f"rank {source} sent {got} bytes to a buffer of {buffer.nbytes}; sizes must agree")
             return from_wire(wire, buffer)
 
-        return Pending(self.ledger, call, 0, [], finish)
+        return Pending(self.ledger, call, 0, requests, finish, statuses=statuses)
 
     # -- agreement --------------------------------------------------------------------------------------------------
 
@@ -446,7 +454,7 @@ class Axis:
         if op in ("all_reduce", "reduce_scatter") and detail not in _OPS:
             raise ValueError(f"{op} knows the operations {', '.join(_OPS)}, got {detail!r}")
         lane.calls += 1
-        call = self.ledger.begin(self.name, lane.calls, op, buffer.dtype, buffer.size, label)
+        call = self.ledger.begin(self.name, lane.calls, op, buffer.dtype, buffer.size, label, self.members)
         if lane.check_comm is not None and op not in ("send", "recv"):
             self._check(lane.check_comm, call, detail, counts)
         return call

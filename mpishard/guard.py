@@ -141,7 +141,7 @@ class Watchdog:
 
     def _ask_neighbour(self, call: Call) -> None:
         """Ask the next rank on the axis, once a call, whether it is still in the script; report where it is not."""
-        members = self._ledger.members.get(call.axis, [])
+        members = call.members
         if self._comm.rank not in members:
             return
         neighbour = members[(members.index(self._comm.rank) + 1) % len(members)]

@@ -18,7 +18,10 @@ _KEEP = 1000
 
 
 class Call(NamedTuple):
-    """A communication call under way, and what tells it from the one it should match."""
+    """A communication call under way, and what tells it from the one it should match.
+
+    `members` are the ranks of the whole mesh that take part.
+    """
 
     began: float
     axis: str
@@ -29,6 +32,7 @@ class Call(NamedTuple):
     label: str
     code: CodeType
     line: int
+    members: Sequence[int]
 
     @property
     def site(self) -> str:
@@ -69,24 +73,23 @@ class Ledger:
         The fields of the `Call` in which this rank may be waiting now; read by the watchdog from another thread.
     step : int
         The training step under way, for messages.
-    members : dict
-        Ranks of the whole mesh by axis.
     """
 
     def __init__(self) -> None:
         self.active: tuple[Any, ...] | None = None
         self.step = 0
-        self.members: dict[str, list[int]] = {}
         self._entries: list[tuple[tuple[Any, ...], int, float]] = []
         self._summed = 0
         self._totals: dict[tuple[str, str, str], Total] = {}
 
-    def begin(self, axis: str, sequence: int, op: str, dtype: np.dtype, count: int, label: str) -> tuple[Any, ...]:
+    def begin(
+        self, axis: str, sequence: int, op: str, dtype: np.dtype, count: int, label: str, members: Sequence[int]
+    ) -> tuple[Any, ...]:
         """The fields of a `Call` that begins now.  Its site is the first frame outside mpishard."""
         frame = sys._getframe(1)
         while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
             frame = frame.f_back
-        return (time.perf_counter(), axis, sequence, op, dtype, count, label, frame.f_code, frame.f_lineno)
+        return (time.perf_counter(), axis, sequence, op, dtype, count, label, frame.f_code, frame.f_lineno, members)
 
     def enter(self, call: tuple[Any, ...], sent: int, seconds: float) -> None:
         """Enter a finished call: the bytes that this rank sent, and the time it spent inside."""
@@ -96,7 +99,7 @@ class Ledger:
 
     def _sum_up(self) -> None:
         for call, sent, seconds in self._entries[self._summed :]:
-            _, axis, _, op, _, _, label, _, _ = call
+            _, axis, _, op, _, _, label, _, _, _ = call
             total = self._totals.setdefault((axis, op, label), Total())
             total.calls += 1
             total.sent += sent

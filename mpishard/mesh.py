@@ -88,8 +88,8 @@ class Mesh:
 
         def axis(name: str, part: MPI.Comm) -> Axis:
             assert isinstance(part, MPI.Intracomm)
-            self.ledger.members[name] = list(MPI.Group.Translate_ranks(part.group, None, world.group))
-            return Axis(name, part, self.ledger, debug=self.debug)
+            members = MPI.Group.Translate_ranks(part.group, None, world.group)
+            return Axis(name, part, self.ledger, members=members, debug=self.debug)
 
         self.world = axis("world", world)
         self.data = axis("data", world.Split(stage * tensor + tensor_rank, data_rank))

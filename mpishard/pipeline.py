@@ -77,6 +77,8 @@ class _Flight:
 class Pipeline:
     """The chunks of one rank, run by a schedule.  All methods are collective over the pipeline axis.
 
+    Once one of them was left by an exception, which on several ranks leaves messages under way, all raise RuntimeError.
+
     Parameters
     ----------
     axis : Axis
@@ -122,6 +124,7 @@ class Pipeline:
         self._gradient_sends: dict[int, Pending] = {}
         self._gradient_buffers: dict[int, Array] = {}
         self._loss = 0.0
+        self._unfinished = False
 
     def train(self, batches: Sequence[Batch]) -> float:
         """Forward and backward of the micro-batches; returns their summed loss, the same on all stages."""
@@ -177,6 +180,12 @@ class Pipeline:
         return known
 
     def _begin(self) -> None:
+        if self._unfinished and self.axis.size > 1:
+            raise RuntimeError(
+                "an earlier pass over this pipeline was left by an exception, and the next would take what is still on "
+                "its way for its own; start the job again, or go on with another mesh, without freeing this one"
+            )
+        self._unfinished = True
         self.executed = []
         self.peak_in_flight = 0
         self._flights.clear()  # an earlier call may have been left by an exception
@@ -190,6 +199,7 @@ class Pipeline:
         for idle in self._idle:
             for flight in idle:
                 flight.wait()
+        self._unfinished = False
         if self.axis.size == 1 or not tell_loss:
             return self._loss
         total = np.array([self._loss])

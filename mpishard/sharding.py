@@ -92,6 +92,8 @@ class ShardedUnits:
 
     def assign(self, piece: Piece, unit: int, values: Array) -> None:
         """Give a tensor its values, of which this rank keeps what is its share.  Not collective."""
+        if piece.name in self.views:
+            self.views[piece.name][...] = values
         start, stop = self.own[unit]
         first, last = max(start, piece.start), min(stop, piece.start + piece.size)
         if first < last:
@@ -126,13 +128,18 @@ class ShardedUnits:
     def release(self, units: Iterable[int]) -> None:
         """One user less of each unit; its memory is free for others when there is none."""
         for unit in units:
+            if not self._users[unit]:
+                name = self._pieces[self._units[unit][0]].name
+                raise RuntimeError(
+                    f"the unit of {name!r} was released, but is not in use: each use() takes one release(), and an "
+                    "optimizer's step in between, which changes the parameters, releases all"
+                )
             self._users[unit] -= 1
-            assert self._users[unit] >= 0, "a unit was released that was not in use"
             if not self._users[unit]:
                 self._drop(unit)
 
     def drop(self) -> None:
-        """Forget all that is gathered, since the shares have changed."""
+        """Forget all that is gathered, since the shares change."""
         for unit in list(self._blocks):
             self._drop(unit)
         self._users.clear()
@@ -144,6 +151,7 @@ class ShardedUnits:
 
     def rewrite(self, change: Callable[[Array, int, int], None]) -> None:
         """Let ``change(block, first, last)`` alter the tensors of each unit, gathered for it into `block`, in place."""
+        self.drop()
         for unit, ((first, last), (start, stop)) in enumerate(zip(self._units, self._extents, strict=True)):
             block = arrays.empty(stop - start, self._like.dtype, like=self._like)
             cuts = self._cuts[unit]

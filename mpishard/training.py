@@ -314,7 +314,7 @@ class _Loop:
             wish = max(wish, 1)
         if self.watching:
             wishes = np.array([wish], np.int64)
-            wish = int(self.axis.all_reduce(wishes, op="max", label="control")[0])
+            wish = int(self.optimizer.world.all_reduce(wishes, op="max", label="control")[0])
         if wish:
             return "callback" if wish == 2 else "seconds"
         if problem.tolerance is not None and norm <= problem.tolerance:

@@ -246,8 +246,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 3, 4, 6, 8], help="numbers of ranks")
     options = parser.parse_args()
     world = MPI.COMM_WORLD
+    possible = [count for count in options.ranks if 1 <= count <= world.size]
+    if options.every < 1 or not possible:
+        parser.error(f"--every must be at least 1, and one of --ranks 1 to {world.size}, which is how many there are")
+    if world.rank == 0 and possible != options.ranks:
+        print(f"{world.size} ranks cannot run all of {options.ranks}; running {possible}", flush=True)
     failed = 0
-    for ranks in [count for count in options.ranks if count <= world.size]:
+    for ranks in possible:
         # As many groups of so many ranks as there are, each with cases of its own.
         groups = world.size // ranks
         group = world.rank // ranks

@@ -67,11 +67,17 @@ def estimate(
     if parameters is not None:
         if any(value is not None for value in sizes.values()):
             raise ValueError("--parameters stands for a whole model: give it or --vocabulary, --context, ..., not both")
+        for name, value in {"data": data, "tensor": tensor, "pipeline": pipeline, "zero": zero}.items():
+            if value is not None:
+                raise ValueError(
+                    f"--parameters has all ranks on the data axis and every ZeRO stage: leave --{name} out"
+                )
         _zero_table(parameters, ranks, as_json)
         return
     if missing := [f"--{name}" for name, value in sizes.items() if value is None]:
         raise ValueError(f"a model needs {', '.join(missing)} too (or --parameters for ZeRO alone)")
-    assert vocabulary and context and width and layers and heads
+    assert vocabulary is not None and context is not None and width is not None
+    assert layers is not None and heads is not None
     architecture = Architecture(vocabulary, context, width, layers, heads, tied)
     if schedule is not None and schedule not in SCHEDULES:
         raise ValueError(f"there is no schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
@@ -81,6 +87,9 @@ def estimate(
         raise ValueError(f"--dtype is {dtype!r}; choose float32 or float64")
     machine = _machine(profile, flops, bandwidth, latency, memory_bandwidth)
     limit = math.inf if memory_limit is None else parse_bytes(memory_limit)
+    for name, count in (("batch", batch), ("rows", rows)):
+        if count is not None and count < 1:
+            raise ValueError(f"--{name} is {count}; it must be at least 1")
     batch = ranks if batch is None else batch
     found = table(
         layouts(
@@ -158,7 +167,7 @@ def _machine(
     if missing := [name for name, value in given.items() if value is None]:
         raise ValueError(f"a machine given by hand needs {' and '.join(missing)} too")
     assert flops is not None and bandwidth is not None and latency is not None
-    return MachineProfile.given(flops, bandwidth, latency, memory_bandwidth or math.inf)
+    return MachineProfile.given(flops, bandwidth, latency, math.inf if memory_bandwidth is None else memory_bandwidth)
 
 
 def _zero_table(parameters: float, ranks: int, as_json: bool) -> None:

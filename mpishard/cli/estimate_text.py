@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from mpishard.estimate import Estimate, Memory
@@ -33,6 +34,14 @@ def new_table(*columns: str, left: int = 1) -> Table:
     for index, column in enumerate(columns):
         made.add_column(column, justify="left" if index < left else "right", no_wrap=True)
     return made
+
+
+def print_table(output: Console, made: Table) -> None:
+    """Print a table without cutting any of its figures: in a terminal too narrow for it, lines wrap."""
+    needed = Measurement.get(output, output.options.update(max_width=10_000), made).maximum
+    before, output.width = output.width, max(output.width, needed)
+    output.print(made)
+    output.width = before
 
 
 def size(count: float) -> str:
@@ -70,29 +79,16 @@ def overview(found: Sequence[Estimate], limit: float, shown: int, tokens: int) -
     output.print(
         f"{layouts} of {found[0].layout.ranks} ranks, {tokens} tokens a step; bytes are those of a rank", style="bold"
     )
-    made = new_table(
-        *("data", "tens", "pipe", "zero", "schedule", "step", "tokens/s", "bubble"),
-        *("memory", "model", "activ.", "tensor\nsends", "pipe\nsends", "data\nsends"),
-        left=0,
-    )
-    made.columns[4].justify = "left"
-    for each in found[:shown]:
-        layout, memory = each.layout, each.memory
-        exceeds = memory.total > limit
-        schedule = layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else "")
-        made.add_row(
-            *map(str, (layout.data, layout.tensor, layout.pipeline, layout.zero_stage)),
-            schedule if layout.pipeline > 1 else "-",
-            seconds(each.step_time),
-            f"{tokens / each.step_time:,.0f}",
-            f"{each.bubble_fraction:.0%}" if layout.pipeline > 1 else "-",
-            ("!" if exceeds else "") + size(memory.total),
-            size(memory.total - memory.activations - memory.scratch),
-            size(memory.activations + memory.scratch),
-            *(size(each.sent.get(axis, 0)) for axis in ("tensor", "pipeline", "data")),
-            style="dim" if exceeds else None,
-        )
-    output.print(made)
+    rows = [_overview_row(each, limit, tokens) for each in found[:shown]]
+    columns = _fitting(rows, output.width)
+    made = new_table(*columns, left=0)
+    made.columns[columns.index("schedule")].justify = "left"
+    for each, row in zip(found, rows, strict=False):
+        made.add_row(*(row[column] for column in columns), style="dim" if each.memory.total > limit else None)
+    print_table(output, made)
+    if len(columns) < len(rows[0]):
+        missing = ", ".join(column.replace("\n", " ") for column in rows[0] if column not in columns)
+        output.print(f"(not shown in {output.width} columns: {missing})")
     if len(found) > shown:
         output.print(f"... and {len(found) - shown} more; --rows N shows more of them")
     over = sum(each.memory.total > limit for each in found)
@@ -101,6 +97,38 @@ def overview(found: Sequence[Estimate], limit: float, shown: int, tokens: int) -
         output.print(f"No layout fits into {size(limit)} a rank; the least is {size(least.memory.total)}.")
     elif over:
         output.print(f"! {over} of {len(found)} layouts need more than the limit of {size(limit)} a rank.")
+
+
+def _overview_row(each: Estimate, limit: float, tokens: int) -> dict[str, str]:
+    """Cells by column."""
+    layout, memory = each.layout, each.memory
+    schedule = layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else "")
+    return {
+        "data": str(layout.data),
+        "tens": str(layout.tensor),
+        "pipe": str(layout.pipeline),
+        "zero": str(layout.zero_stage),
+        "schedule": schedule if layout.pipeline > 1 else "-",
+        "step": seconds(each.step_time),
+        "tokens/s": f"{tokens / each.step_time:,.0f}",
+        "bubble": f"{each.bubble_fraction:.0%}" if layout.pipeline > 1 else "-",
+        "memory": ("!" if memory.total > limit else "") + size(memory.total),
+        "model": size(memory.total - memory.activations - memory.scratch),
+        "activ.": size(memory.activations + memory.scratch),
+        "tensor\nsends": size(each.sent.get("tensor", 0)),
+        "pipe\nsends": size(each.sent.get("pipeline", 0)),
+        "data\nsends": size(each.sent.get("data", 0)),
+    }
+
+
+def _fitting(rows: Sequence[dict[str, str]], width: int) -> list[str]:
+    """The columns for a terminal of `width`: some that are dispensable go where there is no room for all."""
+    columns = list(rows[0])
+    widths = {column: 2 + max(map(len, (*column.split("\n"), *(row[column] for row in rows)))) for column in columns}
+    for column in ("activ.", "model", "tensor\nsends", "pipe\nsends", "data\nsends"):
+        if sum(widths[kept] for kept in columns) > width + 2:
+            columns.remove(column)
+    return columns
 
 
 def details(found: Estimate, tokens: int) -> None:
@@ -128,7 +156,7 @@ def details(found: Estimate, tokens: int) -> None:
     made = new_table("stage", "tensors", *_MEMORY.values())
     for row, ranks in rows.items():
         made.add_row(_ranks(ranks), *row)
-    output.print(made)
+    print_table(output, made)
     output.print("sent by a rank in a step, mean of the stage", style="bold")
     made = new_table("stage", "axis", "what", "bytes", left=3)
     rows = {}
@@ -138,7 +166,10 @@ def details(found: Estimate, tokens: int) -> None:
                 rows.setdefault((axis, label, size(count / (layout.data * layout.tensor))), []).append(stage.rank)
     for row, ranks in rows.items():
         made.add_row(_ranks(ranks), *row)
-    output.print(made if rows else "nothing")
+    if rows:
+        print_table(output, made)
+    else:
+        output.print("nothing")
 
 
 def _memory_row(parameters: int, memory: Memory) -> tuple[str, ...]:

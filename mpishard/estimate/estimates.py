@@ -152,8 +152,14 @@ def estimate(
     if not 1 <= length <= architecture.context_length:
         raise ValueError(f"sequences of {length} tokens, but the model takes 1 to {architecture.context_length}")
     microbatches = (1 if pipeline == 1 else 4 * pipeline) if microbatches is None else microbatches
-    if batch < 0 or microbatches < 1:
-        raise ValueError(f"batch={batch} and microbatches={microbatches} must be at least 0 and 1")
+    for what, value, least in (
+        ("batch", batch, 0),
+        ("microbatches", microbatches, 1),
+        ("slots", slots, 0),
+        ("itemsize", itemsize, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{what}={value} must be at least {least}")
     rows = rows_of(batch, microbatches, length)
     plan = Plan(architecture, layout, rows, length, itemsize, slots, minimum_parameter_group_size)
     by_rank = parts_of(architecture, layout)

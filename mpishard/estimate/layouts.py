@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpishard.estimate.zero import STAGES
 from mpishard.nn.architecture import Architecture
-from mpishard.schedule import SCHEDULES
+from mpishard.schedule import SCHEDULES, check_chunks
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Layout:
     Raises
     ------
     ValueError
-        For sizes below 1, or a stage or schedule that is not there.
+        For sizes below 1, a stage or schedule that is not there, or chunks that the schedule cannot use.
     """
 
     data: int = 1
@@ -52,6 +52,7 @@ class Layout:
             raise ValueError(f"there is no ZeRO stage {self.zero_stage!r}; choose one of 0, 1, 2, 3")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"there is no schedule {self.schedule!r}; choose one of {', '.join(SCHEDULES)}")
+        check_chunks(self.schedule, self.chunks)
 
     @property
     def ranks(self) -> int:
@@ -95,12 +96,14 @@ def layouts(
     zero_stages, schedules : sequence
         Only these; with one data rank all ZeRO stages are stage 0, and with one pipeline rank all schedules "1f1b".
     chunks : int
-        Chunks a rank of "interleaved".
+        Chunks a rank of "interleaved", at least 2 if that is one of the schedules.
     sequence_parallel, recompute : bool
         Of all layouts; the first of those with a tensor axis.
     """
     if ranks < 1:
         raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")
+    if "interleaved" in schedules:
+        check_chunks("interleaved", chunks)
     for tensor_size in _divisors(ranks):
         if architecture.heads % tensor_size or tensor not in (None, tensor_size):
             continue
@@ -110,7 +113,7 @@ def layouts(
                 continue
             for schedule in schedules if pipeline_size > 1 else ("1f1b",):
                 parts = chunks if schedule == "interleaved" else 1
-                if pipeline_size * parts > architecture.layers or (schedule == "interleaved" and parts < 2):
+                if pipeline_size * parts > architecture.layers:
                     continue
                 for zero_stage in zero_stages if data_size > 1 else (0,):
                     yield Layout(

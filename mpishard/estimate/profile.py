@@ -70,8 +70,8 @@ class MachineProfile:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if not self.products or not all(size > 0 and flops > 0 for size, flops in self.products):
-            raise ValueError(f"a machine profile needs speeds of matrix products above 0, got {self.products!r}")
+        if not self.products or not all(size > 0 and 0 < flops < math.inf for size, flops in self.products):
+            raise ValueError(f"a machine profile needs finite speeds of matrix products above 0, got {self.products!r}")
         for what in ("memory_bandwidth", "exponentials"):
             if not getattr(self, what) > 0:
                 raise ValueError(f"{what} of a machine profile is {getattr(self, what):g} a second; it must be above 0")
@@ -102,7 +102,7 @@ class MachineProfile:
             node=dict.fromkeys(OPERATIONS, node),
             network=dict.fromkeys(OPERATIONS, network),
             ranks_per_node=ranks_per_node,
-            name="given by hand",
+            name="a machine given by hand",
         )
 
     def flops(self, size: float) -> float:

@@ -5,6 +5,8 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
+import math
+
 STAGES = (0, 1, 2, 3)
 
 
@@ -38,8 +40,8 @@ def model_state_bytes(
     ValueError
         For counts that are not positive, or another stage.
     """
-    if not parameters > 0:
-        raise ValueError(f"the number of parameters is {parameters:g}; it must be above 0")
+    if not 0 < parameters < math.inf:
+        raise ValueError(f"the number of parameters is {parameters:g}; it must be finite and above 0")
     if ranks < 1:
         raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")
     if zero_stage not in STAGES:

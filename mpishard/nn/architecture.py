@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 from mpishard.layout import ParameterSpec, merge_ties, split
 from mpishard.nn.block import Block
@@ -33,6 +34,8 @@ class Architecture:
 
     Raises
     ------
+    TypeError
+        If a size is no integer.
     ValueError
         If a size is below 1, or `width` is no multiple of `heads`.
     """
@@ -45,6 +48,10 @@ class Architecture:
     tied: bool = False
 
     def __post_init__(self) -> None:
+        for what in ("vocabulary_size", "context_length", "width", "layers", "heads"):
+            size = getattr(self, what)
+            if isinstance(size, bool) or not isinstance(size, Integral):
+                raise TypeError(f"{what} is {size!r}; it must be an integer")
         for what in ("vocabulary_size", "context_length", "width", "layers"):
             if getattr(self, what) < 1:
                 raise ValueError(f"{what} is {getattr(self, what)}; it must be at least 1")
@@ -101,10 +108,14 @@ class Architecture:
         self.check(stages=stages)
         units = self.units()
         if costs is not None:
-            costs = [float(cost) for cost in costs]
+            given = costs
+            try:
+                costs = [float(cost) for cost in given]
+            except (TypeError, ValueError):
+                costs = []
             if len(costs) != len(units) or not all(0 <= cost < math.inf for cost in costs):
                 raise ValueError(
-                    f"stage_costs are {costs}; a model of {self.layers} layers needs {len(units)} numbers of at "
+                    f"stage_costs are {given}; a model of {self.layers} layers needs {len(units)} numbers of at "
                     "least 0, of the stem, of each block and of the top"
                 )
             cuts = _fastest_cut(costs, stages)

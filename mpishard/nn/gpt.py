@@ -19,7 +19,7 @@ from mpishard.nn.chunk import Chunk
 from mpishard.nn.layers import Layer
 from mpishard.nn.linear import TiedLinear
 from mpishard.nn.parallel import TensorParallel
-from mpishard.nn.products import check_compute_dtype, warn_if_slow
+from mpishard.nn.products import check_compute_dtype, check_half, warn_if_slow
 from mpishard.nn.stage_costs import measure_costs
 from mpishard.nn.units import Batch, Top
 from mpishard.nn.workspace import Pool, Workspace
@@ -27,7 +27,6 @@ from mpishard.parameters import FlatParameters
 from mpishard.pipeline import Pipeline
 from mpishard.randomness import generator
 from mpishard.schedule import make_schedule, warn_if_bubbly
-from mpishard.wire import is_half
 
 Array = Any
 
@@ -141,8 +140,8 @@ class GPT:
         if dtype not in (np.float32, np.float64):
             raise TypeError(f"dtype is {dtype}; GPT computes in float32 or float64")
         for what, half in (("storage_dtype", storage_dtype), ("wire_dtype", wire_dtype)):
-            if half is not None and not is_half(np.dtype(half)):
-                raise TypeError(f"{what} is {np.dtype(half)}; it must be float16 or bfloat16 (of ml_dtypes), or None")
+            if half is not None:
+                check_half(what, half)
         if compute_dtype is not None:
             check_compute_dtype(compute_dtype, dtype, module)
         if sharded_parameters and mesh is None:

@@ -38,11 +38,22 @@ def make_matmul(module: Any, compute_dtype: Any = None) -> Matmul:
     return functools.partial(compute, np.dtype(compute_dtype))
 
 
+def check_half(what: str, dtype: Any) -> np.dtype:
+    """`dtype`, the argument named `what`, as a dtype; raises TypeError unless it is float16 or bfloat16."""
+    try:
+        half = np.dtype(dtype)
+    except TypeError:  # such as "bfloat16" before ml_dtypes has told NumPy of it
+        half = None
+    if half is None or not is_half(half):
+        raise TypeError(
+            f"{what} is {dtype if half is None else half}; it must be float16 or bfloat16 (of ml_dtypes), or None"
+        )
+    return half
+
+
 def check_compute_dtype(compute_dtype: Any, dtype: np.dtype, module: Any) -> None:
     """Raise TypeError unless arrays of `module` and `dtype` can be multiplied in `compute_dtype`."""
-    half = np.dtype(compute_dtype)
-    if not is_half(half):
-        raise TypeError(f"compute_dtype is {half}; it must be float16 or bfloat16 (of ml_dtypes), or None")
+    half = check_half("compute_dtype", compute_dtype)
     if dtype != np.float32:
         raise TypeError(f"compute_dtype {half} needs float32 weights, but dtype is {dtype}; pass dtype=numpy.float32")
     try:

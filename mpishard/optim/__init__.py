@@ -84,7 +84,7 @@ class HybridShardedOptimizer(ShardedOptimizer):
         *,
         zero_stage: int = 1,
     ) -> None:
-        if zero_stage not in range(len(STRATEGIES)):
+        if not isinstance(zero_stage, int) or zero_stage not in range(len(STRATEGIES)):
             raise ValueError(f"zero_stage={zero_stage!r} must be 0, 1, 2 or 3")
         self.strategy = STRATEGIES[zero_stage]
         config = ShardingConfiguration.of(config)

@@ -113,6 +113,7 @@ class ShardedOptimizer:
         count : float, optional
             What to divide the sum of all ranks' gradients by, the same on all ranks: the global number of samples where
             gradients are sums over samples.  Default: the number of data-parallel ranks, for the mean of theirs.
+            A call that only adds does not use it.
 
         Raises
         ------
@@ -142,7 +143,7 @@ class ShardedOptimizer:
         self._passes += 1
         if gradients is not None:
             if self._accumulated is None:
-                self._accumulated = arrays.zeros(named.size, named.dtype, like=named.flat)
+                self._accumulated = arrays.zeros(named.size, named.dtype, like=named.like)
             accumulate(self._accumulated, gradients)
 
     def synchronize_optimizer_state(self) -> None:
@@ -339,8 +340,7 @@ class ShardedOptimizer:
 
     def _forget_gradients(self) -> None:
         self._passes = 0
-        if self._accumulated is not None:
-            self._accumulated[...] = 0
+        self._accumulated = None
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
@@ -360,6 +360,12 @@ class ShardedOptimizer:
             assert named is not None
             if gradients is not None:
                 check_gradients(named, gradients)
+            arrays_given = gradients is not None or self._accumulated is not None
+            if isinstance(parameters, FlatParameters) and arrays_given and parameters.gradients.has_content:
+                raise ValueError(
+                    "these parameters have gradients of their own, from a backward pass, and step() was given an array "
+                    "too, now or since the last update; use one or the other, parameters.reset_gradients() forgets both"
+                )
             if count is not None and not 0 < count < math.inf:
                 raise ValueError(f"count={count!r}, the global number of samples, must be above 0")
             self._check_model(named)

@@ -8,7 +8,7 @@
 from mpishard.schedule.actions import KINDS, Action, Schedule
 from mpishard.schedule.deadlock import Deadlock, check_deadlock_free, find_deadlock
 from mpishard.schedule.execution import Event, Wait
-from mpishard.schedule.generators import SCHEDULES, forward_only, make_schedule, warn_if_bubbly
+from mpishard.schedule.generators import SCHEDULES, check_chunks, forward_only, make_schedule, warn_if_bubbly
 from mpishard.schedule.simulator import Timeline, simulate
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Schedule",
     "Timeline",
     "Wait",
+    "check_chunks",
     "check_deadlock_free",
     "find_deadlock",
     "forward_only",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -130,7 +131,7 @@ class Schedule:
 
 def positive(name: str, value: object) -> None:
     """Raise unless `value` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")

@@ -121,14 +121,19 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
         raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
     for what, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         positive(what, value)
-    if name == "interleaved" and chunks < 2:
-        raise ValueError(f"schedule 'interleaved' needs at least 2 chunks a rank, got {chunks}; with 1 it is '1f1b'")
-    if name != "interleaved" and chunks != 1:
-        raise ValueError(f"schedule {name!r} has 1 chunk a rank, got {chunks}; 'interleaved' takes more")
+    check_chunks(name, chunks)
     programs = tuple(tuple(SCHEDULES[name](rank, stages, microbatches, chunks)) for rank in range(stages))
     schedule = Schedule(name, stages, chunks, microbatches, programs)
     check_deadlock_free(schedule)
     return schedule
+
+
+def check_chunks(name: str, chunks: int) -> None:
+    """Raise ValueError for a number of chunks that the schedule cannot use."""
+    if name == "interleaved" and chunks < 2:
+        raise ValueError(f"schedule 'interleaved' needs at least 2 chunks a rank, got {chunks}; with 1 it is '1f1b'")
+    if name != "interleaved" and chunks != 1:
+        raise ValueError(f"schedule {name!r} has 1 chunk a rank, got {chunks}; 'interleaved' takes more")
 
 
 def forward_only(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -164,5 +169,5 @@ def warn_if_bubbly(schedule: Schedule) -> None:
             f"{schedule.name!r} the bubble is {idle:.0%} of the time (backward twice as long as forward); "
             f"use at least {schedule.stages} micro-batches",
             UserWarning,
-            stacklevel=2,
+            stacklevel=3,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,22 @@ def test_train_gpt(mpirun: Callable[..., Any], tmp_path: Path, ranks: int, optim
         assert file["parameters/token_embedding.weight"].shape == (256, 32)
         assert file["optimizer"].dtype == np.uint8
     assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_train_gpt_learns_the_same_in_three_dimensions(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+    sizes = ["--steps", 40, "--layers", 2, "--width", 32, "--heads", 2, "--context", 32, "--batch", 33, "--tied"]
+    ends = []
+    for ranks, layout in [
+        (2, []),
+        (4, ["--tensor", 2, "--pipeline", 2, "--schedule", "zb-h1", "--sequence-parallel"]),
+        (4, ["--pipeline", 2, "--optimizer", "zero3", "--recompute"]),
+    ]:
+        options = [*sizes, *layout, "--lr", 1e-2, "--sample", 5, "--output", tmp_path]
+        finished = mpirun(ranks, EXAMPLES / "train_gpt.py", *options, timeout=100)
+        assert finished.code == 0, finished.all
+        (loss,) = re.findall(r"loss: \S+ -> (\S+) nats", finished.output)
+        ends.append(float(loss))
+    assert max(ends) - min(ends) < 0.02, ends
 
 
 @pytest.fixture(scope="module")

@@ -9,24 +9,49 @@ from typing import Any
 
 import pytest
 
+from mpishard.cli import main
+from mpishard.estimate import TYPICAL
+
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
 SCRIPTS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.parametrize(
-    ("script", "printed"),
-    [(SCRIPTS[0], r"steps \S+e-1\d \[ 1\. -2\.  3\. -4\.  5\.\]"), (SCRIPTS[1], r"5\.\d\d -> 2\.")],
+    ("script", "ranks", "printed"),
+    [
+        (SCRIPTS[0], 3, r"steps \S+e-1\d \[ 1\. -2\.  3\. -4\.  5\.\]"),
+        (SCRIPTS[1], 3, r"5\.\d\d -> 2\."),
+        (SCRIPTS[2], 4, r"5\.\d\d -> [23]\."),
+    ],
 )
-def test_quickstart(script: str, printed: str, tmp_path: Path, mpirun: Callable[..., Any]) -> None:
+def test_quickstart(script: str, ranks: int, printed: str, tmp_path: Path, mpirun: Callable[..., Any]) -> None:
     path = tmp_path / "script.py"
     path.write_text(script, "utf-8")
-    finished = mpirun(3, path)
+    finished = mpirun(ranks, path)
     assert finished.code == 0, finished.all
     assert re.search(printed, finished.output), finished.all
 
 
-def test_both_scripts_are_tested() -> None:
-    assert len(SCRIPTS) == 2
+def test_all_scripts_are_tested() -> None:
+    assert len(SCRIPTS) == 3
+
+
+def test_the_schedule_is_drawn_as_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (command,) = re.findall(r"`mpishard (schedule .*?)`", README)
+    (shown,) = re.findall(r"```\n(stage 0 .*?)```", README, re.DOTALL)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(command.split()) == 0
+    drawn = capsys.readouterr().out.splitlines()
+    assert set(shown.splitlines()) <= set(drawn)
+
+
+def test_layouts_are_estimated_as_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tables = re.findall(r"mpishard (estimate --.*?)(?:`|\n)", README)
+    TYPICAL.save(tmp_path / "profile.json")
+    for command in tables:
+        assert main(command.replace("profile.json", str(tmp_path / "profile.json")).split()) == 0
+    assert len(tables) == 2
+    assert "72 layouts of 8 ranks" in capsys.readouterr().out
 
 
 def test_links_lead_somewhere() -> None:

@@ -177,6 +177,18 @@ def test_waiting_twice_and_testing(mesh):
     assert mesh.ledger.totals["data", "all_reduce", ""].calls == 1
 
 
+@pytest.mark.mpi(min_size=2)
+def test_testing_a_receive(mesh):
+    buffer = np.zeros(4)
+    pending = mesh.data.start_recv(buffer, (mesh.rank - 1) % mesh.size)
+    assert not pending.test()
+    mesh.data.barrier()
+    mesh.data.send(np.ones(4), (mesh.rank + 1) % mesh.size)
+    while not pending.test():
+        pass
+    assert (pending.wait() == 1).all()
+
+
 def dot(mesh, x, y):
     """<x, y> over the ranks, each holding its part."""
     return mesh.world.comm.allreduce(float(np.dot(x, y)))

@@ -106,6 +106,9 @@ def test_reshaped(comm):
             before = mesh.ledger.sent(axis="pipeline")
             other.pipeline.all_reduce(np.ones(840))
             assert (mesh.ledger.sent(axis="pipeline") > before) == (pipeline > 1)  # one ledger
+            for axis in (mesh.data, other.data):
+                axis.all_reduce(np.ones(3))
+                assert mesh.ledger.recent[-1].call.members == axis.comm.allgather(mesh.rank)
     with mpishard.Mesh(comm, data=1, tensor=comm.size) as mesh:
         assert mesh.reshaped(data=1, tensor=-1) is mesh
         if comm.size > 1:
@@ -122,5 +125,5 @@ def test_an_axis_of_some_ranks(comm):
         if part is not None:
             assert (part.name, part.rank, part.size) == ("even", mesh.rank // 2, len(ranks))
             assert part.all_reduce(np.array([mesh.rank]))[0] == sum(ranks)
-            assert mesh.ledger.members["even"] == ranks
+            assert part.members == ranks == mesh.ledger.recent[-1].call.members
             assert mesh.ledger.sent(axis="even") == (0 if len(ranks) == 1 else mesh.ledger.sent())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from standin import empty as empty_on_device
@@ -238,3 +240,26 @@ def test_debug_notices_parameters_that_drift(comm):
             optimizer.step(flat, np.ones(7, np.float32))
         optimizer.synchronize_optimizer_state()
         optimizer.step(flat, np.ones(7, np.float32))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("auto", [True, False])
+def test_gradients_of_a_pass_and_an_array_do_not_mix(mesh, strategy, auto):
+    parameters = FlatParameters(SPECS)
+    config = ShardingConfiguration(mesh, auto_sync_gradients=auto)
+    optimizer = strategy(SGD(lr=1.0), config)
+    optimizer.bind(parameters)
+    write_gradients(parameters, np.ones(40, np.float32))
+    with pytest.raises(ValueError, match="gradients of their own.*given an array too"):
+        optimizer.step(parameters, np.ones(40, np.float32))
+    parameters.reset_gradients()
+    optimizer.step(parameters, np.ones(40, np.float32))
+    if not auto:
+        model = mpishard.as_distributed(SimpleNamespace(parameters=parameters), config)
+        model.synchronize_gradients()  # of which the array is none
+        with pytest.raises(ValueError, match="gradients of their own.*given an array too"):
+            optimizer.step(parameters)
+        parameters.reset_gradients()
+        assert (parameters.gather() == 0).all()
+    else:
+        assert (parameters.gather() == -1).all()

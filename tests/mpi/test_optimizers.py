@@ -282,3 +282,18 @@ def test_device_arrays_take_the_same_steps(mesh, strategy, rule):
         on_host.step(flat, gradient.copy())
     assert np.array_equal(arrays.to_host(device), flat)
     assert optimizer.serialize() == on_host.serialize()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulated_arrays_then_a_pass_of_the_model(mesh, strategy):
+    """What was accumulated for one update is no part of the next."""
+    parameters = FlatParameters(SPECS)
+    optimizer = strategy(SGD(lr=1.0), ShardingConfiguration(mesh, auto_sync_gradients=False))
+    for value in (1, 3):
+        optimizer.step(parameters, np.full(40, value, np.float32))
+    optimizer.synchronize_optimizer_state()
+    assert (parameters.gather() == -2).all()
+    write_gradients(parameters, np.full(40, 5, np.float32))
+    optimizer.step(parameters)
+    optimizer.synchronize_optimizer_state()
+    assert (parameters.gather() == -7).all()

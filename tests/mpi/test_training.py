@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -234,6 +235,31 @@ def test_stops_when_time_is_over_on_any_rank(mesh, comm):
     result = DDPOptimizer(SGD(lr=0.1), mesh).optimize(task, progress=False)
     assert result.stop_reason == "seconds"
     assert len(set(comm.allgather(result.steps))) == 1
+
+
+@pytest.mark.parametrize("reason", ["callback", "seconds"])
+def test_one_rank_stops_all_of_any_mesh(comm, reason):
+    """Ranks of other stages, or of other parts of a tensor, have a data axis of their own."""
+
+    def callback(state):
+        late = mesh.rank == culprits[-1] and state.step == 2
+        if reason == "seconds" and late:
+            time.sleep(seconds)
+        return reason == "callback" and late
+
+    culprits = []
+    seconds = 0.3 if reason == "seconds" else None
+    with mpishard.Mesh(comm) as base:
+        for data, tensor, pipeline in [sizes for sizes in factorisations(comm.size) if max(sizes[1:]) <= 4][:4]:
+            mesh = base.reshaped(data=data, tensor=tensor, pipeline=pipeline)
+            for culprit in {0, mesh.size - 1}:
+                culprits.append(culprit)
+                task = replace(large_gpt_problem(mesh, microbatches=4), seconds=seconds, steps=20)
+                result = DDPOptimizer(SGD(lr=0.1), mesh).optimize(task, callback=callback, progress=False)
+                steps = comm.allgather((result.steps, result.stop_reason))
+                assert steps == steps[:1] * comm.size
+                assert result.stop_reason == reason
+                assert result.steps == 2 or (reason == "seconds" and result.steps < 20)
 
 
 def test_no_steps_at_all(mesh):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -209,3 +211,32 @@ def test_an_optimizer_stays_with_its_units(mesh):
         optimizer.bind(FlatParameters(specs))
     with pytest.raises(ValueError, match="use one optimizer for each model"):
         optimizer.bind(FlatParameters.over(np.zeros(8, np.float32), specs))
+
+
+def test_a_unit_is_released_as_often_as_it_was_used(mesh):
+    parameters = FlatParameters(SPECS, np.float64, units=[["a", "b"], ["c"], ["d"]], sharded_over=mesh.data)
+    with pytest.raises(RuntimeError, match="the unit of 'a' was released, but is not in use"):
+        parameters.release(["b"])
+    parameters.use(["a"])
+    parameters.release(["a"])
+    with pytest.raises(RuntimeError, match="'a' is sharded"):
+        parameters["a"]
+
+
+def test_values_that_are_assigned_are_seen_at_once(mesh):
+    parameters = FlatParameters(SPECS, np.float64, units=[["a", "b"], ["c"], ["d"]], sharded_over=mesh.data)
+    parameters.use(["d"])
+    parameters.assign("d", np.full((2, 3, 4), 5.0))
+    assert (parameters["d"] == 5).all()
+    parameters.release(["d"])
+
+
+def test_what_was_gathered_before_copies_are_made_alike_is_not_used_after_it(comm):
+    with Mesh(comm, data=1, tensor=comm.size) as mesh:
+        parameters = FlatParameters(SPECS, np.float64, place=mesh.place, sharded_over=mesh.data)
+        parameters.assign("d", np.full((2, 3, 4), 1.0 + mesh.rank))
+        parameters.prefetch(["d"])
+        mpishard.HybridShardedModel(SimpleNamespace(parameters=parameters), mesh)
+        parameters.use(["d"])
+        assert (parameters["d"] == 1).all()
+        parameters.release(["d"])

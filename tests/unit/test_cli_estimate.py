@@ -49,6 +49,21 @@ def test_table_of_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mpishard bench" in lines[-1]
 
 
+@pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
+def test_a_narrow_terminal_cuts_no_figures(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run(f"{MODEL} --ranks 8 --data 2 --tensor 2 --memory-limit 8MB --rows 100") == 0
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines() if line.startswith("   2     2     2")]
+    assert len(rows) == 16 and "…" not in text
+    assert ("not shown in" in text) == (columns < 120)
+    assert max(map(len, text.splitlines()[:-1])) <= max(columns, 80)
+    assert run(f"{MODEL} --ranks 8 --data 2 --tensor 2 --zero 0 --schedule 1f1b") == 0
+    assert "…" not in capsys.readouterr().out
+
+
 def test_json_is_sorted_by_time_and_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"{MODEL} --ranks 4 --batch 16 --memory-limit 8MB --json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -96,7 +111,19 @@ def test_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (f"{MODEL} --ranks 8 --width 63", "width 63 is not a multiple of 8 heads"),
         (f"{MODEL} --ranks 8 --dtype float16", "choose float32 or float64"),
         (f"{MODEL} --ranks eight", "'--ranks'"),
-        ("--parameters -1 --ranks 8", "must be above 0"),
+        ("--parameters -1 --ranks 8", "must be finite and above 0"),
+        ("--parameters inf --ranks 8", "must be finite and above 0"),
+        ("--parameters 1e9 --ranks 8 --tensor 2", "leave --tensor out"),
+        (f"{MODEL} --ranks 8 --vocabulary 0", "vocabulary_size is 0; it must be at least 1"),
+        (f"{MODEL} --ranks 8 --heads 0", "not a multiple of 0 heads"),
+        (f"{MODEL} --ranks 8 --batch 0", "--batch is 0; it must be at least 1"),
+        (f"{MODEL} --ranks 8 --batch -5", "--batch is -5"),
+        (f"{MODEL} --ranks 8 --rows 0", "--rows is 0"),
+        (f"{MODEL} --ranks 8 --slots -1", "slots=-1"),
+        (f"{MODEL} --ranks 8 --schedule interleaved --chunks 1", "needs at least 2 chunks a rank, got 1"),
+        (f"{MODEL} --ranks 8 --chunks 0", "needs at least 2 chunks a rank, got 0"),
+        (f"{MODEL} --ranks 8 --flops inf --bandwidth inf --latency 0", "finite speeds"),
+        (f"{MODEL} --ranks 8 --flops 1 --bandwidth 1 --latency 0 --memory-bandwidth 0", "memory_bandwidth of a"),
     ],
 )
 def test_errors_are_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,4 +177,6 @@ def test_bench_on_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert run(f"{MODEL} --ranks 2 --profile {file}") == 2
     assert "measured on 1 rank" in capsys.readouterr().err
     assert main(["bench", "--output", str(tmp_path / "no folder" / "profile.json")]) == 2
+    assert "cannot write the profile" in capsys.readouterr().err
+    assert main(["bench", "--output", str(tmp_path)]) == 2
     assert "cannot write the profile" in capsys.readouterr().err

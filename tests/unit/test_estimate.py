@@ -215,11 +215,16 @@ def test_table_is_sorted_and_fast_for_many_ranks() -> None:
         (dict(tensor=4), "2 attention heads cannot be split over 4"),
         (dict(pipeline=8), "8 pipeline stages, but the model has 4 layers"),
         (dict(pipeline=2, schedule="interleaved"), "at least 2 chunks"),
+        (dict(pipeline=2, schedule="interleaved", microbatches=2000), "at least 2 chunks"),
+        (dict(pipeline=2, chunks=2, microbatches=2000), "'1f1b' has 1 chunk a rank, got 2"),
         (dict(schedule="best"), "no schedule 'best'"),
         (dict(zero_stage=5), "no ZeRO stage 5"),
         (dict(data=0), "data=0"),
         (dict(length=7), "7 tokens, but the model takes 1 to 6"),
         (dict(batch=-1), "batch=-1"),
+        (dict(microbatches=0), "microbatches=0"),
+        (dict(slots=-1), "slots=-1"),
+        (dict(itemsize=0), "itemsize=0"),
     ],
 )
 def test_refused(options: dict, message: str) -> None:

@@ -87,6 +87,17 @@ def test_bad_sizes(arguments, message):
 
 
 @pytest.mark.parametrize(
+    "place, what", list(enumerate(("vocabulary_size", "context_length", "width", "layers", "heads")))
+)
+def test_sizes_are_integers(place, what):
+    sizes = [11, 6, 8, 5, 4]
+    for wrong in (float(sizes[place]), str(sizes[place]), None, True):
+        with pytest.raises(TypeError, match=f"{what} is .*; it must be an integer"):
+            nn.Architecture(*sizes[:place], wrong, *sizes[place + 1 :])
+    assert nn.Architecture(*map(np.int64, sizes)) == ARCHITECTURE
+
+
+@pytest.mark.parametrize(
     "call, message",
     [
         (lambda: ARCHITECTURE.check(tensor=3), "4 attention heads cannot be split over 3 tensor-parallel ranks"),
@@ -95,6 +106,8 @@ def test_bad_sizes(arguments, message):
         (lambda: ARCHITECTURE.cut(2, [1] * 6), "a model of 5 layers needs 7 numbers"),
         (lambda: ARCHITECTURE.cut(2, [1] * 6 + [-1]), "needs 7 numbers of at least 0"),
         (lambda: ARCHITECTURE.cut(2, [1] * 6 + [np.nan]), "needs 7 numbers of at least 0"),
+        (lambda: ARCHITECTURE.cut(2, [1] * 6 + ["fast"]), "'fast'.*needs 7 numbers of at least 0"),
+        (lambda: ARCHITECTURE.cut(2, 3.0), "stage_costs are 3.0; .*needs 7 numbers of at least 0"),
     ],
 )
 def test_what_cannot_be_cut(call, message):

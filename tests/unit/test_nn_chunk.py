@@ -155,6 +155,7 @@ def test_stages_cut_by_costs(options):
     "options, error, message",
     [
         (dict(storage_dtype=np.float32), TypeError, "storage_dtype is float32; it must be float16 or bfloat16"),
+        (dict(wire_dtype="half a float"), TypeError, "wire_dtype is half a float; it must be float16 or bfloat16"),
         (dict(wire_dtype=np.int16), TypeError, "wire_dtype is int16"),
         (dict(sharded_parameters=True), ValueError, "sharded_parameters needs a mesh"),
         (dict(stage_costs="guessed"), ValueError, "stage_costs is 'guessed'; it must be \"measured\", numbers or None"),

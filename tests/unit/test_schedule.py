@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 
+import numpy as np
 import pytest
 
 from mpishard.schedule import (
@@ -154,6 +155,7 @@ def test_sizes_are_integers(stages):
         make_schedule("1f1b", stages, 2)
     with pytest.raises(TypeError, match="stages must be an integer"):
         forward_only(stages, 2)
+    assert make_schedule("1f1b", np.int64(2), np.int32(3)) == make_schedule("1f1b", 2, 3)
 
 
 @pytest.mark.parametrize(
