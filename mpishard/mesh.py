@@ -10,6 +10,7 @@ import os
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mpishard.collectives import Axis
@@ -181,8 +182,9 @@ class Mesh:
 def _sizes(ranks: int, **sizes: Any) -> tuple[int, int, int]:
     """Check the sizes against the number of ranks and fill in the one that is -1."""
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ValueError(f"mesh size {name}={size!r} must be a whole number of at least 1, or -1 to infer it")
+        sizes[name] = int(size)
     unknown = [name for name, size in sizes.items() if size == -1]
     if len(unknown) > 1:
         raise ValueError(f"mesh sizes {' and '.join(unknown)} are both -1; only one can be inferred")
