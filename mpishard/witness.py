@@ -17,22 +17,29 @@ import sys
 
 from mpi4py import MPI
 
-# argv: host, number of ranks.  Descriptor 0 is a listening socket; a rank connects and says its rank and process.
+# Seconds that a rank waits for the witness to be ready; on a busy machine Python takes its time to start.
+_PATIENCE_S = 10.0
+
+# argv: host, number of ranks, and of those on this node.  Descriptor 0 is a listening socket; a rank connects and says
+# its rank and process, and hears back when all are watched: what ended before that would be seen in no order.
 _SCRIPT = """
 import select, socket, sys
-host, size = sys.argv[1:]
+host, size, here, patience = sys.argv[1:]
+socket.setdefaulttimeout(float(patience))
 listener = socket.socket(fileno=0)
 events, ranks = select.epoll(), {}
-events.register(listener, select.EPOLLIN)
-while True:
-    ((ready, _),) = events.poll(maxevents=1)  # of several the one that was ready first
-    if ready == listener.fileno():
+try:
+    for _ in range(int(here)):
         rank = listener.accept()[0]
         ranks[rank.fileno()] = rank, rank.recv(100).decode()
         events.register(rank, select.EPOLLIN)
-    else:
-        who, process = ranks[ready][1].split()
-        sys.exit(f"mpishard: rank {who} of {size} (process {process} on {host}) has died")
+    for rank, _ in ranks.values():
+        rank.send(b".")
+except OSError:
+    sys.exit()  # somebody was gone before all were here
+((first, _),) = events.poll(maxevents=1)  # of several the one that was ready first
+who, process = ranks[first][1].split()
+sys.exit(f"mpishard: rank {who} of {size} (process {process} on {host}) has died")
 """
 
 
@@ -65,6 +72,8 @@ class Witness:
                 self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 self._socket.connect(address)
                 self._socket.send(f"{comm.rank} {os.getpid()}".encode())
+                self._socket.settimeout(_PATIENCE_S)
+                self._socket.recv(1)
         node.Free()
 
     def _start(self, ranks: int, ranks_here: int) -> tuple[bytes, int]:
@@ -72,8 +81,9 @@ class Witness:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind("")  # Linux picks a free abstract address; elsewhere this fails, and there is no witness
             listener.listen(ranks_here)
+            arguments = MPI.Get_processor_name(), str(ranks), str(ranks_here), str(_PATIENCE_S)
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _SCRIPT, MPI.Get_processor_name(), str(ranks)],
+                [sys.executable, "-I", "-S", "-c", _SCRIPT, *arguments],
                 stdin=listener.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,

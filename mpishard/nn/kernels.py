@@ -324,11 +324,13 @@ def exponentials(logits_nv: Array, targets_n: Array, top_n: Array, total_n: Arra
 @_kernel
 def cross_entropy_of_sums(weights_nv: Array, targets_n: Array, total_n: Array, picked_n: Array, first: int) -> float:
     rows, columns = weights_nv.shape
+    # A loop of its own: the order in which the compiler adds may depend on all that is in the loop, as on the number of
+    # columns, which differs between ranks; the loss must not.
     loss = 0.0
     for n in range(rows):
-        total = total_n[n]
-        loss += math.log(np.float64(total)) - picked_n[n]
-        share = weights_nv.dtype.type(1) / total
+        loss += math.log(np.float64(total_n[n])) - picked_n[n]
+    for n in range(rows):
+        share = weights_nv.dtype.type(1) / total_n[n]
         for v in range(columns):
             weights_nv[n, v] *= share
         column = targets_n[n] - first

@@ -85,6 +85,14 @@ def test_loss_gradients_and_logits_are_those_of_one_rank(mesh, same_on_all, opti
     assert same_on_all(text)
 
 
+@pytest.mark.parametrize("vocabulary", [1, 3, 7])
+def test_the_loss_has_the_same_bits_on_all_ranks(mesh, same_on_all, vocabulary):
+    """Also where ranks hold more, fewer, or no columns of the logits."""
+    gpt = model(mesh, vocabulary_size=vocabulary)
+    for size in range(1, 9):
+        assert same_on_all(gpt.loss(*batch(vocabulary, size))), size
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_replicas_have_equal_gradients_unless_declared_partial(mesh, same_on_all, sequence_parallel):
     gpt = model(mesh, sequence_parallel=sequence_parallel)
