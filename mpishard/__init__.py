@@ -6,7 +6,7 @@
 """
 
 from mpishard import nn
-from mpishard.collectives import Axis, CollectiveMismatchError, Pending
+from mpishard.collectives import Axis, CollectiveMismatchError
 from mpishard.distributed import (
     HybridShardedModel,
     ShardedModel,
@@ -34,6 +34,7 @@ from mpishard.optim import (
 )
 from mpishard.optim.schedules import constant, cosine, inverse_square_root, linear, warmup
 from mpishard.parameters import FlatParameters
+from mpishard.pending import Pending
 from mpishard.training import OptimizationProblem, OptimizationResult, TrainingState
 
 __version__ = "0.1.0"

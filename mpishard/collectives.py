@@ -9,7 +9,7 @@ reduce to the root.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,11 @@ from mpishard.capabilities import probe
 from mpishard.layout import counts as run_lengths
 from mpishard.layout import split
 from mpishard.ledger import Call, Ledger, all_reduce_elements, ring_elements
+from mpishard.pending import Fields, Pending
 from mpishard.wire import from_wire, to_wire
 
 Array = Any
 Counts = Sequence[int] | None
-Fields = tuple[Any, ...]  # of a `Call`
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
 _NOTHING = np.empty(0, np.uint8)
@@ -35,54 +35,6 @@ _KNOWN_ERRORS = {error.__name__: error for error in (ValueError, TypeError, Floa
 
 class CollectiveMismatchError(RuntimeError):
     """The ranks of an axis are not in the same collective."""
-
-
-class Pending:
-    """A collective under way.  Its buffers belong to it until `wait` returns.
-
-    `wait` gives what the blocking form would have returned.
-    """
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        call: Fields,
-        sent: int,
-        requests: Sequence[MPI.Request],
-        finish: Callable[[], Array],
-        read: Sequence[Array] = (),
-        statuses: Sequence[MPI.Status] | None = None,
-    ) -> None:
-        self._ledger = ledger
-        self._call: Fields | None = call
-        self._sent = sent
-        self._requests = requests
-        self._statuses: Sequence[MPI.Status | None] = statuses or [None] * len(requests)
-        self._finish = finish
-        # mpi4py 4.1 lets go of what Iallreduce, Ireduce_scatter and Iallgatherv read while they run.
-        self._read = read
-        self._result: Array = None
-        self._started_s = time.perf_counter() - call[0]
-
-    def test(self) -> bool:
-        """Whether `wait` would return at once."""
-        return all(request.Get_status() for request in self._requests)
-
-    def wait(self) -> Array:
-        """Finish the collective and return its result; calling it again returns the same."""
-        if self._call is not None:
-            began = time.perf_counter()
-            call, self._call = self._call, None
-            self._ledger.active = (began, *call[1:])
-            try:
-                for request, status in zip(self._requests, self._statuses, strict=True):
-                    request.Wait(status)
-                self._result = self._finish()
-                self._read = ()
-            finally:
-                self._ledger.active = None
-            self._ledger.enter(call, self._sent, self._started_s + time.perf_counter() - began)
-        return self._result
 
 
 class _Lane:

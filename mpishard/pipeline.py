@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpishard.collectives import Axis, Pending
+from mpishard.collectives import Axis
 from mpishard.parameters import FlatParameters
+from mpishard.pending import Pending
 from mpishard.schedule import Action, Schedule, forward_only, make_schedule
 
 Array = Any

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mpishard import array as arrays
-from mpishard.collectives import Axis, Pending
+from mpishard.collectives import Axis
 from mpishard.layout import Piece, counts, split
+from mpishard.pending import Pending
 
 Array = Any
 

@@ -17,13 +17,13 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from mpishard import array as arrays
-from mpishard.collectives import Pending
 from mpishard.gradients import Bucket, GradientBuckets, accumulate
 from mpishard.layout import counts, split
 from mpishard.mesh import Mesh
 from mpishard.optim.replicas import Replicas
 from mpishard.optim.tensor_norms import Part, parts_of
 from mpishard.parameters import FlatParameters
+from mpishard.pending import Pending
 from mpishard.sharding import ShardedUnits
 
 Array = Any
