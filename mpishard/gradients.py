@@ -8,7 +8,7 @@ schedule, which all ranks of the data axis share, decides how the orders interle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +37,17 @@ class Run(NamedTuple):
     stage: int = 0
     key: object = None
     tied: bool = False
+
+
+def make_runs(tensors: Iterable[tuple[int, object, bool]]) -> list[Run]:
+    """Join neighbouring tensors of one key, given as ``(stage, key, tied)`` in flat order; a tied one stays alone."""
+    runs: list[Run] = []
+    for index, (stage, key, tied) in enumerate(tensors):
+        if runs and not tied and not runs[-1].tied and runs[-1].key == key:
+            runs[-1] = runs[-1]._replace(last=index + 1)
+        else:
+            runs.append(Run(index, index + 1, stage, key, tied))
+    return runs
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from mpishard import array as arrays
 from mpishard.array import is_array
 from mpishard.collectives import Axis
-from mpishard.gradients import GradientBuckets, Run
+from mpishard.gradients import GradientBuckets, Run, make_runs
 from mpishard.layout import WHOLE, Box, ParameterSpec, Place, merge_ties
 from mpishard.sharding import ShardedUnits
 
@@ -118,14 +118,9 @@ class FlatParameters:
         Tensors of one stage are a run, or with `by_unit` those of one unit; a tied tensor is a run of its own, which
         waits for the end of the step.
         """
-        runs: list[Run] = []
-        for index, spec in enumerate(self.local):
-            key = self._unit_of[spec.name] if by_unit else spec.stage
-            if runs and not spec.copies and not runs[-1].tied and runs[-1].key == key:
-                runs[-1] = runs[-1]._replace(last=index + 1)
-            else:
-                runs.append(Run(index, index + 1, spec.stage, key, bool(spec.copies)))
-        return runs
+        return make_runs(
+            (spec.stage, self._unit_of[spec.name] if by_unit else spec.stage, bool(spec.copies)) for spec in self.local
+        )
 
     @functools.cached_property
     def size(self) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import NamedTuple
 
 from mpishard.estimate.layouts import Layout
-from mpishard.gradients import Run, make_buckets
+from mpishard.gradients import make_buckets, make_runs
 from mpishard.layout import Place, counts, split
 from mpishard.nn.architecture import Architecture
 
@@ -83,14 +82,7 @@ class Holding:
 
     def buckets(self, minimum: int, by_unit: bool) -> list[int]:
         """Elements of each gradient bucket, of at least `minimum` or with `by_unit` one a unit; ties are alone."""
-        runs: list[Run] = []
-        first = 0
-        for last, (tensor, following) in enumerate(zip_longest(self.tensors, self.tensors[1:]), 1):
-            key = (tensor.stage, tensor.unit) if by_unit else tensor.stage
-            alike = following is not None and not (tensor.tied or following.tied)
-            if not alike or key != ((following.stage, following.unit) if by_unit else following.stage):
-                runs.append(Run(first, last, tensor.stage, key, tensor.tied))
-                first = last
+        runs = make_runs((t.stage, (t.stage, t.unit) if by_unit else t.stage, t.tied) for t in self.tensors)
         found = make_buckets(self.tensors, max(1, self.size) if by_unit else minimum, runs)  # type: ignore[arg-type]
         return [bucket.size for bucket in found]
 
