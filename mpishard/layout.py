@@ -7,6 +7,8 @@ layout is a sequence of holdings, one a rank.  Changing between layouts is a lis
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -241,15 +243,13 @@ def cut_holding(holding: Holding, ranges: Iterable[tuple[int, int]]) -> Holding:
     """
     pieces: list[Piece] = []
     place = 0
-    index = 0
     for start, stop in ranges:
-        while index < len(holding) and holding[index].start + holding[index].size <= start:
-            index += 1
-        for whole in holding[index:]:
+        first = max(0, bisect_right(holding, start, key=lambda piece: piece.start) - 1)
+        for whole in itertools.islice(holding, first, None):
             if whole.start >= stop:
                 break
-            first, last = max(start, whole.start), min(stop, whole.start + whole.size)
-            for box in boxes_of_range(whole.shape, first - whole.start, last - whole.start):
+            begin, end = max(start, whole.start), min(stop, whole.start + whole.size)
+            for box in boxes_of_range(whole.shape, begin - whole.start, end - whole.start):
                 within = zip(box, whole.box, strict=True)
                 pieces.append(Piece(whole.name, tuple((a + c, b + c) for (a, b), (c, _) in within), place))
                 place += pieces[-1].size

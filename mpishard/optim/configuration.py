@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mpishard.mesh import Mesh
@@ -66,6 +66,10 @@ class ShardingConfiguration:
                 'loss_scale="dynamic" looks for gradients that overflow, nonfinite_gradients="ignore" lets them pass; '
                 'use "raise" or "skip"'
             )
+
+    def settings(self) -> dict[str, Any]:
+        """All but the mesh, as plain values."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "mesh"}
 
     @classmethod
     def create_for_high_bandwidth(cls, mesh: Mesh, **options: Any) -> ShardingConfiguration:

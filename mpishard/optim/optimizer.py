@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.inspection import Inspection
 from mpishard.optim.loss_scale import LossScale
 from mpishard.optim.rules import Rule
+from mpishard.optim.run_state import shards
 from mpishard.optim.strategies import Strategy
 from mpishard.optim.update import take_step
 from mpishard.optim.whole import cut_whole, gather_whole
 from mpishard.parameters import FlatParameters, check_flat
+from mpishard.state import RunState
 
 Array = Any
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
@@ -303,6 +306,50 @@ class ShardedOptimizer:
         else:
             self._parameters.loss_scale = self.loss_scale
             self._restore(state)
+
+    def run_state(self) -> RunState:
+        """What the run needs to go on: the live arrays, and the numbers.  Not collective.
+
+        Raises
+        ------
+        ValueError
+            Before the first step, unless `bind` was called.
+        """
+        if self._parameters is None:
+            raise ValueError("there is no optimizer state before the first step")
+        facts = {
+            "optimizer": type(self).__name__,
+            "rule": type(self.rule).__name__,
+            "rule.json": self.rule.configuration(),
+            "sharding.json": self.config.settings(),
+            "mesh.json": dict(self.mesh.shape),
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "loss_scale": self.loss_scale,
+        }
+        if self._loss_scale.state is not None:
+            facts["good_steps"] = self._loss_scale.state[1]
+        return RunState(self._parameters.specs, shards(self._strategy, self._slots), facts)
+
+    def check_facts(self, facts: Mapping[str, Any]) -> None:
+        """Raise ValueError unless this optimizer can go on with the state that these facts belong to."""
+        ours = type(self.rule).__name__
+        if facts.get("rule") != ours:
+            raise ValueError(
+                f"the state is of the rule {facts.get('rule', 'none')}, but this optimizer has {ours}; make the rule "
+                "as it was when it was saved, or load the parameters alone"
+            )
+
+    def take_over(self, facts: Mapping[str, Any]) -> None:
+        """Go on from these facts of `run_state`, once its arrays are filled.  Not collective."""
+        assert self._parameters is not None
+        self.steps, self.skipped_steps = int(facts["steps"]), int(facts["skipped_steps"])
+        if "good_steps" in facts:
+            self._loss_scale.restore((float(facts["loss_scale"]), int(facts["good_steps"])))
+        self._parameters.loss_scale = self.loss_scale
+        self._parameters.reset_gradients()
+        if self._parameters.sharded is not None:
+            self._parameters.sharded.drop()
 
     def _make_state(self, parameters: FlatParameters) -> None:
         config = self.config

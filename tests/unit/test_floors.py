@@ -12,9 +12,9 @@ import pytest
 FLOORS = [
     {"compiling", "formula", "layout", "progress", "randomness", "schedule", "witness"},
     {"array", "capabilities", "ledger", "threads"},
-    {"gradients", "pending", "summation", "wire"},
+    {"gradients", "pending", "state", "summation", "wire"},
     {"collectives", "guard"},
-    {"mesh", "sharding"},
+    {"mesh", "reshard", "sharding"},
     {"parameters"},
     {"pipeline"},
     {"nn", "optim", "data", "checkpoint"},

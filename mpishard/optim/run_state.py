@@ -1,0 +1,53 @@
+"""The state of a run as its optimizer holds it: parameters, slots and numbers, ready to be saved or moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from mpishard.collectives import Axis
+from mpishard.layout import Holding, cut_holding, split
+from mpishard.optim.strategies import Strategy
+from mpishard.parameters import FlatParameters
+from mpishard.state import PARAMETERS, SLOT, RunState, Shard, counted_pieces, pieces_of_ranges
+
+Array = Any
+Range = tuple[int, int]
+
+
+def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
+    """Parameters and slots of this rank."""
+    parameters = strategy.parameters
+    own = cut_holding(parameters.pieces, strategy.own)
+    pairs = zip(strategy.own, strategy.counted, _starts(strategy.own), strict=True)
+    counted = _counted(parameters, strategy.counted, [place + first - start for (start, _), (first, _), place in pairs])
+    if parameters.sharded is not None:
+        values = Shard(PARAMETERS, parameters.sharded.shard, own, counted)
+    else:
+        places = [start for start, _ in strategy.counted]
+        values = Shard(PARAMETERS, parameters.flat, parameters.pieces, _counted(parameters, strategy.counted, places))
+    return (values, *(Shard(SLOT.format(name), slot, own, counted) for name, slot in slots.items()))
+
+
+def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
+    """The parameters of a model that no optimizer trains; the ranks of the data axis divide the work evenly."""
+    if parameters.sharded is not None:
+        own = parameters.sharded.own
+        holding = cut_holding(parameters.pieces, own)
+        shard = Shard(PARAMETERS, parameters.sharded.shard, holding, _counted(parameters, own, _starts(own)))
+    else:
+        cuts = split(parameters.size, axis.size)
+        start, stop = cuts[axis.rank], cuts[axis.rank + 1]
+        counted = _counted(parameters, [(start, stop)], [start])
+        shard = Shard(PARAMETERS, parameters.flat, parameters.pieces, counted)
+    return RunState(parameters.specs, (shard,))
+
+
+def _starts(ranges: Sequence[Range]) -> list[int]:
+    """Where each range begins if they lie end to end."""
+    return [0, *accumulate(stop - start for start, stop in ranges)][:-1]
+
+
+def _counted(parameters: FlatParameters, ranges: Sequence[Range], starts: Sequence[int]) -> Holding:
+    return counted_pieces(pieces_of_ranges(parameters.pieces, ranges, starts), parameters.specs, parameters.place)

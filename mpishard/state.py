@@ -1,0 +1,112 @@
+"""The state of a run, rank by rank: arrays over the tensors of a model, each with its layout, and a few numbers.
+
+Checkpoints, resharding and resizing take it from whoever has it, and know neither optimizers nor models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mpishard.layout import Holding, ParameterSpec, Place, cut_holding
+
+Array = Any
+Range = tuple[int, int]
+
+# What parameters and a slot of optimizer state are called among the arrays of a run.
+PARAMETERS = "parameters"
+SLOT = "optimizer/{}"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What this rank holds of one array over all tensors of a model.
+
+    Parameters
+    ----------
+    kind : str
+        ``"parameters"``, or ``"optimizer/exp_avg"`` for the slot ``exp_avg``; the same on all ranks.
+    array : 1-D array
+        NumPy or device memory: the live array, not a copy.
+    holding : tuple of Piece
+        The slices of tensors that lie in it.
+    counted : tuple of Piece
+        Those of them, or parts of those, that this rank stands for: between all ranks each element of each tensor is
+        counted once, whatever is replicated.
+    """
+
+    kind: str
+    array: Array
+    holding: Holding
+    counted: Holding
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run needs to go on.
+
+    Parameters
+    ----------
+    specs : tuple of ParameterSpec
+        All tensors of the model, the same on all ranks.
+    shards : tuple of Shard
+        Of the same kinds in the same order on all ranks.
+    facts : mapping
+        The same on all ranks, as attributes of a checkpoint: numbers, strings and booleans by name; under names that
+        end in ``.json`` what JSON can hold; under others 1-D arrays of numbers.
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    shards: tuple[Shard, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(shard.kind for shard in self.shards)
+
+    def with_facts(self, facts: Mapping[str, Any]) -> RunState:
+        """The same with further facts."""
+        return replace(self, facts={**self.facts, **facts})
+
+
+def pieces_of_ranges(pieces: Holding, ranges: Sequence[Range], starts: Sequence[int]) -> Holding:
+    """Pieces of an array in which range ``i`` of another one, whose pieces are given, begins at element ``starts[i]``.
+
+    Parameters
+    ----------
+    pieces : tuple of Piece
+        What the other array holds, end to end.
+    ranges : sequence of (start, stop)
+        Ascending ranges of the other array.
+    """
+    found = []
+    for bounds, place in zip(ranges, starts, strict=True):
+        found += [replace(piece, start=piece.start + place) for piece in cut_holding(pieces, [bounds])]
+    return tuple(found)
+
+
+def counted_pieces(holding: Holding, specs: Sequence[ParameterSpec], place: Place) -> Holding:
+    """Those pieces that a rank at this place stands for, of replicas and ties the first."""
+    counts = {spec.name: place.counts(spec) for spec in specs}
+    return tuple(piece for piece in holding if counts[piece.name])
+
+
+def check_same_tensors(
+    what: str, saved: Sequence[tuple[str, tuple[int, ...]]], wanted: Sequence[tuple[str, tuple[int, ...]]]
+) -> None:
+    """Raise ValueError unless both name the same tensors with the same shapes, in whatever order."""
+    ours, theirs = dict(wanted), dict(saved)
+    if ours == theirs:
+        return
+    missing = [name for name in ours if name not in theirs]
+    surplus = [name for name in theirs if name not in ours]
+    changed = [name for name in ours if name in theirs and ours[name] != theirs[name]]
+    told = [
+        *(f"{name} {ours[name]} is not in it" for name in missing[:2]),
+        *(f"it has {name} {theirs[name]} besides" for name in surplus[:2]),
+        *(f"{name} is {theirs[name]} there and {ours[name]} here" for name in changed[:2]),
+    ]
+    raise ValueError(
+        f"{what} is of another model: it has {len(theirs)} tensors and this model {len(ours)}; {'; '.join(told)}"
+    )
