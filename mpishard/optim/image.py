@@ -124,25 +124,38 @@ def decode(data: bytes) -> State:
         raise ValueError(f"optimizer state is cut short or padded: {len(data)} bytes, but it was written with {length}")
     if _digest(data) != bytes(data[_DIGEST]):
         raise ValueError("optimizer state is damaged: its SHA-256 differs from the one written with it")
-    with h5py.File(io.BytesIO(data), "r") as h5:
-        names = [name.decode() for name in h5["names"][:]]
-        shapes = [tuple(json.loads(shape)) for shape in h5["shapes"][:]]
-        specs = tuple(ParameterSpec(name, shape) for name, shape in zip(names, shapes, strict=True))
-        dtype = np.dtype(h5.attrs["dtype"])
-        scale = None
-        if "loss_scale" in h5.attrs:
-            scale = float(h5.attrs["loss_scale"]), int(h5.attrs["good_steps"])
-        slots = {slot: _flat(group, specs, dtype) for slot, group in h5.get("slots", {}).items()}
-        return State(
-            rule=str(h5.attrs["rule"]),
-            configuration=json.loads(h5.attrs["configuration"]),
-            steps=int(h5.attrs["steps"]),
-            skipped_steps=int(h5.attrs["skipped_steps"]),
-            specs=specs,
-            dtype=dtype,
-            slots=slots,
-            loss_scale=scale,
-        )
+    try:
+        with h5py.File(io.BytesIO(data), "r") as h5:
+            return _read(h5, len(data))
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, RuntimeError, OverflowError) as error:
+        # Its bytes are those that were written, so whoever wrote them was not `encode`.
+        raise ValueError(f"these bytes are no optimizer state that this mpishard understands: {error}") from None
+
+
+def _read(h5: h5py.File, length: int) -> State:
+    names = [name.decode() for name in h5["names"][:]]
+    shapes = [tuple(json.loads(shape)) for shape in h5["shapes"][:]]
+    specs = tuple(ParameterSpec(name, shape) for name, shape in zip(names, shapes, strict=True))
+    dtype = np.dtype(h5.attrs["dtype"])
+    if dtype not in (np.float32, np.float64):
+        raise ValueError(f"state of dtype {dtype}")
+    groups = h5.get("slots", {})
+    size = sum(spec.size for spec in specs)
+    if size * dtype.itemsize * len(groups) > length:
+        raise ValueError(f"{len(groups)} slots of {size} values do not fit in {length} bytes")
+    scale = None
+    if "loss_scale" in h5.attrs:
+        scale = float(h5.attrs["loss_scale"]), int(h5.attrs["good_steps"])
+    return State(
+        rule=str(h5.attrs["rule"]),
+        configuration=json.loads(h5.attrs["configuration"]),
+        steps=int(h5.attrs["steps"]),
+        skipped_steps=int(h5.attrs["skipped_steps"]),
+        specs=specs,
+        dtype=dtype,
+        slots={slot: _flat(group, specs, dtype) for slot, group in groups.items()},
+        loss_scale=scale,
+    )
 
 
 def _link(name: str) -> str:
@@ -155,6 +168,14 @@ def _flat(group: h5py.Group, specs: Sequence[ParameterSpec], dtype: np.dtype) ->
     flat = np.empty(sum(spec.size for spec in specs), dtype)
     start = 0
     for spec in specs:
-        flat[start : start + spec.size] = group[_link(spec.name)][()].reshape(-1)
+        link = _link(spec.name)
+        if not isinstance(group.get(link, getlink=True), h5py.HardLink):
+            raise ValueError(f"{spec.name} is missing, or a link to elsewhere")
+        stored = group[link]
+        if stored.is_virtual or stored.external:
+            raise ValueError(f"the values of {spec.name} lie in another file")
+        if stored.shape != spec.shape or stored.dtype != dtype:
+            raise ValueError(f"{spec.name} is {stored.dtype} {stored.shape} there, and not {dtype} {spec.shape}")
+        flat[start : start + spec.size] = stored[()].reshape(-1)
         start += spec.size
     return flat

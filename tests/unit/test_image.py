@@ -1,0 +1,149 @@
+"""Images of optimizer state: whatever is done to their bytes, they are refused with ValueError or read as they were."""
+
+from __future__ import annotations
+
+import io
+
+import h5py
+import numpy as np
+import pytest
+
+from mpishard.layout import ParameterSpec
+from mpishard.optim import image
+from mpishard.optim.image import State, decode, encode
+
+SPECS = (ParameterSpec("a/b", (3, 5)), ParameterSpec("none", (0, 2)), ParameterSpec(".", ()))
+
+
+def state(**changes):
+    slots = {"exp_avg": np.linspace(-1, 1, 16), "exp_avg_sq": np.linspace(0, 1, 16)}
+    facts = {"rule": "AdamW", "configuration": {"lr": 0.1}, "steps": 7, "skipped_steps": 1, "loss_scale": (2.0, 3)}
+    return State(**{**facts, "specs": SPECS, "dtype": np.dtype(np.float64), "slots": slots, **changes})
+
+
+def same(one, other):
+    plain = ("rule", "configuration", "steps", "skipped_steps", "dtype", "loss_scale", "specs")
+    return all(getattr(one, name) == getattr(other, name) for name in plain) and all(
+        np.array_equal(one.slots[name], other.slots[name]) for name in {*one.slots, *other.slots}
+    )
+
+
+def mutated(data, other, random):
+    """The bytes with a mutation: flips, runs of noise or zeros, cuts, repeats, swaps, or parts of another image."""
+    data = bytearray(data)
+    start, stop = sorted(int(place) for place in random.integers(0, len(data) + 1, 2))
+    length = min(int(random.integers(1, 64)), len(data) - start)
+    match int(random.integers(8)):
+        case 0:
+            for place in random.integers(0, len(data), random.integers(1, 9)):
+                data[place] ^= 1 << int(random.integers(8))
+        case 1:
+            data[start : start + length] = random.bytes(length)
+        case 2:
+            data[start:stop] = bytes(stop - start)
+        case 3:
+            del data[start:]
+        case 4:
+            del data[start:stop]
+        case 5:
+            data[start:start] = data[start:stop]
+        case 6:
+            middle = (start + stop) // 2
+            data[start:stop] = data[middle:stop] + data[start:middle]
+        case 7:
+            data[start:stop] = other[start:stop]
+    return bytes(data)
+
+
+def test_mutated_images_are_refused_or_read_as_they_were():
+    whole = state()
+    data = encode(whole)
+    other = encode(state(steps=8, slots={name: -slot for name, slot in whole.slots.items()}))
+    random = np.random.default_rng(0)
+    refused = 0
+    for _ in range(10_000):
+        try:
+            assert same(decode(mutated(data, other, random)), whole)
+        except ValueError:
+            refused += 1
+    assert refused > 9_000
+
+
+def forged(change):
+    """An image whose content was changed by somebody who knows how to sign it."""
+    data = encode(state())
+    file = io.BytesIO(data)
+    with h5py.File(file, "r+") as h5:
+        change(h5)
+    signed = bytearray(file.getvalue())
+    image._HEADER.pack_into(signed, 0, image._MARK, image._VERSION, len(signed))
+    signed[image._DIGEST] = image._digest(signed)
+    return bytes(signed)
+
+
+def replace(name, **options):
+    def change(h5):
+        del h5[name]
+        if options:
+            h5.create_dataset(name, **options)
+
+    return change
+
+
+def set_attribute(name, value):
+    def change(h5):
+        h5.attrs[name] = value
+
+    return change
+
+
+def link(target):
+    def change(h5):
+        del h5["slots/exp_avg/a%2Fb"]
+        h5["slots/exp_avg/a%2Fb"] = target
+
+    return change
+
+
+def virtual(h5):
+    layout = h5py.VirtualLayout((3, 5), np.float64)
+    layout[...] = h5py.VirtualSource("/elsewhere.h5", "x", (3, 5))
+    del h5["slots/exp_avg/a%2Fb"]
+    h5.create_virtual_dataset("slots/exp_avg/a%2Fb", layout)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace("names"),
+        replace("names", data=[1, 2, 3]),
+        replace("names", data=["a/b"], dtype=h5py.string_dtype()),
+        replace("shapes", data=["[3, 5]", "[0, 2]", "null"], dtype=h5py.string_dtype()),
+        replace("shapes", data=["[3, 5]", "[0, 2]", "[-1]"], dtype=h5py.string_dtype()),
+        replace("shapes", data=["[1000000, 10000000000]", "[0, 2]", "[]"], dtype=h5py.string_dtype()),
+        replace("slots", data=1.0),
+        replace("slots/exp_avg", data=1.0),
+        replace("slots/exp_avg/%2E"),
+        replace("slots/exp_avg/a%2Fb", data=np.zeros((5, 3))),
+        replace("slots/exp_avg/a%2Fb", data=np.zeros((3, 5), np.float32)),
+        replace("slots/exp_avg/a%2Fb", shape=(3, 5), dtype=np.float64, external=[("/dev/zero", 0, 120)]),
+        link(h5py.SoftLink("/slots/exp_avg_sq/a%2Fb")),
+        link(h5py.ExternalLink("/elsewhere.h5", "x")),
+        virtual,
+        set_attribute("dtype", "object"),
+        set_attribute("dtype", "no dtype"),
+        set_attribute("steps", "seven"),
+        set_attribute("steps", np.arange(3)),
+        set_attribute("loss_scale", "large"),
+        set_attribute("configuration", "{"),
+        lambda h5: h5.attrs.__delitem__("rule"),
+        lambda h5: h5.attrs.__delitem__("good_steps"),
+    ],
+)
+def test_forged_images_are_refused(change):
+    with pytest.raises(ValueError, match="no optimizer state that this mpishard understands"):
+        decode(forged(change))
+
+
+def test_an_image_that_was_only_signed_anew_is_read():
+    assert same(decode(forged(lambda h5: None)), state())
