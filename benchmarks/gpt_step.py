@@ -16,15 +16,14 @@ import argparse
 import importlib.util
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+import children
 
 RANKS = 2
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 256, 256, 256, 4, 8
@@ -177,52 +176,17 @@ def child(kind: str, steps: int) -> None:
 
 def launch(kind: str, steps: int) -> dict[str, Any]:
     """Run all ranks of one kind; returns what rank 0 printed, and tokens a second of all ranks."""
-    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        environment[name] = "1"
-    # Open MPI as root, or with fewer cores than ranks; other MPI libraries do not read these.
-    environment |= {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "PRTE_MCA_hwloc_default_binding_policy": "none",
-    }
-    root = str(Path(__file__).resolve().parent.parent)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     command = [sys.executable, __file__, "--child", kind, "--steps", str(steps)]
     with tempfile.TemporaryDirectory() as folder:
-        if not kind.startswith("torch"):
-            near = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-            mpirun = shutil.which("mpirun", path=near)
-            if mpirun is None:
-                sys.exit("no mpirun beside this Python nor on PATH; install an MPI, e.g. pip install mpich")
-            commands = [([mpirun, "-n", str(RANKS), *command], environment)]
+        if kind.startswith("torch"):
+            rendezvous = {"RENDEZVOUS": f"file://{folder}/rendezvous"}
+            commands = [(command, rendezvous | {"RANK": str(rank)}) for rank in range(RANKS)]
         else:
-            environment["RENDEZVOUS"] = f"file://{folder}/rendezvous"
-            commands = [(command, environment | {"RANK": str(rank)}) for rank in range(RANKS)]
-        # Output goes to files: a full pipe would stop a rank that nobody reads.
-        logs = [open(Path(folder, f"log{i}"), "w+") for i in range(len(commands))]
-        processes = [
-            subprocess.Popen(words, env=environ, stdout=log, stderr=subprocess.STDOUT)
-            for (words, environ), log in zip(commands, logs, strict=True)
-        ]
-        end = time.monotonic() + TIME_LIMIT
-        try:
-            codes = [process.wait(max(1, end - time.monotonic())) for process in processes]
-        except subprocess.TimeoutExpired:
-            sys.exit(f"{KINDS[kind]}: not done within {TIME_LIMIT} s")
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-            texts = []
-            for log in logs:
-                log.seek(0)
-                texts.append(log.read())
-                log.close()
+            commands = [(children.mpirun(RANKS, command), {})]
+        texts = children.run(KINDS[kind], commands, TIME_LIMIT)
     lines = [line for text in texts for line in text.splitlines() if line.startswith('{"seconds"')]
-    if any(codes) or not lines:
-        sys.exit(f"{KINDS[kind]} failed with {codes}:\n" + "\n".join(texts))
+    if not lines:
+        sys.exit(f"{KINDS[kind]} told no result:\n" + "\n".join(texts))
     result: dict[str, Any] = json.loads(lines[0])
     result["rate"] = SEQUENCES * CONTEXT * steps / result["seconds"]
     return result

@@ -1,0 +1,71 @@
+"""How benchmarks run what they measure: in child processes of one thread each, with the BLAS kernels users get."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+Command = tuple[Sequence[str], Mapping[str, str]]
+
+
+def environment() -> dict[str, str]:
+    """One thread a rank, this tree's package, and no choice of BLAS kernels."""
+    variables = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        variables[name] = "1"
+    # Open MPI as root, or with fewer cores than ranks; other MPI libraries do not read these.
+    variables |= {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+    }
+    root = str(Path(__file__).resolve().parent.parent)
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
+    return variables
+
+
+def mpirun(ranks: int, command: Sequence[str]) -> list[str]:
+    """The command line that runs `command` on so many ranks."""
+    near = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    found = shutil.which("mpirun", path=near)
+    if found is None:
+        sys.exit("no mpirun beside this Python nor on PATH; install an MPI, e.g. pip install mpich")
+    return [found, "-n", str(ranks), *command]
+
+
+def run(what: str, commands: Sequence[Command], limit: float) -> list[str]:
+    """Run commands side by side, each with some variables of its own, and return what each printed.
+
+    Ends the benchmark with all of it if one fails, or takes longer than `limit` seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        # Output goes to files: a full pipe would stop a rank that nobody reads.
+        logs = [open(Path(folder, f"log{number}"), "w+") for number in range(len(commands))]
+        processes = [
+            subprocess.Popen(words, env=environment() | dict(own), stdout=log, stderr=subprocess.STDOUT)
+            for (words, own), log in zip(commands, logs, strict=True)
+        ]
+        end = time.monotonic() + limit
+        try:
+            codes = [process.wait(max(1, end - time.monotonic())) for process in processes]
+        except subprocess.TimeoutExpired:
+            sys.exit(f"{what}: not done within {limit:g} s")
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+            texts = []
+            for log in logs:
+                log.seek(0)
+                texts.append(log.read())
+                log.close()
+    if any(codes):
+        sys.exit(f"{what} failed with {codes}:\n" + "\n".join(texts))
+    return texts
