@@ -1,13 +1,13 @@
-"""mpirun -n 8 python examples/train_gpt.py [--tensor 2] [--pipeline 2] [--optimizer zero3]
+"""mpirun -n 8 python examples/train_gpt.py [--tensor 2] [--pipeline 2] [--optimizer zero3] [--resume]
 
 Train a byte-level GPT on the source of Python's standard library, from a loss of ln 256 = 5.5 nats per byte down to
-where it has learned what Python looks like. Writes a plot of the loss, a sample of its writing and its state.
+where it has learned what Python looks like. Writes a plot of the loss, a sample of its writing and checkpoints, from
+which --resume goes on, with the same or another number of ranks and in the same or another layout.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -48,31 +48,14 @@ def held_out_loss(mesh: mpishard.Mesh, model: nn.GPT, held_out: Windows, count: 
     return float(total[0] / total[1])
 
 
-def tensors(model: nn.GPT, flat: np.ndarray) -> dict[str, np.ndarray]:
-    """The whole model's tensors by name, out of a flat array of all parameters."""
+def checkpoint_is_readable(checkpoint: Path, model: nn.GPT, flat: np.ndarray) -> bool:
+    """Whether plain h5py finds the model's tensors in a checkpoint, whole and by name, whichever ranks wrote them."""
     sizes = [spec.size for spec in model.parameters.specs]
     parts = np.split(flat, np.cumsum(sizes)[:-1])
-    return {spec.name: part.reshape(spec.shape) for spec, part in zip(model.parameters.specs, parts, strict=True)}
-
-
-def write_state(
-    path: Path, parameters: dict[str, np.ndarray], optimizer_state: bytes, step: int, options: dict
-) -> None:
-    """Write under another name, then rename: a file of this name is always a whole one."""
-    unfinished = path.with_suffix(".unfinished")
-    with h5py.File(unfinished, "w") as file:
-        file.attrs["step"] = step
-        file.attrs["configuration"] = json.dumps(options)
-        for name, values in parameters.items():
-            file[f"parameters/{name}"] = values
-        file["optimizer"] = np.frombuffer(optimizer_state, np.uint8)
-    unfinished.replace(path)
-
-
-def state_is_readable(path: Path, parameters: dict[str, np.ndarray], optimizer_state: bytes) -> bool:
-    with h5py.File(path) as file:
-        return file["optimizer"][()].tobytes() == optimizer_state and all(
-            np.array_equal(file[f"parameters/{name}"], values) for name, values in parameters.items()
+    with h5py.File(checkpoint / "index.h5") as file:
+        return all(
+            np.array_equal(file[f"parameters/{spec.name}"], part.reshape(spec.shape))
+            for spec, part in zip(model.parameters.specs, parts, strict=True)
         )
 
 
@@ -112,7 +95,9 @@ def arguments() -> argparse.Namespace:
     )
     option("--seed", 0, "of initial values, sample order and generated text")
     option("--sample", 400, "bytes of text to generate at the end")
-    option("--output", Path("train-gpt-output"), "folder for plot, sample and state")
+    option("--output", Path("train-gpt-output"), "folder for plot, sample and checkpoints")
+    option("--checkpoint-every", 100, "steps from one checkpoint to the next; there is one at the end too")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
     parser.add_argument("--sequence-parallel", action="store_true", help="split norms and residuals over --tensor too")
     parser.add_argument("--tied", action="store_true", help="one table for input and output embedding")
     parser.add_argument("--recompute", action="store_true", help="compute blocks twice instead of keeping activations")
@@ -120,6 +105,8 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.sample < 0:
         parser.error("--sample must be at least 0")
+    if options.checkpoint_every < 1:
+        parser.error("--checkpoint-every must be at least 1")
     return options
 
 
@@ -170,11 +157,12 @@ def main() -> int:
             tokens_per_sample=options.context,
             seed=options.seed,
         )
-        result = optimizer.optimize(problem)
+        folder = options.output / "checkpoints"
+        with mpishard.Checkpoints(folder, mesh, every=options.checkpoint_every, asynchronous=True) as checkpoints:
+            result = optimizer.optimize(problem, checkpoints=checkpoints, resume=options.resume)
 
         loss = held_out_loss(mesh, model, held_out, count=256)
-        parameters = tensors(model, mpishard.as_distributed(model, mesh).gather_full_parameters())
-        optimizer_state = optimizer.serialize()
+        parameters = mpishard.as_distributed(model, mesh).gather_full_parameters()
         tokens = None
         if mesh.data.rank == 0 or options.optimizer == "zero3":  # all ranks that hold parts of one model take part
             tokens = model.generate(list(b"def "), options.sample, temperature=0.7, seed=options.seed)
@@ -186,21 +174,20 @@ def main() -> int:
             assert tokens is not None
             text = bytes(tokens.astype(np.uint8)).decode("utf-8", "replace")
             (options.output / "sample.txt").write_text(text, "utf-8")
-            path = options.output / "state.h5"
-            configuration = {name: str(value) for name, value in vars(options).items()}
-            write_state(path, parameters, optimizer_state, result.steps, configuration)
-            readable = state_is_readable(path, parameters, optimizer_state)
+            readable = checkpoint_is_readable(folder / "latest", model, parameters)
             print(f"a sample of what it writes now:\n{'-' * 60}\n{text}\n{'-' * 60}")
-            print(f"{result.steps} steps in {result.seconds:.0f} s,", end=" ")
-            print(f"{result.samples * options.context / result.seconds:,.0f} bytes of text a second")
+            steps = result.steps - result.resumed_steps
+            earlier = f", after {result.resumed_steps} before the checkpoint" if result.resumed_steps else ""
+            speed = steps * options.batch * options.context / result.seconds
+            print(f"{steps} steps in {result.seconds:.0f} s{earlier}; {speed:,.0f} bytes of text a second")
             print(f"loss: {result.loss_history[0]:.2f} -> {result.loss_history[-10:].mean():.2f} nats per byte")
-            print(f"written to {options.output}: loss.png, sample.txt, state.h5")
+            print(f"written to {options.output}: loss.png, sample.txt, checkpoints/latest")
         passed = finite and readable and loss < unigram
         if first:
             verdict = "PASS" if passed else "FAIL"
             print(
                 f"{verdict}: {loss:.2f} nats per byte on held-out text, below the {unigram:.2f} of byte "
-                f"frequencies: {loss < unigram}; finite: {finite}; state readable: {readable}"
+                f"frequencies: {loss < unigram}; finite: {finite}; checkpoint readable: {readable}"
             )
     return 0 if passed else 1
 

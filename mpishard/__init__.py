@@ -6,6 +6,7 @@
 """
 
 from mpishard import nn
+from mpishard.checkpoint import Checkpoints
 from mpishard.collectives import Axis, CollectiveMismatchError
 from mpishard.distributed import (
     HybridShardedModel,
@@ -35,9 +36,12 @@ from mpishard.optim import (
 from mpishard.optim.schedules import constant, cosine, inverse_square_root, linear, warmup
 from mpishard.parameters import FlatParameters
 from mpishard.pending import Pending
+from mpishard.reshard import reshard_state
+from mpishard.saving import load_checkpoint, save_checkpoint
 from mpishard.training import OptimizationProblem, OptimizationResult, TrainingState
+from mpishard.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 abort_on_exception()
 
@@ -48,6 +52,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Axis",
+    "Checkpoints",
     "CollectiveMismatchError",
     "DDPOptimizer",
     "FlatParameters",
@@ -73,6 +78,9 @@ __all__ = [
     "cosine",
     "inverse_square_root",
     "linear",
+    "load_checkpoint",
     "nn",
+    "reshard_state",
+    "save_checkpoint",
     "warmup",
 ]

@@ -13,18 +13,19 @@ _EVERY_S = 5.0
 class Progress:
     """Progress of a run on stderr; shows nothing where `shown` is False (ranks above 0).
 
-    Under mpirun stderr is a pipe, not a terminal, so that what a user sees there are the lines.
+    Under mpirun stderr is a pipe, not a terminal, so that what a user sees there are the lines.  `done` steps lie behind
+    a run that goes on.
     """
 
-    def __init__(self, total: int | None, shown: bool, unit: str = "step") -> None:
+    def __init__(self, total: int | None, shown: bool, unit: str = "step", done: int = 0) -> None:
         self._live = shown and sys.stderr.isatty()
         self._shown = shown
         self._total = total
         self._unit = unit
         self._began = time.perf_counter()
         self._printed = self._began
-        self._done = 0
-        self._bar = tqdm(total=total, unit=unit, disable=not self._live)
+        self._done = self._first = done
+        self._bar = tqdm(total=total, unit=unit, initial=done, disable=not self._live)
 
     def advance(self, note: str) -> None:
         """One more step is done; `note` says how it went."""
@@ -33,7 +34,7 @@ class Progress:
             self._bar.set_postfix_str(note, refresh=False)
             self._bar.update()
         now = time.perf_counter()
-        if self._shown and not self._live and (now - self._printed >= _EVERY_S or self._done in (1, self._total)):
+        if self._shown and not self._live and (now - self._printed >= _EVERY_S or self._done in (self._first + 1, self._total)):
             self._printed = now
             self._print(note)
 
@@ -42,5 +43,5 @@ class Progress:
 
     def _print(self, note: str) -> None:
         elapsed = time.perf_counter() - self._began
-        line = tqdm.format_meter(self._done, self._total, elapsed, unit=self._unit, postfix=note, ncols=0)
+        line = tqdm.format_meter(self._done, self._total, elapsed, unit=self._unit, postfix=note, ncols=0, initial=self._first)
         print(line, file=sys.stderr, flush=True)

@@ -110,3 +110,12 @@ def check_same_tensors(
     raise ValueError(
         f"{what} is of another model: it has {len(theirs)} tensors and this model {len(ours)}; {'; '.join(told)}"
     )
+
+
+def link_name(name: str) -> str:
+    """A tensor's name as one HDF5 link.
+
+    A slash would make a group, which cannot have the name of a data set too, and a link ends at a zero byte.
+    """
+    name = name.replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
+    return "%2E" if name == "." else name

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
 import numpy as np
 
 from mpishard import array as arrays
+from mpishard.checkpoint import Checkpoints
 from mpishard.collectives import Axis
 from mpishard.data.sampling import Sampler
 from mpishard.optim import ShardedOptimizer
@@ -63,10 +64,13 @@ class OptimizationResult:
     loss_history : ndarray, float64 (steps,)
         Mean loss of each step's samples, before its update.
     steps, samples : int
-        Steps done and samples used, over all ranks.
+        Steps done and samples used, over all ranks, from the beginning of the run on.
+    resumed_steps : int
+        Those of the steps that lay behind the checkpoint from which it went on; 0 for a run from the beginning.
     skipped_steps : int
-        Steps whose gradients were not finite and were left out.
+        Steps whose gradients were not finite and were left out, since it went on.
     seconds : float
+        Since it went on.
     stop_reason : str
         ``"steps"``, ``"tolerance"``, ``"seconds"`` or ``"callback"``.
     communication : dict
@@ -77,6 +81,7 @@ class OptimizationResult:
     loss_history: np.ndarray
     steps: int
     samples: int
+    resumed_steps: int
     skipped_steps: int
     seconds: float
     stop_reason: str
@@ -104,13 +109,15 @@ class OptimizationProblem:
     micro_batch_size : int, optional
         Most samples in one call of `function`; default: a rank's whole share of the batch.
     steps : int, optional
-        Stop after so many steps of this run.
+        Stop after so many steps of this run; those before the checkpoint that it goes on from are among them.
     tolerance : float, optional
         Stop when the 2-norm of the averaged gradient is at most this.
     seconds : float, optional
         Stop after the step in which this time is over on any rank.
     seed : int
         Decides the order of the samples.
+    facts : mapping
+        What else the checkpoints of the run shall say, see `save_checkpoint`; a model's architecture by itself.
     tokens_per_sample : int
         How many equal terms the loss of one sample sums over; losses and gradients are means over all of them.
 
@@ -127,6 +134,7 @@ class OptimizationProblem:
     seconds: float | None = field(default=None, kw_only=True)
     seed: int = field(default=0, kw_only=True)
     tokens_per_sample: int = field(default=1, kw_only=True)
+    facts: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -149,6 +157,9 @@ class OptimizationProblem:
         cls, model: Any, batch: Callable[[np.ndarray], tuple[Any, ...]], **options: Any
     ) -> OptimizationProblem:
         """Train a model: ``batch(samples)`` gives the arguments of ``model.loss_and_gradient``; `options` as above."""
+        architecture = getattr(model, "architecture", None)
+        if is_dataclass(architecture) and not isinstance(architecture, type):
+            options["facts"] = {"model.json": asdict(architecture), **options.get("facts", {})}
 
         def function(parameters: Any, samples: np.ndarray, gradients: Any) -> float:
             return model.loss_and_gradient(*batch(samples))
@@ -161,6 +172,8 @@ class OptimizationProblem:
         *,
         callback: Callable[[TrainingState], bool | None] | None = None,
         progress: bool = True,
+        checkpoints: Checkpoints | None = None,
+        resume: bool = False,
     ) -> OptimizationResult:
         """Run the loop; `ShardedOptimizer.optimize` calls this.  Collective over the optimizer's mesh.
 
@@ -170,7 +183,15 @@ class OptimizationProblem:
             Called on every rank after every step; returning True on any rank stops all of them.
         progress : bool
             Show progress on stderr of rank 0.
+        checkpoints : Checkpoints, optional
+            Save there after every ``checkpoints.every`` steps, and after the last one.
+        resume : bool
+            Go on from the newest whole one of `checkpoints`, at whatever number of ranks and in whatever layout it was
+            written, or begin if there is none: with its parameters and state, at its step, with its samples.  The steps
+            of the run before count as steps of this one, and its losses come first in `loss_history`.
         """
+        if resume and checkpoints is None:
+            raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
         watching = self._agree_on_problem(optimizer.world, callback is not None)
         if self.batch_size < optimizer.axis.size:
             raise ValueError(
@@ -179,7 +200,7 @@ class OptimizationProblem:
             )
         if self.steps is None and self.tolerance is None and not watching:
             raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
-        return _Loop(self, optimizer, callback, progress, watching).run()
+        return _Loop(self, optimizer, callback, progress, watching, checkpoints, resume).run()
 
     def _agree_on_problem(self, axis: Axis, callback: bool) -> bool:
         """Raise on all ranks if they solve different problems; whether any rank may wish to stop by itself."""
@@ -204,6 +225,8 @@ class _Loop:
         callback: Callable[[TrainingState], bool | None] | None,
         progress: bool,
         watching: bool,
+        checkpoints: Checkpoints | None,
+        resume: bool,
     ) -> None:
         self.problem = problem
         self.optimizer = optimizer
@@ -227,21 +250,26 @@ class _Loop:
         # A rank whose peers wait for it inside the model must run it even without samples: for its part of the model,
         # or since they reduce each of the micro-batches that the model may make.
         self.together = self.split or (self.of_model and self.buckets.on_demand)
-        self.before = optimizer.clock
+        self.losses: list[float] = []
+        self.checkpoints = checkpoints
+        if resume and checkpoints is not None:
+            self.resume(checkpoints)
+        self.resumed = len(self.losses)
+        self.before = optimizer.clock - self.resumed
         self.gradients: Any = self.buckets
         if not self.of_model:
             self.gradients = arrays.zeros(self.parameters.size, self.parameters.dtype, like=self.parameters.like)
-        self.progress = Progress(problem.steps, shown=progress and optimizer.config.mesh.rank == 0)
+        self.progress = Progress(problem.steps, shown=progress and optimizer.config.mesh.rank == 0, done=self.resumed)
         self.began = time.perf_counter()
-        self.losses: list[float] = []
         self.skipped = 0
 
     def run(self) -> OptimizationResult:
         self.optimizer.measure_norm |= self.problem.tolerance is not None
-        reason = "steps" if self.problem.steps == 0 else ""
+        reason = "steps" if self.has_taken_all_steps() else ""
         try:
             while not reason:
                 reason = self.step(self.before + len(self.losses) + 1)
+                self.save(last=bool(reason))
         finally:
             self.buckets.hold = not self.optimizer.config.auto_sync_gradients
             self.progress.close()
@@ -250,11 +278,47 @@ class _Loop:
             loss_history=np.array(self.losses),
             steps=len(self.losses),
             samples=self.consumed(),
+            resumed_steps=self.resumed,
             skipped_steps=self.skipped,
             seconds=time.perf_counter() - self.began,
             stop_reason=reason,
             communication=self.optimizer.config.mesh.ledger.summary(),
         )
+
+    def resume(self, checkpoints: Checkpoints) -> None:
+        """Go on where the newest checkpoint stands."""
+        optimizer, run = self.optimizer, self.order()
+
+        def check(facts: Mapping[str, Any]) -> None:
+            optimizer.check_facts(facts)
+            changed = [name for name in run if name in facts and facts[name] != run[name]]
+            if changed:
+                told = ", ".join(f"{name}={facts[name]} there and {run[name]} here" for name in changed)
+                raise ValueError(
+                    f"the checkpoint is of a run with other samples: {told}; their order would not go on.  Take the "
+                    "values it was saved with, or load_checkpoint() into the model and begin a new run"
+                )
+
+        found = checkpoints.load(optimizer.run_state(), check=check)
+        if found is not None:
+            optimizer.take_over(found.facts)
+            self.losses = found.facts.get("loss", np.empty(0)).tolist()
+
+    def order(self) -> dict[str, int]:
+        """What decides the samples of each step."""
+        return {"samples": self.problem.samples, "batch_size": self.problem.batch_size, "seed": self.problem.seed}
+
+    def save(self, last: bool) -> None:
+        """Save if it is time to."""
+        step = self.optimizer.clock
+        if self.checkpoints is None:
+            return
+        if last or self.checkpoints.due(step):
+            order = {**self.order(), "samples_consumed": self.sampler.consumed(step)}
+            facts = {**self.problem.facts, **order, "loss": np.array(self.losses)}
+            self.checkpoints.save(self.optimizer.run_state().with_facts(facts))
+        if last:
+            self.checkpoints.wait()
 
     def step(self, step: int) -> str:
         """Take one step; returns why to stop, or nothing."""
@@ -319,4 +383,7 @@ class _Loop:
             return "callback" if wish == 2 else "seconds"
         if problem.tolerance is not None and norm <= problem.tolerance:
             return "tolerance"
-        return "steps" if problem.steps is not None and len(self.losses) >= problem.steps else ""
+        return "steps" if self.has_taken_all_steps() else ""
+
+    def has_taken_all_steps(self) -> bool:
+        return self.problem.steps is not None and len(self.losses) >= self.problem.steps

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import typer
 
 from mpishard.cli.bench import bench
+from mpishard.cli.checkpoint import convert, diff, export, import_, inspect, verify
 from mpishard.cli.estimate import estimate
 from mpishard.cli.schedule import schedule
 
 app = typer.Typer(
-    help="Look at layouts and schedules before a run.",
+    help="Look at layouts and schedules before a run, and at its checkpoints.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -20,6 +21,12 @@ app = typer.Typer(
 app.command()(schedule)
 app.command()(estimate)
 app.command()(bench)
+app.command()(inspect)
+app.command()(verify)
+app.command()(convert)
+app.command()(export)
+app.command("import")(import_)
+app.command()(diff)
 
 
 @app.callback()

@@ -21,6 +21,7 @@ import h5py
 import numpy as np
 
 from mpishard.layout import ParameterSpec
+from mpishard.state import link_name
 
 _MARK = b"mpishard optimizer state\0"
 _VERSION = 1
@@ -88,7 +89,7 @@ def encode(state: State) -> bytes:
             group = h5.create_group(f"slots/{slot}")
             start = 0
             for spec in state.specs:
-                group.create_dataset(_link(spec.name), data=flat[start : start + spec.size].reshape(spec.shape))
+                group.create_dataset(link_name(spec.name), data=flat[start : start + spec.size].reshape(spec.shape))
                 start += spec.size
     image = bytearray(file.getvalue())
     _HEADER.pack_into(image, 0, _MARK, _VERSION, len(image))
@@ -158,17 +159,11 @@ def _read(h5: h5py.File, length: int) -> State:
     )
 
 
-def _link(name: str) -> str:
-    """A tensor's name as one HDF5 link: a slash would make a group, which cannot have the name of a data set too."""
-    name = name.replace("%", "%25").replace("/", "%2F")
-    return "%2E" if name == "." else name
-
-
 def _flat(group: h5py.Group, specs: Sequence[ParameterSpec], dtype: np.dtype) -> np.ndarray:
     flat = np.empty(sum(spec.size for spec in specs), dtype)
     start = 0
     for spec in specs:
-        link = _link(spec.name)
+        link = link_name(spec.name)
         if not isinstance(group.get(link, getlink=True), h5py.HardLink):
             raise ValueError(f"{spec.name} is missing, or a link to elsewhere")
         stored = group[link]

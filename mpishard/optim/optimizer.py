@@ -17,7 +17,7 @@ from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.inspection import Inspection
 from mpishard.optim.loss_scale import LossScale
 from mpishard.optim.rules import Rule
-from mpishard.optim.run_state import shards
+from mpishard.optim.run_state import check_rule, facts_of, shards
 from mpishard.optim.strategies import Strategy
 from mpishard.optim.update import take_step
 from mpishard.optim.whole import cut_whole, gather_whole
@@ -50,6 +50,8 @@ class ShardedOptimizer:
         Steps left out because of NaN or infinite gradients.
     measure_norm : bool
         Find `gradient_norm` even where clipping does not need it (one more pass over the gradients).
+    scaling : LossScale
+        Finds `loss_scale`.
     gradient_norm : float
         Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured.
     """
@@ -69,7 +71,7 @@ class ShardedOptimizer:
         self.skipped_steps = 0
         self.measure_norm = False
         self.gradient_norm = math.nan
-        self._loss_scale = LossScale(self.config.loss_scale)
+        self.scaling = LossScale(self.config.loss_scale)
         self._parameters: FlatParameters | None = None
         self._strategy: Strategy
         self._inspection: Inspection
@@ -84,9 +86,14 @@ class ShardedOptimizer:
         return self.config.mesh
 
     @property
+    def parameters(self) -> FlatParameters | None:
+        """What it trains, by name; None before the first step."""
+        return self._parameters
+
+    @property
     def loss_scale(self) -> float:
         """What gradients are expected to arrive multiplied by; models find it in ``parameters.loss_scale``."""
-        return self._loss_scale.value
+        return self.scaling.value
 
     @property
     def clock(self) -> int:
@@ -237,7 +244,7 @@ class ShardedOptimizer:
             slots = list(self._slots.values())
             take_step(self.rule, strategy, slots, self.steps, divisor=divisor, clip=clip)
             strategy.publish()
-            self._loss_scale.succeeded()
+            self.scaling.succeeded()
         else:
             self.skipped_steps += 1
         self._parameters.loss_scale = self.loss_scale
@@ -274,7 +281,7 @@ class ShardedOptimizer:
                 specs=self._parameters.specs,
                 dtype=self._parameters.dtype,
                 slots=slots,
-                loss_scale=self._loss_scale.state,
+                loss_scale=self.scaling.state,
             )
         )
 
@@ -300,7 +307,7 @@ class ShardedOptimizer:
         self.world.agree(problem)
         assert state is not None
         self.steps, self.skipped_steps = state.steps, state.skipped_steps
-        self._loss_scale.restore(state.loss_scale)
+        self.scaling.restore(state.loss_scale)
         if self._parameters is None:
             self._restored = state
         else:
@@ -317,35 +324,18 @@ class ShardedOptimizer:
         """
         if self._parameters is None:
             raise ValueError("there is no optimizer state before the first step")
-        facts = {
-            "optimizer": type(self).__name__,
-            "rule": type(self.rule).__name__,
-            "rule.json": self.rule.configuration(),
-            "sharding.json": self.config.settings(),
-            "mesh.json": dict(self.mesh.shape),
-            "steps": self.steps,
-            "skipped_steps": self.skipped_steps,
-            "loss_scale": self.loss_scale,
-        }
-        if self._loss_scale.state is not None:
-            facts["good_steps"] = self._loss_scale.state[1]
-        return RunState(self._parameters.specs, shards(self._strategy, self._slots), facts)
+        return RunState(self._parameters.specs, shards(self._strategy, self._slots), facts_of(self))
 
     def check_facts(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless this optimizer can go on with the state that these facts belong to."""
-        ours = type(self.rule).__name__
-        if facts.get("rule") != ours:
-            raise ValueError(
-                f"the state is of the rule {facts.get('rule', 'none')}, but this optimizer has {ours}; make the rule "
-                "as it was when it was saved, or load the parameters alone"
-            )
+        check_rule(facts, self.rule)
 
     def take_over(self, facts: Mapping[str, Any]) -> None:
         """Go on from these facts of `run_state`, once its arrays are filled.  Not collective."""
         assert self._parameters is not None
         self.steps, self.skipped_steps = int(facts["steps"]), int(facts["skipped_steps"])
         if "good_steps" in facts:
-            self._loss_scale.restore((float(facts["loss_scale"]), int(facts["good_steps"])))
+            self.scaling.restore((float(facts["loss_scale"]), int(facts["good_steps"])))
         self._parameters.loss_scale = self.loss_scale
         self._parameters.reset_gradients()
         if self._parameters.sharded is not None:
@@ -470,7 +460,7 @@ class ShardedOptimizer:
         if not math.isinf(norm):
             self.gradient_norm = norm / divisor
             return True
-        if self._loss_scale.overflowed():
+        if self.scaling.overflowed():
             return False
         if mode == "raise":
             where, step = self._inspection.culprits(), self.clock + 1

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpishard.collectives import Axis
 from mpishard.layout import Holding, cut_holding, split
+from mpishard.optim.rules import Rule
 from mpishard.optim.strategies import Strategy
 from mpishard.parameters import FlatParameters
 from mpishard.state import PARAMETERS, SLOT, RunState, Shard, counted_pieces, pieces_of_ranges
+
+if TYPE_CHECKING:
+    from mpishard.optim.optimizer import ShardedOptimizer
 
 Array = Any
 Range = tuple[int, int]
@@ -28,6 +32,34 @@ def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
         places = [start for start, _ in strategy.counted]
         values = Shard(PARAMETERS, parameters.flat, parameters.pieces, _counted(parameters, strategy.counted, places))
     return (values, *(Shard(SLOT.format(name), slot, own, counted) for name, slot in slots.items()))
+
+
+def facts_of(optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """Its settings, for people, and the numbers that `ShardedOptimizer.take_over` goes on from."""
+    facts = {
+        "optimizer": type(optimizer).__name__,
+        "rule": type(optimizer.rule).__name__,
+        "rule.json": optimizer.rule.configuration(),
+        "sharding.json": optimizer.config.settings(),
+        "mesh.json": dict(optimizer.mesh.shape),
+        "step": optimizer.clock,
+        "steps": optimizer.steps,
+        "skipped_steps": optimizer.skipped_steps,
+        "loss_scale": optimizer.loss_scale,
+    }
+    if optimizer.scaling.dynamic:
+        facts["good_steps"] = optimizer.scaling.good_steps
+    return facts
+
+
+def check_rule(facts: Mapping[str, Any], rule: Rule) -> None:
+    """Raise ValueError unless the facts are of a run with a rule of this name; its slots tell about its options."""
+    ours, theirs = type(rule).__name__, facts.get("rule", "none")
+    if ours != theirs:
+        raise ValueError(
+            f"the state is of the rule {theirs}, but this optimizer has {ours}; make the rule as it was when it was "
+            "saved, or load the parameters alone"
+        )
 
 
 def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:

@@ -32,8 +32,23 @@ def test_quickstart(script: str, ranks: int, printed: str, tmp_path: Path, mpiru
     assert re.search(printed, finished.output), finished.all
 
 
+def test_the_quickstart_goes_on_from_checkpoints(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
+    path = tmp_path / "fit.py"
+    line = "    result = optimizer.optimize(problem)\n"
+    assert line in SCRIPTS[0]
+    folder = SCRIPTS[3].replace('"fit"', repr(str(tmp_path / "fit")))
+    outputs = []
+    for ranks, steps in ((3, 200), (2, 300)):
+        path.write_text(SCRIPTS[0].replace(line, folder).replace("steps=300", f"steps={steps}"), "utf-8")
+        finished = mpirun(ranks, path)
+        assert finished.code == 0, finished.all
+        outputs.append(finished)
+    assert re.search(r"steps \S+e-1\d \[ 1\. -2\.  3\. -4\.  5\.\]", outputs[1].output), outputs[1].all
+    assert "201/300" in outputs[1].errors, outputs[1].all
+
+
 def test_all_scripts_are_tested() -> None:
-    assert len(SCRIPTS) == 3
+    assert len(SCRIPTS) == 4
 
 
 def test_the_schedule_is_drawn_as_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

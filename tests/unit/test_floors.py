@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FLOORS = [
-    {"compiling", "formula", "layout", "progress", "randomness", "schedule", "witness"},
+    {"compiling", "formula", "layout", "progress", "randomness", "schedule", "version", "witness"},
     {"array", "capabilities", "ledger", "threads"},
     {"gradients", "pending", "state", "summation", "wire"},
     {"collectives", "guard"},
@@ -18,7 +18,7 @@ FLOORS = [
     {"parameters"},
     {"pipeline"},
     {"nn", "optim", "data", "checkpoint"},
-    {"distributed", "training"},
+    {"distributed", "saving", "training"},
     {"elastic"},
     {"estimate"},
     {"cli"},

@@ -9,9 +9,11 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from layouts import filled, lower_bound, random_layout, random_model, tensors_of, view
 
 from mpishard.layout import (
     WHOLE,
+    Holders,
     ParameterSpec,
     Piece,
     Place,
@@ -101,11 +103,6 @@ def test_moves_put_every_element_in_its_place_once(some_shapes, before, after, d
         assert (count == 1).all()
 
 
-def view(buffer, piece, box):
-    inside = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(box, piece.box, strict=True))
-    return buffer[piece.start : piece.start + piece.size].reshape(piece.shape)[(*inside, ...)]
-
-
 def holds(holding, move):
     return any(piece.name == move.name and intersect(piece.box, move.box) for piece in holding)
 
@@ -114,6 +111,54 @@ def test_moves_name_what_nobody_holds():
     spec = ParameterSpec("w", (4, 2))
     with pytest.raises(ValueError, match=r"no rank of the source layout holds \(\(2, 4\), \(0, 2\)\) of tensor 'w'"):
         moves([(Piece("w", ((0, 2), (0, 2)), 0),)], [(Piece("w", spec.box, 0),)])
+
+
+@pytest.mark.parametrize("block", range(20))
+def test_moves_between_random_layouts(block):
+    """Every element once and in its place, and no more of them between ranks than have to be."""
+    for number in range(250):
+        random = np.random.default_rng([block, number])
+        model, ranks = random_model(random), int(random.integers(1, 13))
+        tensors = tensors_of(model)
+        source, target = (random_layout(random, ranks).holdings(model, random) for _ in range(2))
+        held, expected = ([filled(holding, tensors) for holding in side] for side in (source, target))
+        found, written = ([np.zeros_like(array) for array in expected] for _ in range(2))
+        received = [0] * ranks
+        for move in moves(source, target):
+            to = move.target_rank
+            part = view(held[move.source_rank], move.source, move.box)
+            view(found[to], move.target, move.box)[...] = part
+            view(written[to], move.target, move.box)[...] += 1
+            received[to] += part.size * (move.source_rank != to)
+        for rank in range(ranks):
+            assert np.array_equal(found[rank], expected[rank]), (block, number)
+            assert (written[rank] == 1).all(), (block, number)
+        assert received == lower_bound(source, target, tensors), (block, number)
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_moves_to_one_rank_are_those_of_the_plan(rank):
+    random = np.random.default_rng(rank)
+    model = random_model(random)
+    source, target = (random_layout(random, 8).holdings(model, random) for _ in range(2))
+    plan = [move for move in moves(source, target) if move.target_rank == rank]
+    assert Holders(source).moves_to(rank, target[rank]) == plan
+
+
+def test_holders_of_copies_share_the_sending():
+    """Four ranks with everything, four that join and want everything."""
+    specs = [ParameterSpec(f"t{index}", (5, 2)) for index in range(8)]
+    whole = WHOLE.holding(specs)
+    for joining in (range(4, 8), range(4, 12, 2)):
+        target = [whole if rank in joining else () for rank in range(12)]
+        plan = moves([whole] * 4 + [()] * 8, target)
+        sent = [sum(move.source_rank == rank for move in plan) for rank in range(4)]
+        assert sent == [8, 8, 8, 8]
+
+
+def test_moves_name_tensors_of_other_dimensions():
+    with pytest.raises(ValueError, match="'w' has 1 dimensions in the source layout and 2 in the target"):
+        moves([(Piece("w", ((0, 4),), 0),)], [(Piece("w", ((0, 2), (0, 2)), 0),)])
 
 
 ordered = st.lists(st.integers(0, 9), min_size=4, max_size=4).map(sorted)

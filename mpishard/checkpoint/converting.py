@@ -1,0 +1,115 @@
+"""Checkpoints made without a run: cut into another number of files, whole in one plain file, or of an archive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+
+from mpishard.checkpoint import disk
+from mpishard.checkpoint import manifest as manifests
+from mpishard.checkpoint.folder import Unfinished, named_step, publish
+from mpishard.checkpoint.index import Contents, write_index
+from mpishard.checkpoint.manifest import INDEX, FileEntry, Manifest
+from mpishard.checkpoint.pieces import BLOCK, Part, StoredPiece, new_file, pieces_file, stored, write_pieces
+from mpishard.checkpoint.publishing import provisional, published
+from mpishard.checkpoint.sources import Source, Stored, blocks, total_bytes
+from mpishard.layout import WHOLE, Holding, ParameterSpec, cut_holding, split
+from mpishard.state import link_name
+
+
+def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation: int, id: str) -> None:
+    """Make a checkpoint of what a source holds, evenly cut over some files, a piece at a time.
+
+    Parameters
+    ----------
+    target : Path
+        Folder of the checkpoint, which must not be there yet; it appears whole or not at all.
+    files : int
+        With pieces; fewer are written if there are fewer elements.
+    generation : int
+        Among the checkpoints of a run the largest is the newest.
+    id : str
+        32 hexadecimal digits, of this checkpoint alone.
+
+    Raises
+    ------
+    ValueError
+        If the target is there, or the source cannot be read.
+    OSError
+        Of the disk; nothing is left behind.
+    """
+    step = source.facts.get("steps", 0)
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"a checkpoint is of a number of steps, not of {step!r}")
+    if named_step(target) not in (None, step):
+        raise ValueError(f"{target} is the name of a checkpoint of another step than {step}; give step-{step:08d}")
+    if files < 1:
+        raise ValueError(f"a checkpoint has at least 1 file of pieces, got {files}")
+    specs = [ParameterSpec(name, shape) for name, shape in source.tensors.items()]
+    whole = WHOLE.holding(specs)
+    cuts = split(sum(spec.size for spec in specs), files)
+    pieces: list[StoredPiece] = []
+    with provisional(target, total_bytes(source, source.kinds)) as path:
+        disk.make_folder(path)
+        for writer, bounds in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+            holding = cut_holding(whole, [bounds])
+            boxes = [(kind, piece.name, piece.box) for kind in source.kinds for piece in holding]
+            if boxes:
+                file = pieces_file(writer)
+                write_pieces(path / file, _parts(source, holding), id=id, writer=writer)
+                pieces += stored(boxes, file)
+        write_index(
+            path / INDEX,
+            id=id,
+            generation=generation,
+            tensors=source.tensors,
+            kinds=source.kinds,
+            pieces=pieces,
+            facts=source.facts,
+        )
+        entries = {}
+        for name in sorted({piece.file for piece in pieces} | {INDEX}):
+            disk.sync(path / name)
+            entries[name] = FileEntry(*manifests.hash_file(path / name))
+        publish(Unfinished(path, target, id, generation), Manifest(id, generation, step, entries))
+
+
+def _parts(source: Source, holding: Holding) -> Iterator[Part]:
+    for kind in source.kinds:
+        for piece in holding:
+            yield Part(kind, piece.name, piece.box, source.read(kind, piece.name, piece.box))
+
+
+def write_plain(contents: Contents, target: Path) -> None:
+    """Write one HDF5 file with the facts of a checkpoint and its tensors as plain data sets, named as in its index.
+
+    Parameters
+    ----------
+    contents : Contents
+        Of a whole checkpoint.
+    target : Path
+        Must not be there yet; it appears whole or not at all.
+
+    Raises
+    ------
+    ValueError
+        If the target is there, or a piece is not what the index says.
+    OSError
+        Of the disk; nothing is left behind.
+    """
+    mark = f"mpishard plain {contents.id}\n".encode().ljust(BLOCK, b"\0")
+    with Stored(contents) as source, published(target, total_bytes(source, source.kinds)) as path:
+        with h5py.File(contents.folder / INDEX, "r") as index, new_file(path, mark) as (h5, file):
+            h5.attrs.update(index.attrs)
+            h5.attrs["format"] = "mpishard plain checkpoint"
+            for group in ("json", "history"):
+                if group in index:
+                    index.copy(group, h5)
+            for kind, dtype in contents.kinds.items():
+                for name, shape in contents.tensors.items():
+                    dataset = h5.create_dataset(f"{kind}/{link_name(name)}", shape, dtype)
+                    for box in blocks(shape):
+                        dataset[tuple(slice(*run) for run in box)] = source.read(kind, name, box)
+                        file.check()

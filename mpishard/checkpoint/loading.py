@@ -1,0 +1,133 @@
+"""Finding the newest whole checkpoint, and reading it into the arrays of a run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mpishard.checkpoint import folder, manifest, polling
+from mpishard.checkpoint.index import Contents, read_index
+from mpishard.checkpoint.manifest import Manifest
+from mpishard.checkpoint.reading import check_fits, fill
+from mpishard.collectives import Axis
+from mpishard.state import RunState
+
+Check = Callable[[Mapping[str, Any]], None]
+
+
+def load_newest(run: Path, state: RunState, axis: Axis, patient: Axis, check: Check | None) -> Contents | None:
+    """Read the newest whole checkpoint in a folder into the arrays of `state`.  Collective.
+
+    Parameters
+    ----------
+    run : Path
+        Folder of checkpoints, or of one.
+    state : RunState
+        Its arrays are written.
+    axis, patient : Axis
+        The ranks of the state: for moving elements, and for waiting for a disk.
+    check : callable or None
+        Looks at the facts on all ranks before anything is written; may raise ValueError.
+
+    Returns
+    -------
+    Contents or None
+        What was read; None if there is no checkpoint.
+
+    Raises
+    ------
+    ValueError
+        On every rank, if there are only damaged ones, or, before anything is written, if the newest whole one does not
+        fit.
+    OSError
+        On every rank, if the folder cannot be listed.
+    """
+    known, passed_over = _find(run, patient)
+    for path, listed in known:
+        contents = None
+        problems = _verify(path, listed, patient)
+        if not problems:
+            contents, problems = _open(path, listed, patient)
+        if contents is not None and not problems:
+            axis.agree(_misfit(contents, state, check))
+            try:
+                fill(contents, state, axis)
+                return contents
+            except ValueError as error:  # on all ranks
+                problems = [str(error)]
+        passed_over += problems
+        _warn(axis, f"the checkpoint {path} is damaged and passed over: {'; '.join(problems[:3])}")
+    if passed_over:
+        raise ValueError(f"no checkpoint in {run} is whole: {'; '.join(passed_over)}")
+    return None
+
+
+def _misfit(contents: Contents, state: RunState, check: Check | None) -> ValueError | None:
+    """Why a checkpoint cannot become this state, whole as it is."""
+    try:
+        check_fits(contents, state)
+        if check is not None:
+            check(contents.facts)
+    except ValueError as error:
+        return error
+    return None
+
+
+def _find(run: Path, axis: Axis) -> tuple[list[tuple[Path, Manifest]], list[str]]:
+    """The checkpoints, newest first, and what is wrong with those of which not even the manifest can be read."""
+    told: Any = None
+    if axis.rank == 0:
+        try:
+            found = folder.candidates(run)
+            listed = [
+                (str(each.path.relative_to(run)), each.manifest.encode().decode()) for each in found if each.manifest
+            ]
+            told = {"listed": listed, "problems": [each.problem for each in found if each.problem], "error": None}
+            for problem in told["problems"]:
+                _warn(axis, f"a damaged checkpoint is passed over: {problem}")
+            if astray := folder.astray(run):
+                _warn(axis, astray)
+        except OSError as error:
+            told = {"error": (error.errno, error.strerror or str(error))}
+    told = polling.share(axis, told)
+    if told["error"] is not None:
+        raise OSError(told["error"][0], f"cannot look for checkpoints in {run}: {told['error'][1]}")
+    return [(run / name, manifest.decode(text.encode())) for name, text in told["listed"]], told["problems"]
+
+
+def _verify(path: Path, listed: Manifest, axis: Axis) -> list[str]:
+    """What is wrong with the files of a checkpoint; the ranks divide them."""
+    largest_first = sorted(listed.files, key=lambda name: (-listed.files[name].size, name))
+    return _all_told(axis, manifest.problems(path, listed, largest_first[axis.rank :: axis.size]))
+
+
+def _open(path: Path, listed: Manifest, axis: Axis) -> tuple[Contents | None, list[str]]:
+    """The contents of a checkpoint whose files are as they were written, or what is wrong with them."""
+    contents = None
+    problem = []
+    try:
+        contents = read_index(path)
+        if (contents.id, contents.generation) != (listed.id, listed.generation):
+            raise ValueError(
+                f"{path / manifest.INDEX} is of the checkpoint {contents.id} (generation {contents.generation}), its "
+                f"manifest of {listed.id} ({listed.generation})"
+            )
+        unlisted = {piece.file for piece in contents.pieces} - set(listed.files)
+        if unlisted:
+            raise ValueError(f"{path / manifest.INDEX} takes pieces from {min(unlisted)}, which the manifest lacks")
+    except (ValueError, OSError) as error:
+        problem = [str(error)]
+    told = _all_told(axis, problem)
+    return contents, list(dict.fromkeys(told))
+
+
+def _all_told(axis: Axis, own: list[str]) -> list[str]:
+    told = polling.gather(axis, own)
+    return polling.share(axis, [problem for each in told for problem in each])
+
+
+def _warn(axis: Axis, text: str) -> None:
+    if axis.rank == 0:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -1,0 +1,202 @@
+"""The manifest of a checkpoint: what belongs to it, so that damage is noticed before HDF5 opens a file.
+
+HDF5 reads the fill value where a piece of a virtual data set is missing, takes altered or exchanged pieces for good
+ones, and can hang on a corrupt file.  The manifest names every file with its size and hash, and hashes itself; a text
+that is not the one encoding of what it says is refused, so that no flipped bit goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from mpishard.checkpoint.pieces import pieces_file
+
+NAME = "manifest.json"
+INDEX = "index.h5"
+
+_FORMAT = "mpishard checkpoint"
+_VERSION = 1
+_BLOCK = 2**22
+_HASH = "xxh3_128"
+_HEX = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_FILE = re.compile(r"index\.h5|pieces-\d{5,}\.h5", re.ASCII)
+# What the first bytes of a file of a checkpoint say: of which one, and whose pieces.
+_LABEL = re.compile(rb"mpishard (?:index|pieces) ([0-9a-f]{32})(?: (\d{5,}))?\n")
+_LARGEST = 2**28
+
+
+def hash_file(path: Path) -> tuple[int, str]:
+    """Size and xxh3_128, in hex, of a file as it can be read now.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    """
+    hasher, size = xxhash.xxh3_128(), 0
+    block = memoryview(bytearray(_BLOCK))
+    with io.FileIO(path) as file:
+        while count := file.readinto(block):
+            hasher.update(block[:count])
+            size += count
+    return size, hasher.hexdigest()
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and hash of a file."""
+
+    size: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is in a checkpoint.
+
+    Parameters
+    ----------
+    id : str
+        32 hexadecimal digits, drawn for each save; its files begin with it.
+    generation : int
+        Larger than that of any checkpoint in the folder when this one was saved.
+    step : int
+        Steps that the run had taken.
+    files : mapping of str to FileEntry
+        All files but the manifest, by name.
+    """
+
+    id: str
+    generation: int
+    step: int
+    files: Mapping[str, FileEntry]
+
+    def encode(self) -> bytes:
+        """The manifest as canonical JSON with its own hash."""
+        said: dict[str, Any] = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "id": self.id,
+            "generation": self.generation,
+            "step": self.step,
+            "files": {name: {"size": entry.size, _HASH: entry.xxh3_128} for name, entry in self.files.items()},
+        }
+        said[_HASH] = xxhash.xxh3_128(_canonical(said)).hexdigest()
+        return _canonical(said)
+
+
+def _canonical(said: Any) -> bytes:
+    return (json.dumps(said, sort_keys=True, indent=1) + "\n").encode()
+
+
+def decode(data: bytes) -> Manifest:
+    """Read what `Manifest.encode` wrote.
+
+    Raises
+    ------
+    ValueError
+        If it is anything else, down to a bit, or of a later version.
+    """
+    try:
+        said = json.loads(data)
+        version = said["version"] if said["format"] == _FORMAT else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError("damaged, or no manifest of an mpishard checkpoint") from None
+    if isinstance(version, int) and version > _VERSION:
+        raise ValueError(f"of version {version}; this mpishard reads version {_VERSION}, a later one reads it")
+    try:
+        files = {name: FileEntry(entry["size"], entry[_HASH]) for name, entry in said["files"].items()}
+        manifest = Manifest(said["id"], said["generation"], said["step"], files)
+        numbers = [manifest.generation, manifest.step, *(entry.size for entry in files.values())]
+        sound = (
+            manifest.encode() == data
+            and all(type(number) is int and number >= 0 for number in numbers)
+            and all(_FILE.fullmatch(name) for name in files)
+            and all(_HEX.fullmatch(digits) for digits in (manifest.id, *(each.xxh3_128 for each in files.values())))
+            and INDEX in files
+        )
+    except (TypeError, KeyError, AttributeError, RecursionError):
+        sound = False
+    if not sound:
+        raise ValueError("damaged: it differs from what was written")
+    return manifest
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises
+    ------
+    ValueError
+        If it is missing, cannot be read or is damaged.
+    """
+    path = folder / NAME
+    try:
+        about = path.lstat()
+        if not stat.S_ISREG(about.st_mode) or about.st_size > _LARGEST:
+            raise ValueError(f"{path} is not a file that mpishard wrote")
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+    try:
+        return decode(data)
+    except ValueError as error:
+        raise ValueError(f"{path} is {error}") from None
+
+
+def problems(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
+    """What is wrong with the files of a checkpoint, in words; hashes every byte and opens nothing with HDF5.
+
+    Parameters
+    ----------
+    folder : Path
+    manifest : Manifest
+        Of this folder.
+    names : iterable of str, optional
+        Look at these files only, so that several ranks can divide the work; default all.
+    """
+    found = (_problem(folder / name, manifest.files[name], manifest.id) for name in names or manifest.files)
+    return [problem for problem in found if problem]
+
+
+def _problem(path: Path, entry: FileEntry, id: str) -> str:
+    try:
+        about = path.lstat()
+        if not stat.S_ISREG(about.st_mode):
+            what = "a link that may lead elsewhere" if stat.S_ISLNK(about.st_mode) else "no file"
+            return f"{path} is {what}"
+        if about.st_size != entry.size:
+            how = "cut short" if about.st_size < entry.size else "too long"
+            return f"{path} is {how}: {about.st_size} bytes of {entry.size}"
+        if hash_file(path) == (entry.size, entry.xxh3_128):
+            return ""
+        return f"{path} is {_how_altered(path, id)}"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}"
+
+
+def _how_altered(path: Path, id: str) -> str:
+    with io.FileIO(path) as file:
+        label = _LABEL.match(file.read(512) or b"")
+    if label is None:
+        return "altered: its hash differs from the one in the manifest"
+    other = label[1].decode()
+    if other != id:
+        return f"stale: it belongs to the checkpoint {other}, this one is {id}"
+    whose = label[2]
+    if whose is not None and path.name != pieces_file(int(whose)):
+        return f"exchanged: it holds the pieces of rank {int(whose)}"
+    return "altered: its hash differs from the one in the manifest"

@@ -1,0 +1,51 @@
+"""New files and folders that have their name only once they are whole and on the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mpishard.checkpoint import disk
+
+
+@contextmanager
+def provisional(target: Path, size: int) -> Iterator[Path]:
+    """A path beside `target` to write about `size` bytes to; whatever is there after an error is removed.
+
+    Raises
+    ------
+    ValueError
+        If the target is there already, or the folder that it goes into is not.
+    OSError
+        Of the disk, with a path; at once if it has too little space.
+    """
+    if os.path.lexists(target):
+        raise ValueError(f"{target} is there already; give another name, or remove it first")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target} cannot be made: there is no folder {target.parent}")
+    free = disk.free_bytes(target.parent)
+    if free is not None and free < size:
+        raise OSError(errno.ENOSPC, f"{size} bytes are to be written and {free} are free", str(target))
+    # Not called unfinished: a run that saves into this folder removes what is called so.
+    path = target.parent / f".new-{target.name}-{secrets.token_hex(4)}"
+    try:
+        yield path
+    except BaseException as error:
+        disk.remove(path)
+        if isinstance(error, OSError) and error.filename is None:
+            raise OSError(error.errno, error.strerror or str(error), str(target)) from error
+        raise
+
+
+@contextmanager
+def published(target: Path, size: int) -> Iterator[Path]:
+    """As `provisional`, for a file, which is synced and gets its name at the end."""
+    with provisional(target, size) as path:
+        yield path
+        disk.sync(path)
+        disk.rename(path, target)
+    disk.sync(target.parent)

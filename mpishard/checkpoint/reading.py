@@ -1,0 +1,194 @@
+"""From files of pieces into the arrays of a run, whatever layouts wrote them and want them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from dataclasses import replace
+from typing import Any
+
+import h5py
+import numpy as np
+
+from mpishard import array as arrays
+from mpishard.checkpoint import checks
+from mpishard.checkpoint.index import Contents
+from mpishard.checkpoint.pieces import StoredPiece, pieces_mark, read_mark, writer_of
+from mpishard.collectives import Axis
+from mpishard.layout import Box, intersect
+from mpishard.reshard import reshard
+from mpishard.state import RunState, Shard, check_same_tensors
+
+Array = Any
+
+# Files stay open for the next piece, but a process may have no more than about a thousand.
+_OPEN_FILES = 64
+
+
+class PieceReader:
+    """Reads pieces of one checkpoint.  A context manager, which closes the files; not collective.
+
+    Files are opened with HDF5: compare their hashes with the manifest first.
+
+    Parameters
+    ----------
+    contents : Contents
+        As `read_index` returned it.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._files: OrderedDict[str, h5py.File] = OrderedDict()
+        self._opened: tuple[StoredPiece, h5py.h5d.DatasetID] | None = None
+
+    def __enter__(self) -> PieceReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened = None
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def read(self, piece: StoredPiece, inside: Box, out: np.ndarray) -> None:
+        """Read the elements of the box `inside` of the global tensor, which lies in the piece, into `out`.
+
+        Parameters
+        ----------
+        piece : StoredPiece
+            One of ``contents.pieces``.
+        inside : Box
+            Of the global tensor, not relative to the piece.  Nothing but the rows it is in is read.
+        out : array
+            Host memory shaped like `inside`, of the dtype of the piece's kind; may have gaps.
+
+        Raises
+        ------
+        ValueError
+            Naming file and data set, if either is missing, belongs to another checkpoint, or is not what
+            `write_pieces` writes for this piece.
+        """
+        shape = tuple(stop - start for start, stop in inside)
+        assert intersect(inside, piece.box) == inside and out.shape == shape, (inside, piece, out.shape)
+        with checks.refusing(self._contents.folder / piece.file):
+            dataset = self._dataset(piece)
+            if out.dtype != dataset.dtype:
+                raise ValueError(f"{piece.dataset} is {dataset.dtype}, wanted {out.dtype}")
+            target = out if out.flags.c_contiguous else np.empty(shape, out.dtype)
+            space = dataset.get_space()
+            if shape:
+                space.select_hyperslab(tuple(a - b for (a, _), (b, _) in zip(inside, piece.box, strict=True)), shape)
+            memory = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+            dataset.read(memory, space, target)
+        if target is not out:
+            out[...] = target
+
+    def _dataset(self, piece: StoredPiece) -> h5py.h5d.DatasetID:
+        """The data set of a piece, once it is known to be one."""
+        if self._opened is not None and self._opened[0] is piece:
+            return self._opened[1]
+        file = self._file(piece.file)
+        path = ""
+        for name in piece.dataset.strip("/").split("/"):
+            path = f"{path}/{name}"
+            checks.check_hard_link(file, path)
+        dataset = h5py.h5d.open(file.id, path.encode())
+        checks.check_lies_here(dataset)
+        dtype = self._contents.kinds[piece.kind]
+        if dataset.shape != piece.shape or dataset.dtype != dtype:
+            raise ValueError(f"{path} is {dataset.dtype} {dataset.shape}, in the index {dtype} {piece.shape}")
+        checks.check_written(dataset)
+        self._opened = piece, dataset
+        return dataset
+
+    def _file(self, name: str) -> h5py.File:
+        if name in self._files:
+            self._files.move_to_end(name)
+            return self._files[name]
+        path = checks.file_inside(self._contents.folder, name)
+        mark, wanted = read_mark(path), pieces_mark(self._contents.id, writer_of(name))
+        if mark != wanted:
+            raise ValueError(f"its first bytes {mark[:55]!r} are not those of this checkpoint, {wanted[:55]!r}")
+        if len(self._files) == _OPEN_FILES:
+            self._opened = None
+            self._files.popitem(last=False)[1].close()
+        self._files[name] = h5py.File(path, "r", locking=False)
+        return self._files[name]
+
+
+def check_fits(contents: Contents, state: RunState) -> None:
+    """Raise ValueError unless a checkpoint has all that a state is made of.
+
+    The same tensors, in whatever order, all kinds of arrays (it may have more), and those of the same dtypes.
+    """
+    what = f"the checkpoint {contents.folder}"
+    check_same_tensors(what, list(contents.tensors.items()), [(spec.name, spec.shape) for spec in state.specs])
+    for shard in state.shards:
+        dtype = contents.kinds.get(shard.kind)
+        if dtype is None:
+            raise ValueError(
+                f"{what} has no {shard.kind}, but {', '.join(contents.kinds)}; make the optimizer as it was when "
+                "the checkpoint was saved, or load the parameters alone"
+            )
+        if dtype != shard.array.dtype:
+            raise ValueError(
+                f"{what} has {shard.kind} in {dtype}, and this run in {np.dtype(shard.array.dtype)}; make the model "
+                f"with dtype {dtype}"
+            )
+
+
+def fill(contents: Contents, state: RunState, axis: Axis) -> None:
+    """Fill the arrays of a state from a checkpoint.  Collective over `axis`, whose ranks count each element once.
+
+    Each rank reads the elements that it stands for, so that every element is read from the disk once; copies come from
+    that rank.
+
+    Raises
+    ------
+    ValueError
+        On all ranks: before anything is written if the checkpoint is of something else, as `check_fits` tells, or
+        when a piece cannot be read, with the arrays partly filled.
+    """
+    problem: Exception | None = None
+    try:
+        check_fits(contents, state)
+    except ValueError as error:
+        problem = error
+    axis.agree(problem)
+    try:
+        with PieceReader(contents) as reader:
+            for shard in state.shards:
+                _read_counted(reader, contents, shard)
+    except ValueError as error:
+        problem = error
+    axis.agree(problem)
+    lacking = [sum(p.size for p in shard.counted) < sum(p.size for p in shard.holding) for shard in state.shards]
+    some = axis.all_reduce(np.array([*lacking, False], np.int64), op="max", label="control")
+    for shard, copies in zip(state.shards, some[:-1], strict=True):
+        if copies:
+            reshard(axis, replace(shard, holding=shard.counted), shard)
+
+
+def _read_counted(reader: PieceReader, contents: Contents, shard: Shard) -> None:
+    """Read what this rank stands for into the shard's array."""
+    stored: dict[str, list[StoredPiece]] = defaultdict(list)
+    for piece in contents.pieces:
+        if piece.kind == shard.kind:
+            stored[piece.name].append(piece)
+    staging = None
+    if arrays.is_device(shard.array):
+        most = max((piece.size for piece in shard.counted), default=0)
+        staging = arrays.pinned_empty(most, shard.array.dtype, shard.array)
+    for wanted in shard.counted:
+        target = shard.array[wanted.start : wanted.start + wanted.size]
+        host = target if staging is None else staging[: wanted.size]
+        values = host.reshape(wanted.shape)
+        for source in stored[wanted.name]:
+            common = intersect(wanted.box, source.box)
+            if common is not None:
+                reader.read(source, common, values[_within(common, wanted.box)])
+        if staging is not None:
+            arrays.copy_to_device(host, target)
+
+
+def _within(box: Box, outer: Box) -> tuple[Any, ...]:
+    """The index of `box` in an array of the values of `outer`; a view of a scalar too."""
+    return (*(slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True)), ...)

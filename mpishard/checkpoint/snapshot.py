@@ -1,0 +1,77 @@
+"""The values that a rank saves, as host arrays: the live ones, or a copy that training does not change any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from mpishard import array as arrays
+from mpishard.checkpoint.pieces import Part
+from mpishard.layout import Holding, Piece
+from mpishard.state import Shard
+
+Array = Any
+
+
+def live_parts(shards: Sequence[Shard]) -> list[Part]:
+    """What this rank counts, as views of its NumPy arrays."""
+    return [
+        _part(shard.kind, piece, shard.array[piece.start : piece.start + piece.size])
+        for shard in shards
+        for piece in shard.counted
+        if piece.size
+    ]
+
+
+class Snapshot:
+    """Copies of what a rank counts, in host memory that is kept from one to the next."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, np.ndarray] = {}
+
+    def take(self, shards: Sequence[Shard]) -> list[Part]:
+        """Copy the counted pieces; done on return.  The copies of the time before are overwritten.
+
+        Pieces that lie end to end are copied at once.  Device arrays come through pinned memory.
+        """
+        kept = self._buffers
+        # Those of kinds that are no more go before others are made.
+        self._buffers = {shard.kind: kept[shard.kind] for shard in shards if shard.kind in kept}
+        parts: list[Part] = []
+        for shard in shards:
+            buffer = self._buffer(shard)
+            place = 0
+            for run in _runs(shard.counted):
+                start, size = run[0].start, sum(piece.size for piece in run)
+                arrays.copy_to_host(shard.array[start : start + size], buffer[place : place + size])
+                for piece in run:
+                    parts.append(_part(shard.kind, piece, buffer[place : place + piece.size]))
+                    place += piece.size
+        return parts
+
+    def _buffer(self, shard: Shard) -> np.ndarray:
+        size = sum(piece.size for piece in shard.counted)
+        kept = self._buffers.get(shard.kind)
+        if kept is None or kept.size != size or kept.dtype != shard.array.dtype:
+            self._buffers.pop(shard.kind, None)
+            self._buffers[shard.kind] = arrays.pinned_empty(size, shard.array.dtype, like=shard.array)
+        return self._buffers[shard.kind]
+
+
+def _part(kind: str, piece: Piece, values: np.ndarray) -> Part:
+    return Part(kind, piece.name, piece.box, values.reshape(piece.shape))
+
+
+def _runs(pieces: Holding) -> Iterator[list[Piece]]:
+    """Pieces with elements, by place, in groups that lie end to end."""
+    ordered = sorted((piece for piece in pieces if piece.size), key=lambda piece: piece.start)
+    before = 0  # elements of pieces before this one: its distance from its start is the same all through a run
+    distances = []
+    for piece in ordered:
+        distances.append(piece.start - before)
+        before += piece.size
+    for _, run in groupby(zip(distances, ordered, strict=True), key=lambda pair: pair[0]):
+        yield [piece for _, piece in run]

@@ -1,0 +1,84 @@
+"""Whole tensors, read a box at a time from wherever they lie."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpishard.checkpoint.index import Contents
+from mpishard.checkpoint.pieces import StoredPiece
+from mpishard.checkpoint.reading import PieceReader
+from mpishard.layout import Box, boxes_of_range, intersect
+
+BLOCK = 2**22  # elements read at once
+
+
+class Source(Protocol):
+    """The tensors of a model by name, one value of each kind an element."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """As `RunState.facts`."""
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes by name, in the model's order."""
+
+    @property
+    def kinds(self) -> Mapping[str, np.dtype]:
+        """Dtypes by kind, as `Shard.kind`."""
+
+    def read(self, kind: str, name: str, box: Box) -> np.ndarray:
+        """The values in a box of a tensor: contiguous, shaped like the box."""
+
+
+class Stored(AbstractContextManager["Stored"]):
+    """The tensors of a checkpoint whose hashes were found right; a `Source`."""
+
+    def __init__(self, contents: Contents) -> None:
+        self.facts, self.tensors, self.kinds = contents.facts, contents.tensors, contents.kinds
+        self._reader = PieceReader(contents)
+        self._pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)
+        for piece in contents.pieces:
+            self._pieces[piece.kind, piece.name].append(piece)
+
+    def read(self, kind: str, name: str, box: Box) -> np.ndarray:
+        """The values in a box of a tensor, out of all pieces that it touches.
+
+        Raises
+        ------
+        ValueError
+            If a piece is not what the index says.
+        """
+        values = np.empty(tuple(stop - start for start, stop in box), self.kinds[kind])
+        for piece in self._pieces[kind, name]:
+            common = intersect(box, piece.box)
+            if common is not None:
+                self._reader.read(piece, common, values[inside(common, box)])
+        return values
+
+    def __exit__(self, *exception: object) -> None:
+        self._reader.__exit__(None, None, None)
+
+
+def inside(box: Box, outer: Box) -> tuple[slice | Any, ...]:
+    """Index of a box in an array shaped like another one around it; always a view, of a scalar too."""
+    slices = (slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
+    return (*slices, ...)
+
+
+def total_bytes(source: Source, kinds: Iterable[str]) -> int:
+    """Bytes that the tensors of these kinds are."""
+    return sum(map(prod, source.tensors.values())) * sum(source.kinds[kind].itemsize for kind in kinds)
+
+
+def blocks(shape: Sequence[int]) -> Iterator[Box]:
+    """Boxes of at most `BLOCK` elements that cover a tensor in row-major order."""
+    size = prod(shape)
+    for start in range(0, size, BLOCK):
+        yield from boxes_of_range(shape, start, min(start + BLOCK, size))

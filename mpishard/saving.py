@@ -1,0 +1,111 @@
+"""One checkpoint at a time, for those who have a loop of their own; `Checkpoints` keeps those of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpishard.checkpoint import Checkpoints
+from mpishard.mesh import Mesh
+from mpishard.optim import ShardedOptimizer
+from mpishard.optim.run_state import parameters_alone
+from mpishard.parameters import FlatParameters
+
+Array = Any
+
+
+def save_checkpoint(
+    folder: str | Path,
+    parameters: Any,
+    optimizer: ShardedOptimizer,
+    *,
+    keep: int | None = None,
+    compression: str | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a checkpoint that any layout can load, and return its folder.  Collective over the optimizer's mesh.
+
+    Parameters
+    ----------
+    folder : path
+        Of the run; the checkpoint is ``step-NNNNNNNN`` in it, and ``latest`` points to it.  On a cluster all ranks must
+        see this folder.
+    parameters : model, FlatParameters or 1-D array
+        What the optimizer trains: a model is anything with a FlatParameters as its ``parameters``.
+    optimizer : ShardedOptimizer
+    keep : int, optional
+        Remove all but so many of the checkpoints in the folder, the oldest first.
+    compression : {None, "gzip", "lzf"}
+        Filter of HDF5 for all values.
+    facts : mapping, optional
+        What else to keep: numbers, strings and booleans by name, 1-D arrays, and under names that end in ``.json`` what
+        JSON can hold.
+
+    Raises
+    ------
+    OSError
+        On every rank if the disk fails or is full; earlier checkpoints are whole, and nothing in memory has changed.
+    """
+    optimizer.bind(_named(parameters, optimizer))
+    state = optimizer.run_state().with_facts(facts or {})
+    with Checkpoints(folder, optimizer.mesh, keep=keep, compression=compression) as checkpoints:
+        written = checkpoints.save(state)
+    assert written is not None
+    return written
+
+
+def load_checkpoint(
+    folder: str | Path, parameters: Any, optimizer: ShardedOptimizer | None = None, *, mesh: Mesh | None = None
+) -> dict[str, Any]:
+    """Read the newest whole checkpoint, of any layout, into parameters and optimizer, in place, and return its facts.
+
+    Collective over the mesh.  Every element is read by one rank; copies travel over MPI.
+
+    Parameters
+    ----------
+    folder : path
+        Of a run; damaged checkpoints are passed over with a warning that names what is damaged.  Or of one checkpoint,
+        which then must be whole.
+    parameters : model, FlatParameters or 1-D array
+    optimizer : ShardedOptimizer, optional
+        Gets its slots, steps and loss scale; without one only the parameters are read.
+    mesh : Mesh, optional
+        Of the parameters; needed if there is no optimizer.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no checkpoint.
+    ValueError
+        If all are damaged, or the newest whole one is of other tensors or of another rule.  On every rank, and before
+        anything has changed.
+    """
+    if optimizer is not None:
+        optimizer.bind(_named(parameters, optimizer))
+        state, check, mesh = optimizer.run_state(), optimizer.check_facts, optimizer.mesh
+    elif mesh is not None:
+        named = _named(parameters, None)
+        state, check = parameters_alone(named, mesh.data), None
+    else:
+        raise ValueError("load_checkpoint needs an optimizer, or mesh=..., to know which ranks hold the parameters")
+    with Checkpoints(folder, mesh) as checkpoints:
+        found = checkpoints.load(state, check=check)
+    if found is None:
+        raise FileNotFoundError(f"there is no checkpoint in {folder}")
+    if optimizer is not None:
+        optimizer.take_over(found.facts)
+    elif named.sharded is not None:
+        named.sharded.drop()
+    return dict(found.facts)
+
+
+def _named(parameters: Any, optimizer: ShardedOptimizer | None) -> FlatParameters:
+    """The parameters by name: those of a model, or those that the optimizer knows by the same array."""
+    named = getattr(parameters, "parameters", parameters)
+    if isinstance(named, FlatParameters):
+        return named
+    known = None if optimizer is None else optimizer.parameters
+    if known is not None and known.sharded is None and known.flat is named:
+        return known
+    return FlatParameters.over(named)

@@ -1,0 +1,459 @@
+"""Saving and loading the state of a run: what a crash, a full disk or a damaged file leaves is a whole checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import standin
+from mpi4py import MPI
+from runs import assert_is_at, state, values
+
+from mpishard import Mesh
+from mpishard import array as arrays
+from mpishard.checkpoint import Checkpoints, disk, folder, saver
+from mpishard.layout import Piece
+from mpishard.state import Shard
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
+
+@pytest.fixture
+def run(comm, tmp_path):
+    """A folder that all ranks see; not made yet."""
+    return Path(comm.bcast(str(tmp_path / "run")))
+
+
+@pytest.fixture
+def single():
+    with Mesh(MPI.COMM_SELF) as single:
+        yield single
+
+
+def at(step, mesh, **options):
+    return state(step, mesh.rank, mesh.size, **options)
+
+
+def check_load(checkpoints, step, **options):
+    mesh = checkpoints.mesh
+    found = at(0, mesh, empty=True, **options)
+    contents = checkpoints.load(found)
+    assert contents is not None and contents.facts["steps"] == step
+    assert_is_at(found, step, mesh.rank, mesh.size, **options)
+    return contents
+
+
+def check_nothing_unfinished(mesh, run):
+    mesh.world.barrier()
+    assert not [name for name in os.listdir(run) if name.startswith(".")]
+    mesh.world.barrier()
+
+
+@contextlib.contextmanager
+def warns_on_rank_0(mesh, match):
+    if mesh.rank:
+        yield
+    else:
+        with pytest.warns(RuntimeWarning, match=match):
+            yield
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_save_and_load(comm, run, single, asynchronous, compression):
+    with Mesh(comm, debug=True) as mesh:
+        with Checkpoints(run, mesh, asynchronous=asynchronous, compression=compression) as checkpoints:
+            assert checkpoints.load(at(0, mesh)) is None
+            for step in (1, 2, 3):
+                saved = checkpoints.save(at(step, mesh))
+                assert saved == run / f"step-0000000{step}"
+            contents = check_load(checkpoints, 3)
+            assert contents.generation == 3
+            assert contents.facts["note"] == "step 3" and contents.facts["history.json"] == [3]
+            assert np.array_equal(contents.facts["loss"], [0, 1, 2])
+            assert sorted(os.listdir(run)) == ["latest", "step-00000002", "step-00000003"]
+            mesh.world.barrier()
+        with Checkpoints(run, single) as checkpoints:
+            check_load(checkpoints, 3)
+        with Checkpoints(run / "latest", single) as checkpoints:
+            check_load(checkpoints, 3)
+        mesh.world.barrier()
+        if mesh.rank == 0:
+            with Checkpoints(run, single) as checkpoints:
+                checkpoints.save(state(4))
+        mesh.world.barrier()
+        with Checkpoints(run, mesh) as checkpoints:
+            check_load(checkpoints, 4)
+
+
+def test_changes_after_an_asynchronous_save_do_not_reach_the_file(mesh, run, monkeypatch):
+    write, waited = saver.write_pieces, []
+
+    def late(*arguments, **options):
+        while not waited:
+            time.sleep(0.001)
+        write(*arguments, **options)
+
+    monkeypatch.setattr(saver, "write_pieces", late)
+    with Checkpoints(run, mesh, asynchronous=True) as checkpoints:
+        for step in (1, 2):  # the second one takes its copy into the memory of the first
+            live = at(step, mesh)
+            checkpoints.save(live)
+            for shard in live.shards:
+                shard.array[:] = -1
+            live.facts["history.json"][0] = live.facts["loss"][:] = -1
+            waited.append(None)
+            contents = check_load(checkpoints, step)
+            assert contents.facts["history.json"] == [step]
+            assert np.array_equal(contents.facts["loss"], range(step))
+            waited.clear()
+
+
+def test_one_save_at_a_time(mesh, run, monkeypatch):
+    write, under_way, most = saver.write_pieces, [], []
+
+    def counted(*arguments, **options):
+        under_way.append(None)
+        most.append(len(under_way))
+        time.sleep(0.05)
+        write(*arguments, **options)
+        under_way.pop()
+
+    monkeypatch.setattr(saver, "write_pieces", counted)
+    with Checkpoints(run, mesh, asynchronous=True, keep=None) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(at(step, mesh))
+        checkpoints.wait()
+        assert most == [1, 1, 1] and not under_way
+        assert [each.manifest.step for each in folder.candidates(run)] == [3, 2, 1]
+
+
+def fail_on_last(mesh, monkeypatch, error):
+    """From now on the last rank's disk fails."""
+
+    def fail(path, *arguments, **options):
+        raise error(path)
+
+    if mesh.rank == mesh.size - 1:
+        monkeypatch.setattr(saver, "write_pieces", fail)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("call", ["wait", "save", "load", "close"])
+def test_an_error_on_one_rank_is_raised_on_all(mesh, run, monkeypatch, asynchronous, call):
+    checkpoints = Checkpoints(run, mesh)
+    checkpoints.save(at(1, mesh))
+    broken = at(2, mesh)
+    with monkeypatch.context() as patch:
+        fail_on_last(mesh, patch, lambda path: OSError(errno.EIO, "Input/output error", str(path)))
+        last = mesh.size - 1
+        match = rf"step 2 was not saved: rank {last} failed at .*pieces-0000{last}\.h5: Input/output error; see to"
+        with pytest.raises(OSError, match=match) as caught:
+            checkpoints.save(broken, asynchronous=asynchronous)
+            if call == "save":
+                checkpoints.save(at(3, mesh))
+            else:
+                getattr(checkpoints, call)(*([at(0, mesh)] if call == "load" else []))
+        assert caught.value.errno == errno.EIO
+    assert_is_at(broken, 2, mesh.rank, mesh.size)
+    check_nothing_unfinished(mesh, run)
+    if call == "close":
+        checkpoints = Checkpoints(run, mesh)
+    check_load(checkpoints, 1)
+    checkpoints.save(at(4, mesh))
+    check_load(checkpoints, 4)
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_error_is_a_warning_if_so_configured(mesh, run, monkeypatch, asynchronous):
+    with Checkpoints(run, mesh, on_error="warn", asynchronous=asynchronous) as checkpoints:
+        checkpoints.save(at(1, mesh))
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            fail_on_last(mesh, patch, lambda path: OSError(errno.EIO, "Input/output error", str(path)))
+            with warns_on_rank_0(mesh, "step 2 was not saved"):
+                saved = checkpoints.save(at(2, mesh))
+                checkpoints.wait()
+            assert asynchronous or saved is None
+            fail_on_last(mesh, patch, lambda path: RuntimeError("a bug"))
+            with pytest.raises(RuntimeError, match=f"rank {mesh.size - 1} failed .*: a bug"):
+                checkpoints.save(at(2, mesh))
+                checkpoints.wait()
+        check_load(checkpoints, 1)
+
+
+def test_callers_errors_are_raised_on_all_ranks(mesh, run):
+    with Checkpoints(run, mesh) as checkpoints:
+        if mesh.size > 1:
+            with pytest.raises(ValueError, match="one number on all ranks, got 0, 1"):
+                checkpoints.save(at(mesh.rank, mesh))
+            check_nothing_unfinished(mesh, run)
+        with pytest.raises(ValueError, match="None by rank"):
+            no_step = at(1, mesh)
+            if mesh.rank == mesh.size - 1:
+                del no_step.facts["steps"]
+            checkpoints.save(no_step)
+        with pytest.raises(ValueError, match="cannot be named"):
+            checkpoints.save(at(1, mesh).with_facts({"not a name": 1}))
+        checkpoints.save(at(1, mesh))
+        other = at(0, mesh, elements=51, empty=True)
+        with pytest.raises(ValueError, match="of another model"):
+            checkpoints.load(other)
+
+        def refuse(facts):
+            if mesh.rank == mesh.size - 1:
+                raise ValueError(f"not step {facts['steps']}")
+
+        with pytest.raises(ValueError, match="not step 1"):
+            checkpoints.load(other := at(0, mesh, empty=True), check=refuse)
+        assert np.isnan(other.shards[0].array).all()
+    with pytest.raises(ValueError, match="closed"):
+        checkpoints.save(at(1, mesh))
+    for options in ({"every": 0}, {"keep": 0}, {"compression": "zip"}, {"on_error": "ignore"}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            Checkpoints(run, mesh, **options)
+
+
+def test_every(mesh, run):
+    with Checkpoints(run, mesh, every=5) as checkpoints:
+        assert [step for step in range(12) if checkpoints.due(step)] == [5, 10]
+    with Checkpoints(run, mesh) as checkpoints:
+        assert not checkpoints.due(5)
+
+
+def test_the_same_step_twice(mesh, run):
+    with Checkpoints(run, mesh, keep=1) as checkpoints:
+        first = checkpoints.save(at(5, mesh))
+        second = checkpoints.save(at(5, mesh))
+        assert first == run / "step-00000005" and second == run / "step-00000005-2"
+        assert check_load(checkpoints, 5).folder == second
+        assert not first.exists()
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_places_where_nothing_can_be_written(mesh, run, on_error):
+    """`run` is a file."""
+    if mesh.rank == 0:
+        run.write_text("in the way")
+    mesh.world.barrier()
+    with Checkpoints(run, mesh, on_error=on_error) as checkpoints:
+        if on_error == "raise":
+            with pytest.raises(OSError, match="rank 0 failed at .*run.*give the path of a folder"):
+                checkpoints.save(at(1, mesh))
+        else:
+            with warns_on_rank_0(mesh, "rank 0 failed at .*run"):
+                assert checkpoints.save(at(1, mesh)) is None
+        with pytest.raises(OSError, match="cannot look for checkpoints"):
+            checkpoints.load(at(0, mesh))
+
+
+def test_a_folder_that_goes_while_it_is_written(mesh, run, monkeypatch):
+    write = saver.write_pieces
+
+    def write_and_lose(path, *arguments, **options):
+        write(path, *arguments, **options)
+        if mesh.rank == 0:
+            shutil.rmtree(path.parent)
+
+    with Checkpoints(run, mesh) as checkpoints:
+        checkpoints.save(at(1, mesh))
+        with monkeypatch.context() as patch:
+            patch.setattr(saver, "write_pieces", write_and_lose)
+            with pytest.raises(OSError, match="one and the same folder"):
+                checkpoints.save(at(2, mesh))
+        check_load(checkpoints, 1)
+
+
+def test_disks_that_are_not_shared(mesh, run):
+    if mesh.size == 1:
+        return
+    with Checkpoints(run / str(mesh.rank), mesh) as checkpoints:
+        if mesh.rank == 0:
+            (run).mkdir()
+        with pytest.raises(OSError, match="rank 1 failed at .* all ranks must see one and the same folder"):
+            checkpoints.save(at(1, mesh))
+
+
+@pytest.fixture
+def small_disk(comm, tmp_path):
+    """A file system of 64 MB, and a function that makes it read-only or not; skips where none can be made."""
+    path = Path(comm.bcast(str(tmp_path / "disk")))
+
+    def mount(*options):
+        try:
+            return subprocess.run(["mount", *options, str(path)], capture_output=True, check=False).returncode == 0
+        except OSError:
+            return False
+
+    mounted = False
+    if comm.rank == 0:
+        path.mkdir()
+        mounted = mount("-t", "tmpfs", "-o", "size=64m", "none")
+    if not comm.bcast(mounted):
+        pytest.skip("no file system can be mounted here")
+    yield path, lambda readable: comm.bcast(comm.rank or mount("-o", f"remount,{readable}"))
+    comm.Barrier()
+    if comm.rank == 0:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_fills_up(mesh, small_disk, asynchronous):
+    path, _ = small_disk
+    run, large = path / "run", {"elements": 1_500_000}  # 24 MB with the slot: two of them fit, and no third
+    with Checkpoints(run, mesh, keep=None) as checkpoints:
+        live = at(3, mesh, **large)
+        for step in (1, 2):
+            checkpoints.save(at(step, mesh, **large))
+        free = disk.free_bytes(path)
+        match = r"rank \d failed at .*pieces-0000\d\.h5: No space left on device \(\d+\.\d MB are free\)"
+        with pytest.raises(OSError, match=match + ".*; make room there") as caught:
+            checkpoints.save(live, asynchronous=asynchronous)
+            checkpoints.wait()
+        assert caught.value.errno == errno.ENOSPC
+        # Nothing unfinished is left to fill the disk, what was there is whole, and so is what is in memory.
+        check_nothing_unfinished(mesh, run)
+        assert disk.free_bytes(path) == free
+        check_load(checkpoints, 2, **large)
+        assert_is_at(live, 3, mesh.rank, mesh.size, **large)
+    with Checkpoints(run, mesh, keep=1, on_error="warn", asynchronous=asynchronous) as checkpoints:
+        with warns_on_rank_0(mesh, match):
+            checkpoints.save(live)
+            checkpoints.wait()
+        check_load(checkpoints, 2, **large)
+        # Smaller ones still fit, and the old ones then make room.
+        checkpoints.save(at(4, mesh))
+        checkpoints.save(live)
+        check_load(checkpoints, 3, **large)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_disk_that_becomes_read_only(mesh, small_disk, on_error):
+    path, remount = small_disk
+    with Checkpoints(path / "run", mesh, on_error=on_error) as checkpoints:
+        checkpoints.save(at(1, mesh))
+        remount("ro")
+        if on_error == "raise":
+            with pytest.raises(OSError, match="Read-only file system; give a folder that all ranks may write to"):
+                checkpoints.save(at(2, mesh))
+        else:
+            with warns_on_rank_0(mesh, "Read-only file system"):
+                assert checkpoints.save(at(2, mesh)) is None
+        check_load(checkpoints, 1)
+        remount("rw")
+        checkpoints.save(at(3, mesh))
+        check_load(checkpoints, 3)
+
+
+def two_checkpoints(run, mesh):
+    with Checkpoints(run, mesh) as checkpoints:
+        checkpoints.save(at(1, mesh))
+        checkpoints.save(at(2, mesh))
+
+
+def test_damaged_ones_are_passed_over_on_all_ranks(mesh, run):
+    two_checkpoints(run, mesh)
+    last = run / "step-00000002" / f"pieces-{mesh.size - 1:05d}.h5"
+    with Checkpoints(run, mesh) as checkpoints:
+        if mesh.rank == 0:
+            with open(last, "r+b") as file:
+                file.truncate(600)
+        mesh.world.barrier()
+        with warns_on_rank_0(mesh, rf"step-00000002 is damaged and passed over: .*{last.name} is cut short"):
+            check_load(checkpoints, 1)
+        if mesh.rank == 0:
+            (run / "step-00000001" / "manifest.json").unlink()
+        mesh.world.barrier()
+        found = at(0, mesh, empty=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(ValueError, match="no checkpoint in .* is whole: .*manifest.json is missing.*cut short"):
+                checkpoints.load(found)
+        assert np.isnan(found.shards[0].array).all()
+
+
+def test_the_thread_waits_asleep(mesh, run, monkeypatch):
+    write = saver.write_pieces
+
+    def slow(*arguments, **options):
+        if mesh.rank == mesh.size - 1:
+            time.sleep(0.6)
+        write(*arguments, **options)
+
+    monkeypatch.setattr(saver, "write_pieces", slow)
+    with Checkpoints(run, mesh) as checkpoints:
+        checkpoints.save(at(1, mesh))
+        checkpoints.save(at(2, mesh), asynchronous=True)
+        before = time.process_time()
+        checkpoints.wait()
+        assert time.process_time() - before < 0.2
+
+
+def test_close_frees_the_communicators(mesh, run):
+    checkpoints = Checkpoints(run, mesh, asynchronous=True)
+    checkpoints.save(at(1, mesh))
+    comm = checkpoints._axis.comm
+    checkpoints.close()
+    checkpoints.close()
+    assert comm == MPI.COMM_NULL
+
+
+def test_a_block_left_by_an_exception_still_gets_its_checkpoint(mesh, run):
+    with pytest.raises(KeyError), Checkpoints(run, mesh, asynchronous=True) as checkpoints:
+        checkpoints.save(at(1, mesh))
+        raise KeyError
+    assert (run / "step-00000001").is_dir()
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_arrays_in_device_memory(mesh, run, asynchronous):
+    def to_device(values):
+        array = standin.empty(values.shape)
+        arrays.copy_to_device(values, array)
+        return array
+
+    with Checkpoints(run, mesh, asynchronous=asynchronous) as checkpoints:
+        for step in (1, 2):
+            live = at(step, mesh, convert=to_device)
+            checkpoints.save(live)
+            live.shards[0].array.fill(-1)
+        check_load(checkpoints, 2)
+
+
+def test_a_copy_takes_what_lies_end_to_end_at_once_and_keeps_its_memory(comm, monkeypatch):
+    from mpishard.checkpoint.snapshot import Snapshot
+
+    total = 60
+    # Two runs, the second before the first in memory and of two pieces, one without elements between them.
+    counted = (
+        Piece("x", ((0, 4), (0, 5)), 30),
+        Piece("y", ((2, 5),), 3),
+        Piece("none", ((0, 0),), 6),
+        Piece("z", (), 6),
+    )
+    snapshot, copies, copy = Snapshot(), [], arrays.copy_to_host
+
+    def counting(source, target):
+        copies.append((source.size, target))
+        copy(source, target)
+
+    monkeypatch.setattr(arrays, "copy_to_host", counting)
+    for step in (1, 2):
+        array = values(step, "parameters", total)
+        parts = snapshot.take([Shard("parameters", array, counted, counted)])
+        assert [(part.name, part.box) for part in parts] == [(p.name, p.box) for p in counted[1::2] + counted[:1]]
+        assert np.array_equal(parts[0].values, array[3:6]) and parts[1].values == array[6]
+        assert np.array_equal(parts[2].values, array[30:50].reshape(4, 5))
+        assert not any(np.shares_memory(part.values, array) for part in parts)
+    assert [size for size, _ in copies] == [4, 20] * 2
+    assert np.shares_memory(copies[0][1], copies[2][1])

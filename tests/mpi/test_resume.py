@@ -1,0 +1,183 @@
+"""Runs that stop and go on, from checkpoints, with other ranks and in other layouts."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpishard
+from mpishard import AdamW, Checkpoints, DDPOptimizer, HybridShardedOptimizer, OptimizationProblem, ZeRO2Optimizer, nn
+
+ROWS = np.random.default_rng(0).standard_normal((37, 6))
+RULE = AdamW(lr=mpishard.cosine(0.1, steps=9), eps=1e-3)
+TOKENS = np.random.default_rng(1).integers(0, 11, (45, 6))
+
+
+@pytest.fixture
+def folder(comm):
+    """A folder that all ranks see, removed at the end.  Collective."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(comm.bcast(name))
+        comm.Barrier()
+
+
+def least_squares(parameters, samples, gradients):
+    residual = ROWS[samples, :5] @ parameters - ROWS[samples, 5]
+    gradients += ROWS[samples, :5].T @ residual
+    return 0.5 * residual @ residual
+
+
+def problem(steps, **changes):
+    options = {"samples": len(ROWS), "batch_size": 8, "seed": 4, "steps": steps, **changes}
+    return OptimizationProblem(least_squares, np.zeros(5), **options)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_goes_on_where_it_stopped(mesh, folder, same_on_all, asynchronous):
+    whole = DDPOptimizer(RULE, mesh).optimize(problem(9), progress=False)
+    with Checkpoints(folder, mesh, every=2, asynchronous=asynchronous) as checkpoints:
+        DDPOptimizer(RULE, mesh).optimize(problem(5), progress=False, checkpoints=checkpoints)
+    with Checkpoints(folder, mesh) as checkpoints:
+        optimizer = DDPOptimizer(RULE, mesh)
+        result = optimizer.optimize(problem(9), progress=False, checkpoints=checkpoints, resume=True)
+        assert (result.steps, result.resumed_steps, optimizer.steps) == (9, 5, 9)
+        assert result.samples == whole.samples
+        assert np.array_equal(result.loss_history, whole.loss_history)
+        assert np.array_equal(result.parameters, whole.parameters)
+        assert same_on_all(result.parameters)
+        # Once more, with nothing left to do.
+        result = DDPOptimizer(RULE, mesh).optimize(problem(9), progress=False, checkpoints=checkpoints, resume=True)
+        assert (result.steps, result.resumed_steps) == (9, 9)
+        assert np.array_equal(result.parameters, whole.parameters)
+
+
+def gpt_run(comm, steps, zero_stage, tensor=1, pipeline=1, folder=None, resume=False):
+    """Losses and all parameters of a GPT trained on a mesh over `comm`."""
+    with mpishard.Mesh(comm, tensor=tensor, pipeline=pipeline) as mesh:
+        model = nn.GPT(11, 5, 8, 2, 2, np.float64, mesh=mesh, tied=True, sharded_parameters=zero_stage == 3)
+        config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=0.5)
+        optimizer = HybridShardedOptimizer(RULE, config, zero_stage=zero_stage)
+        task = OptimizationProblem.for_model(
+            model,
+            lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
+            samples=len(TOKENS),
+            batch_size=13,
+            tokens_per_sample=5,
+            steps=steps,
+        )
+        if folder is None:
+            result = optimizer.optimize(task, progress=False)
+        else:
+            with Checkpoints(folder, mesh, every=3) as checkpoints:
+                result = optimizer.optimize(task, progress=False, checkpoints=checkpoints, resume=resume)
+        whole = mpishard.as_distributed(model, mesh).gather_full_parameters()
+        return result.loss_history, whole
+
+
+@pytest.mark.filterwarnings("ignore:.*micro-batches for .* pipeline stages")
+def test_a_run_goes_on_in_other_layouts(comm, folder):
+    expected = gpt_run(MPI.COMM_SELF, 9, 0)
+    size = comm.size
+    layouts = [{"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 1}]
+    if size % 2 == 0:
+        layouts = [{"zero_stage": 3, "tensor": 2}, {"zero_stage": 1, "pipeline": 2}, {"zero_stage": 2}]
+    for number, layout in enumerate(layouts):
+        losses, parameters = gpt_run(comm, 3 * (number + 1), folder=folder, resume=True, **layout)
+        assert len(losses) == 3 * (number + 1)
+    assert np.abs(losses - expected[0]).max() < 1e-12
+    assert np.abs(parameters - expected[1]).max() < 1e-12
+    # On fewer ranks: each has what all had.
+    if comm.rank == 0:
+        assert np.array_equal(gpt_run(MPI.COMM_SELF, 9, 0, folder=folder, resume=True)[1], parameters)
+    comm.Barrier()
+
+
+def test_without_a_checkpoint_a_run_begins(mesh, folder):
+    with Checkpoints(folder / "new", mesh, every=100) as checkpoints:
+        result = DDPOptimizer(RULE, mesh).optimize(problem(3), progress=False, checkpoints=checkpoints, resume=True)
+        assert (result.steps, result.resumed_steps) == (3, 0)
+    with pytest.raises(ValueError, match="resume=True needs to know from where"):
+        DDPOptimizer(RULE, mesh).optimize(problem(3), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "message"),
+    [
+        ({"batch_size": 9}, RULE, "batch_size=8 there and 9 here"),
+        ({"seed": 5}, RULE, "seed=4 there and 5 here"),
+        ({}, mpishard.SGD(lr=0.1), "the state is of the rule AdamW, but this optimizer has SGD"),
+        ({}, AdamW(lr=0.1, amsgrad=True), "max_exp_avg_sq"),
+    ],
+)
+def test_another_run_does_not_go_on(mesh, folder, changes, rule, message):
+    with Checkpoints(folder, mesh) as checkpoints:
+        DDPOptimizer(RULE, mesh).optimize(problem(3), progress=False, checkpoints=checkpoints)
+        optimizer = DDPOptimizer(rule, mesh)
+        with pytest.raises(ValueError, match=message):
+            optimizer.optimize(problem(9, **changes), progress=False, checkpoints=checkpoints, resume=True)
+        assert optimizer.steps == 0
+
+
+def test_checkpoints_say_what_made_them(mesh, folder):
+    model = nn.GPT(11, 5, 8, 2, 2, mesh=mesh)
+    optimizer = ZeRO2Optimizer(RULE, mesh)
+    task = OptimizationProblem.for_model(
+        model,
+        lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
+        samples=len(TOKENS),
+        batch_size=10,
+        steps=7,
+        facts={"note": "first try"},
+    )
+    with Checkpoints(folder, mesh) as checkpoints:
+        optimizer.optimize(task, progress=False, checkpoints=checkpoints)
+    facts = mpishard.load_checkpoint(folder, model, mesh=mesh)
+    assert (facts["step"], facts["samples_consumed"], facts["seed"], facts["note"]) == (7, 65, 0, "first try")
+    assert facts["model.json"]["width"] == 8 and facts["mesh.json"]["data"] == mesh.size
+    assert facts["rule.json"]["beta1"] == 0.9 and facts["optimizer"] == "ZeRO2Optimizer"
+
+
+def test_one_at_a_time_with_a_loop_of_ones_own(mesh, folder):
+    flat = np.linspace(-1, 1, 7)
+    optimizer = DDPOptimizer(AdamW(lr=0.1), mesh)
+    for step in range(3):
+        optimizer.step(flat, np.full(7, step + 1.0))
+    written = mpishard.save_checkpoint(folder, flat, optimizer, facts={"temperature": 2.5})
+    assert (written / "manifest.json").exists()
+    saved = flat.copy()
+    optimizer.step(flat, np.ones(7))
+    expected = flat.copy()
+
+    flat[:] = 0
+    assert mpishard.load_checkpoint(folder, flat, optimizer)["temperature"] == 2.5
+    assert np.array_equal(flat, saved) and optimizer.steps == 3
+    optimizer.step(flat, np.ones(7))
+    assert np.array_equal(flat, expected)
+
+    fresh, other = np.zeros(7), ZeRO2Optimizer(AdamW(lr=0.1), mesh)
+    mpishard.load_checkpoint(written, fresh, other)
+    other.step(fresh, np.ones(7))
+    assert np.array_equal(fresh, expected)
+
+    alone = np.zeros(7)
+    mpishard.load_checkpoint(folder, alone, mesh=mesh)
+    assert np.array_equal(alone, saved)
+
+
+def test_what_cannot_be_loaded_changes_nothing(mesh, folder):
+    flat = np.linspace(-1, 1, 7)
+    optimizer = DDPOptimizer(AdamW(lr=0.1), mesh)
+    optimizer.step(flat, np.ones(7))
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        mpishard.load_checkpoint(folder, flat, optimizer)
+    with pytest.raises(ValueError, match="needs an optimizer, or mesh="):
+        mpishard.load_checkpoint(folder, flat)
+    mpishard.save_checkpoint(folder, flat, optimizer)
+    for other, message in [(np.zeros(8), "another model"), (np.zeros(7, np.float32), "float64")]:
+        with pytest.raises(ValueError, match=message):
+            mpishard.load_checkpoint(folder, other, DDPOptimizer(AdamW(lr=0.1), mesh))
+        assert not other.any()

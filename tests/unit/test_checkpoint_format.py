@@ -1,0 +1,584 @@
+"""The files of a checkpoint: anybody's HDF5 reads them, and nothing but what mpishard writes is taken for one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import shutil
+import subprocess
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpishard.checkpoint.checks import check_cover
+from mpishard.checkpoint.index import index_mark, read_index, write_index
+from mpishard.checkpoint.pieces import Part, pieces_file, pieces_mark, stored, write_pieces
+from mpishard.checkpoint.reading import PieceReader
+from mpishard.layout import boxes_of_range
+from mpishard.state import link_name
+
+ID = "0123456789abcdef" * 2
+TENSORS = {
+    "plain.weight": (4, 6),
+    "with/slash": (3,),
+    "percent%b": (2, 3, 2),
+    "100%": (2,),
+    ".": (5,),
+    "ünï.çödé": (2, 2),
+    "scalar": (),
+    "empty": (0, 3),
+}
+KINDS = {"parameters": np.dtype("f8"), "optimizer/exp_avg": np.dtype("f4")}
+FACTS = {
+    "steps": 50,
+    "seed": 2**63 + 1,
+    "rule": "AdamW",
+    "loss_scale": 1.5,
+    "shuffled": True,
+    "rule.json": {"lr": [0.1, None, "ä"]},
+    "losses": np.linspace(0, 1, 4),
+    "none.yet": np.zeros(0),
+}
+
+
+def values(kind, name):
+    shape = TENSORS[name]
+    start = 1000 * list(TENSORS).index(name) + 0.5 * list(KINDS).index(kind)
+    return (start + np.arange(np.prod(shape, dtype=int))).astype(KINDS[kind]).reshape(shape)
+
+
+def parts(writer, writers):
+    """Each writer an even run of every tensor, which cuts rows."""
+    found = []
+    for kind, (name, shape) in itertools.product(KINDS, TENSORS.items()):
+        whole = values(kind, name)
+        cuts = [whole.size * part // writers for part in range(writers + 1)]
+        for box in boxes_of_range(shape, cuts[writer], cuts[writer + 1]):
+            found.append(Part(kind, name, box, whole[tuple(slice(*run) for run in box)]))
+    return found
+
+
+def save(folder, writers=3, *, facts=FACTS, compression=None):
+    folder.mkdir()
+    pieces = []
+    for writer in range(writers):
+        mine = parts(writer, writers)
+        write_pieces(folder / pieces_file(writer), mine, id=ID, writer=writer, compression=compression)
+        pieces += stored([part.where for part in mine], pieces_file(writer))
+    index = {"tensors": TENSORS, "kinds": KINDS, "pieces": pieces, "facts": facts}
+    write_index(folder / "index.h5", id=ID, generation=7, **index)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save(tmp_path / "step")
+
+
+def read(contents, kind, name, box=None):
+    """A box of a tensor, by way of the pieces."""
+    box = tuple((0, extent) for extent in TENSORS[name]) if box is None else box
+    out = np.full([stop - start for start, stop in box], np.nan, KINDS[kind])
+    with PieceReader(contents) as reader:
+        for piece in contents.pieces:
+            if (piece.kind, piece.name) == (kind, name):
+                common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece.box, strict=True)]
+                if all(a < b for a, b in common):
+                    place = (slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
+                    reader.read(piece, tuple(common), out[(*place, ...)])
+    return out
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writers", [1, 2, 5])
+@pytest.mark.parametrize("compression", [None, "gzip", "lzf"])
+def test_what_was_written_is_read(tmp_path, writers, compression):
+    contents = read_index(save(tmp_path / "step", writers, compression=compression))
+    assert (contents.id, contents.generation) == (ID, 7)
+    assert (contents.tensors, contents.kinds) == (TENSORS, KINDS)
+    assert list(contents.tensors) == list(TENSORS)
+    assert contents.facts.keys() == FACTS.keys()
+    for name, value in FACTS.items():
+        assert np.array_equal(contents.facts[name], value) and type(contents.facts[name]) is type(value)
+    for kind, name in itertools.product(KINDS, TENSORS):
+        assert np.array_equal(read(contents, kind, name), values(kind, name))
+    corner = ((1, 3), (2, 5))
+    assert np.array_equal(
+        read(contents, "parameters", "plain.weight", corner), values("parameters", "plain.weight")[1:3, 2:5]
+    )
+
+
+def test_any_reader_of_hdf5_sees_whole_tensors(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    moved = folder.rename(tmp_path / "moved")
+    with h5py.File(moved / "index.h5") as h5:
+        for kind, name in itertools.product(KINDS, TENSORS):
+            dataset = h5[kind][link_name(name)]
+            assert (dataset.shape, dataset.dtype) == (TENSORS[name], KINDS[kind])
+            assert np.array_equal(dataset[()], values(kind, name))
+        assert (h5.attrs["steps"], h5.attrs["rule"], h5.attrs["version"]) == (50, "AdamW", 1)
+        assert json.loads(h5["json/rule"][()]) == FACTS["rule.json"]
+
+
+def test_a_piece_that_is_gone_reads_as_nan(folder):
+    (folder / pieces_file(1)).unlink()
+    with h5py.File(folder / "index.h5") as h5:
+        assert np.isnan(h5["parameters/plain.weight"][()]).sum() == 8
+
+
+@pytest.mark.skipif(not shutil.which("h5dump"), reason="needs hdf5-tools")
+def test_the_tools_of_hdf5_read_the_index(folder, tmp_path):
+    def tool(*command):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    index = str(folder / "index.h5")
+    listed = [line.split(maxsplit=1) for line in tool("h5ls", "-r", index).splitlines()]
+    for name, told in (
+        ("plain.weight", "{4, 6}"),
+        ("with%2Fslash", "{3}"),
+        ("scalar", "{SCALAR}"),
+        ("empty", "{0, 3}"),
+    ):
+        assert [f"/optimizer/exp_avg/{name}", f"Dataset {told}"] in listed
+    for name in ("plain.weight", "percent%b", "scalar"):
+        text = tool("h5dump", "-y", "-w", "0", "-d", f"/parameters/{link_name(name)}", index)
+        told = text.partition("DATA {")[2].partition("}")[0].replace(",", " ").split()
+        assert [float(value) for value in told] == values("parameters", name).ravel().tolist()
+
+
+def test_files_tell_what_they_are_of_without_hdf5(folder):
+    assert (folder / pieces_file(2)).read_bytes()[:512] == pieces_mark(ID, 2)
+    assert (folder / "index.h5").read_bytes()[:512] == index_mark(ID)
+
+
+def test_a_writer_with_nothing_to_write(tmp_path):
+    write_pieces(tmp_path / pieces_file(0), [], id=ID, writer=0)
+    empty = Part("parameters", "empty", ((0, 0), (0, 3)), np.empty((0, 3)))
+    write_pieces(tmp_path / pieces_file(1), [empty], id=ID, writer=1)
+    assert stored([empty.where], pieces_file(1)) == []
+    with h5py.File(tmp_path / pieces_file(1)) as h5:
+        assert list(h5) == []
+
+
+def test_values_that_do_not_fit_are_not_written(tmp_path):
+    for wrong in (np.zeros((2, 2)), np.zeros(3, np.int64), np.zeros(3, complex)):
+        with pytest.raises(ValueError, match=r"wanted floating-point numbers of shape \(3,\)"):
+            write_pieces(tmp_path / "x.h5", [Part("parameters", "a", ((0, 3),), wrong)], id=ID, writer=0)
+    with pytest.raises(ValueError, match="compression 'zip' is not one of"):
+        write_pieces(tmp_path / "x.h5", [], id=ID, writer=0, compression="zip")
+
+
+@pytest.mark.parametrize(
+    ("fact", "message"),
+    [
+        ({"a/b": 1}, "cannot be named 'a/b'"),
+        ({"version": 1}, "cannot be named 'version'"),
+        ({"tensors.json": []}, "cannot be named 'tensors.json'"),
+        ({"x": None}, "'x' is a NoneType; name it 'x.json'"),
+        ({"x": np.zeros((2, 2))}, "1-D"),
+        ({"x": np.array(["a"])}, "of numbers"),
+        ({"x": 2**64}, "64 bits"),
+    ],
+)
+def test_facts_that_cannot_be_stored(tmp_path, fact, message):
+    with pytest.raises(ValueError, match=message):
+        save(tmp_path / "step", facts=fact)
+
+
+def test_an_index_must_have_each_element_once(tmp_path):
+    pieces = stored([("parameters", "a", ((0, 2),)), ("parameters", "a", ((1, 4),))], pieces_file(0))
+    for wrong in (pieces, pieces[:1], pieces[1:], []):
+        with pytest.raises(ValueError, match="parameters of tensor 'a'"):
+            write_index(
+                tmp_path / "index.h5",
+                id=ID,
+                generation=1,
+                tensors={"a": (4,)},
+                kinds={"parameters": np.dtype("f8")},
+                pieces=wrong,
+                facts={},
+            )
+        assert not (tmp_path / "index.h5").exists()
+
+
+# -- errors of the disk -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_a_disk_that_fails_at_any_byte_leaves_nothing_open(tmp_path, compression):
+    """A limit on the size of files stands for the full disk."""
+    path = tmp_path / pieces_file(0)
+    many = [Part("parameters", f"t{i}", ((0, 300),), np.random.default_rng(i).random(300)) for i in range(60)]
+    write_pieces(path, many, id=ID, writer=0, compression=compression)
+    size = path.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    opened = h5py.h5f.OBJ_FILE | h5py.h5f.OBJ_GROUP | h5py.h5f.OBJ_DATASET
+    before = h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, opened)
+    for limit in (0, 100, 511, 512, 600, *range(1000, size - 1, size // 40), size - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(OSError, match=r"File too large: '.*pieces-00000\.h5'") as caught:
+                write_pieces(path, many, id=ID, writer=0, compression=compression)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert caught.value.filename == str(path)
+        assert h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, opened) == before
+        assert path.read_bytes()[:512] != pieces_mark(ID, 0)
+    write_pieces(path, many, id=ID, writer=0, compression=compression)
+    assert path.stat().st_size == size
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        write_pieces(tmp_path / "nowhere" / path.name, many, id=ID, writer=0)
+
+
+# -- what others may have written -------------------------------------------------------------------------------------
+
+
+def refused(folder, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        read_index(folder)
+    assert "is refused" in str(caught.value) or "is missing" in str(caught.value)
+
+
+def virtual(h5, path, maps, shape=(4, 6), dtype="f8"):
+    """A virtual data set in the place of the one there: ``(file, data set, offset, count, source shape)`` each."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    for file, dataset, offset, count, source in maps:
+        space = h5py.h5s.create_simple(shape)
+        space.select_hyperslab(offset, count)
+        plist.set_virtual(space, file.encode(), dataset.encode(), h5py.h5s.create_simple(source))
+    if path in h5:
+        del h5[path]
+    kind = h5py.h5t.py_create(np.dtype(dtype))
+    h5py.h5d.create(h5.id, path.encode(), kind, h5py.h5s.create_simple(shape), plist)
+
+
+def whole(file="pieces-00000.h5", dataset="/parameters/plain.weight/0"):
+    return [(file, dataset, (0, 0), (4, 6), (4, 6))]
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../pieces-00000.h5",
+        "/etc/passwd",
+        "sub/pieces-00000.h5",
+        "./pieces-00000.h5",
+        "index.h5",
+        ".",
+        "pieces-%%b.h5",
+        "pieces-00000.h5\n",
+        "pieces-٠٠٠٠٠.h5",
+    ],
+)
+def test_values_from_elsewhere_are_refused(folder, file):
+    with h5py.File(folder / "index.h5", "r+") as h5:
+        virtual(h5, "parameters/plain.weight", whole(file))
+    refused(folder, "which is no file of pieces in this folder")
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    ["/parameters/scalar/0", "/parameters/plain.weight", "/", "plain.weight/00"],
+)
+def test_values_of_something_else_are_refused(folder, dataset):
+    with h5py.File(folder / "index.h5", "r+") as h5:
+        virtual(h5, "parameters/plain.weight", whole(dataset=dataset))
+    refused(folder, "it takes values from")
+
+
+def piece(number, offset, count):
+    return ("pieces-00000.h5", f"/parameters/plain.weight/{number}", offset, count, count)
+
+
+@pytest.mark.parametrize(
+    ("maps", "message"),
+    [
+        ([], "not a virtual data set|no piece covers"),
+        ([piece(0, (0, 0), (3, 6))], "leave elements out or have some twice"),
+        ([piece(0, (0, 0), (3, 6)), piece(1, (2, 0), (2, 6))], "leave elements out or have some twice"),
+        (
+            [piece(0, (0, 0), (2, 3)), piece(1, (0, 3), (2, 3)), piece(2, (2, 0), (2, 3)), piece(3, (1, 3), (2, 3))],
+            "twice",
+        ),
+        ([piece(0, (0, 0), (2, 6)), piece(0, (2, 0), (2, 6))], "one data set"),
+    ],
+)
+def test_elements_that_are_left_out_or_there_twice_are_refused(folder, maps, message):
+    with h5py.File(folder / "index.h5", "r+") as h5:
+        virtual(h5, "parameters/plain.weight", maps)
+    refused(folder, message)
+
+
+def scattered(h5):
+    """Every other column."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    space = h5py.h5s.create_simple((4, 6))
+    space.select_hyperslab((0, 0), (4, 3), (1, 2))
+    plist.set_virtual(space, b"pieces-00000.h5", b"/parameters/plain.weight/0", h5py.h5s.create_simple((4, 3)))
+    del h5["parameters/plain.weight"]
+    double = h5py.h5t.IEEE_F64LE
+    h5py.h5d.create(h5.id, b"parameters/plain.weight", double, h5py.h5s.create_simple((4, 6)), plist)
+
+
+def endless(h5, path="parameters/plain.weight", file="pieces-%b.h5"):
+    """Rows without end, each from a file whose name has its number; HDF5 looks for them to tell how many there are."""
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    unlimited = h5py.h5s.UNLIMITED
+    space = h5py.h5s.create_simple((4, 6), (unlimited, 6))
+    space.select_hyperslab((0, 0), (unlimited, 1), (1, 1), (1, 6))
+    plist.set_virtual(space, file.encode(), b"/parameters/plain.weight/0", h5py.h5s.create_simple((1, 6)))
+    del h5[path]
+    h5py.h5d.create(h5.id, path.encode(), h5py.h5t.IEEE_F64LE, space, plist)
+
+
+def replaced(path, **arguments):
+    def change(h5):
+        del h5[path]
+        h5.create_dataset(path, **arguments)
+
+    return change
+
+
+def remade(**arguments):
+    return lambda h5: virtual(h5, "parameters/plain.weight", whole(), **arguments)
+
+
+def linked(path, link):
+    def change(h5):
+        if path in h5:
+            del h5[path]
+        h5[path] = link
+
+    return change
+
+
+def text(table, value):
+    return replaced(
+        f"json/{table}", data=value if isinstance(value, str) else json.dumps(value), dtype=h5py.string_dtype()
+    )
+
+
+def attribute(name, value):
+    def change(h5):
+        h5.attrs[name] = value
+
+    return change
+
+
+def circle(h5):
+    h5["parameters/again"] = h5["/"]
+    h5["optimizer/exp_avg/up"] = h5["optimizer"]
+
+
+def outside(h5):
+    external = [("/etc/passwd", 0, 24 * 8)]
+    replaced("parameters/plain.weight", shape=(4, 6), dtype="f8", external=external)(h5)
+
+
+HUGE = 2**45
+HOSTILE = {
+    "every other column": (scattered, "selects only some elements"),
+    "files by number": (endless, "'pieces-%b.h5', which is no file of pieces"),
+    "external link to a tensor": (
+        linked("parameters/scalar", h5py.ExternalLink("pieces-00000.h5", "/")),
+        "link to else",
+    ),
+    "external link nobody asked for": (
+        linked("parameters/more", h5py.ExternalLink("/etc/x", "/")),
+        "link to elsewhere",
+    ),
+    "external link in place of the tables": (linked("json", h5py.ExternalLink("x.h5", "/")), "link to elsewhere"),
+    "soft link": (linked("parameters/scalar", h5py.SoftLink("/optimizer/exp_avg/scalar")), "link to elsewhere"),
+    "soft link nobody asked for": (linked("more", h5py.SoftLink("more")), "link to elsewhere"),
+    "soft link in place of a table": (linked("json/tensors", h5py.SoftLink("/json/kinds")), "link to elsewhere"),
+    "circle of hard links": (circle, "which its tables do not name|lacks"),
+    "raw data in another file": (outside, "not a virtual data set"),
+    "plain data set": (replaced("parameters/scalar", data=1.0), "not a virtual data set"),
+    "a data set more": (lambda h5: h5.create_dataset("parameters/more", data=1.0), "its tables do not name"),
+    "a data set less": (lambda h5: h5.__delitem__("parameters/scalar"), "it lacks /parameters/scalar"),
+    "no tables": (lambda h5: h5.__delitem__("json"), "'tensors'"),
+    "group for a data set": (
+        lambda h5: (h5.__delitem__("parameters/scalar"), h5.create_group("parameters/scalar")),
+        "refused",
+    ),
+    "a datatype for a data set": (linked("parameters/scalar", np.dtype("f8")), "refused"),
+    "complex numbers": (remade(dtype="c16"), r"complex128 \(4, 6\), in the tables float64"),
+    "text": (remade(dtype="S8"), r"S8 \(4, 6\), in the tables float64"),
+    "a compound": (remade(dtype="f8,f8"), "in the tables float64"),
+    "another shape": (remade(shape=(5, 6)), r"float64 \(5, 6\), in the tables float64 \(4, 6\)"),
+    "values where there are none": (replaced("parameters/empty", data=np.zeros((1, 3))), "in the tables"),
+    "huge array": (replaced("history/losses", shape=(HUGE,), dtype="f8", chunks=(1024,)), "losses"),
+    "huge array, contiguous": (replaced("history/losses", shape=(HUGE,), dtype="f8"), "losses"),
+    "array never written": (replaced("history/losses", shape=(4,), dtype="f8"), "never written"),
+    "array of text": (replaced("history/losses", data=["x"]), "losses"),
+    "array of arrays": (replaced("history/losses", data=np.zeros((2, 2))), "losses"),
+    "table of numbers": (replaced("json/tensors", data=1.0), "not text"),
+    "table of fixed text": (replaced("json/tensors", data=np.bytes_("[]")), "not text"),
+    "tables of nothing": (replaced("json/tensors", data=h5py.Empty("f8")), "not text"),
+    "no JSON": (text("tensors", "{"), "Expecting"),
+    "deep JSON": (text("tensors", "[" * 100_000), "refused"),
+    "tensors of another form": (text("tensors", {"a": 1}), "refused"),
+    "extents below zero": (text("tensors", [["a", [-1]]]), "table of tensors"),
+    "extents that are no numbers": (text("tensors", [["a", [True]]]), "table of tensors"),
+    "huge extents": (text("tensors", [["a", [2**40, 2**40]]]), "table of tensors"),
+    "two of a name": (text("tensors", [["a", [1]], ["a", [1]]]), "table of tensors"),
+    "half a character": (text("tensors", '[["\\ud800", [1]]]'), "refused"),
+    "no name": (text("tensors", [["", [1]]]), "table of tensors"),
+    "kind outside": (text("kinds", {"../x": "float64"}), "cannot be the kind"),
+    "kind in the tables": (text("kinds", {"json": "float64"}), "cannot be the kind"),
+    "unknown dtype": (text("kinds", {"parameters": "object"}), "are object"),
+    "dtype that is none": (text("kinds", {"parameters": ["float64"]}), "refused"),
+    "later version": (attribute("version", 2), "version 2 of the format, written by mpishard"),
+    "other format": (attribute("format", "x"), "format is 'x'"),
+    "other id": (attribute("id", "f" * 32), "not that of its first bytes"),
+    "odd id": (attribute("id", "../"), "its id '../'"),
+    "generation of text": (attribute("generation", "7"), "'generation' is '7'"),
+    "array for a number": (attribute("generation", np.zeros(3)), "not a single value"),
+    "nothing for a number": (attribute("generation", h5py.Empty("f8")), "not a single value"),
+    "no generation": (lambda h5: h5.attrs.__delitem__("generation"), "'generation' is None"),
+    "no format": (lambda h5: h5.attrs.__delitem__("format"), "format is None"),
+    "compound fact": (attribute("fact", np.zeros((), "f8,f8")), "neither a number nor text"),
+    "reference": (lambda h5: h5.attrs.create("fact", h5.ref, dtype=h5py.ref_dtype), "neither a number nor text"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_an_index_with_anything_else_in_it_is_refused(folder, what):
+    change, message = HOSTILE[what]
+    with h5py.File(folder / "index.h5", "r+") as h5:
+        change(h5)
+    refused(folder, message)
+
+
+@pytest.mark.parametrize("path", ["parameters/plain.weight", "parameters/empty", "json/tensors", "history/losses"])
+def test_sources_outside_are_not_even_opened(folder, path):
+    """Opening a pipe waits for whoever writes into it."""
+    os.mkfifo(folder / "pipe0.h5")
+    with h5py.File(folder / "index.h5", "r+") as h5:
+        endless(h5, path, "pipe%b.h5")
+    refused(folder, "is no file of pieces|of another, virtual data set")
+
+
+def test_files_that_are_no_index_are_refused(folder):
+    path = folder / "index.h5"
+    data = path.read_bytes()
+    for wrong in (b"", data[:100], data[:512], data[:3000], b"x" * 5000, bytes(512) + data[512:], data[512:]):
+        path.write_bytes(wrong)
+        refused(folder, "is refused")
+    path.unlink()
+    refused(folder, "index.h5 is missing")
+    path.mkdir()
+    with pytest.raises(ValueError, match="is not a file"):
+        read_index(folder)
+    path.rmdir()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="is not a file"):
+        read_index(folder)
+
+
+def test_files_that_lie_elsewhere_are_refused(folder, tmp_path):
+    path = folder / pieces_file(1)
+    path.rename(tmp_path / path.name)
+    refused(folder, "pieces-00001.h5 is missing")
+    path.symlink_to(tmp_path / path.name)
+    refused(folder, "outside of its folder")
+    path.unlink()
+    path.symlink_to("pieces-00000.h5")
+    bad_piece(folder, "are not those of this checkpoint")
+
+
+def bad_piece(folder, message, name="plain.weight"):
+    with pytest.raises(ValueError, match=message) as caught:
+        contents = read_index(folder)
+        for kind in KINDS:
+            read(contents, kind, name)
+    assert "pieces-" in str(caught.value) and "is refused" in str(caught.value)
+
+
+def test_a_file_of_another_checkpoint_is_refused(folder):
+    path = folder / pieces_file(1)
+    write_pieces(path, parts(1, 3), id="f" * 32, writer=1)
+    bad_piece(folder, f"are not those of this checkpoint.*{ID}")
+    write_pieces(path, parts(1, 3), id=ID, writer=2)
+    bad_piece(folder, "are not those of this checkpoint")
+
+
+def in_two(h5):
+    """Chunks far larger than the data set."""
+    replaced(
+        "optimizer/exp_avg/plain.weight/0", shape=(1, 6), maxshape=(None, None), chunks=(2**10, 2**18), dtype="f4"
+    )(h5)
+
+
+LINK = "parameters/plain.weight/0"
+HOSTILE_PIECES = {
+    "missing": (lambda h5: h5.__delitem__(LINK), "weight/0 is missing"),
+    "no group": (lambda h5: h5.__delitem__("parameters"), "/parameters is missing"),
+    "external link": (linked(LINK, h5py.ExternalLink("pieces-00001.h5", LINK)), "link to elsewhere"),
+    "soft link": (linked("parameters", h5py.SoftLink("/optimizer")), "link to elsewhere"),
+    "other shape": (replaced(LINK, data=np.zeros((6, 1))), r"\(6, 1\), in the index float64 \(1, 6\)"),
+    "other dtype": (replaced(LINK, data=np.zeros((1, 6), "f4")), "float32"),
+    "other byte order": (replaced(LINK, data=np.zeros((1, 6), ">f8")), ">f8"),
+    "raw data outside": (replaced(LINK, shape=(1, 6), dtype="f8", external=[("/etc/passwd", 0, 48)]), "file outside"),
+    "never written": (replaced(LINK, shape=(1, 6), dtype="f8"), "never written"),
+    "chunks never written": (replaced(LINK, shape=(1, 6), dtype="f8", chunks=(1, 2)), "never written"),
+    "huge chunks": (in_two, "larger than itself"),
+    "unknown filter": (replaced(LINK, data=np.zeros((1, 6)), chunks=(1, 2), fletcher32=True), "not all are known"),
+    "virtual": (lambda h5: virtual(h5, LINK, [("pieces-00001.h5", "/x", (0, 0), (1, 6), (1, 6))], (1, 6)), "virtual"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE_PIECES)
+def test_a_piece_that_is_not_what_the_index_says_is_refused(folder, what):
+    change, message = HOSTILE_PIECES[what]
+    path = folder / pieces_file(0)
+    with h5py.File(path, "r+") as h5:
+        change(h5)
+    bad_piece(folder, message)
+
+
+# -- covers -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_a_cover_is_right_exactly_if_every_element_is_there_once(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 3), min_size=0, max_size=3)))
+    size = int(np.prod(shape, dtype=int))
+    cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))})
+    boxes = [box for a, b in itertools.pairwise(cuts) for box in boxes_of_range(shape, a, b)]
+    check_cover(shape, boxes)
+    if data.draw(st.booleans()):
+        extra = tuple(
+            data.draw(st.sampled_from([(a, b) for a in range(extent) for b in range(a + 1, extent + 1)]))
+            for extent in shape
+        )
+        boxes[data.draw(st.integers(0, len(boxes) - 1))] = extra
+    seen = np.zeros(shape, int)
+    for box in boxes:
+        seen[tuple(slice(*run) for run in box)] += 1
+    if (seen == 1).all():
+        check_cover(shape, boxes)
+    else:
+        with pytest.raises(ValueError, match="leave elements out or have some twice"):
+            check_cover(shape, boxes)
+
+
+def test_covers_of_many_pieces_and_dimensions():
+    check_cover((50_000, 2), [((row, row + 1), (0, 2)) for row in range(50_000)])
+    with pytest.raises(ValueError, match="twice"):
+        check_cover((50_000, 2), [((row, row + 1), (0, 2)) for row in (*range(49_999), 0)])
+    check_cover((2**20,) * 3 + (1,) * 28, [((0, 2**20),) * 3 + ((0, 1),) * 28])
+    with pytest.raises(ValueError, match="cut along 31 dimensions"):
+        check_cover((2,) * 31, [((0, 1),) * 31])
+    for box in (((0, 5),), ((-1, 3),), ((2, 2),), ((0, 4), (0, 1))):
+        with pytest.raises(ValueError, match="outside of its shape"):
+            check_cover((4,), [box])
