@@ -109,7 +109,8 @@ class Checkpoints:
             ``state.facts["steps"]`` is the step in the checkpoint's name.
         asynchronous : bool, optional
             Copy the values to host memory and return; a thread writes them meanwhile.  Training may change them at
-            once, and errors come with the next call.  Where MPI does not serve several threads, all is done at once.
+            once, and errors come with the next call.  The memory is kept for the next copy.  Where MPI does not serve
+            several threads, all is done at once.
 
         Returns
         -------
@@ -217,7 +218,7 @@ class Checkpoints:
     def _begin(self, state: RunState) -> tuple[Unfinished | None, Fault | None, int]:
         """Rank 0 makes the folder; all ranks learn where it is, or what went wrong."""
         world, unfinished, fault = self.mesh.world, None, None
-        step = state.facts.get("steps")
+        step: Any = state.facts.get("steps")
         sound = isinstance(step, int | np.integer) and step >= 0
         if world.rank == 0 and sound:
             try:

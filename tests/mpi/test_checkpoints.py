@@ -261,6 +261,7 @@ def test_a_folder_that_goes_while_it_is_written(mesh, run, monkeypatch):
 
     def write_and_lose(path, *arguments, **options):
         write(path, *arguments, **options)
+        mesh.world.barrier()
         if mesh.rank == 0:
             shutil.rmtree(path.parent)
 
