@@ -13,8 +13,8 @@ _EVERY_S = 5.0
 class Progress:
     """Progress of a run on stderr; shows nothing where `shown` is False (ranks above 0).
 
-    Under mpirun stderr is a pipe, not a terminal, so that what a user sees there are the lines.  `done` steps lie behind
-    a run that goes on.
+    Under mpirun stderr is a pipe, not a terminal, so that what a user sees there are the lines.  `done` steps lie
+    behind a run that goes on.
     """
 
     def __init__(self, total: int | None, shown: bool, unit: str = "step", done: int = 0) -> None:
@@ -34,7 +34,11 @@ class Progress:
             self._bar.set_postfix_str(note, refresh=False)
             self._bar.update()
         now = time.perf_counter()
-        if self._shown and not self._live and (now - self._printed >= _EVERY_S or self._done in (self._first + 1, self._total)):
+        if (
+            self._shown
+            and not self._live
+            and (now - self._printed >= _EVERY_S or self._done in (self._first + 1, self._total))
+        ):
             self._printed = now
             self._print(note)
 
@@ -43,5 +47,7 @@ class Progress:
 
     def _print(self, note: str) -> None:
         elapsed = time.perf_counter() - self._began
-        line = tqdm.format_meter(self._done, self._total, elapsed, unit=self._unit, postfix=note, ncols=0, initial=self._first)
+        line = tqdm.format_meter(
+            self._done, self._total, elapsed, unit=self._unit, postfix=note, ncols=0, initial=self._first
+        )
         print(line, file=sys.stderr, flush=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mpishard.checkpoint import Checkpoints
+from mpishard.checkpoint.index import check_facts
 from mpishard.mesh import Mesh
 from mpishard.optim import ShardedOptimizer
+from mpishard.optim.agreement import agree_on_step, check_place
 from mpishard.optim.run_state import parameters_alone
-from mpishard.parameters import FlatParameters
+from mpishard.parameters import FlatParameters, check_flat
 
 Array = Any
 
@@ -34,22 +37,27 @@ def save_checkpoint(
     parameters : model, FlatParameters or 1-D array
         What the optimizer trains: a model is anything with a FlatParameters as its ``parameters``.
     optimizer : ShardedOptimizer
+        Gradients that wait for `ShardedOptimizer.synchronize_optimizer_state` are not saved.
     keep : int, optional
         Remove all but so many of the checkpoints in the folder, the oldest first.
     compression : {None, "gzip", "lzf"}
         Filter of HDF5 for all values.
     facts : mapping, optional
         What else to keep: numbers, strings and booleans by name, 1-D arrays, and under names that end in ``.json`` what
-        JSON can hold.
+        JSON can hold.  Not under the names that the optimizer has facts for, such as ``"steps"``.
 
     Raises
     ------
     OSError
         On every rank if the disk fails or is full; earlier checkpoints are whole, and nothing in memory has changed.
+    ValueError, TypeError
+        On every rank if any cannot take its parameters or facts, or parameters differ between ranks.
     """
-    optimizer.bind(_named(parameters, optimizer))
-    state = optimizer.run_state().with_facts(facts or {})
-    with Checkpoints(folder, optimizer.mesh, keep=keep, compression=compression) as checkpoints:
+    facts = facts or {}
+    optimizer.bind(_agreed(parameters, optimizer, optimizer.mesh, facts))
+    state = optimizer.run_state().with_facts(facts)
+    with _for_once(folder, optimizer.mesh, keep=keep, compression=compression) as checkpoints:
+        checkpoints.adopt()
         written = checkpoints.save(state)
     assert written is not None
     return written
@@ -69,7 +77,7 @@ def load_checkpoint(
         which then must be whole.
     parameters : model, FlatParameters or 1-D array
     optimizer : ShardedOptimizer, optional
-        Gets its slots, steps and loss scale; without one only the parameters are read.
+        Gets its slots, steps and loss scale, and forgets gradients; without one only the parameters are read.
     mesh : Mesh, optional
         Of the parameters; needed if there is no optimizer.
 
@@ -77,19 +85,25 @@ def load_checkpoint(
     ------
     FileNotFoundError
         If there is no checkpoint.
-    ValueError
-        If all are damaged, or the newest whole one is of other tensors or of another rule.  On every rank, and before
-        anything has changed.
+    ValueError, TypeError
+        If all are damaged, or the newest whole one is of other tensors or of another rule; if the parameters of any
+        rank cannot be written to, or are others than those of the rest.  On every rank, and before anything has
+        changed.
     """
+    if optimizer is None and not isinstance(mesh, Mesh):
+        raise TypeError(
+            "load_checkpoint needs an optimizer, or mesh=..., to know which ranks hold the parameters; got the mesh "
+            f"{mesh!r}"
+        )
+    mesh = mesh if optimizer is None else optimizer.mesh
+    assert mesh is not None
+    named = _agreed(parameters, optimizer, mesh)
     if optimizer is not None:
-        optimizer.bind(_named(parameters, optimizer))
-        state, check, mesh = optimizer.run_state(), optimizer.check_facts, optimizer.mesh
-    elif mesh is not None:
-        named = _named(parameters, None)
-        state, check = parameters_alone(named, mesh.data), None
+        optimizer.bind(named)
+        state, check = optimizer.run_state(), optimizer.check_facts
     else:
-        raise ValueError("load_checkpoint needs an optimizer, or mesh=..., to know which ranks hold the parameters")
-    with Checkpoints(folder, mesh) as checkpoints:
+        state, check = parameters_alone(named, mesh.data), None
+    with _for_once(folder, mesh) as checkpoints:
         found = checkpoints.load(state, check=check)
     if found is None:
         raise FileNotFoundError(f"there is no checkpoint in {folder}")
@@ -100,11 +114,41 @@ def load_checkpoint(
     return dict(found.facts)
 
 
+@contextmanager
+def _for_once(folder: str | Path, mesh: Mesh, **options: Any) -> Iterator[Checkpoints]:
+    """Checkpoints that are closed again, after the errors that all ranks raise too."""
+    checkpoints = Checkpoints(folder, mesh, **options)
+    try:
+        yield checkpoints
+    except (OSError, ValueError):
+        checkpoints.close()
+        raise
+    checkpoints.close()
+
+
+def _agreed(
+    parameters: Any, optimizer: ShardedOptimizer | None, mesh: Mesh, facts: Mapping[str, Any] | None = None
+) -> FlatParameters:
+    """The parameters by name, if all ranks have theirs, and facts that can be saved.  Collective."""
+    named: FlatParameters | None = None
+    problem = None
+    try:
+        check_facts(facts or {})
+        named = _named(parameters, optimizer)
+        check_place(named, mesh)
+    except (ValueError, TypeError) as error:
+        problem = error
+    agree_on_step(mesh.world, named, None, problem)
+    assert named is not None
+    return named
+
+
 def _named(parameters: Any, optimizer: ShardedOptimizer | None) -> FlatParameters:
     """The parameters by name: those of a model, or those that the optimizer knows by the same array."""
     named = getattr(parameters, "parameters", parameters)
     if isinstance(named, FlatParameters):
         return named
+    check_flat("parameters", named, written=True)
     known = None if optimizer is None else optimizer.parameters
     if known is not None and known.sharded is None and known.flat is named:
         return known

@@ -66,7 +66,10 @@ class RunState:
         return tuple(shard.kind for shard in self.shards)
 
     def with_facts(self, facts: Mapping[str, Any]) -> RunState:
-        """The same with further facts."""
+        """The same with further facts; ValueError if one has the name of one that is there."""
+        taken = sorted(self.facts.keys() & facts.keys())
+        if taken:
+            raise ValueError(f"the fact {taken[0]!r} is one of the run's own; give yours another name")
         return replace(self, facts={**self.facts, **facts})
 
 

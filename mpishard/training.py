@@ -12,11 +12,13 @@ import numpy as np
 
 from mpishard import array as arrays
 from mpishard.checkpoint import Checkpoints
+from mpishard.checkpoint.index import check_facts
 from mpishard.collectives import Axis
 from mpishard.data.sampling import Sampler
 from mpishard.optim import ShardedOptimizer
 from mpishard.parameters import FlatParameters, check_flat
 from mpishard.progress import Progress
+from mpishard.state import RunState
 
 Array = Any
 
@@ -188,7 +190,14 @@ class OptimizationProblem:
         resume : bool
             Go on from the newest whole one of `checkpoints`, at whatever number of ranks and in whatever layout it was
             written, or begin if there is none: with its parameters and state, at its step, with its samples.  The steps
-            of the run before count as steps of this one, and its losses come first in `loss_history`.
+            of the run before count as steps of this one, and its losses come first in `loss_history`: NaN if another
+            loop wrote the checkpoint without.  A run that had reached its steps or its tolerance takes no more.
+
+        Raises
+        ------
+        ValueError
+            On every rank and before the first step, if the problem differs between ranks, nothing would stop the loop,
+            checkpoints cannot hold `facts`, or the checkpoint is of other tensors, another rule or other samples.
         """
         if resume and checkpoints is None:
             raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
@@ -252,8 +261,10 @@ class _Loop:
         self.together = self.split or (self.of_model and self.buckets.on_demand)
         self.losses: list[float] = []
         self.checkpoints = checkpoints
-        if resume and checkpoints is not None:
-            self.resume(checkpoints)
+        if checkpoints is not None:
+            self.check(checkpoints)
+            if resume:
+                self.resume(checkpoints)
         self.resumed = len(self.losses)
         self.before = optimizer.clock - self.resumed
         self.gradients: Any = self.buckets
@@ -265,7 +276,7 @@ class _Loop:
 
     def run(self) -> OptimizationResult:
         self.optimizer.measure_norm |= self.problem.tolerance is not None
-        reason = "steps" if self.has_taken_all_steps() else ""
+        reason = self.what_is_reached(self.optimizer.gradient_norm if self.resumed else math.nan)
         try:
             while not reason:
                 reason = self.step(self.before + len(self.losses) + 1)
@@ -285,13 +296,24 @@ class _Loop:
             communication=self.optimizer.config.mesh.ledger.summary(),
         )
 
+    def check(self, checkpoints: Checkpoints) -> None:
+        """Raise now what would go wrong at the first save."""
+        world, problem = self.optimizer.world, None
+        try:
+            if (checkpoints.mesh.rank, checkpoints.mesh.size) != (world.rank, world.size):
+                raise ValueError("the checkpoints are not of the optimizer's ranks; make both with one mesh")
+            check_facts(self.state().facts)
+        except ValueError as error:
+            problem = error
+        world.agree(problem)
+
     def resume(self, checkpoints: Checkpoints) -> None:
         """Go on where the newest checkpoint stands."""
         optimizer, run = self.optimizer, self.order()
 
         def check(facts: Mapping[str, Any]) -> None:
             optimizer.check_facts(facts)
-            changed = [name for name in run if name in facts and facts[name] != run[name]]
+            changed = [name for name in run if name in facts and not np.array_equal(facts[name], run[name])]
             if changed:
                 told = ", ".join(f"{name}={facts[name]} there and {run[name]} here" for name in changed)
                 raise ValueError(
@@ -302,21 +324,31 @@ class _Loop:
         found = checkpoints.load(optimizer.run_state(), check=check)
         if found is not None:
             optimizer.take_over(found.facts)
-            self.losses = found.facts.get("loss", np.empty(0)).tolist()
+            losses = found.facts.get("loss")
+            if "samples_consumed" not in found.facts or not isinstance(losses, np.ndarray):  # a loop of the user's
+                losses = np.full(optimizer.clock, math.nan)
+            self.losses = losses.tolist()
 
-    def order(self) -> dict[str, int]:
+    def order(self) -> dict[str, int | str]:
         """What decides the samples of each step."""
-        return {"samples": self.problem.samples, "batch_size": self.problem.batch_size, "seed": self.problem.seed}
+        seed = int(self.problem.seed)
+        return {
+            "samples": self.problem.samples,
+            "batch_size": self.problem.batch_size,
+            "seed": seed if seed.bit_length() < 64 else str(seed),  # attributes of HDF5 end at 64 bits
+        }
+
+    def state(self) -> RunState:
+        """What a checkpoint holds now."""
+        own = {"samples_consumed": self.sampler.consumed(self.optimizer.clock), "loss": np.array(self.losses)}
+        return self.optimizer.run_state().with_facts({**self.order(), **own}).with_facts(self.problem.facts)
 
     def save(self, last: bool) -> None:
         """Save if it is time to."""
-        step = self.optimizer.clock
         if self.checkpoints is None:
             return
-        if last or self.checkpoints.due(step):
-            order = {**self.order(), "samples_consumed": self.sampler.consumed(step)}
-            facts = {**self.problem.facts, **order, "loss": np.array(self.losses)}
-            self.checkpoints.save(self.optimizer.run_state().with_facts(facts))
+        if last or self.checkpoints.due(self.optimizer.clock):
+            self.checkpoints.save(self.state())
         if last:
             self.checkpoints.wait()
 
@@ -381,9 +413,10 @@ class _Loop:
             wish = int(self.optimizer.world.all_reduce(wishes, op="max", label="control")[0])
         if wish:
             return "callback" if wish == 2 else "seconds"
-        if problem.tolerance is not None and norm <= problem.tolerance:
-            return "tolerance"
-        return "steps" if self.has_taken_all_steps() else ""
+        return self.what_is_reached(norm)
 
-    def has_taken_all_steps(self) -> bool:
-        return self.problem.steps is not None and len(self.losses) >= self.problem.steps
+    def what_is_reached(self, norm: float) -> str:
+        """Which goal, after a step with a gradient of this norm; none if it is empty."""
+        if self.problem.tolerance is not None and norm <= self.problem.tolerance:
+            return "tolerance"
+        return "steps" if self.problem.steps is not None and len(self.losses) >= self.problem.steps else ""

@@ -47,7 +47,7 @@ def state(step, rank=0, size=1, elements=50, empty=False, convert=np.asarray):
         Shard(KINDS[0], convert(parameters), tuple(whole), in_place),
         Shard(KINDS[1], convert(slot), in_slot, in_slot),
     )
-    facts = {"steps": step, "note": f"step {step}", "history.json": [step], "loss": np.arange(step, dtype=float)}
+    facts = {"step": step, "note": f"step {step}", "history.json": [step], "loss": np.arange(step, dtype=float)}
     return RunState(tensors, shards, facts)
 
 

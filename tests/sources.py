@@ -19,7 +19,7 @@ SHAPES = {
 }
 KINDS = {"parameters": np.dtype(np.float64), "optimizer/exp_avg": np.dtype(np.float32)}
 FACTS = {
-    "steps": 5,
+    "step": 5,
     "rule": "Adam",
     "rule.json": {"lr": 0.1, "betas": [0.9, 0.99]},
     "loss_scale": 1.5,

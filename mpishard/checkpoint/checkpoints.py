@@ -15,7 +15,7 @@ import numpy as np
 
 from mpishard import array as arrays
 from mpishard.capabilities import probe
-from mpishard.checkpoint import folder, saver
+from mpishard.checkpoint import folder, polling, saver
 from mpishard.checkpoint.faults import Fault
 from mpishard.checkpoint.folder import Unfinished
 from mpishard.checkpoint.index import Contents
@@ -36,17 +36,21 @@ class Checkpoints:
     every slot of the optimizer whole, by name.  It appears under its name when all of it is on the disk; a run that
     dies at any moment leaves the checkpoint before or the new one.  ``latest`` points to the newest.
 
-    All methods but `due` are collective over the mesh, creation too.  As a context manager it is closed at the end.
+    All methods but `due` and `adopt` are collective over the mesh, creation too.  As a context manager it is closed at
+    the end.
 
     Parameters
     ----------
     folder : path
-        The same for all ranks, on a disk that all of them see.  Made with the first checkpoint.
+        The same for all ranks, on a disk that all of them see.  Made with the first checkpoint.  Two runs may save into
+        one folder, each beside what the other has, but then the newest of both is loaded.
     mesh : Mesh
     every : int, optional
         Steps from one checkpoint to the next, for the loop that trains, see `due`.
     keep : int or None
-        After each save the oldest ones beyond so many are removed; None: none is.
+        After each save the oldest ones beyond so many are removed; None: none is.  Only those that were saved here
+        count, and once something was loaded from the folder those that were there: a script that is started again
+        without loading takes nothing away.
     asynchronous : bool
         What `save` does if it is not told.
     compression : {None, "gzip", "lzf"}
@@ -57,7 +61,7 @@ class Checkpoints:
     Raises
     ------
     ValueError
-        If an option has no sense.
+        On every rank, if an option has no sense or is not the same on all.
     """
 
     def __init__(
@@ -71,6 +75,19 @@ class Checkpoints:
         compression: str | None = None,
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
+        options = {
+            "folder": str(folder),
+            "every": every,
+            "keep": keep,
+            "asynchronous": asynchronous,
+            "compression": compression,
+            "on_error": on_error,
+        }
+        told = mesh.world.exchange({name: str(value) for name, value in options.items()})
+        for name in options:
+            if any(other[name] != told[0][name] for other in told):
+                values = ", ".join(other[name] for other in told)
+                raise ValueError(f"{name} must be the same on all ranks, got {values} by rank")
         for name, value in (("every", every), ("keep", keep)):
             if value is not None and (not isinstance(value, int | np.integer) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or None")
@@ -78,7 +95,7 @@ class Checkpoints:
             raise ValueError(f"compression={compression!r} is none of {', '.join(map(str, COMPRESSIONS))}")
         if on_error not in ("raise", "warn"):
             raise ValueError(f"on_error={on_error!r} must be 'raise' or 'warn'")
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # a script may change its directory
         self.mesh = mesh
         self.every = every
         self.keep = keep
@@ -89,6 +106,8 @@ class Checkpoints:
         self._axis: Axis | None = Axis("checkpoint", mesh.world.comm.Dup(), Ledger())
         self._snapshot = Snapshot()
         self._flight: _Flight | None = None
+        self._own: set[str] = set()  # ids of the checkpoints that `keep` counts
+        self._adopts = False
         atexit.register(self._at_exit)
 
     def __repr__(self) -> str:
@@ -106,7 +125,7 @@ class Checkpoints:
         Parameters
         ----------
         state : RunState
-            ``state.facts["steps"]`` is the step in the checkpoint's name.
+            ``state.facts["step"]`` is the step in the checkpoint's name.
         asynchronous : bool, optional
             Copy the values to host memory and return; a thread writes them meanwhile.  Training may change them at
             once, and errors come with the next call.  The memory is kept for the next copy.  Where MPI does not serve
@@ -124,7 +143,7 @@ class Checkpoints:
             On every rank, if the disk of any does not allow it and `on_error` is "raise".  Checkpoints that were there
             are untouched, and so is the state.
         ValueError
-            On every rank, if they are not at the same step.
+            On every rank, if they are not at the same step, or the folder is itself a checkpoint.
         """
         axis = self._open()
         self._settle()
@@ -134,8 +153,9 @@ class Checkpoints:
         assert unfinished is not None
         beside = (self.asynchronous if asynchronous is None else asynchronous) and probe().threads
         copied = beside or any(arrays.is_device(shard.array) for shard in state.shards)
-        parts, problem = [], None
+        parts, facts, problem = [], {}, None
         try:
+            facts = copy.deepcopy(dict(state.facts))
             parts = self._snapshot.take(state.shards) if copied else live_parts(state.shards)
         except Exception as error:
             problem = error
@@ -144,9 +164,10 @@ class Checkpoints:
             step,
             tensors={spec.name: spec.shape for spec in state.specs},
             kinds={shard.kind: np.dtype(shard.array.dtype) for shard in state.shards},
-            facts=copy.deepcopy(dict(state.facts)),
+            facts=facts,
             parts=parts,
             keep=self.keep,
+            own=frozenset(self._own),
             compression=self.compression,
             problem=problem,
         )
@@ -181,7 +202,14 @@ class Checkpoints:
         """
         axis = self._open()
         self._settle()
-        return load_newest(self.folder, state, self.mesh.world, axis, check)
+        found = load_newest(self.folder, state, self.mesh.world, axis, check)
+        if found is not None:
+            self.adopt()
+        return found
+
+    def adopt(self) -> None:
+        """Let `keep` count all that is in the folder when the next save begins, whoever saved it.  Not collective."""
+        self._adopts = True
 
     def wait(self) -> None:
         """Return when the save under way has ended; raise or warn as `save` would have."""
@@ -191,12 +219,13 @@ class Checkpoints:
         """`wait`, and free the communicators; a second call does nothing."""
         if self._axis is None:
             return
-        atexit.unregister(self._at_exit)
-        axis, self._axis = self._axis, None
         try:
             self._settle()
         finally:
-            axis.free()
+            if self._flight is None:  # else this was interrupted, and the thread needs its communicator
+                atexit.unregister(self._at_exit)
+                axis, self._axis = self._axis, None
+                axis.free()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -217,39 +246,46 @@ class Checkpoints:
 
     def _begin(self, state: RunState) -> tuple[Unfinished | None, Fault | None, int]:
         """Rank 0 makes the folder; all ranks learn where it is, or what went wrong."""
-        world, unfinished, fault = self.mesh.world, None, None
-        step: Any = state.facts.get("steps")
+        axis = self._open()
+        step: Any = state.facts.get("step")
         sound = isinstance(step, int | np.integer) and step >= 0
-        if world.rank == 0 and sound:
+        steps = self.mesh.world.exchange(int(step) if sound else str(step))
+        if not sound or any(other != step for other in steps):
+            raise ValueError(
+                "facts['step'] must be one number of at least 0, the same on all ranks, got "
+                f"{', '.join(map(str, steps))} by rank"
+            )
+        unfinished, fault, made = None, None, None
+        if axis.rank == 0:
             try:
                 unfinished = folder.begin(self.folder, int(step))
+                made = (unfinished.path.name, unfinished.target.name, unfinished.id)
             except Exception as error:
                 fault = Fault.of(error, 0, self.folder)
-        made = None if unfinished is None else (unfinished.path.name, unfinished.target.name, unfinished.id)
-        told = world.exchange((step, made, None if fault is None else fault.plain))
-        steps = [other for other, _, _ in told]
-        if not isinstance(step, int | np.integer) or steps != [step] * world.size:
-            if unfinished is not None:
-                saver.discard(unfinished)
-            raise ValueError(
-                f"facts['steps'] must be one number on all ranks, got {', '.join(map(str, steps))} by rank"
-            )
-        if unfinished is None and told[0][1] is not None:
-            name, target, id = told[0][1]
+        # Rank 0 may have had to wait for its disk, so that no collective with a time limit will do.
+        told = polling.share(axis, {"made": made, "fault": None if fault is None else fault.plain})
+        if unfinished is None and told["made"] is not None:
+            name, target, id = told["made"]
             # Only rank 0, which writes the index, needs the generation.
             unfinished = Unfinished(self.folder / name, self.folder / target, id, 0)
-        return unfinished, Fault.first([told[0][2]]), int(step)
+        if unfinished is not None:
+            if self._adopts:
+                self._own |= unfinished.others
+            self._adopts = False
+        return unfinished, Fault.first([told["fault"]]), int(step)
 
     def _settle(self) -> None:
         """Wait for the save under way and raise or warn about its error, on all ranks alike."""
-        if self._flight is None:
-            return
-        flight, self._flight = self._flight, None
-        self._conclude(flight.outcome(), flight.task.step, flight.task.unfinished)
+        flight = self._flight
+        if flight is not None:
+            flight.join()  # an interrupt leaves it under way
+            self._flight = None
+            self._conclude(flight.outcome(), flight.task.step, flight.task.unfinished)
 
     def _conclude(self, outcome: Outcome, step: int, unfinished: Unfinished | None) -> Path | None:
         if outcome.fault is None:
             assert unfinished is not None
+            self._own.add(unfinished.id)
             for remark in outcome.remarks:
                 self._warn(remark)
             return unfinished.target
@@ -280,17 +316,20 @@ class _Flight:
         self._axis = axis
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="mpishard-checkpoint", daemon=True)
-        self._thread.start()
+        # Not Thread.join, which up to Python 3.12 takes the thread for ended once it was interrupted.
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="mpishard-checkpoint", daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._outcome = saver.carry_out(self.task, self._axis)
         except BaseException as error:
             self._error = error
+        finally:
+            self._ended.set()
 
     def join(self) -> None:
-        self._thread.join()
+        self._ended.wait()
 
     def outcome(self) -> Outcome:
         """How it ended, once it has."""

@@ -15,8 +15,8 @@ import h5py
 from mpishard.checkpoint.pieces import StoredPiece
 from mpishard.layout import Box
 
-# Each cut dimension doubles the corners of a box; no layout cuts nearly as many.
-_MOST_CUT_DIMENSIONS = 8
+# Each cut dimension doubles the corners of a box.
+_MOST_CORNERS = 2**22
 _KIND = re.compile(r"(?!(json|history)\b)\w+(/\w+)?", re.ASCII)
 _FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_LZF}
 
@@ -146,8 +146,11 @@ def check_cover(shape: Sequence[int], boxes: Iterable[Box]) -> None:
         if len(box) != len(shape) or any(not 0 <= a < b <= extent for (a, b), extent in zip(box, shape, strict=True)):
             raise ValueError(f"a piece {box} lies outside of its shape {tuple(shape)}")
     cut = [dim for dim in range(len(shape)) if any(box[dim] != whole[dim] for box in boxes)]
-    if len(cut) > _MOST_CUT_DIMENSIONS:
-        raise ValueError(f"its pieces are cut along {len(cut)} dimensions; at most {_MOST_CUT_DIMENSIONS} can be")
+    if len(boxes) << len(cut) > _MOST_CORNERS:
+        raise ValueError(
+            f"its {len(boxes)} pieces are cut along {len(cut)} dimensions and have more than {_MOST_CORNERS} corners; "
+            "make it a tensor of fewer dimensions"
+        )
     corners: Counter[tuple[int, ...]] = Counter()
     for box, sign in (*((box, 1) for box in boxes), (whole, -1)):
         for choice in itertools.product((0, 1), repeat=len(cut)):

@@ -40,9 +40,9 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
     OSError
         Of the disk; nothing is left behind.
     """
-    step = source.facts.get("steps", 0)
+    step = source.facts.get("step", 0)
     if not isinstance(step, int) or step < 0:
-        raise ValueError(f"a checkpoint is of a number of steps, not of {step!r}")
+        raise ValueError(f"a checkpoint is of a step, a number of at least 0, not of {step!r}")
     if named_step(target) not in (None, step):
         raise ValueError(f"{target} is the name of a checkpoint of another step than {step}; give step-{step:08d}")
     if files < 1:
@@ -53,27 +53,28 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
     pieces: list[StoredPiece] = []
     with provisional(target, total_bytes(source, source.kinds)) as path:
         disk.make_folder(path)
-        for writer, bounds in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
-            holding = cut_holding(whole, [bounds])
-            boxes = [(kind, piece.name, piece.box) for kind in source.kinds for piece in holding]
-            if boxes:
-                file = pieces_file(writer)
-                write_pieces(path / file, _parts(source, holding), id=id, writer=writer)
-                pieces += stored(boxes, file)
-        write_index(
-            path / INDEX,
-            id=id,
-            generation=generation,
-            tensors=source.tensors,
-            kinds=source.kinds,
-            pieces=pieces,
-            facts=source.facts,
-        )
-        entries = {}
-        for name in sorted({piece.file for piece in pieces} | {INDEX}):
-            disk.sync(path / name)
-            entries[name] = FileEntry(*manifests.hash_file(path / name))
-        publish(Unfinished(path, target, id, generation), Manifest(id, generation, step, entries))
+        with disk.hold(path / manifests.NAME):
+            for writer, bounds in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+                holding = cut_holding(whole, [bounds])
+                boxes = [(kind, piece.name, piece.box) for kind in source.kinds for piece in holding]
+                if boxes:
+                    file = pieces_file(writer)
+                    write_pieces(path / file, _parts(source, holding), id=id, writer=writer)
+                    pieces += stored(boxes, file)
+            write_index(
+                path / INDEX,
+                id=id,
+                generation=generation,
+                tensors=source.tensors,
+                kinds=source.kinds,
+                pieces=pieces,
+                facts=source.facts,
+            )
+            entries = {}
+            for name in sorted({piece.file for piece in pieces} | {INDEX}):
+                disk.sync(path / name)
+                entries[name] = FileEntry(*manifests.hash_file(path / name))
+            publish(Unfinished(path, target, id, generation), Manifest(id, generation, step, entries))
 
 
 def _parts(source: Source, holding: Holding) -> Iterator[Part]:

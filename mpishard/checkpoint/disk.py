@@ -6,9 +6,17 @@ its cache, where the name says ``sync``.  All raise OSError with the path.
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import io
 import os
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+_LONG_S = 3600.0
 
 
 def make_folder(path: Path) -> None:
@@ -17,9 +25,40 @@ def make_folder(path: Path) -> None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a new file."""
-    with open(path, "xb") as file:
+    """Write a file."""
+    with open(path, "wb") as file:
         file.write(data)
+
+
+def hold(path: Path) -> io.FileIO:
+    """Make an empty file that is not `abandoned` until what is returned is closed, or the process ends in any way."""
+    # It has its name only once it is locked, so that nobody finds it without its lock.
+    unheld = path.with_name(f"{path.name}.unheld")
+    file = io.FileIO(unheld, "x")
+    try:
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(unheld, path)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def abandoned(path: Path, held: Path) -> bool:
+    """Whether the process that made a file, a link or a folder, and in it the file `held`, is dead.
+
+    Where no lock tells, it is dead if nothing was changed for an hour.
+    """
+    try:
+        with io.FileIO(held, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        inside = path.iterdir() if path.is_dir() and not path.is_symlink() else ()
+        return time.time() - max(each.lstat().st_mtime for each in (path, *inside)) > _LONG_S
 
 
 def sync(path: Path) -> None:
@@ -28,7 +67,9 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        # Some network file systems refuse to sync a folder: it is on their disk as soon as it is made.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(descriptor)
 
@@ -67,3 +108,52 @@ def free_bytes(path: Path) -> int | None:
         except OSError:
             continue
     return None
+
+
+class DiskFile(io.FileIO):
+    """A file that HDF5 writes through, which keeps errors to itself.
+
+    After the first error it writes nothing and says that it has, so that HDF5 can go on to close the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "w+")
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        size, done = len(view), 0
+        try:
+            # One call writes 2 GiB at the most, and may write less than it was given.
+            while self.error is None and done < size:
+                done += super().write(view[done:])
+        except BaseException as error:
+            self.error = error.with_traceback(None)
+        return size
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        done = 0
+        try:
+            while self.error is None and done < len(view) and (count := super().readinto(view[done:])):
+                done += count
+        except BaseException as error:
+            self.error = error.with_traceback(None)
+        view[done:] = bytes(len(view) - done)
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        size = self.tell() if size is None else size
+        try:
+            if self.error is None:
+                super().truncate(size)
+        except BaseException as error:
+            self.error = error.with_traceback(None)
+        return size
+
+    def check(self) -> None:
+        """Raise the error that was kept, with the path if it is one of the disk."""
+        if isinstance(self.error, OSError):
+            raise OSError(self.error.errno, self.error.strerror or str(self.error), os.fspath(self.name)) from None
+        if self.error is not None:
+            raise self.error

@@ -75,23 +75,30 @@ def examine(candidate: Candidate) -> Examination:
     contents = None
     if not manifests.problems(folder, manifest, [INDEX]):
         try:
-            contents = read_index(folder)
+            contents = contents_of(folder, manifest)
         except ValueError as error:
             problems.append(str(error))
-    if contents is not None:
-        problems += _contradictions(manifest, contents)
     return Examination(folder, manifest, contents, tuple(problems))
 
 
-def _contradictions(manifest: Manifest, contents: Contents) -> Iterator[str]:
-    index = contents.folder / INDEX
+def contents_of(folder: Path, manifest: Manifest) -> Contents:
+    """What a checkpoint has, whose hashes were found right.
+
+    Raises
+    ------
+    ValueError
+        If the index is damaged, or not that of this manifest.
+    """
+    contents, index = read_index(folder), folder / INDEX
     if (contents.id, contents.generation) != (manifest.id, manifest.generation):
-        yield (
+        raise ValueError(
             f"{index} is of the checkpoint {contents.id}, generation {contents.generation}; the manifest beside it is "
             f"of {manifest.id}, generation {manifest.generation}"
         )
-    for file in sorted({piece.file for piece in contents.pieces} - manifest.files.keys()):
-        yield f"{index} wants pieces of {file}, which the manifest does not have"
+    unlisted = {piece.file for piece in contents.pieces} - manifest.files.keys()
+    if unlisted:
+        raise ValueError(f"{index} wants pieces of {', '.join(sorted(unlisted))}, which the manifest does not have")
+    return contents
 
 
 def not_finite(contents: Contents) -> Iterator[str]:
@@ -108,12 +115,6 @@ def not_finite(contents: Contents) -> Iterator[str]:
                 found = figures(source, kind, name)
                 if found.nans or found.infinities:
                     yield f"{kind} {name} has {found.nans} NaN and {found.infinities} infinite values"
-
-
-def next_generation(run: Path) -> int:
-    """What makes a checkpoint the newest of those in a folder."""
-    known = (candidate.manifest for candidate in folders.candidates(run))
-    return 1 + max((manifest.generation for manifest in known if manifest is not None), default=0)
 
 
 def newest_whole(path: Path) -> Examination:

@@ -71,7 +71,7 @@ def write_archive(source: Source, file: Path, *, optimizer: bool = False) -> Non
     for name in source.tensors:
         if name.startswith(_SLOTS) or "\0" in name or name == "__metadata__":
             raise ValueError(f"a tensor named {name!r} cannot be told from other entries of {file.name}; rename it")
-    with published(file, total_bytes(source, kinds)) as path, path.open("xb") as stream:
+    with published(file, total_bytes(source, kinds)) as path, path.open("wb") as stream:
         write(source, labels, stream)
 
 

@@ -6,9 +6,12 @@ disk: so what has a checkpoint's name was whole once.  Old ones lose their name 
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import secrets
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,12 +48,18 @@ class Unfinished:
         32 hexadecimal digits, drawn at random.
     generation : int
         One more than the largest in the folder.
+    held : file
+        Open until it is published or given up: another process that cleans up leaves it alone meanwhile.
+    others : frozenset of str
+        Ids of the checkpoints that were in the folder when it began.
     """
 
     path: Path
     target: Path
     id: str
     generation: int
+    held: io.FileIO | None = None
+    others: frozenset[str] = frozenset()
 
 
 def candidates(run: Path) -> list[Candidate]:
@@ -109,6 +118,29 @@ def astray(run: Path) -> str:
     return f"{link} points to {name!r}, which is no checkpoint of this folder"
 
 
+def next_generation(known: Iterable[Candidate]) -> int:
+    """What makes a checkpoint the newest beside these."""
+    return 1 + max((candidate.manifest.generation for candidate in known if candidate.manifest), default=0)
+
+
+def unfinished_path(target: Path, id: str) -> Path:
+    """Where something is made that will be called `target`, until it is whole."""
+    return target.with_name(f"{_UNFINISHED}{target.name}-{id}")
+
+
+def sweep(folder: Path, names: str) -> None:
+    """Remove what processes that are dead left in a folder of things to be called as a regular expression says.
+
+    What cannot be removed stays: it is in nobody's way.
+    """
+    left = re.compile(rf"{re.escape(_UNFINISHED)}({names})-[0-9a-f]{{8,32}}", re.ASCII)
+    for path in (folder / name for name in _names(folder) if left.fullmatch(name)):
+        with suppress(OSError):
+            held = path / manifests.NAME if path.is_dir() and not path.is_symlink() else path
+            if disk.abandoned(path, held):
+                disk.remove(path)
+
+
 def begin(run: Path, step: int) -> Unfinished:
     """Make the folder in which the checkpoint of a step is written, and the run's folder where needed.
 
@@ -116,26 +148,34 @@ def begin(run: Path, step: int) -> Unfinished:
 
     Raises
     ------
+    ValueError
+        If the folder is itself a checkpoint.
     OSError
     """
-    if not run.is_dir():
-        run.parent.mkdir(parents=True, exist_ok=True)
-        disk.make_folder(run)
-        disk.sync(run.parent)
-    for name in _names(run):
-        if name.startswith(_UNFINISHED):
-            disk.remove(run / name)
-    known = (candidate.manifest for candidate in candidates(run))
-    generation = 1 + max((manifest.generation for manifest in known if manifest is not None), default=0)
+    if (run / manifests.NAME).is_file():
+        raise ValueError("this is itself a checkpoint; save into the folder that it is in, or into another one")
+    for folder in reversed([folder for folder in (run, *run.parents) if not folder.is_dir()]):
+        with suppress(FileExistsError):  # of another run that begins
+            disk.make_folder(folder)
+        disk.sync(folder.parent)
+    sweep(run, f"{_STEP.pattern}|{LATEST}")
+    known = candidates(run)
     id = secrets.token_hex(16)
+    taken = {name.removeprefix(_UNFINISHED).rpartition("-")[0] for name in _names(run) if name.startswith(_UNFINISHED)}
     name = wanted = f"step-{step:08d}"
     number = 1
-    while os.path.lexists(run / name):
+    while name in taken or os.path.lexists(run / name):
         number += 1
         name = f"{wanted}-{number}"
-    unfinished = Unfinished(run / f"{_UNFINISHED}{name}-{id}", run / name, id, generation)
-    disk.make_folder(unfinished.path)
-    return unfinished
+    path = unfinished_path(run / name, id)
+    others = frozenset(candidate.manifest.id for candidate in known if candidate.manifest)
+    disk.make_folder(path)
+    try:
+        held = disk.hold(path / manifests.NAME)
+    except OSError:
+        disk.remove(path)
+        raise
+    return Unfinished(path, run / name, id, next_generation(known), held, others)
 
 
 def publish(unfinished: Unfinished, manifest: Manifest) -> None:
@@ -153,16 +193,16 @@ def publish(unfinished: Unfinished, manifest: Manifest) -> None:
     disk.sync(run)
 
 
-def tidy(published: Path, keep: int | None) -> list[str]:
+def tidy(published: Path, keep: int | None, own: Collection[str]) -> list[str]:
     """Point ``latest`` at a checkpoint that is on the disk, and remove what is older than the newest `keep`.
 
-    The checkpoint is whole whatever happens here, so what goes wrong is told in words and not raised.
+    Only checkpoints whose ids are among `own` count, and go.  The checkpoint is whole whatever happens here, so what
+    goes wrong is told in words and not raised.
     """
     run = published.parent
     told = []
-    link = run / f"{_UNFINISHED}{LATEST}"
+    link = unfinished_path(run / LATEST, secrets.token_hex(4))
     try:
-        disk.remove(link)
         disk.make_link(link, published.name)
         disk.replace_link(link, run / LATEST)
         disk.sync(run)
@@ -170,16 +210,18 @@ def tidy(published: Path, keep: int | None) -> list[str]:
         told.append(f"{run / LATEST} does not point to {published.name}: {error.strerror or error}")
     if keep is None:
         return told
+    named = {published.name}
+    with suppress(OSError):
+        named.add(os.readlink(run / LATEST))
     try:
-        named = {published.name, os.readlink(run / LATEST)}
-    except OSError:
-        named = {published.name}
-    known = [candidate.path for candidate in candidates(run) if candidate.manifest is not None]
-    for path in known[keep:]:
+        counted = [each.path for each in candidates(run) if each.manifest is not None and each.manifest.id in own]
+    except OSError as error:
+        return [*told, f"{run} cannot be listed, so what is beyond keep={keep} stays: {error.strerror or error}"]
+    for path in counted[keep:]:
         if path.name in named:
             continue
         try:
-            nameless = run / f"{_UNFINISHED}{path.name}-{secrets.token_hex(4)}"
+            nameless = unfinished_path(path, secrets.token_hex(4))
             disk.rename(path, nameless)
             disk.remove(nameless)
         except OSError as error:

@@ -108,6 +108,7 @@ def write_index(
         "kinds": {kind: np.dtype(dtype).name for kind, dtype in kinds.items()},
     }
     texts = {name: json.dumps(table) for name, table in tables.items()}
+    check_facts(facts)
     for kind in kinds:
         checks.check_kind(kind)
     by_tensor = checks.check_pieces(tensors, kinds, pieces)
@@ -115,7 +116,6 @@ def write_index(
         h5.attrs.update(format=_FORMAT, version=VERSION, mpishard_version=MPISHARD_VERSION, id=id)
         h5.attrs.update(generation=generation, saved=datetime.now(UTC).isoformat(timespec="seconds"))
         for name, value in facts.items():
-            _check_fact(name, value)
             if name.endswith(_JSON):
                 texts[name.removesuffix(_JSON)] = json.dumps(value, sort_keys=True)
             elif isinstance(value, np.ndarray):
@@ -131,19 +131,30 @@ def write_index(
                 disk.check()
 
 
+def check_facts(facts: Mapping[str, Any]) -> None:
+    """Raise ValueError unless an index can have these facts."""
+    for name, value in facts.items():
+        _check_fact(name, value)
+
+
 def _check_fact(name: str, value: Any) -> None:
-    plain = name.removesuffix(_JSON)
+    plain = str(name).removesuffix(_JSON)
     if not _FACT.fullmatch(plain) or name in _OWN or (name != plain and plain in _TABLES):
         raise ValueError(f"a fact of a checkpoint cannot be named {name!r}; take letters, digits, '_', '-' and '.'")
     if name != plain:
-        return
-    if isinstance(value, np.ndarray):
+        try:
+            json.dumps(value, sort_keys=True)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"JSON cannot hold the fact {name!r}: {error}") from None
+    elif isinstance(value, np.ndarray):
         if value.ndim != 1 or value.dtype.kind not in "iuf":
             raise ValueError(f"the fact {name!r} is {value.dtype} {value.shape}; arrays are of numbers, and 1-D")
     elif not isinstance(value, bool | int | float | str | np.bool | np.integer | np.floating):
         raise ValueError(f"the fact {name!r} is a {type(value).__name__}; name it '{name}.json' to store it as JSON")
     elif isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise ValueError(f"the fact {name!r} is {value}, more than 64 bits; name it '{name}.json' to store it as JSON")
+    elif isinstance(value, str) and "\0" in value:
+        raise ValueError(f"the fact {name!r} has a zero byte; name it '{name}.json' to store it as JSON")
 
 
 def _create_whole(

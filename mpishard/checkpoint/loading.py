@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mpishard.checkpoint import folder, manifest, polling
-from mpishard.checkpoint.index import Contents, read_index
+from mpishard.checkpoint.examining import contents_of
+from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.manifest import Manifest
 from mpishard.checkpoint.reading import check_fits, fill
 from mpishard.collectives import Axis
@@ -100,7 +101,7 @@ def _find(run: Path, axis: Axis) -> tuple[list[tuple[Path, Manifest]], list[str]
 def _verify(path: Path, listed: Manifest, axis: Axis) -> list[str]:
     """What is wrong with the files of a checkpoint; the ranks divide them."""
     largest_first = sorted(listed.files, key=lambda name: (-listed.files[name].size, name))
-    return _all_told(axis, manifest.problems(path, listed, largest_first[axis.rank :: axis.size]))
+    return polling.gather_lists(axis, manifest.problems(path, listed, largest_first[axis.rank :: axis.size]))
 
 
 def _open(path: Path, listed: Manifest, axis: Axis) -> tuple[Contents | None, list[str]]:
@@ -108,24 +109,10 @@ def _open(path: Path, listed: Manifest, axis: Axis) -> tuple[Contents | None, li
     contents = None
     problem = []
     try:
-        contents = read_index(path)
-        if (contents.id, contents.generation) != (listed.id, listed.generation):
-            raise ValueError(
-                f"{path / manifest.INDEX} is of the checkpoint {contents.id} (generation {contents.generation}), its "
-                f"manifest of {listed.id} ({listed.generation})"
-            )
-        unlisted = {piece.file for piece in contents.pieces} - set(listed.files)
-        if unlisted:
-            raise ValueError(f"{path / manifest.INDEX} takes pieces from {min(unlisted)}, which the manifest lacks")
+        contents = contents_of(path, listed)
     except (ValueError, OSError) as error:
         problem = [str(error)]
-    told = _all_told(axis, problem)
-    return contents, list(dict.fromkeys(told))
-
-
-def _all_told(axis: Axis, own: list[str]) -> list[str]:
-    told = polling.gather(axis, own)
-    return polling.share(axis, [problem for each in told for problem in each])
+    return contents, list(dict.fromkeys(polling.gather_lists(axis, problem)))
 
 
 def _warn(axis: Axis, text: str) -> None:

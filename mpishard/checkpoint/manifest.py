@@ -166,7 +166,8 @@ def problems(folder: Path, manifest: Manifest, names: Iterable[str] | None = Non
     names : iterable of str, optional
         Look at these files only, so that several ranks can divide the work; default all.
     """
-    found = (_problem(folder / name, manifest.files[name], manifest.id) for name in names or manifest.files)
+    names = manifest.files if names is None else names
+    found = (_problem(folder / name, manifest.files[name], manifest.id) for name in names)
     return [problem for problem in found if problem]
 
 

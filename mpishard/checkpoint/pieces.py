@@ -9,18 +9,16 @@ readers that do not want to open it with HDF5 before they know.
 
 from __future__ import annotations
 
-import io
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 
+from mpishard.checkpoint.disk import DiskFile
 from mpishard.layout import Box
 from mpishard.state import link_name
 
@@ -149,55 +147,6 @@ class _Places:
 
 def _is_empty(box: Box) -> bool:
     return any(start >= stop for start, stop in box)
-
-
-class DiskFile(io.FileIO):
-    """A file that HDF5 writes through, which keeps errors to itself.
-
-    After the first error it writes nothing and says that it has, so that HDF5 can go on to close the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "w+")
-        self.error: BaseException | None = None
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        size, done = len(view), 0
-        try:
-            # One call writes 2 GiB at the most, and may write less than it was given.
-            while self.error is None and done < size:
-                done += super().write(view[done:])
-        except BaseException as error:
-            self.error = error.with_traceback(None)
-        return size
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        done = 0
-        try:
-            while self.error is None and done < len(view) and (count := super().readinto(view[done:])):
-                done += count
-        except BaseException as error:
-            self.error = error.with_traceback(None)
-        view[done:] = bytes(len(view) - done)
-        return len(view)
-
-    def truncate(self, size: int | None = None) -> int:
-        size = self.tell() if size is None else size
-        try:
-            if self.error is None:
-                super().truncate(size)
-        except BaseException as error:
-            self.error = error.with_traceback(None)
-        return size
-
-    def check(self) -> None:
-        """Raise the error that was kept, with the path if it is one of the disk."""
-        if isinstance(self.error, OSError):
-            raise OSError(self.error.errno, self.error.strerror or str(self.error), os.fspath(self.name)) from None
-        if self.error is not None:
-            raise self.error
 
 
 @contextmanager

@@ -33,8 +33,7 @@ def gather(axis: Axis, value: Any) -> list[Any]:
     `value` is what JSON can hold: None, booleans, numbers, strings, lists, and mappings with strings as keys.
     """
     told = _encoded(value)
-    sizes = np.zeros(axis.size, np.int64)
-    finish(axis.start_all_gather(sizes, np.array([told.size], np.int64), [1] * axis.size))
+    sizes = _sizes(axis, told)
     if axis.rank:
         finish(axis.start_send(told, 0))
         return []
@@ -54,6 +53,23 @@ def share(axis: Axis, value: Any) -> Any:
         told = np.empty(int(size[0]), np.uint8)
     finish(axis.start_broadcast(told))
     return _decoded(told)
+
+
+def gather_lists(axis: Axis, own: list[Any]) -> list[Any]:
+    """Everybody's list, see `gather`, one after the other on all ranks.  Collective."""
+    told = _encoded(own) if own else np.empty(0, np.uint8)
+    sizes = _sizes(axis, told)
+    if not sizes.any():
+        return []
+    heard = np.empty(sizes.sum(), np.uint8)
+    finish(axis.start_all_gather(heard, told, sizes.tolist()))
+    return [each for part in np.split(heard, np.cumsum(sizes)[:-1]) if part.size for each in _decoded(part)]
+
+
+def _sizes(axis: Axis, told: np.ndarray) -> np.ndarray:
+    sizes = np.zeros(axis.size, np.int64)
+    finish(axis.start_all_gather(sizes, np.array([told.size], np.int64), [1] * axis.size))
+    return sizes
 
 
 def _encoded(value: Any) -> np.ndarray:

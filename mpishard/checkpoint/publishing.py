@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpishard.checkpoint import disk
+from mpishard.checkpoint import disk, folder
 
 
 @contextmanager
 def provisional(target: Path, size: int) -> Iterator[Path]:
     """A path beside `target` to write about `size` bytes to; whatever is there after an error is removed.
+
+    What processes that were killed left of the same target goes first.
 
     Raises
     ------
@@ -30,8 +33,8 @@ def provisional(target: Path, size: int) -> Iterator[Path]:
     free = disk.free_bytes(target.parent)
     if free is not None and free < size:
         raise OSError(errno.ENOSPC, f"{size} bytes are to be written and {free} are free", str(target))
-    # Not called unfinished: a run that saves into this folder removes what is called so.
-    path = target.parent / f".new-{target.name}-{secrets.token_hex(4)}"
+    folder.sweep(target.parent, re.escape(target.name))
+    path = folder.unfinished_path(target, secrets.token_hex(4))
     try:
         yield path
     except BaseException as error:
@@ -44,7 +47,7 @@ def provisional(target: Path, size: int) -> Iterator[Path]:
 @contextmanager
 def published(target: Path, size: int) -> Iterator[Path]:
     """As `provisional`, for a file, which is synced and gets its name at the end."""
-    with provisional(target, size) as path:
+    with provisional(target, size) as path, disk.hold(path):
         yield path
         disk.sync(path)
         disk.rename(path, target)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ class Task:
         What this rank writes.
     keep : int or None
         How many checkpoints to keep.
+    own : frozenset of str
+        Ids of those that count for `keep`, besides this one.
     compression : str or None
         Filter of HDF5.
     problem : Exception or None
@@ -56,6 +59,7 @@ class Task:
     facts: Mapping[str, Any]
     parts: Sequence[Part]
     keep: int | None = None
+    own: frozenset[str] = frozenset()
     compression: str | None = None
     problem: Exception | None = None
 
@@ -70,8 +74,12 @@ class Outcome:
 
 def carry_out(task: Task, axis: Axis) -> Outcome:
     """Write a checkpoint.  Collective over `axis`, which is for this alone."""
-    told = polling.gather(axis, _write_own(task, axis.rank))
-    heard = polling.share(axis, _complete(task, told) if axis.rank == 0 else None)
+    try:
+        told = polling.gather(axis, _write_own(task, axis.rank))
+        heard = polling.share(axis, _complete(task, told) if axis.rank == 0 else None)
+    finally:
+        if task.unfinished.held is not None:
+            task.unfinished.held.close()
     return Outcome(Fault.first([heard["fault"]]), tuple(heard["remarks"]))
 
 
@@ -145,9 +153,9 @@ def _complete(task: Task, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         except Exception as error:
             fault = Fault.of(error, 0, path)
     if fault is None:
-        remarks = folder.tidy(task.unfinished.target, task.keep)
+        remarks = folder.tidy(task.unfinished.target, task.keep, task.own | {task.unfinished.id})
     else:
-        discard(task.unfinished)
+        _discard(path)
     return {"fault": None if fault is None else fault.plain, "remarks": remarks}
 
 
@@ -165,9 +173,7 @@ def _check_seen(path: Path, told: Sequence[Mapping[str, Any]]) -> dict[str, File
     return entries
 
 
-def discard(unfinished: Unfinished) -> None:
+def _discard(path: Path) -> None:
     """Remove what was written; what cannot be removed now goes when the next one begins."""
-    try:
-        disk.remove(unfinished.path)
-    except OSError:
-        pass
+    with suppress(OSError):
+        disk.remove(path)

@@ -16,11 +16,10 @@ from mpishard.checkpoint.examining import (
     found_at,
     is_checkpoint,
     newest_whole,
-    next_generation,
     not_finite,
 )
 from mpishard.checkpoint.exchange import Archive, write_archive
-from mpishard.checkpoint.folder import astray
+from mpishard.checkpoint.folder import astray, candidates, next_generation
 from mpishard.checkpoint.sources import Stored
 from mpishard.cli.checkpoint_text import (
     plain,
@@ -142,10 +141,11 @@ def import_(
     if step is not None and step < 0:
         raise ValueError(f"--step is {step}; it must be at least 0")
     with Archive(source) as archive:
-        archive.facts = {"steps": 0, **archive.facts}
+        archive.facts = {"step": 0, **archive.facts}
         if step is not None:
             archive.facts |= {"step": step, "steps": step, "skipped_steps": 0}
-        write_checkpoint(archive, target, generation=next_generation(target.parent), id=secrets.token_hex(16))
+        generation = next_generation(candidates(target.parent))
+        write_checkpoint(archive, target, generation=generation, id=secrets.token_hex(16))
         typer.echo(plain(f"written to {target}: {len(archive.tensors)} tensors, {', '.join(archive.kinds)}"))
 
 

@@ -25,7 +25,7 @@ def show_facts(contents: Contents) -> None:
     made.columns[1].no_wrap = False
     made.add_row("generation", f"{contents.generation} (id {contents.id})")
     made.add_row("saved", _cell(f"{contents.saved} by mpishard {contents.mpishard_version}"))
-    for name, value in sorted(contents.facts.items(), key=lambda item: (item[0] != "steps", item[0])):
+    for name, value in sorted(contents.facts.items(), key=lambda item: (item[0] != "step", item[0])):
         if isinstance(value, np.ndarray):
             text = f"{value.size} numbers" + (f", the last {value[-1]:.6g}" if value.size else "")
         elif isinstance(value, Mapping):

@@ -46,15 +46,6 @@ class State:
     slots: Mapping[str, np.ndarray]
     loss_scale: tuple[float, int] | None = None
 
-    def check_rule(self, rule: str, slots: Sequence[str]) -> None:
-        """Raise ValueError unless it is of this rule with these slots."""
-        if self.rule != rule or sorted(self.slots) != sorted(slots):
-            theirs, ours = (", ".join(names) or "none" for names in (sorted(self.slots), sorted(slots)))
-            raise ValueError(
-                f"the state is of the rule {self.rule} (slots: {theirs}), "
-                f"but this optimizer has {rule} (slots: {ours}); make the rule as it was when it was saved"
-            )
-
     def check_parameters(self, specs: Sequence[ParameterSpec], dtype: np.dtype) -> None:
         """Raise ValueError unless it is of parameters of these names, shapes and dtype, in this order."""
         saved, wanted = ([(spec.name, spec.shape) for spec in each] for each in (self.specs, specs))

@@ -299,7 +299,7 @@ class ShardedOptimizer:
         state, problem = None, None
         try:
             state = image.decode(data)
-            state.check_rule(type(self.rule).__name__, self.rule.slots)
+            check_rule(self.rule, state.rule, state.slots)
             if self._parameters is not None:
                 state.check_parameters(self._parameters.specs, self._parameters.dtype)
         except (ValueError, TypeError) as error:
@@ -328,12 +328,13 @@ class ShardedOptimizer:
 
     def check_facts(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless this optimizer can go on with the state that these facts belong to."""
-        check_rule(facts, self.rule)
+        check_rule(self.rule, facts.get("rule", "none"), facts.get("slots.json", ()))
 
     def take_over(self, facts: Mapping[str, Any]) -> None:
         """Go on from these facts of `run_state`, once its arrays are filled.  Not collective."""
         assert self._parameters is not None
         self.steps, self.skipped_steps = int(facts["steps"]), int(facts["skipped_steps"])
+        self.gradient_norm = float(facts.get("gradient_norm", math.nan))
         if "good_steps" in facts:
             self.scaling.restore((float(facts["loss_scale"]), int(facts["good_steps"])))
         self._parameters.loss_scale = self.loss_scale

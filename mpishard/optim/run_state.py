@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ def facts_of(optimizer: ShardedOptimizer) -> dict[str, Any]:
         "optimizer": type(optimizer).__name__,
         "rule": type(optimizer.rule).__name__,
         "rule.json": optimizer.rule.configuration(),
+        "slots.json": list(optimizer.rule.slots),
         "sharding.json": optimizer.config.settings(),
         "mesh.json": dict(optimizer.mesh.shape),
         "step": optimizer.clock,
@@ -49,16 +51,19 @@ def facts_of(optimizer: ShardedOptimizer) -> dict[str, Any]:
     }
     if optimizer.scaling.dynamic:
         facts["good_steps"] = optimizer.scaling.good_steps
+    if not math.isnan(optimizer.gradient_norm):
+        facts["gradient_norm"] = optimizer.gradient_norm
     return facts
 
 
-def check_rule(facts: Mapping[str, Any], rule: Rule) -> None:
-    """Raise ValueError unless the facts are of a run with a rule of this name; its slots tell about its options."""
-    ours, theirs = type(rule).__name__, facts.get("rule", "none")
-    if ours != theirs:
+def check_rule(rule: Rule, saved: str, saved_slots: Collection[str]) -> None:
+    """Raise ValueError unless state that was saved is of a rule of this name with these slots."""
+    if (saved, sorted(saved_slots)) != (type(rule).__name__, sorted(rule.slots)):
+        theirs, ours = (", ".join(sorted(names)) or "none" for names in (saved_slots, rule.slots))
         raise ValueError(
-            f"the state is of the rule {theirs}, but this optimizer has {ours}; make the rule as it was when it was "
-            "saved, or load the parameters alone"
+            f"the state is of the rule {saved} (slots: {theirs}), but this optimizer has {type(rule).__name__} "
+            f"(slots: {ours}); make the rule as it was when it was saved, or leave its state and take the parameters "
+            "alone"
         )
 
 

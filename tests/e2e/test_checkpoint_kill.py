@@ -39,7 +39,7 @@ with mpishard.Mesh() as mesh, Checkpoints(run, mesh, asynchronous=asynchronous) 
     contents = checkpoints.load(found)
     step = 0
     if contents is not None:
-        step = contents.facts["steps"]
+        step = contents.facts["step"]
         assert_is_at(found, step, mesh.rank, mesh.size)
     note("loaded", step)
     if first == "saved" and victim >= 0:
@@ -142,4 +142,4 @@ def test_a_script_that_ends_waits_for_its_last_save(mpirun, tmp_path, fails):
         return
     assert finished.errors == ""
     with h5py.File(tmp_path / "run" / "latest" / "index.h5") as index:
-        assert index.attrs["steps"] == 1
+        assert index.attrs["step"] == 1

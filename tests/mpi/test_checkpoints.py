@@ -6,7 +6,9 @@ import contextlib
 import errno
 import os
 import shutil
+import signal
 import subprocess
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -19,7 +21,7 @@ from runs import assert_is_at, state, values
 
 from mpishard import Mesh
 from mpishard import array as arrays
-from mpishard.checkpoint import Checkpoints, disk, folder, saver
+from mpishard.checkpoint import Checkpoints, disk, folder, manifest, saver
 from mpishard.layout import Piece
 from mpishard.state import Shard
 
@@ -46,7 +48,7 @@ def check_load(checkpoints, step, **options):
     mesh = checkpoints.mesh
     found = at(0, mesh, empty=True, **options)
     contents = checkpoints.load(found)
-    assert contents is not None and contents.facts["steps"] == step
+    assert contents is not None and contents.facts["step"] == step
     assert_is_at(found, step, mesh.rank, mesh.size, **options)
     return contents
 
@@ -194,14 +196,22 @@ def test_an_error_is_a_warning_if_so_configured(mesh, run, monkeypatch, asynchro
 def test_callers_errors_are_raised_on_all_ranks(mesh, run):
     with Checkpoints(run, mesh) as checkpoints:
         if mesh.size > 1:
-            with pytest.raises(ValueError, match="one number on all ranks, got 0, 1"):
+            with pytest.raises(ValueError, match="the same on all ranks, got 0, 1"):
                 checkpoints.save(at(mesh.rank, mesh))
-            check_nothing_unfinished(mesh, run)
         with pytest.raises(ValueError, match="None by rank"):
             no_step = at(1, mesh)
             if mesh.rank == mesh.size - 1:
-                del no_step.facts["steps"]
+                del no_step.facts["step"]
             checkpoints.save(no_step)
+        with pytest.raises(ValueError, match="of at least 0, .*got -1"):
+            checkpoints.save(at(-1, mesh))
+        assert not run.exists()
+        odd = at(1, mesh)
+        if mesh.rank == mesh.size - 1:
+            odd.facts["lock.json"] = threading.Lock()
+        with pytest.raises(TypeError, match="cannot pickle"):
+            checkpoints.save(odd)
+        check_nothing_unfinished(mesh, run)
         with pytest.raises(ValueError, match="cannot be named"):
             checkpoints.save(at(1, mesh).with_facts({"not a name": 1}))
         checkpoints.save(at(1, mesh))
@@ -211,7 +221,7 @@ def test_callers_errors_are_raised_on_all_ranks(mesh, run):
 
         def refuse(facts):
             if mesh.rank == mesh.size - 1:
-                raise ValueError(f"not step {facts['steps']}")
+                raise ValueError(f"not step {facts['step']}")
 
         with pytest.raises(ValueError, match="not step 1"):
             checkpoints.load(other := at(0, mesh, empty=True), check=refuse)
@@ -221,6 +231,121 @@ def test_callers_errors_are_raised_on_all_ranks(mesh, run):
     for options in ({"every": 0}, {"keep": 0}, {"compression": "zip"}, {"on_error": "ignore"}):
         with pytest.raises(ValueError, match=next(iter(options))):
             Checkpoints(run, mesh, **options)
+        if mesh.size > 1:
+            with pytest.raises(ValueError, match=f"{next(iter(options))} must be the same on all ranks"):
+                Checkpoints(run, mesh, **(options if mesh.rank == mesh.size - 1 else {}))
+    if mesh.size > 1:
+        with pytest.raises(ValueError, match="folder must be the same on all ranks, got .*0, .*1"):
+            Checkpoints(run / str(mesh.rank), mesh)
+
+
+def test_a_script_that_changes_its_directory(mesh, run, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    with Checkpoints("run", mesh, asynchronous=True) as checkpoints:
+        checkpoints.save(at(1, mesh))
+        monkeypatch.chdir("/")
+        assert checkpoints.save(at(2, mesh)) == run / "step-00000002"
+        check_load(checkpoints, 2)
+
+
+def test_a_checkpoint_is_no_folder_for_others(mesh, run):
+    with Checkpoints(run, mesh) as checkpoints:
+        saved = checkpoints.save(at(1, mesh))
+    with Checkpoints(saved, mesh, on_error="warn") as checkpoints:
+        check_load(checkpoints, 1)
+        with pytest.raises(ValueError, match="step-00000001: this is itself a checkpoint"):
+            checkpoints.save(at(2, mesh))
+        check_load(checkpoints, 1)
+
+
+def kept(mesh, run):
+    mesh.world.barrier()
+    found = [each.manifest.step for each in folder.candidates(run)]
+    mesh.world.barrier()
+    return found
+
+
+def test_a_run_removes_its_own_only(mesh, run):
+    with Checkpoints(run, mesh, keep=None) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(at(step, mesh))
+    # A script that begins again, by mistake.
+    with Checkpoints(run, mesh, keep=1, asynchronous=True) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(at(step, mesh))
+    assert kept(mesh, run) == [2, 3, 2, 1]
+    # One that goes on takes all for its own.
+    with Checkpoints(run, mesh, keep=3) as checkpoints:
+        check_load(checkpoints, 2)
+        checkpoints.save(at(3, mesh))
+    assert kept(mesh, run) == [3, 2, 3]
+
+
+def test_two_that_save_into_one_folder_at_a_time(mesh, run, monkeypatch):
+    write, begun = saver.write_pieces, []
+
+    def late(path, *arguments, **options):
+        begun.append(path)
+        while len(begun) < 2:
+            time.sleep(0.001)
+        write(path, *arguments, **options)
+
+    monkeypatch.setattr(saver, "write_pieces", late)
+    with Checkpoints(run, mesh, asynchronous=True, keep=1) as first, Checkpoints(run, mesh, keep=1) as second:
+        first.save(at(1, mesh))
+        assert second.save(at(1, mesh)) == run / "step-00000001-2"
+        first.wait()
+        assert kept(mesh, run) == [1, 1]
+        check_nothing_unfinished(mesh, run)
+
+
+def test_nothing_with_a_time_limit_waits_for_a_disk(mesh, run, monkeypatch):
+    begin = folder.begin
+
+    def slow(*arguments):
+        time.sleep(1)
+        return begin(*arguments)
+
+    def waited_s():
+        return sum(kind["seconds"] for kind in mesh.ledger.summary().values())
+
+    monkeypatch.setattr(folder, "begin", slow)
+    with Checkpoints(run, mesh) as checkpoints:
+        mesh.world.barrier()
+        before = waited_s()
+        checkpoints.save(at(1, mesh))
+        assert waited_s() - before < 0.7
+
+
+def test_an_interrupt_while_a_save_is_waited_for(mesh, run, monkeypatch):
+    write, waited = saver.write_pieces, []
+
+    def late(*arguments, **options):
+        while not waited:
+            time.sleep(0.001)
+        write(*arguments, **options)
+
+    monkeypatch.setattr(saver, "write_pieces", late)
+    with Checkpoints(run, mesh) as checkpoints:
+        checkpoints.save(at(1, mesh), asynchronous=True)
+        for call in (checkpoints.wait, checkpoints.close):
+            with pytest.raises(KeyboardInterrupt):
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+                call()
+        waited.append(None)
+        check_load(checkpoints, 1)
+
+
+def test_each_file_is_hashed_by_one_rank(mesh, run, single, monkeypatch):
+    if mesh.rank == 0:
+        with Checkpoints(run, single) as checkpoints:
+            checkpoints.save(state(1))
+    hash_file, hashed = manifest.hash_file, []
+    monkeypatch.setattr(manifest, "hash_file", lambda path: hashed.append(path.name) or hash_file(path))
+    mesh.world.barrier()
+    with Checkpoints(run, mesh) as checkpoints:
+        check_load(checkpoints, 1)
+    assert sorted(sum(mesh.world.exchange(hashed), [])) == ["index.h5", "pieces-00000.h5"]
 
 
 def test_every(mesh, run):
@@ -274,12 +399,13 @@ def test_a_folder_that_goes_while_it_is_written(mesh, run, monkeypatch):
         check_load(checkpoints, 1)
 
 
-def test_disks_that_are_not_shared(mesh, run):
+def test_disks_that_are_not_shared(mesh, run, monkeypatch):
     if mesh.size == 1:
         return
-    with Checkpoints(run / str(mesh.rank), mesh) as checkpoints:
-        if mesh.rank == 0:
-            (run).mkdir()
+    here = run / str(mesh.rank)
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    with Checkpoints("run", mesh) as checkpoints:
         with pytest.raises(OSError, match="rank 1 failed at .* all ranks must see one and the same folder"):
             checkpoints.save(at(1, mesh))
 

@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import AdamW, Checkpoints, DDPOptimizer, HybridShardedOptimizer, OptimizationProblem, ZeRO2Optimizer, nn
+from mpishard.layout import Place
 
 ROWS = np.random.default_rng(0).standard_normal((37, 6))
 RULE = AdamW(lr=mpishard.cosine(0.1, steps=9), eps=1e-3)
@@ -109,7 +110,7 @@ def test_without_a_checkpoint_a_run_begins(mesh, folder):
     [
         ({"batch_size": 9}, RULE, "batch_size=8 there and 9 here"),
         ({"seed": 5}, RULE, "seed=4 there and 5 here"),
-        ({}, mpishard.SGD(lr=0.1), "the state is of the rule AdamW, but this optimizer has SGD"),
+        ({}, mpishard.SGD(lr=0.1), r"the rule AdamW \(.*\), but this optimizer has SGD \(slots: none\)"),
         ({}, AdamW(lr=0.1, amsgrad=True), "max_exp_avg_sq"),
     ],
 )
@@ -120,6 +121,79 @@ def test_another_run_does_not_go_on(mesh, folder, changes, rule, message):
         with pytest.raises(ValueError, match=message):
             optimizer.optimize(problem(9, **changes), progress=False, checkpoints=checkpoints, resume=True)
         assert optimizer.steps == 0
+
+
+def test_a_rule_with_fewer_slots_does_not_drop_the_others(mesh, folder):
+    flat, optimizer = np.zeros(5), DDPOptimizer(mpishard.SGD(lr=0.1, momentum=0.9), mesh)
+    optimizer.step(flat, np.ones(5))
+    mpishard.save_checkpoint(folder, flat, optimizer)
+    other = DDPOptimizer(mpishard.SGD(lr=0.1), mesh)
+    loads = [
+        lambda: mpishard.load_checkpoint(folder, np.zeros(5), other),
+        lambda: other.deserialize(optimizer.serialize()),
+    ]
+    for load in loads:
+        with pytest.raises(ValueError, match=r"SGD \(slots: momentum_buffer\), but this .* SGD \(slots: none\)"):
+            load()
+
+
+def test_a_run_that_reached_its_tolerance_takes_no_more_steps(mesh, folder):
+    with Checkpoints(folder, mesh) as checkpoints:
+        runs = [
+            DDPOptimizer(RULE, mesh).optimize(
+                problem(9, tolerance=tolerance), progress=False, checkpoints=checkpoints, resume=True
+            )
+            for tolerance in (1e3, 1e3, 1e-9)
+        ]
+    assert [(run.steps, run.stop_reason) for run in runs] == [(1, "tolerance"), (1, "tolerance"), (9, "steps")]
+
+
+def test_a_run_goes_on_from_a_loop_of_ones_own(mesh, folder):
+    flat, optimizer = np.zeros(5), DDPOptimizer(RULE, mesh)
+    for step in range(3):
+        optimizer.step(flat, np.full(5, step + 1.0))
+    mpishard.save_checkpoint(folder, flat, optimizer, facts={"loss": 2.5})
+    with Checkpoints(folder, mesh) as checkpoints:
+        result = DDPOptimizer(RULE, mesh).optimize(problem(5), progress=False, checkpoints=checkpoints, resume=True)
+    assert (result.steps, result.resumed_steps, result.samples) == (5, 3, 37)
+    assert np.isnan(result.loss_history[:3]).all() and np.isfinite(result.loss_history[3:]).all()
+
+
+def test_a_seed_of_many_bits_goes_on(mesh, folder):
+    with Checkpoints(folder, mesh) as checkpoints:
+        for seed in (2**127 + 1,) * 2:
+            DDPOptimizer(RULE, mesh).optimize(
+                problem(3, seed=seed), progress=False, checkpoints=checkpoints, resume=True
+            )
+        with pytest.raises(ValueError, match="other samples: seed="):
+            DDPOptimizer(RULE, mesh).optimize(
+                problem(3, seed=2**127), progress=False, checkpoints=checkpoints, resume=True
+            )
+
+
+def test_what_cannot_be_saved_is_refused_before_the_first_step(mesh, folder):
+    optimizer = DDPOptimizer(RULE, mesh)
+    for facts, message in [
+        ({"x": object()}, "the fact 'x' is a object"),
+        ({"x.json": object()}, "JSON cannot hold the fact 'x.json'"),
+        ({"x": "a\0b"}, "zero byte"),
+        ({"steps": 7}, "'steps' is one of the run's own"),
+    ]:
+        with Checkpoints(folder, mesh) as checkpoints, pytest.raises(ValueError, match=message):
+            optimizer.optimize(problem(3, facts=facts), progress=False, checkpoints=checkpoints)
+        with pytest.raises(ValueError, match=message):
+            mpishard.save_checkpoint(folder, np.zeros(5), optimizer, facts=facts)
+    with Checkpoints(folder, mesh) as checkpoints, pytest.raises(ValueError, match="'seed' is one of the run's own"):
+        optimizer.optimize(problem(3, facts={"seed": 7}), progress=False, checkpoints=checkpoints)
+    assert optimizer.steps == 0 and not list(folder.iterdir())
+
+
+def test_checkpoints_are_of_the_optimizers_ranks(mesh, folder):
+    if mesh.size == 1:
+        pytest.skip("there is but one mesh")
+    with mpishard.Mesh(MPI.COMM_SELF) as other, Checkpoints(folder, other) as checkpoints:
+        with pytest.raises(ValueError, match="make both with one mesh"):
+            DDPOptimizer(RULE, mesh).optimize(problem(3), progress=False, checkpoints=checkpoints)
 
 
 def test_checkpoints_say_what_made_them(mesh, folder):
@@ -174,10 +248,48 @@ def test_what_cannot_be_loaded_changes_nothing(mesh, folder):
     optimizer.step(flat, np.ones(7))
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         mpishard.load_checkpoint(folder, flat, optimizer)
-    with pytest.raises(ValueError, match="needs an optimizer, or mesh="):
+    with pytest.raises(TypeError, match="needs an optimizer, or mesh="):
         mpishard.load_checkpoint(folder, flat)
     mpishard.save_checkpoint(folder, flat, optimizer)
     for other, message in [(np.zeros(8), "another model"), (np.zeros(7, np.float32), "float64")]:
         with pytest.raises(ValueError, match=message):
             mpishard.load_checkpoint(folder, other, DDPOptimizer(AdamW(lr=0.1), mesh))
         assert not other.any()
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_what_fits_one_rank_alone_is_refused_on_all(mesh, folder, with_optimizer):
+    flat, optimizer = np.zeros(7), DDPOptimizer(RULE, mesh)
+    written = mpishard.save_checkpoint(folder, flat, optimizer)
+    read_only = np.zeros(7)
+    read_only.flags.writeable = mesh.rank > 0
+    refused = [(read_only, ValueError, "read-only"), ([0.0] if mesh.rank == 0 else flat, TypeError, "got list")]
+    if mesh.size > 1:
+        refused.append((np.zeros(7 + mesh.rank), ValueError, "all ranks must have the same parameters"))
+        other = Place(tensor_rank=mesh.rank, tensor_size=mesh.size)
+        model = mpishard.FlatParameters([mpishard.ParameterSpec("t", (7,), tensor_dim=0)], place=other)
+        refused.append((model, ValueError, "laid out for rank"))
+    for parameters, kind, message in refused:
+        options = {"optimizer": DDPOptimizer(RULE, mesh)} if with_optimizer else {"mesh": mesh}
+        with pytest.raises(kind, match=message):
+            mpishard.load_checkpoint(written, parameters, **options)
+    with pytest.raises(ValueError, match="read-only"):
+        mpishard.save_checkpoint(folder, read_only, DDPOptimizer(RULE, mesh))
+
+
+def test_communicators_are_freed_after_an_error(mesh, folder, monkeypatch):
+    made = []
+
+    class Recorded(Checkpoints):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr("mpishard.saving.Checkpoints", Recorded)
+    mpishard.save_checkpoint(folder, np.zeros(5), DDPOptimizer(RULE, mesh))
+    with pytest.raises(ValueError, match="another model"):
+        mpishard.load_checkpoint(folder, np.zeros(6), mesh=mesh)
+    assert len(made) == 2
+    for checkpoints in made:
+        with pytest.raises(ValueError, match="are closed"):
+            checkpoints.load(None)

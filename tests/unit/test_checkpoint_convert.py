@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 from sources import FACTS, KINDS, SHAPES, Arrays, write
 
-from mpishard.checkpoint import disk
+from mpishard.checkpoint import disk, folder
 from mpishard.checkpoint import manifest as manifests
 from mpishard.checkpoint.comparing import Difference, Figures, differences, figures, unlike
 from mpishard.checkpoint.converting import write_plain
@@ -124,7 +124,25 @@ def test_nothing_half_made_is_left(name, tmp_path, monkeypatch):
         make(Arrays(), tmp_path / name)
 
 
-@pytest.mark.parametrize(("facts", "files", "message"), [({"steps": -1}, 1, "not of -1"), ({}, 0, "at least 1 file")])
+@pytest.mark.parametrize("name", ["folder", "x.npz", "x.safetensors"])
+def test_what_killed_ones_left_goes(name, tmp_path):
+    def begin(target, id):
+        path = folder.unfinished_path(tmp_path / target, id)
+        if name == "folder":
+            path.mkdir()
+        return path, disk.hold(path / "manifest.json" if name == "folder" else path)
+
+    _, dead = begin(name, 8 * "1")
+    dead.close()
+    other, dead = begin("other", 8 * "2")
+    dead.close()
+    at_work, held = begin(name, 8 * "3")
+    (write if name == "folder" else write_archive)(Arrays(), tmp_path / name)
+    assert set(tmp_path.iterdir()) == {tmp_path / name, other, at_work}
+    held.close()
+
+
+@pytest.mark.parametrize(("facts", "files", "message"), [({"step": -1}, 1, "not of -1"), ({}, 0, "at least 1 file")])
 def test_what_no_checkpoint_has_is_refused(facts, files, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         write(Arrays(facts=facts), tmp_path / "one", files)

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from runs import assert_is_at, state
 
 from mpishard import Mesh
-from mpishard.checkpoint import Checkpoints, disk, pieces, saver
+from mpishard.checkpoint import Checkpoints, disk, saver
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
@@ -35,7 +35,7 @@ def run(tmp_path, mesh):
 
 def check_load(checkpoints, step):
     found = state(0, empty=True)
-    assert checkpoints.load(found).facts["steps"] == step
+    assert checkpoints.load(found).facts["step"] == step
     assert_is_at(found, step)
 
 
@@ -115,7 +115,13 @@ class Stop(BaseException):
 def test_a_stop_at_any_step_leaves_a_whole_checkpoint(run, mesh, monkeypatch, after, tear):
     """Before or after the k-th thing that is done to the file system, for every k; or in the middle of a write."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # only its place among the steps matters here
-    seen, outcomes = run.parent / "seen", set()
+    monkeypatch.setattr(disk, "_LONG_S", -1.0)  # what has no lock yet would stay an hour
+    seen, outcomes, held, make = run.parent / "seen", set(), [], disk.hold
+
+    def hold(path):
+        held.append(make(path))
+        return held[-1]
+
     for stop in range(1000):
         shutil.copytree(run, seen, symlinks=True)
         count = 0
@@ -136,7 +142,7 @@ def test_a_stop_at_any_step_leaves_a_whole_checkpoint(run, mesh, monkeypatch, af
 
             return stepped
 
-        write_step = step_of(pieces.DiskFile.write, writes=True)
+        write_step = step_of(disk.DiskFile.write, writes=True)
 
         def write(file, data, write_step=write_step):
             try:
@@ -149,18 +155,20 @@ def test_a_stop_at_any_step_leaves_a_whole_checkpoint(run, mesh, monkeypatch, af
         with monkeypatch.context() as patch:
             for name in ("make_folder", "sync", "rename", "make_link", "replace_link", "remove"):
                 patch.setattr(disk, name, step_of(getattr(disk, name)))
+            patch.setattr(disk, "hold", step_of(hold))
             patch.setattr(disk, "write", step_of(disk.write, writes=True))
-            patch.setattr(pieces.DiskFile, "write", write)
+            patch.setattr(disk.DiskFile, "write", write)
             patch.setattr(saver.threading, "Thread", AtOnce)
             dying = Checkpoints(seen, mesh)
             try:
                 dying.save(state(3))
                 finished = True
             except Stop:
-                pass
+                while held:  # a process that is dead holds nothing
+                    held.pop().close()
         with Checkpoints(seen, mesh) as checkpoints:
             found = state(0, empty=True)
-            loaded = checkpoints.load(found).facts["steps"]
+            loaded = checkpoints.load(found).facts["step"]
             assert loaded == 3 or (loaded == 2 and not finished)
             assert_is_at(found, loaded)
             checkpoints.save(state(4))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -10,13 +13,15 @@ from mpishard.checkpoint import disk, folder
 from mpishard.checkpoint.manifest import FileEntry, Manifest, hash_file
 
 
-def save(run, step, keep=None):
-    """A checkpoint as far as its folder is concerned."""
+def save(run, step, keep=None, own=None):
+    """A checkpoint as far as its folder is concerned; `keep` counts all of them, or those with these ids."""
     unfinished = folder.begin(run, step)
     (unfinished.path / "index.h5").write_bytes(b"index")
     files = {"index.h5": FileEntry(*hash_file(unfinished.path / "index.h5"))}
     folder.publish(unfinished, Manifest(unfinished.id, unfinished.generation, step, files))
-    assert folder.tidy(unfinished.target, keep) == []
+    unfinished.held.close()
+    own = unfinished.others if own is None else own
+    assert folder.tidy(unfinished.target, keep, own | {unfinished.id}) == []
     return unfinished.target
 
 
@@ -40,6 +45,17 @@ def test_newest_first_by_generation_not_by_step(tmp_path):
     assert folder.candidates(run / "step-00000020")[0].manifest.step == 20
 
 
+def test_only_its_own_count_and_go(tmp_path):
+    save(tmp_path, 1)
+    (first,) = folder.candidates(tmp_path)
+    save(tmp_path, 2)
+    save(tmp_path, 3, 1, own={first.manifest.id})
+    assert found(tmp_path) == ["step-00000003", "step-00000002"]
+    save(tmp_path, 1, 1, own={first.manifest.id})  # a new one with the name of one that is gone
+    save(tmp_path, 4, 1, own={first.manifest.id})
+    assert found(tmp_path) == ["step-00000004", "step-00000001", "step-00000003", "step-00000002"]
+
+
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_are_kept(tmp_path, keep):
     for step in range(1, 6):
@@ -59,7 +75,8 @@ def test_the_one_that_latest_names_is_kept(tmp_path, monkeypatch):
     for step in (2, 3):
         unfinished = folder.begin(tmp_path, step)
         folder.publish(unfinished, Manifest(unfinished.id, unfinished.generation, step, {"index.h5": FileEntry(0, "")}))
-        (told,) = folder.tidy(unfinished.target, 1)
+        unfinished.held.close()
+        (told,) = folder.tidy(unfinished.target, 1, unfinished.others | {unfinished.id})
         assert "latest does not point to" in told
     assert first.is_dir()
 
@@ -91,13 +108,97 @@ def test_a_manifest_of_another_step_is_stale(tmp_path):
     assert "stale: it belongs to a checkpoint of step 1" in folder.candidates(second)[0].problem
 
 
-def test_left_overs_go_when_the_next_begins(tmp_path):
-    (tmp_path / ".unfinished-step-00000001-0").mkdir()
-    (tmp_path / ".unfinished-step-00000001-0" / "pieces-00000.h5").write_bytes(b"half")
-    (tmp_path / ".unfinished-latest").symlink_to("nowhere")
-    unfinished = folder.begin(tmp_path, 2)
-    assert names(tmp_path) == [unfinished.path.name]
-    assert unfinished.path.name.startswith(".unfinished-step-00000002-") and unfinished.id in unfinished.path.name
+def test_left_overs_go_when_the_next_begins_and_what_others_write_stays(tmp_path):
+    ids = [f"{number:032x}" for number in range(5)]
+    # Of a process that is dead; without a lock, of an hour ago and of now; and somebody's.
+    dead, old, link, new = (
+        tmp_path / f".unfinished-{name}-{id}"
+        for name, id in zip(("step-00000001", "step-00000002-2", "latest", "step-00000003"), ids, strict=False)
+    )
+    for folder_of in (dead, old, new, tmp_path / ".unfinished-business"):
+        folder_of.mkdir()
+        (folder_of / "pieces-00000.h5").write_bytes(b"half")
+    disk.hold(dead / "manifest.json").close()
+    link.symlink_to("nowhere")
+    for path in (old, old / "pieces-00000.h5", link):
+        os.utime(path, (0, time.time() - 3700), follow_symlinks=False)
+    first = folder.begin(tmp_path, 3)
+    second = folder.begin(tmp_path, 3)
+    kept = {".unfinished-business", new.name, first.path.name, second.path.name}
+    assert set(names(tmp_path)) == kept
+    # They do not get in each other's way when they appear.
+    assert [each.target.name for each in (first, second)] == ["step-00000003-2", "step-00000003-3"]
+    assert first.path.name == f".unfinished-step-00000003-2-{first.id}"
+    first.held.close()
+    folder.begin(tmp_path, 3)
+    assert not first.path.exists() and second.path.exists()
+
+
+def test_a_dead_process_holds_nothing(tmp_path):
+    script = "import sys; from mpishard.checkpoint import folder; import pathlib, os, signal; "
+    script += "folder.begin(pathlib.Path(sys.argv[1]), 1); os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    (left,) = names(tmp_path)
+    assert left.startswith(".unfinished-step-00000001-")
+    assert names(tmp_path) == [left] and folder.begin(tmp_path, 1).path.name != left
+    assert left not in names(tmp_path)
+
+
+def test_left_overs_that_cannot_be_removed_are_in_nobodys_way(tmp_path, monkeypatch):
+    held = folder.begin(tmp_path, 1)
+    held.held.close()
+
+    def refuse(path):
+        raise OSError(16, "Device or resource busy", str(path))
+
+    monkeypatch.setattr(disk, "remove", refuse)
+    assert folder.begin(tmp_path, 2).path.is_dir() and held.path.is_dir()
+
+
+def test_file_systems_without_locks(tmp_path, monkeypatch):
+    def refuse(file, how):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(disk.fcntl, "flock", refuse)
+    first, second = folder.begin(tmp_path, 1), folder.begin(tmp_path, 2)
+    assert first.path.is_dir()
+    for path in (first.path, first.path / "manifest.json"):
+        os.utime(path, (0, time.time() - 3700))
+    folder.begin(tmp_path, 3)
+    assert not first.path.exists() and second.path.exists()
+
+
+def test_a_checkpoint_is_no_folder_for_others(tmp_path):
+    one = save(tmp_path, 1)
+    with pytest.raises(ValueError, match="itself a checkpoint"):
+        folder.begin(one, 2)
+    assert names(one) == ["index.h5", "manifest.json"]
+
+
+def test_folders_that_cannot_be_synced(tmp_path, monkeypatch):
+    """As on some network file systems; a file that cannot be is an error."""
+
+    def refuse(descriptor):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    disk.sync(tmp_path)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match="Invalid argument.*file"):
+        disk.sync(tmp_path / "file")
+
+
+def test_a_folder_that_can_no_longer_be_listed_is_told_of(tmp_path, monkeypatch):
+    """What is published is whole, whatever comes after it."""
+    unfinished = folder.begin(tmp_path, 1)
+    folder.publish(unfinished, Manifest(unfinished.id, unfinished.generation, 1, {"index.h5": FileEntry(0, "")}))
+
+    def stale(path):
+        raise OSError(116, "Stale file handle", str(path))
+
+    monkeypatch.setattr(os, "listdir", stale)
+    (told,) = folder.tidy(unfinished.target, 1, {unfinished.id})
+    assert "cannot be listed, so what is beyond keep=1 stays: Stale file handle" in told
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):
@@ -111,7 +212,7 @@ def test_a_file_in_place_of_the_folder(tmp_path):
 def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypatch):
     save(tmp_path, 1, 1)
     steps = []
-    for name in ("make_folder", "write", "sync", "rename", "replace_link", "remove"):
+    for name in ("make_folder", "hold", "write", "sync", "rename", "replace_link", "remove"):
         action = getattr(disk, name)
 
         def recorded(path, *rest, name=name, action=action):
@@ -124,16 +225,16 @@ def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypat
     run = tmp_path.name
     assert steps[:7] == [
         ("make_folder", written),
+        ("hold", "manifest.json"),
         ("write", "manifest.json"),
         ("sync", "manifest.json"),
         ("sync", written),
         ("rename", written),
         ("sync", run),
-        ("remove", ".unfinished-latest"),
     ]
-    assert steps[7:9] == [("replace_link", ".unfinished-latest"), ("sync", run)]
+    assert steps[7][0] == "replace_link" and steps[7][1].startswith(".unfinished-latest-")
     # An old one loses its name at once, and only then its files.
-    assert steps[9] == ("rename", "step-00000001")
+    assert steps[8:10] == [("sync", run), ("rename", "step-00000001")]
     assert steps[10][0] == "remove" and steps[10][1].startswith(".unfinished-step-00000001-")
 
 

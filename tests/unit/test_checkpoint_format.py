@@ -577,6 +577,9 @@ def test_covers_of_many_pieces_and_dimensions():
     with pytest.raises(ValueError, match="twice"):
         check_cover((50_000, 2), [((row, row + 1), (0, 2)) for row in (*range(49_999), 0)])
     check_cover((2**20,) * 3 + (1,) * 28, [((0, 2**20),) * 3 + ((0, 1),) * 28])
+    shape = (2,) * 12
+    ranges = [boxes_of_range(shape, start, stop) for start, stop in ((0, 1365), (1365, 4096))]
+    check_cover(shape, sum(ranges, []))
     with pytest.raises(ValueError, match="cut along 31 dimensions"):
         check_cover((2,) * 31, [((0, 1),) * 31])
     for box in (((0, 5),), ((-1, 3),), ((2, 2),), ((0, 4), (0, 1))):

@@ -26,7 +26,7 @@ def saved(tmp_path_factory):
     run = tmp_path_factory.mktemp("saved") / "run"
     run.mkdir()
     later = Arrays(1)
-    later.facts["steps"] = 10
+    later.facts["step"] = 10
     write(Arrays(), run / "step-00000005", 3, generation=1)
     write(later, run / "step-00000010", 2, generation=2)
     (run / "latest").symlink_to("step-00000010")
@@ -63,7 +63,7 @@ def test_inspect_a_run(saved, shell):
     assert lines[1].endswith("whole") and lines[2].endswith("whole")
     assert lines[4].startswith(f"{saved / 'step-00000010'}: whole; 3 files, ")
     rows = {line.split("  ")[0]: line.split() for line in lines}
-    assert rows["steps"] == ["steps", "10"]
+    assert rows["step"] == ["step", "10"]
     assert rows["rule (settings)"] == ["rule", "(settings)", "betas=[0.9,", "0.99],", "lr=0.1"]
     assert rows["losses"][1:] == ["2", "numbers,", "the", "last", "2"]
     assert rows["tensors"][1:] == ["6", "of", "52", "elements"]
@@ -75,11 +75,11 @@ def test_inspect_a_run(saved, shell):
     assert set(SHAPES) <= rows.keys()
 
 
-@pytest.mark.parametrize(("path", "steps"), [("step-00000005", "5"), ("latest", "10")])
-def test_inspect_one(path, steps, saved, shell):
+@pytest.mark.parametrize(("path", "step"), [("step-00000005", "5"), ("latest", "10")])
+def test_inspect_one(path, step, saved, shell):
     code, lines, _ = shell("inspect", saved / path)
     assert code == 0 and lines[0].startswith(f"{(saved / path).resolve()}: whole")
-    assert [line.split() for line in lines if line.startswith("steps")] == [["steps", steps]]
+    assert [line.split() for line in lines if line.startswith("step ")] == [["step", step]]
 
 
 def test_inspect_a_tensor(saved, shell):
@@ -198,7 +198,7 @@ def test_export_and_import(suffix, saved, tmp_path, shell):
     assert (code, lines) == (0, [f"written to {target}: 6 tensors, parameters, optimizer/exp_avg"])
     assert shell("diff", saved, target)[0] == 0
     examined = newest_whole(target)
-    assert examined.contents.facts["steps"] == examined.manifest.step == 10
+    assert examined.contents.facts["step"] == examined.manifest.step == 10
     assert examined.contents.facts["rule"] == "Adam" and examined.manifest.generation == 1
     # the newest of the folder it goes into
     assert shell("import", file, tmp_path / "step-00000004", "--step", 4)[0] == 0
