@@ -15,6 +15,7 @@ from mpishard.distributed import (
     as_distributed_for_high_bandwidth,
     as_distributed_for_low_bandwidth,
 )
+from mpishard.elastic.completion import watch_script
 from mpishard.guard import abort_on_exception
 from mpishard.layout import ParameterSpec
 from mpishard.mesh import Mesh
@@ -44,6 +45,7 @@ from mpishard.version import VERSION
 __version__ = VERSION
 
 abort_on_exception()
+watch_script()
 
 __all__ = [
     "LAMB",

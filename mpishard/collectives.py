@@ -50,6 +50,11 @@ class _Lane:
             self.check_comm.Free()
         self.comm.Free()
 
+    def revoke(self) -> None:
+        for comm in (self.comm, self.check_comm):
+            if comm is not None and comm != MPI.COMM_NULL and not comm.Is_revoked():
+                comm.Revoke()
+
 
 class Axis:
     """One direction of a mesh: the ranks that differ in one coordinate only, and the collectives over them.
@@ -82,16 +87,31 @@ class Axis:
         debug: bool = False,
     ) -> None:
         self.name = name
+        self.ledger = ledger
+        self.largest_count = None if probe().large_counts else 2**31 - 1
+        self._debug = debug
+        self.move(comm, members=members)
+
+    def move(self, comm: MPI.Intracomm, *, members: Sequence[int] | None = None) -> None:
+        """Become the axis of other ranks, whoever holds it; the communicators before are not freed.
+
+        Collective over `comm`.
+        """
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
-        self.ledger = ledger
         self.members = list(range(comm.size) if members is None else members)
-        self.largest_count = None if probe().large_counts else 2**31 - 1
-        self._debug = debug
-        self._now = _Lane(comm, debug)
-        self._later = _Lane(comm.Dup(), debug)
+        self._now = _Lane(comm, self._debug)
+        self._later = _Lane(comm.Dup(), self._debug)
         self._among: dict[tuple[int, ...], Axis | None] = {}
+
+    def revoke(self) -> None:
+        """Make every operation on its communicators fail, on all ranks, those under way too.  Not collective (ULFM)."""
+        for part in self._among.values():
+            if part is not None:
+                part.revoke()
+        for lane in (self._now, self._later):
+            lane.revoke()
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank={self.rank}, size={self.size})"
@@ -170,15 +190,32 @@ class Axis:
         return self._all_gather(self._later, buffer, piece, counts, label)
 
     def all_to_all(
-        self, buffer: Array, out: Array, counts: Counts = None, out_counts: Counts = None, *, label: str = ""
+        self,
+        buffer: Array,
+        out: Array,
+        counts: Counts = None,
+        out_counts: Counts = None,
+        *,
+        keep_own: bool = False,
+        label: str = "",
     ) -> Array:
-        """Send run ``s`` of `buffer` to rank ``s`` and receive rank ``s``'s run into run ``s`` of `out`."""
-        return self._all_to_all(self._now, buffer, out, counts, out_counts, label).wait()
+        """Send run ``s`` of `buffer` to rank ``s`` and receive rank ``s``'s run into run ``s`` of `out`.
+
+        With `keep_own` a rank's run for itself stays where it is, and `out_counts` has 0 for it.
+        """
+        return self._all_to_all(self._now, buffer, out, counts, out_counts, keep_own, label).wait()
 
     def start_all_to_all(
-        self, buffer: Array, out: Array, counts: Counts = None, out_counts: Counts = None, *, label: str = ""
+        self,
+        buffer: Array,
+        out: Array,
+        counts: Counts = None,
+        out_counts: Counts = None,
+        *,
+        keep_own: bool = False,
+        label: str = "",
     ) -> Pending:
-        return self._all_to_all(self._later, buffer, out, counts, out_counts, label)
+        return self._all_to_all(self._later, buffer, out, counts, out_counts, keep_own, label)
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> Array:
         """Copy `buffer` of rank `root` to all ranks, in place."""
@@ -318,7 +355,14 @@ class Axis:
         return Pending(self.ledger, call, sent, requests, lambda: from_wire(wire, buffer), [source])
 
     def _all_to_all(
-        self, lane: _Lane, buffer: Array, out: Array, counts: Counts, out_counts: Counts, label: str
+        self,
+        lane: _Lane,
+        buffer: Array,
+        out: Array,
+        counts: Counts,
+        out_counts: Counts,
+        keep_own: bool,
+        label: str,
     ) -> Pending:
         call = self._begin(lane, "all_to_all", buffer, label)
         counts, out_counts = self._counts(buffer, counts), self._counts(out, out_counts)
@@ -326,6 +370,8 @@ class Axis:
             raise TypeError(f"all_to_all from {buffer.dtype} to {out.dtype}; both buffers need one dtype")
         wire, target = to_wire(buffer), to_wire(out, reads=False)
         starts, out_starts = _starts(counts), _starts(out_counts)
+        if keep_own:
+            counts[self.rank] = 0
         if self._all_fit(call, lane, max(wire.size, target.size)):
             requests = [lane.comm.Ialltoallv([wire, (counts, starts)], [target, (out_counts, out_starts)])]
         else:
@@ -334,7 +380,7 @@ class Axis:
             runs = [wire[start : start + count] for start, count in zip(starts, counts, strict=True)]
             requests += [lane.comm.Isend(p, rank) for rank, run in enumerate(runs) for p in self._parts(run)]
         sent = ring_elements("all_to_all", counts, self.rank) * buffer.itemsize
-        return Pending(self.ledger, call, sent, requests, lambda: from_wire(target, out))
+        return Pending(self.ledger, call, sent, requests, lambda: from_wire(target, out), [wire])
 
     def _broadcast(self, lane: _Lane, buffer: Array, root: int, label: str) -> Pending:
         if not 0 <= root < self.size:

@@ -129,7 +129,10 @@ class ShardedModel:
         else:
             for bucket in reversed(gradients.buckets):
                 self._replicas.sum(bucket, gradients.of_bucket(bucket))
-            self._axis.all_reduce(gradients.flat, label="gradients")
+            if self.config.reproducible:
+                OrderedSums(self._axis, gradients.flat).all_reduce(gradients.flat)
+            else:
+                self._axis.all_reduce(gradients.flat, label="gradients")
 
 
 class HybridShardedModel(ShardedModel):

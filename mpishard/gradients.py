@@ -126,6 +126,9 @@ class GradientBuckets:
     reduce : callable or None
         ``reduce(bucket, array)`` takes the complete local gradient of one bucket; it may start a transfer and return.
         ``release(bucket)`` must be called once the array may be written again (at once where nothing is in flight).
+    settle : callable or None
+        ``settle(bucket, array)`` completes the gradient of one micro-batch with what other ranks have computed of it,
+        before it is added to those set aside.
     drain : callable or None
         Waits until nothing that `reduce` started is under way.
     on_demand : bool
@@ -137,6 +140,8 @@ class GradientBuckets:
     ----------
     hold : bool
         True: keep finished buckets until `end_pass`, since more passes will add to them.
+    merges : int
+        How many of the gradients that were set aside belong to one sum with the gradient under way.
     reduced : bool
         Whether this step's gradients are complete and reduced; nothing can be added then.
     inspect : callable or None
@@ -156,6 +161,7 @@ class GradientBuckets:
         runs: Sequence[Run] | None = None,
         sizes: Sequence[int] | None = None,
         reduce: Callable[[Bucket, Array], None] | None = None,
+        settle: Callable[[Bucket, Array], None] | None = None,
         drain: Callable[[], None] | None = None,
         on_demand: bool = False,
     ) -> None:
@@ -164,11 +170,13 @@ class GradientBuckets:
         self.on_demand = on_demand
         self.inspect: Callable[[Bucket, Array], None] | None = None
         self.hold = reduce is None
+        self.merges = 0
         self.reduced = False
         self.peak_bytes = 0
         self.on_reset: list[Callable[[], None]] = []
         self._like = like
         self._reduce = reduce
+        self._settle = settle
         self._drain = drain
         self._pieces = tuple(pieces)
         self._bucket_of: dict[str, tuple[Bucket, int, int]] = {}
@@ -188,6 +196,8 @@ class GradientBuckets:
             self._stages[-1].last = self._stages[-1].next = bucket.index
             self._stage_of.append(self._stages[-1])
         self._flat: Array | None = None
+        self._aside: list[Array] = []
+        self._spare: list[Array] = []
         self._memory: dict[int, Array] = {}
         self._free: list[Array] = []
         self._lent: dict[int, Array] = {}
@@ -200,14 +210,46 @@ class GradientBuckets:
         if self.on_demand:
             raise ValueError("gradients that live bucket by bucket (ZeRO-2, ZeRO-3) have no flat buffer")
         if self._flat is None:
-            self._flat = arrays.zeros(sum(piece.size for piece in self._pieces), self._like.dtype, like=self._like)
-            self._note_peak()
+            self._flat = self._another()
+            self._flat[...] = 0
         return self._flat
 
     def adopt(self, flat: Array) -> None:
         """Take `flat`, which holds this rank's whole gradient, as the memory of this step; then it is the caller's."""
         self._written.update(self._shapes)
         self._lent = {bucket.index: flat[bucket.start : bucket.stop] for bucket in self.buckets}
+
+    def set_aside(self, merges: int) -> None:
+        """End a micro-batch whose gradient stays apart from that of the next, in one sum with some set aside before.
+
+        Collective as `settle` is, and not for memory on demand.
+
+        Parameters
+        ----------
+        merges : int
+            How many of those set aside before belong to the sum: newest plus next newest, and so on.
+        """
+        flat, self._flat = self.flat, None
+        for bucket in reversed(self.buckets):
+            self._complete(bucket, flat[bucket.start : bucket.stop])
+        self._written.clear()
+        for stage in self._stages:
+            self._unfinish(stage)
+        self._flat = self.exchange(flat, merges)
+
+    def exchange(self, flat: Array, merges: int) -> Array:
+        """The same for a gradient that the caller keeps (see `adopt`); returns memory for the next, of any content."""
+        for _ in range(merges):
+            other = self._aside.pop()
+            accumulate(flat, other)
+            self._spare.append(other)
+        self._aside.append(flat)
+        return self._another()
+
+    def earlier(self, bucket: Bucket) -> list[Array]:
+        """What was set aside for a bucket and does not belong to one sum with the gradient under way, oldest first."""
+        kept = self._aside[: len(self._aside) - self.merges]
+        return [flat[bucket.start : bucket.stop] for flat in kept]
 
     @property
     def reduces(self) -> bool:
@@ -222,7 +264,8 @@ class GradientBuckets:
     @property
     def nbytes(self) -> int:
         """Bytes of gradient memory held now."""
-        own = 0 if self._flat is None else self._flat.nbytes
+        own = sum(flat.nbytes for flat in (*self._aside, *self._spare))
+        own += 0 if self._flat is None else self._flat.nbytes
         return int(own + sum(a.nbytes for a in self._memory.values()) + sum(a.nbytes for a in self._free))
 
     def of_bucket(self, bucket: Bucket) -> Array:
@@ -302,6 +345,9 @@ class GradientBuckets:
             stage.hold = False
         self._written.clear()
         self._lent.clear()
+        self._spare += self._aside
+        self._aside.clear()
+        self.merges = 0
         self.reduced = False
         for forget in self.on_reset:
             forget()
@@ -328,17 +374,34 @@ class GradientBuckets:
     def _launch(self, stage: _Stage) -> None:
         bucket = self.buckets[stage.next]
         memory = self._array(bucket)
-        for piece in self._pieces[bucket.first : bucket.last]:
-            if piece.name not in self._written:
-                _, start, stop = self._bucket_of[piece.name]
-                memory[start:stop] = 0
+        self._complete(bucket, memory)
         stage.next -= 1
+        for flat in self._aside[len(self._aside) - self.merges :][::-1]:
+            accumulate(memory, flat[bucket.start : bucket.stop])
         if self.inspect is not None:
-            self.inspect(bucket, memory)
+            for partial in (*self.earlier(bucket), memory):
+                self.inspect(bucket, partial)
         if self._reduce is None:
             self.release(bucket)
         else:
             self._reduce(bucket, memory)
+
+    def _complete(self, bucket: Bucket, memory: Array) -> None:
+        """Make what a micro-batch has left in a bucket its whole gradient."""
+        for piece in self._pieces[bucket.first : bucket.last]:
+            if piece.name not in self._written:
+                _, start, stop = self._bucket_of[piece.name]
+                memory[start:stop] = 0
+        if self._settle is not None:
+            self._settle(bucket, memory)
+
+    def _another(self) -> Array:
+        """Memory for a whole gradient, with any content."""
+        if self._spare:
+            return self._spare.pop()
+        flat = arrays.empty(sum(piece.size for piece in self._pieces), self._like.dtype, like=self._like)
+        self.peak_bytes = max(self.peak_bytes, self.nbytes + int(flat.nbytes))
+        return flat
 
     def _array(self, bucket: Bucket) -> Array:
         if bucket.index in self._lent:

@@ -8,10 +8,13 @@ missing, and aborts; the threads talk over a communicator of their own.  A witne
 from __future__ import annotations
 
 import atexit
+import os
+import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -39,19 +42,37 @@ def abort(message: str) -> None:
     MPI.COMM_WORLD.Abort(1)
 
 
+def die(message: str) -> None:
+    """Print `message` on stderr and end this process alone, as if it was killed, so that ULFM tells the others.
+
+    In MPI_Finalize it would wait for them, and an exit code would make Open MPI end the job.
+    """
+    sys.stderr.write(message if message.endswith("\n") else message + "\n")
+    sys.stderr.flush()
+    time.sleep(_FLUSH_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class _AbortOnException:
     """The process's excepthook: prints the traceback with the rank, and the step where one is known, then aborts."""
 
     def __init__(self) -> None:
         self.ledger: Ledger | None = None
+        self.note: Callable[[BaseException, int], None] | None = None
+        self.alone = False
 
     def __call__(self, kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
         if MPI.Is_finalized():
             sys.__excepthook__(kind, error or kind(), where)
             return
         comm = MPI.COMM_WORLD
-        step = f" at step {self.ledger.step}" if self.ledger is not None and self.ledger.step else ""
+        number = self.ledger.step if self.ledger is not None else 0
+        step = f" at step {number}" if number else ""
+        if self.note is not None:
+            self.note(error or kind(), number)
         text = "".join(traceback.format_exception(kind, error, where))
+        if self.alone:
+            die(f"mpishard: process {comm.rank} failed{step} and leaves the run\n{text}")
         abort(f"mpishard: rank {comm.rank} of {comm.size} failed{step} and ends the job\n{text}")
 
     def in_thread(self, args: threading.ExceptHookArgs) -> None:
@@ -59,19 +80,34 @@ class _AbortOnException:
             self(args.exc_type, args.exc_value, args.exc_traceback)
 
 
-def abort_on_exception(ledger: Ledger | None = None) -> None:
+def abort_on_exception(
+    ledger: Ledger | None = None, *, note: Callable[[BaseException, int], None] | None = None
+) -> None:
     """From now on an exception that nobody catches, in any thread of this process, aborts the job of several ranks.
 
     Importing mpishard does this, since a rank may fail before it has a mesh; a mesh adds its ledger, which knows the
-    step.  Sessions at a prompt are left alone.
+    step.  Sessions at a prompt are left alone, and so is a rank without others unless somebody wants a note.
+
+    Parameters
+    ----------
+    note : callable, optional
+        Called first, with the exception and the step, 0 if it is not known.
     """
-    if MPI.COMM_WORLD.size == 1 or hasattr(sys, "ps1"):
+    known = isinstance(sys.excepthook, _AbortOnException)
+    if hasattr(sys, "ps1") or (MPI.COMM_WORLD.size == 1 and note is None and not known):
         return
     if not isinstance(sys.excepthook, _AbortOnException):
         hook = _AbortOnException()
         sys.excepthook, threading.excepthook = hook, hook.in_thread
     assert isinstance(sys.excepthook, _AbortOnException)
     sys.excepthook.ledger = ledger
+    sys.excepthook.note = note or sys.excepthook.note
+
+
+def fail_alone(alone: bool) -> None:
+    """Whether an exception that nobody catches ends this process only, and the others hear of it from MPI (ULFM)."""
+    if isinstance(sys.excepthook, _AbortOnException):
+        sys.excepthook.alone = alone
 
 
 class Watchdog:

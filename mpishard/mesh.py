@@ -7,6 +7,7 @@ Collectives stand one floor below: an `Axis` is a communicator that can do them,
 from __future__ import annotations
 
 import os
+import sys
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,8 @@ from mpishard.ledger import Ledger
 from mpishard.threads import limit_blas_threads
 
 _DEFAULT_TIMEOUT_S = 600.0
+# Python's -X option of processes that an elastic run has spawned: each is alone until the run takes it in.
+NEWCOMER = "mpishard_newcomer"
 
 
 class Mesh:
@@ -71,7 +74,8 @@ class Mesh:
         timeout: float | None = None,
         debug: bool | None = None,
     ) -> None:
-        comm = MPI.COMM_WORLD if comm is None else comm
+        if comm is None:
+            comm = MPI.COMM_SELF if NEWCOMER in sys._xoptions else MPI.COMM_WORLD
         data, tensor, pipeline = _sizes(comm.size, data=data, tensor=tensor, pipeline=pipeline)
         timeout = _timeout(timeout)
         self.debug = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0") if debug is None else debug
@@ -90,7 +94,11 @@ class Mesh:
         def axis(name: str, part: MPI.Comm) -> Axis:
             assert isinstance(part, MPI.Intracomm)
             members = MPI.Group.Translate_ranks(part.group, None, world.group)
-            return Axis(name, part, self.ledger, members=members, debug=self.debug)
+            known: Axis | None = getattr(self, name, None)
+            if known is None:
+                return Axis(name, part, self.ledger, members=members, debug=self.debug)
+            known.move(part, members=members)
+            return known
 
         self.world = axis("world", world)
         self.data = axis("data", world.Split(stage * tensor + tensor_rank, data_rank))
@@ -156,6 +164,36 @@ class Mesh:
             self._children[shape] = child
         return self._children[shape]
 
+    def move(self, comm: MPI.Intracomm) -> None:
+        """Be split anew over other ranks, in place: the axes stay the objects that models and optimizers hold.
+
+        The tensor and pipeline sizes stay, the data size follows from the number of ranks.  Collective over `comm`,
+        which is the mesh's from now on; the communicators before are not freed, see `release`.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if the number of ranks is no multiple of the tensor and pipeline sizes.
+        """
+        assert not self._children and self._watchdog is None
+        self._split(comm, *_sizes(comm.size, data=-1, tensor=self.shape["tensor"], pipeline=self.shape["pipeline"]))
+
+    def release(self) -> None:
+        """Free the communicators, to `move` afterwards.  Collective."""
+        for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
+            axis.free()
+
+    def revoke(self) -> None:
+        """Make every operation on it fail, on all ranks, so that none waits for one that has died.  Not collective."""
+        for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
+            axis.revoke()
+
+    def unwatch(self) -> None:
+        """No time limits, and no end of the job when a rank dies, from now on.  Collective."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+
     def __enter__(self) -> Mesh:
         return self
 
@@ -175,8 +213,7 @@ class Mesh:
             child.free()
         if self._watchdog is not None:
             self._watchdog.close()
-        for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
-            axis.free()
+        self.release()
 
 
 def _sizes(ranks: int, **sizes: Any) -> tuple[int, int, int]:

@@ -223,6 +223,13 @@ class FlatParameters:
         sharded.take(self.flat)
         self._bind(None, sharded)
 
+    def renew(self) -> None:
+        """Forget the gradients and who reduced them; if sharded, hold empty shares over the axis as it is now."""
+        sharded = self.sharded
+        if sharded is not None:
+            sharded = ShardedUnits(self.pieces, self.units, sharded.axis, self._like)
+        self._bind(self._flat, sharded)
+
     def gather(self) -> Array:
         """All parameters of this rank's place as one flat array (a new one).  Collective under ZeRO-3."""
         if self.sharded is None:

@@ -45,6 +45,15 @@ class Pending:
         """Whether `wait` would return at once."""
         return all(request.Get_status() for request in self._requests)
 
+    def abandon(self) -> None:
+        """Wait until MPI has let go of the buffers, whatever came of it."""
+        for request in self._requests:
+            try:
+                request.Wait()
+            except MPI.Exception:
+                pass
+        self._call = None
+
     def wait(self) -> Array:
         """Finish the collective and return its result; calling it again returns the same."""
         if self._call is not None:

@@ -19,7 +19,7 @@ class Progress:
 
     def __init__(self, total: int | None, shown: bool, unit: str = "step", done: int = 0) -> None:
         self._live = shown and sys.stderr.isatty()
-        self._shown = shown
+        self.shown = shown
         self._total = total
         self._unit = unit
         self._began = time.perf_counter()
@@ -35,7 +35,7 @@ class Progress:
             self._bar.update()
         now = time.perf_counter()
         if (
-            self._shown
+            self.shown
             and not self._live
             and (now - self._printed >= _EVERY_S or self._done in (self._first + 1, self._total))
         ):

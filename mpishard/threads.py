@@ -31,3 +31,9 @@ def limit_blas_threads(node: MPI.Intracomm) -> int:
     threads = max(1, int(share + 1e-9))
     threadpool_limits(threads)
     return threads
+
+
+def fix_blas_threads() -> None:
+    """Limit BLAS to one thread, unless the user chose: how it cuts a product decides the bits of the result."""
+    if not any(os.environ.get(variable, "").isdigit() for variable in _CHOSEN_BY_USER):
+        threadpool_limits(1)

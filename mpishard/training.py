@@ -16,9 +16,12 @@ from mpishard.checkpoint.index import check_facts
 from mpishard.collectives import Axis
 from mpishard.data.sampling import Sampler
 from mpishard.optim import ShardedOptimizer
+from mpishard.optim.ordered import OrderedSums
 from mpishard.parameters import FlatParameters, check_flat
 from mpishard.progress import Progress
 from mpishard.state import RunState
+from mpishard.threads import fix_blas_threads
+from mpishard.tree_sum import Deal, tree_sum
 
 Array = Any
 
@@ -109,7 +112,8 @@ class OptimizationProblem:
     batch_size : int
         Samples a step, over all ranks; at least the number of data-parallel ranks.
     micro_batch_size : int, optional
-        Most samples in one call of `function`; default: a rank's whole share of the batch.
+        Most samples in one call of `function`; default: a rank's whole share of the batch, or with
+        ``ShardingConfiguration(reproducible=True)`` a sixteenth of the batch.
     steps : int, optional
         Stop after so many steps of this run; those before the checkpoint that it goes on from are among them.
     tolerance : float, optional
@@ -176,6 +180,7 @@ class OptimizationProblem:
         progress: bool = True,
         checkpoints: Checkpoints | None = None,
         resume: bool = False,
+        loop: Callable[..., Loop] | None = None,
     ) -> OptimizationResult:
         """Run the loop; `ShardedOptimizer.optimize` calls this.  Collective over the optimizer's mesh.
 
@@ -192,6 +197,8 @@ class OptimizationProblem:
             written, or begin if there is none: with its parameters and state, at its step, with its samples.  The steps
             of the run before count as steps of this one, and its losses come first in `loss_history`: NaN if another
             loop wrote the checkpoint without.  A run that had reached its steps or its tolerance takes no more.
+        loop : callable, optional
+            Makes the loop, for optimizers that need another one than `Loop`.
 
         Raises
         ------
@@ -209,7 +216,7 @@ class OptimizationProblem:
             )
         if self.steps is None and self.tolerance is None and not watching:
             raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
-        return _Loop(self, optimizer, callback, progress, watching, checkpoints, resume).run()
+        return (loop or Loop)(self, optimizer, callback, progress, watching, checkpoints, resume).run()
 
     def _agree_on_problem(self, axis: Axis, callback: bool) -> bool:
         """Raise on all ranks if they solve different problems; whether any rank may wish to stop by itself."""
@@ -224,7 +231,7 @@ class OptimizationProblem:
         return any(wish for _, wish in told)
 
 
-class _Loop:
+class Loop:
     """One run of the training loop."""
 
     def __init__(
@@ -252,13 +259,7 @@ class _Loop:
                 "loss_scale is for models, which multiply their gradients by it; the gradient of a function of a flat "
                 "array comes as it is: leave loss_scale out"
             )
-        strategy = optimizer.bind(self.parameters)
-        strategy.replicas.spread()
-        self.buckets = strategy.buckets
-        self.split = self.parameters.sharded is not None or optimizer.mesh.data.size < optimizer.mesh.size
-        # A rank whose peers wait for it inside the model must run it even without samples: for its part of the model,
-        # or since they reduce each of the micro-batches that the model may make.
-        self.together = self.split or (self.of_model and self.buckets.on_demand)
+        self.attach()
         self.losses: list[float] = []
         self.checkpoints = checkpoints
         if checkpoints is not None:
@@ -267,12 +268,27 @@ class _Loop:
                 self.resume(checkpoints)
         self.resumed = len(self.losses)
         self.before = optimizer.clock - self.resumed
+        self.shows = progress
+        self.progress = Progress(problem.steps, shown=progress and optimizer.mesh.rank == 0, done=self.resumed)
+        self.began = time.perf_counter()
+        self.skipped = 0
+
+    def attach(self) -> None:
+        """Let the optimizer reduce the gradients; all ranks start from the parameters of the first."""
+        optimizer = self.optimizer
+        strategy = optimizer.bind(self.parameters)
+        strategy.replicas.spread()
+        self.buckets = strategy.buckets
+        self.ordered = strategy.ordered
+        if self.ordered is not None:
+            fix_blas_threads()  # a mesh made since the optimizer was has set their number again
+        self.split = self.parameters.sharded is not None or optimizer.mesh.data.size < optimizer.mesh.size
+        # A rank whose peers wait for it inside the model must run it even without samples: for its part of the model,
+        # or since they reduce each of the micro-batches that the model may make.
+        self.together = self.split or (self.of_model and self.buckets.on_demand)
         self.gradients: Any = self.buckets
         if not self.of_model:
             self.gradients = arrays.zeros(self.parameters.size, self.parameters.dtype, like=self.parameters.like)
-        self.progress = Progress(problem.steps, shown=progress and optimizer.config.mesh.rank == 0, done=self.resumed)
-        self.began = time.perf_counter()
-        self.skipped = 0
 
     def run(self) -> OptimizationResult:
         self.optimizer.measure_norm |= self.problem.tolerance is not None
@@ -284,6 +300,10 @@ class _Loop:
         finally:
             self.buckets.hold = not self.optimizer.config.auto_sync_gradients
             self.progress.close()
+        return self.result(reason)
+
+    def result(self, reason: str) -> OptimizationResult:
+        """What has come of the run, which ended for this reason."""
         return OptimizationResult(
             parameters=self.parameters if self.split else self.parameters.flat,
             loss_history=np.array(self.losses),
@@ -354,66 +374,126 @@ class _Loop:
 
     def step(self, step: int) -> str:
         """Take one step; returns why to stop, or nothing."""
+        loss, rate = self.advance(step)
+        return self.conclude(step, loss, rate)
+
+    def advance(self, step: int) -> tuple[float, float]:
+        """Compute a step and update; returns its loss and its learning rate."""
         self.optimizer.config.mesh.ledger.step = step
-        loss_sum, count = self.loss_and_gradient(step)
-        total = np.array([loss_sum])
-        self.axis.all_reduce(total, label="loss")
-        loss = float(total[0]) / count
+        losses, count = self.losses_and_gradient(step)
+        self.axis.all_reduce(losses, label="loss")
+        loss = tree_sum(losses.tolist()) / count
         rate = self.optimizer.rule.learning_rate(self.optimizer.steps + 1)
         self.skipped += not self.optimizer.update(count)
+        return loss, rate
+
+    def conclude(self, step: int, loss: float, rate: float) -> str:
+        """Note what a step has come to; returns why to stop, or nothing."""
+        self.note(loss)
+        return self.decide(self.wish(step, loss, rate))
+
+    def note(self, loss: float) -> None:
+        """A step is done."""
         self.losses.append(loss)
         norm = self.optimizer.gradient_norm
         self.progress.advance(f"loss {loss:.4g}" + ("" if math.isnan(norm) else f", gradient {norm:.3g}"))
-        return self.why_stop(step, loss, rate, norm)
 
-    def loss_and_gradient(self, step: int) -> tuple[float, int]:
-        """Summed loss of this rank's samples of a step, and the global number of its terms."""
-        problem = self.problem
-        shares = self.sampler.share(step, self.axis.rank, self.axis.size, problem.micro_batch_size)
-        parameters = self.parameters if self.of_model else self.parameters.flat
+    def losses_and_gradient(self, step: int) -> tuple[np.ndarray, int]:
+        """Summed losses of a step, whose sum over ranks is to be added up, and the global number of its terms."""
+        count = self.sampler.consumed(step) - self.sampler.consumed(step - 1)
+        if self.ordered is None:
+            losses = np.array([self.pass_over_shares(step)])
+        else:
+            losses = self.pass_over_terms(step, self.ordered)
+        if not self.of_model:
+            self.buckets.adopt(self.gradients)
+        # Ranks without samples start their reductions here, the others did so in the backward pass: no other
+        # collective may come before.
+        self.buckets.end_pass()
+        return losses, count * self.problem.tokens_per_sample
+
+    def pass_over_shares(self, step: int) -> float:
+        """Forward and backward of this rank's samples, whose gradients add up; returns their summed loss."""
+        shares = self.sampler.share(step, self.axis.rank, self.axis.size, self.problem.micro_batch_size)
         loss_sum = 0.0
         if not self.of_model:
             self.gradients[...] = 0
         for number, samples in enumerate(shares, start=1):
             last = number == len(shares)
             self.buckets.hold = not last
-            if len(samples) or self.together:
-                loss = problem.function(parameters, samples, self.gradients)
-                try:
-                    loss_sum += float(loss)
-                except (TypeError, ValueError):
-                    what = f"a {type(loss).__name__}"
-                    raise TypeError(f"the function must return the summed loss as one number, got {what}") from None
+            loss_sum += self.pass_over(samples)
             if self.of_model and not last:
                 self.buckets.end_pass(last=False)
-        if not self.of_model:
-            self.buckets.adopt(self.gradients)
-        # Ranks without samples start their reductions here, the others did so in the backward pass: no other
-        # collective may come before.
-        self.buckets.end_pass()
-        count = self.sampler.consumed(step) - self.sampler.consumed(step - 1)
-        return loss_sum, count * problem.tokens_per_sample
+        return loss_sum
+
+    def pass_over_terms(self, step: int, ordered: OrderedSums) -> np.ndarray:
+        """The same where each micro-batch is a term of an ordered sum; returns the losses of all, 0 for others' own."""
+        micro = self.sampler.micro_batches(step, self.problem.micro_batch_size)
+        in_turns = self.of_model and self.buckets.on_demand
+        ordered.deal = deal = Deal(len(micro), self.axis.size, in_turns)
+        own = deal.terms(self.axis.rank)
+        merges = deal.merges(self.axis.rank) or [0]
+        losses = np.zeros(len(micro))
+        # A rank that lacks a term takes part in what the others do in the model all the same.
+        rounds = deal.exchanges if in_turns else max(1, len(own))
+        for number in range(rounds):
+            last = number == rounds - 1
+            self.buckets.hold = not last
+            self.buckets.merges = merges[-1] if last else 0
+            if not self.of_model:
+                self.gradients[...] = 0
+            if number < len(own):
+                losses[own[number]] = self.pass_over(micro[own[number]])
+            else:
+                self.pass_over(micro[0][:0])
+            if last:
+                break
+            if not self.of_model:
+                self.gradients = self.buckets.exchange(self.gradients, merges[number])
+            elif in_turns:
+                self.buckets.end_pass(last=False)
+            else:
+                self.buckets.set_aside(merges[number])
+        return losses
+
+    def pass_over(self, samples: np.ndarray) -> float:
+        """Forward and backward of one micro-batch; returns its summed loss."""
+        if not len(samples) and not self.together:
+            return 0.0
+        parameters = self.parameters if self.of_model else self.parameters.flat
+        loss = self.problem.function(parameters, samples, self.gradients)
+        try:
+            return float(loss)
+        except (TypeError, ValueError):
+            what = f"a {type(loss).__name__}"
+            raise TypeError(f"the function must return the summed loss as one number, got {what}") from None
 
     def consumed(self) -> int:
         """Samples that this run has used so far."""
         return self.sampler.consumed(self.before + len(self.losses)) - self.sampler.consumed(self.before)
 
-    def why_stop(self, step: int, loss: float, rate: float, norm: float) -> str:
-        problem = self.problem
+    def wish(self, step: int, loss: float, rate: float) -> int:
+        """Whether this rank wishes to stop after a step: 2 for its callback, 1 for the time, else 0."""
         seconds = time.perf_counter() - self.began
-        wish = 0
         if self.callback is not None:
             parameters = self.parameters if self.of_model else self.parameters.flat
+            norm = self.optimizer.gradient_norm
             if self.callback(TrainingState(step, loss, rate, norm, self.consumed(), seconds, parameters)):
-                wish = 2
-        if problem.seconds is not None and seconds >= problem.seconds:
-            wish = max(wish, 1)
+                return 2
+        return int(self.problem.seconds is not None and seconds >= self.problem.seconds)
+
+    def decide(self, wish: int) -> str:
+        """Why all ranks stop now, if they do."""
         if self.watching:
             wishes = np.array([wish], np.int64)
             wish = int(self.optimizer.world.all_reduce(wishes, op="max", label="control")[0])
+        return self.why_stop(wish)
+
+    def why_stop(self, wish: int) -> str:
+        """Why to stop if this is the strongest wish of any rank; empty if there is no reason."""
         if wish:
             return "callback" if wish == 2 else "seconds"
-        return self.what_is_reached(norm)
+        return self.what_is_reached(self.optimizer.gradient_norm)
 
     def what_is_reached(self, norm: float) -> str:
         """Which goal, after a step with a gradient of this norm; none if it is empty."""

@@ -215,6 +215,18 @@ class Checkpoints:
         """Return when the save under way has ended; raise or warn as `save` would have."""
         self._settle()
 
+    def move(self) -> None:
+        """Be of the mesh as it is now, which has moved to other ranks.  A save under way has ended or is given up."""
+        if self._flight is not None:
+            self._flight.join()
+            self._flight = None
+        self._axis = Axis("checkpoint", self.mesh.world.comm.Dup(), Ledger())
+
+    def revoke(self) -> None:
+        """Make a save under way fail, on all ranks, since one has died.  Not collective."""
+        if self._axis is not None:
+            self._axis.revoke()
+
     def close(self) -> None:
         """`wait`, and free the communicators; a second call does nothing."""
         if self._axis is None:

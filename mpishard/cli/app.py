@@ -10,10 +10,11 @@ import typer
 from mpishard.cli.bench import bench
 from mpishard.cli.checkpoint import convert, diff, export, import_, inspect, verify
 from mpishard.cli.estimate import estimate
+from mpishard.cli.run import run
 from mpishard.cli.schedule import schedule
 
 app = typer.Typer(
-    help="Look at layouts and schedules before a run, and at its checkpoints.",
+    help="Look at layouts and schedules before a run, run it, and look at its checkpoints.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(schedule)
 app.command()(estimate)
 app.command()(bench)
+app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(inspect)
 app.command()(verify)
 app.command()(convert)

@@ -9,6 +9,9 @@ import numpy as np
 from mpishard.layout import split
 from mpishard.randomness import permuted
 
+# Divides over 2, 4, 8 and 16 ranks, whole subtrees of the sum to each.
+_MICRO_BATCHES = 16
+
 
 @dataclass(frozen=True)
 class Sampler:
@@ -43,6 +46,17 @@ class Sampler:
         epochs, rest = divmod(steps, self.steps_per_epoch)
         return epochs * self.samples + min(rest * self.batch_size, self.samples)
 
+    def micro_batches(self, step: int, micro_batch_size: int | None = None) -> list[np.ndarray]:
+        """The batch of a step in consecutive micro-batches, the same ones for any number of ranks.
+
+        Without `micro_batch_size` they are 16, as even as can be, or as many as there are samples.
+        """
+        batch = self.batch(step)
+        if micro_batch_size is not None:
+            return [batch[start : start + micro_batch_size] for start in range(0, len(batch), micro_batch_size)]
+        cuts = split(len(batch), min(_MICRO_BATCHES, len(batch)))
+        return [batch[start:stop] for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
+
     def share(self, step: int, rank: int, size: int, micro_batch_size: int | None = None) -> list[np.ndarray]:
         """Micro-batches of `rank` among `size` at step `step`; all ranks get lists of one length, some entries empty.
 
@@ -53,7 +67,7 @@ class Sampler:
         if micro_batch_size is None:
             cuts = split(len(batch), size)
             return [batch[cuts[rank] : cuts[rank + 1]]]
-        micro = [batch[start : start + micro_batch_size] for start in range(0, len(batch), micro_batch_size)]
+        micro = self.micro_batches(step, micro_batch_size)
         cuts = split(len(micro), size)
         mine = micro[cuts[rank] : cuts[rank + 1]]
         rounds = -(-len(micro) // size)

@@ -37,6 +37,15 @@ class ShardingConfiguration:
         their loss by ``parameters.loss_scale``, whose effect the optimizer divides out.  "dynamic": 2**16 at first;
         where a gradient overflows on any rank all skip the step and it halves, after 2000 steps without it doubles.
         What overflows at 1 still is treated as `nonfinite_gradients` says.
+    reproducible : bool
+        Sum gradients over the data axis along a fixed binary tree over the step's micro-batches, which are the same on
+        any number of ranks.  A run of `optimize` then gives the same bits, parameters and losses, on any number of data
+        ranks, under DDP and ZeRO-1 to 3 and with any MPI, if its function does so for one micro-batch.  For that, BLAS
+        gets one thread a rank unless the environment says otherwise, and a problem without ``micro_batch_size`` has 16
+        micro-batches.  In a loop of one's own, `step` takes each rank's gradient as one micro-batch: the same bits on
+        the same number of ranks, with any MPI.  Sums inside a data coordinate, over tensor ranks and over the stages of
+        a tie, stay the MPI's own: the same bits on the same tensor and pipeline sizes where it adds alike, as it must
+        with two ranks.  What a model makes of one micro-batch, as a pipeline does, adds up as it comes.
     """
 
     mesh: Mesh
@@ -46,6 +55,7 @@ class ShardingConfiguration:
     max_gradient_norm: float | None = field(default=None, kw_only=True)
     nonfinite_gradients: str = field(default="raise", kw_only=True)
     loss_scale: float | str | None = field(default=None, kw_only=True)
+    reproducible: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -57,6 +67,11 @@ class ShardingConfiguration:
             raise ValueError(f"max_gradient_norm={self.max_gradient_norm!r} must be above 0, or None for no clipping")
         if self.nonfinite_gradients not in NONFINITE:
             raise ValueError(f"nonfinite_gradients={self.nonfinite_gradients!r} must be one of {', '.join(NONFINITE)}")
+        if self.reproducible and not self.auto_sync_gradients:
+            raise ValueError(
+                "reproducible=True orders the sum over the micro-batches of each step, auto_sync_gradients=False adds "
+                "them up as they come; use one of the two"
+            )
         scale = self.loss_scale
         if scale is not None and scale != "dynamic":
             if isinstance(scale, str) or isinstance(scale, bool) or not 0 < scale < math.inf:

@@ -23,6 +23,7 @@ from mpishard.optim.update import take_step
 from mpishard.optim.whole import cut_whole, gather_whole
 from mpishard.parameters import FlatParameters, check_flat
 from mpishard.state import RunState
+from mpishard.threads import fix_blas_threads
 
 Array = Any
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
@@ -65,6 +66,13 @@ class ShardedOptimizer:
             )
         self.rule = rule
         self.config = ShardingConfiguration.of(config)
+        if self.config.reproducible:
+            if self.strategy.gradients_on_demand and self.config.mesh.pipeline.size > 1:
+                raise ValueError(
+                    f"reproducible=True with {type(self).__name__} is for meshes without pipeline ranks, whose "
+                    "micro-batches cannot be told apart; use ZeRO-1 or DDP there"
+                )
+            fix_blas_threads()
         self.axis = self.config.mesh.data
         self.world = self.config.mesh.world
         self.steps = 0
@@ -342,10 +350,28 @@ class ShardedOptimizer:
         if self._parameters.sharded is not None:
             self._parameters.sharded.drop()
 
+    def remake(self, parameters: FlatParameters) -> None:
+        """Begin with new state for its parameters on the mesh as it is now, which has moved to other ranks.
+
+        The arrays that `run_state` told before stay as they are.  Collective.
+        """
+        self._parameters = None
+        parameters.renew()
+        self.bind(parameters)
+
+    def abandon(self) -> None:
+        """Let go of reductions that can never end, since a rank has died.  Not collective."""
+        if self._parameters is not None:
+            self._strategy.abandon()
+
     def _make_state(self, parameters: FlatParameters) -> None:
         config = self.config
         self._strategy = self.strategy.fitting(parameters)(
-            config.mesh, parameters, config.minimum_parameter_group_size, config.overlap_communication
+            config.mesh,
+            parameters,
+            config.minimum_parameter_group_size,
+            config.overlap_communication,
+            config.reproducible,
         )
         self._strategy.buckets.on_reset.append(self._forget_gradients)
         self._inspection = Inspection(self._strategy, parameters)

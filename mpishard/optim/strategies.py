@@ -5,7 +5,8 @@ a bucket, then `drain`), and makes the new parameters known to all (`publish`). 
 section 5, for the stages.  Every strategy sums; the optimizer divides.
 
 Gradients are summed in this order: micro-batches in the gradient buffer, then copies within one data coordinate
-(`Replicas`), then the data axis.
+(`Replicas`), then the data axis.  With `reproducible`, copies come first, then micro-batches and the data axis along
+the tree of `mpishard.tree_sum`, and `OrderedSums` stands for the reductions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mpishard import array as arrays
 from mpishard.gradients import Bucket, GradientBuckets, accumulate
 from mpishard.layout import counts, split
 from mpishard.mesh import Mesh
+from mpishard.optim.ordered import Exchange, OrderedSums
 from mpishard.optim.replicas import Replicas
 from mpishard.optim.tensor_norms import Part, parts_of
 from mpishard.parameters import FlatParameters
@@ -44,9 +46,13 @@ class Strategy(ABC):
         Least number of elements in a bucket.
     overlap : bool
         Whether `reduce` returns before the transfer over the data axis is done.
+    reproducible : bool
+        Whether to sum over the data axis in the order of a fixed tree over the step's micro-batches.
 
     Attributes
     ----------
+    ordered : OrderedSums or None
+        What does so.
     own : list of (start, stop)
         Ranges of the flat parameters that this rank updates, ascending; its state arrays are these ranges end to end.
     counted : list of (start, stop)
@@ -56,10 +62,13 @@ class Strategy(ABC):
     gradients_on_demand: ClassVar[bool] = False
     shards_parameters: ClassVar[bool] = False
 
-    def __init__(self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
+    def __init__(
+        self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool, reproducible: bool = False
+    ) -> None:
         self.mesh = mesh
         self.axis = mesh.data
         self.overlap = overlap
+        self.ordered = OrderedSums(self.axis, parameters.like) if reproducible else None
         Replicas(mesh, parameters).spread()
         self.attach(parameters)
         # Slices of an uneven cut differ in size between tensor ranks, which sum partial gradients bucket by bucket:
@@ -72,13 +81,16 @@ class Strategy(ABC):
             runs=parameters.gradient_runs(by_unit=self.shards_parameters),
             sizes=[piece.size for piece in first],
             reduce=self.reduce,
+            settle=self.settle if reproducible else None,
             drain=self.drain,
             on_demand=self.gradients_on_demand,
         )
         self.own: list[Range] = []
         self.counted: list[Range] = []
         self._counts = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets.buckets]
-        self._pending: list[tuple[Bucket, Pending]] = []
+        self._pending: list[tuple[Bucket, Pending | Exchange]] = []
+        if self.ordered is not None:
+            self.buckets.on_reset.append(self.ordered.reset)
 
     @classmethod
     def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
@@ -97,22 +109,42 @@ class Strategy(ABC):
 
     def reduce(self, bucket: Bucket, gradient: Array) -> None:
         """Sum the gradient of a bucket over what is inside a data coordinate, and start to over the data axis."""
-        self.replicas.sum(bucket, gradient)
+        if self.ordered is None:
+            self.settle(bucket, gradient)
         for _, earlier in self._pending:
             earlier.test()  # MPI moves data only while it is called
-        self._pending.append((bucket, self.start(bucket, gradient)))
+        if self.ordered is None:
+            self._pending.append((bucket, self.start(bucket, gradient)))
+        else:
+            partial = [*self.buckets.earlier(bucket), gradient]
+            target = self.target(bucket, gradient)
+            self._pending.append((bucket, self.ordered.start(bucket, partial, self._counts[bucket.index], target)))
         if not self.overlap:
             self.drain()
+
+    def settle(self, bucket: Bucket, gradient: Array) -> None:
+        """Sum the gradient of a bucket over what is inside a data coordinate."""
+        self.replicas.sum(bucket, gradient)
 
     @abstractmethod
     def start(self, bucket: Bucket, gradient: Array) -> Pending:
         """Start the collective that sums the gradient of a bucket."""
+
+    @abstractmethod
+    def target(self, bucket: Bucket, gradient: Array) -> Array:
+        """Where an ordered sum of this rank's part of a bucket goes: this part of `gradient`, its front, or else."""
 
     def drain(self) -> None:
         """Wait until no reduction is under way."""
         for bucket, pending in self._pending:
             self.arrived(bucket, pending.wait())
             self.buckets.release(bucket)
+        self._pending.clear()
+
+    def abandon(self) -> None:
+        """Forget the reductions under way, on communicators that were revoked."""
+        for _, pending in self._pending:
+            pending.abandon()
         self._pending.clear()
 
     def arrived(self, bucket: Bucket, result: Array) -> None:
@@ -167,14 +199,16 @@ class Strategy(ABC):
     @property
     def gradient_bytes(self) -> int:
         """Most bytes of gradient memory that this rank has held."""
-        return self.buckets.peak_bytes
+        return self.buckets.peak_bytes + (0 if self.ordered is None else self.ordered.nbytes)
 
 
 class DataParallel(Strategy):
     """DDP: every rank of the data axis holds everything; gradients are all-reduced."""
 
-    def __init__(self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
-        super().__init__(mesh, parameters, minimum, overlap)
+    def __init__(
+        self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool, reproducible: bool = False
+    ) -> None:
+        super().__init__(mesh, parameters, minimum, overlap, reproducible)
         for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True):
             start = bucket.start + sum(pieces[: self.axis.rank])
             self.own.append((bucket.start, bucket.stop))
@@ -182,6 +216,22 @@ class DataParallel(Strategy):
 
     def start(self, bucket: Bucket, gradient: Array) -> Pending:
         return self.axis.start_all_reduce(gradient, label="gradients")
+
+    def target(self, bucket: Bucket, gradient: Array) -> Array:
+        start, stop = self.counted[bucket.index]
+        return gradient[start - bucket.start : stop - bucket.start]
+
+    def drain(self) -> None:
+        arriving = [bucket for bucket, _ in self._pending] if self.ordered is not None else []
+        super().drain()
+        gathers = [
+            self.axis.start_all_gather(
+                self.buckets.of_bucket(bucket), counts=self._counts[bucket.index], label="gradients"
+            )
+            for bucket in arriving
+        ]
+        for gather in gathers:
+            gather.wait()
 
     def gradients(self) -> list[Array]:
         return [self.buckets.of_bucket(bucket) for bucket in self.buckets.buckets]
@@ -200,8 +250,10 @@ class ShardedState(Strategy):
     A rank owns an even part of every bucket, which arrives at the front of the bucket's place in the gradient buffer.
     """
 
-    def __init__(self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
-        super().__init__(mesh, parameters, minimum, overlap)
+    def __init__(
+        self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool, reproducible: bool = False
+    ) -> None:
+        super().__init__(mesh, parameters, minimum, overlap, reproducible)
         for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True):
             start = bucket.start + sum(pieces[: self.axis.rank])
             self.own.append((start, start + pieces[self.axis.rank]))
@@ -209,6 +261,9 @@ class ShardedState(Strategy):
 
     def start(self, bucket: Bucket, gradient: Array) -> Pending:
         return self.axis.start_reduce_scatter(gradient, counts=self._counts[bucket.index], label="gradients")
+
+    def target(self, bucket: Bucket, gradient: Array) -> Array:
+        return gradient[: self._counts[bucket.index][self.axis.rank]]
 
     def gradients(self) -> list[Array]:
         return [
@@ -245,8 +300,10 @@ class ShardedGradients(ShardedState):
 
     gradients_on_demand = True
 
-    def __init__(self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
-        super().__init__(mesh, parameters, minimum, overlap)
+    def __init__(
+        self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool, reproducible: bool = False
+    ) -> None:
+        super().__init__(mesh, parameters, minimum, overlap, reproducible)
         self._shard = arrays.zeros(self.owned, parameters.dtype, like=parameters.like)
         self._summed: set[int] = set()
         self.buckets.on_reset.append(self._summed.clear)
@@ -256,7 +313,12 @@ class ShardedGradients(ShardedState):
         self.drain()
         super().reduce(bucket, gradient)
 
+    def target(self, bucket: Bucket, gradient: Array) -> Array:
+        return self.gradients()[bucket.index]
+
     def arrived(self, bucket: Bucket, result: Array) -> None:
+        if self.ordered is not None:
+            return
         shard = self.gradients()[bucket.index]
         if bucket.index in self._summed:
             accumulate(shard, result)
@@ -281,9 +343,12 @@ class ShardedParameters(ShardedGradients):
 
     shards_parameters = True
 
-    def __init__(self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool) -> None:
+    def __init__(
+        self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool, reproducible: bool = False
+    ) -> None:
         # As large as can be: a bucket then is a whole unit, and its owners are the unit's.
-        super().__init__(mesh, parameters, max(1, sum(spec.size for spec in parameters.specs)), overlap)
+        whole = max(1, sum(spec.size for spec in parameters.specs))
+        super().__init__(mesh, parameters, whole, overlap, reproducible)
         assert self.sharded.own == self.own
 
     @classmethod

@@ -150,6 +150,16 @@ def check_all_to_all(axis, memory, size):
     assert np.array_equal(memory.values(out), np.concatenate([send[rank][axis.rank] for rank in range(axis.size)]))
 
 
+def test_all_to_all_may_leave_a_ranks_own_run_where_it_is(axis, memory):
+    counts = [2] * axis.size
+    arriving = [0 if rank == axis.rank else 2 for rank in range(axis.size)]
+    out = memory.buffer(np.zeros(sum(arriving)))
+    axis.all_to_all(memory.buffer(numbers(axis.rank, 2 * axis.size)), out, counts, arriving, keep_own=True)
+    others = [numbers(rank, 2 * axis.size) for rank in range(axis.size) if rank != axis.rank]
+    expected = [theirs[2 * axis.rank : 2 * axis.rank + 2] for theirs in others]
+    assert np.array_equal(memory.values(out), np.concatenate([np.zeros(0), *expected]))
+
+
 def test_broadcast_from_every_root(axis, memory):
     for root in range(axis.size):
         buffer = memory.buffer(numbers(axis.rank, 12).reshape(3, 4))

@@ -244,3 +244,52 @@ def test_bad_parameters():
         FlatParameters.over(np.zeros(3), [ParameterSpec("w", (2,))])
     with pytest.raises(ValueError, match="minimum_parameter_group_size is 0"):
         make_buckets(specs(3), 0)
+
+
+def test_gradients_that_are_set_aside_stay_apart_until_they_are_merged():
+    recorder = Recorder([2, 3], 2)
+    recorder.gradients.hold = True
+    for value, merges in ((1.0, 0), (10.0, 0), (100.0, 1)):
+        recorder.backward(["t1", "t0"] if value > 1 else ["t1"], value)  # what a pass leaves out is zero in its own
+        recorder.gradients.set_aside(merges)
+    recorder.gradients.hold = False
+    recorder.backward(["t1", "t0"], 1000.0)
+    assert recorder.got == [(1, [1000] * 3), (0, [1000] * 2)]
+    first, last = recorder.gradients.buckets
+    assert [partial.tolist() for partial in recorder.gradients.earlier(first)] == [[0, 0], [110, 110]]
+    assert [partial.tolist() for partial in recorder.gradients.earlier(last)] == [[1, 1, 1], [110, 110, 110]]
+    assert recorder.gradients.nbytes == recorder.gradients.peak_bytes == 3 * 5 * LIKE.itemsize
+    recorder.gradients.end_pass()
+    recorder.drain()
+    recorder.gradients.reset()
+    assert recorder.gradients.earlier(first) == []
+    recorder.gradients.hold = True
+    recorder.backward(["t1", "t0"], 1.0)
+    recorder.gradients.set_aside(0)
+    recorder.gradients.hold, recorder.gradients.merges = False, 1
+    recorder.backward(["t1", "t0"], 2.0)
+    assert recorder.got[2:] == [(1, [3] * 3), (0, [3] * 2)]
+    assert recorder.gradients.earlier(first) == []
+    assert recorder.gradients.peak_bytes == 3 * 5 * LIKE.itemsize  # memory is used again
+
+
+def test_a_gradient_is_settled_before_it_is_merged():
+    sizes, seen = [2, 3], []
+    gradients = GradientBuckets(
+        specs(*sizes),
+        LIKE,
+        2,
+        reduce=lambda bucket, array: seen.append(("reduced", bucket.index, array.tolist())),
+        settle=lambda bucket, array: array.__imul__(2),
+    )
+    gradients.hold = True
+    for value in (1.0, 10.0):
+        for name in ("t1", "t0"):
+            view, add = gradients.gradient(name)
+            view[...] = value
+            assert not add
+            gradients.finished(name)
+        if value == 1:
+            gradients.set_aside(0)
+            gradients.hold, gradients.merges = False, 1
+    assert seen == [("reduced", 1, [22] * 3), ("reduced", 0, [22] * 2)]

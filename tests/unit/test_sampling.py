@@ -64,6 +64,14 @@ def test_shares_are_the_batch(samples, batch_size, ranks, micro, step):
         assert spread == alone  # the same micro-batches on any number of ranks
 
 
+@pytest.mark.parametrize(("samples", "sizes"), [(40, [3] * 8 + [2] * 8), (16, [1] * 16), (5, [1] * 5)])
+def test_sixteen_micro_batches_by_default(samples, sizes):
+    sampler = Sampler(samples, samples)
+    micro = sampler.micro_batches(1)
+    assert [len(part) for part in micro] == sizes
+    assert np.array_equal(np.concatenate(micro), sampler.batch(1))
+
+
 @pytest.mark.parametrize("samples", [1, 9, 10, 11])
 def test_an_epoch_takes_every_sample_once_and_reorders_them(samples):
     sampler = Sampler(samples, 4)

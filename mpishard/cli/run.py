@@ -1,0 +1,75 @@
+"""``mpishard run``: start a job, watch it, and start it again when it has lost ranks or hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from mpi4py import MPI
+
+from mpishard.elastic import bare
+from mpishard.elastic.hosts import parse_hosts
+from mpishard.elastic.policy import Policy
+from mpishard.elastic.supervisor import Job
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(help="What every rank runs, such as: python train.py.")],
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", min=1, help="Default: the slots of the hosts, or the cores.")
+    ] = None,
+    hosts: Annotated[str, typer.Option(help="NAME:SLOTS,NAME:SLOTS...; without them, this host.")] = "",
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Start the job again on what is left when it fails.")
+    ] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Start lost ranks again too, where the hosts have room.")
+    ] = False,
+    min_workers: Annotated[int, typer.Option(help="Fewest ranks to go on with.")] = 1,
+    multiple_of: Annotated[int, typer.Option(help="Ranks are a multiple of this: tensor x pipeline sizes.")] = 1,
+    max_restarts: Annotated[int, typer.Option(help="Most restarts in succession without a new step.")] = 3,
+    folder: Annotated[Path | None, typer.Option(help="The run's own folder, seen by all hosts.")] = None,
+    launcher: Annotated[str | None, typer.Option(help="Default: the mpirun beside this Python.")] = None,
+    remote_shell: Annotated[str | None, typer.Option(help="What reaches a host; default: ssh.")] = None,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that ranks get to leave on SIGTERM.")] = 30.0,
+    end_limit: Annotated[float, typer.Option(min=0, help="Seconds from the script's end to the launcher's.")] = 30.0,
+    probe_every: Annotated[float, typer.Option(min=0, help="Seconds between looks at the hosts.")] = 5.0,
+    probe_limit: Annotated[float, typer.Option(min=0, help="Seconds in which a host answers.")] = 10.0,
+) -> None:
+    """Run a command on several ranks and report how the run itself ended: mpishard run --elastic -n 4 python train.py
+
+    The script imports mpishard, which notes that it came to its end; without that note no exit code of a launcher
+    counts as success.  With --elastic the same command is started again when ranks or hosts are lost; the script goes
+    on from its newest checkpoint by Checkpoints(...) and resume=True.  A failure that comes back at the same step ends
+    the run.
+
+    SIGTERM and Ctrl-C let the ranks leave (they see SIGTERM, under Open MPI SIGUSR1) and then end them; SIGUSR1 is
+    passed on.  A command that begins with python means this Python.
+    """
+    if hosts:
+        parse_hosts(hosts)
+    words = [sys.executable if command[0] in ("python", "python3") else command[0], *command[1:]]
+    job = Job(
+        tuple(words),
+        ranks,
+        hosts,
+        Policy(elastic, replace, min_workers, multiple_of, max_restarts),
+        None if folder is None else str(folder),
+        launcher,
+        remote_shell,
+        grace,
+        end_limit,
+        probe_every,
+        probe_limit,
+    )
+    # The supervisor takes the place of this process, without MPI.
+    MPI.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    arguments = [sys.executable, "-I", bare.__file__, json.dumps(asdict(job))]
+    os.execve(sys.executable, arguments, os.environ)  # which has nothing of what an MPI library may have set

@@ -1,0 +1,1 @@
+"""Runs that outlive the loss of workers."""

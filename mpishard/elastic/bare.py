@@ -1,0 +1,34 @@
+"""The supervisor as a program that never loads MPI: ``python -I bare.py JSON``, where JSON are the fields of `Job`.
+
+A process that has initialised MPI must not start jobs and outlive them, and importing anything of mpishard does that;
+so this takes the place of the packages that the supervisor's modules are in.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def main() -> int:
+    here = Path(__file__).resolve().parent
+    for name, folder in (("mpishard", here.parent), ("mpishard.elastic", here)):
+        package = ModuleType(name)
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+
+    from mpishard.elastic.policy import Policy
+    from mpishard.elastic.supervisor import Job, Supervisor
+
+    fields = json.loads(sys.argv[1])
+    try:
+        return Supervisor(Job(**{**fields, "policy": Policy(**fields["policy"])})).run()
+    except (ValueError, OSError) as error:
+        print(f"mpishard: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""What a process of a supervised job tells its supervisor: how its script ended, why it failed, and where it is.
+
+Ended in order has a script that ran to its end or called ``sys.exit``; not one that raised an exception or was killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import opcode
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from mpi4py import MPI
+
+from mpishard.elastic.processes import die_with_single_threaded_parent
+from mpishard.elastic.run_folder import Ended, Failure, RunFolder
+from mpishard.guard import abort_on_exception
+
+_POLL_S = 0.25
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+def watch_script() -> None:
+    """Tell the supervisor of this job, if it has one, how the script of this process goes.  Not collective.
+
+    Importing mpishard does this; an atexit function that was registered before runs after the script's end was noted.
+    """
+    run = RunFolder.from_environment()
+    if run is not None:
+        Completion(run)
+
+
+class Completion:
+    """Notes of this process in the folder of the run.
+
+    Rank 0 of the founders speaks for the job; once that has healed, every rank does, since rank 0 may be gone.
+    """
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+        self._process = os.getpid()
+        self._is_first = MPI.COMM_WORLD.rank == 0 and MPI.Comm.Get_parent() == MPI.COMM_NULL
+        self._main = _main_frame()
+        self._exit: Any = _Unknown
+        self._really_exit: Callable[..., NoReturn] = sys.exit
+        self._stop = threading.Event()
+        sys.exit = self._note_exit
+        die_with_single_threaded_parent()
+        if self._is_first:
+            run.note_started()
+        abort_on_exception(note=self._note_failure)
+        atexit.register(self._end)
+        self._thread = threading.Thread(target=self._follow, name="mpishard-progress", daemon=True)
+        self._thread.start()
+
+    def _speaks(self) -> bool:
+        return self._is_first or self._run.healed
+
+    def _note_exit(self, status: Any = None, /) -> NoReturn:
+        self._exit = status
+        self._really_exit(status)
+
+    def _note_failure(self, error: BaseException, step: int) -> None:
+        # An error of MPI is what others see of a death; the next start has to do without the dead.  An interrupt comes
+        # from outside.
+        if os.getpid() != self._process or isinstance(error, MPI.Exception) or not isinstance(error, Exception):
+            return
+        with contextlib.suppress(OSError):  # the traceback is still to be printed
+            self._run.note_failure(Failure(type(error).__name__, str(error)[:500], _where(error), step))
+
+    def _follow(self) -> None:
+        """Note the step under way."""
+        noted = 0
+        while not self._stop.wait(_POLL_S):
+            step = _step()
+            with contextlib.suppress(OSError):  # of a disk that comes back, or of a folder removed by its owner
+                if step > noted and self._speaks():
+                    self._run.note_step(step)
+                    noted = step
+
+    def _end(self) -> None:
+        """At the end of the script, after those who were registered later."""
+        if os.getpid() != self._process:  # a fork
+            return
+        self._stop.set()
+        self._thread.join()
+        if hasattr(sys, "last_value"):  # an exception that was printed
+            return
+        code = _exit_code(self._exit, _ran_to_its_end(self._main))
+        if self._speaks():
+            step = _step()
+            if step:
+                self._run.note_step(step)
+            self._run.note_ended(Ended(code))
+        elif code:
+            self._run.note_given_up(Ended(code))
+
+
+class _Unknown:
+    """In the place of an exit status: ``sys.exit`` was not called."""
+
+
+def _exit_code(status: Any, to_its_end: bool) -> int | None:
+    """The exit code of a script, of what it gave to ``sys.exit``; None if it raised SystemExit itself."""
+    if to_its_end or status is None:
+        return 0
+    if status is _Unknown:
+        return None
+    return status & 0xFF if isinstance(status, int) else 1
+
+
+def _main_frame() -> FrameType | None:
+    """The frame of the script, whose imports are under way."""
+    frame: FrameType | None = sys._getframe()
+    names = sys.modules["__main__"].__dict__
+    found = None
+    while frame is not None:
+        if frame.f_globals is names and frame.f_code.co_name == "<module>":
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def _ran_to_its_end(frame: FrameType | None) -> bool:
+    """Whether the last instruction of a frame was its return: one that an exception has left stands where that rose."""
+    if frame is None:
+        return False
+    return opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+
+
+def _step() -> int:
+    """The training step under way, as this package's excepthook knows it; 0 without."""
+    ledger = getattr(sys.excepthook, "ledger", None)
+    return 0 if ledger is None else ledger.step
+
+
+def _where(error: BaseException) -> str:
+    """``file:line`` where an exception rose, in the user's code if that is on the way."""
+    place, trace = "?", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if place == "?" or not file.startswith(_PACKAGE):
+            place = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place

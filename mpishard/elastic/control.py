@@ -1,0 +1,237 @@
+"""Requests from another shell to an elastic run: small files in a folder that only its owner can open.
+
+``control`` in the run's folder is made when the run begins and removed when it ends.  The run writes ``run`` there: its
+limits, its workers, and what came of the last request.  Who wants another number of workers writes ``request``; the run
+looks for it between steps and removes it with its answer.  Each file appears whole: it is written under another name
+and renamed.  Nothing here needs MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_POLL_S = 0.2
+_WAIT_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of the request `id`: the workers before and after, or why it was refused."""
+
+    id: str
+    before: int
+    after: int
+    step: int
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a run says of itself."""
+
+    min_workers: int
+    max_workers: int
+    workers: int
+    answer: Answer | None = None
+
+
+class ControlFolder:
+    """The control folder of a run, as both sides see it."""
+
+    def __init__(self, run: Path) -> None:
+        self.path = run.absolute() / "control"
+
+    def make(self) -> None:
+        """Make it, with its run's folder, or take what an earlier run left.
+
+        Raises
+        ------
+        ValueError
+            If it is not the user's own, or others may open it.
+        OSError
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            self.path.mkdir(mode=0o700)
+        self.check()
+        for file in self.path.iterdir():
+            file.unlink()
+
+    def check(self) -> None:
+        """Raise ValueError if somebody else could write there, FileNotFoundError if there is nothing."""
+        found = self.path.lstat()
+        if found.st_uid != os.geteuid():
+            raise ValueError(
+                f"{self.path} belongs to user {found.st_uid}, and this is user {os.geteuid()}: only who started a run "
+                "may resize it"
+            )
+        if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+            raise ValueError(f"{self.path} must be a folder that nobody else may open (mode 0700)")
+
+    def remove(self) -> None:
+        """The run has ended."""
+        with contextlib.suppress(OSError):
+            for file in self.path.iterdir():
+                file.unlink()
+            self.path.rmdir()
+
+    def write(self, name: str, content: Any) -> None:
+        beside = self.path / f".{name}-{os.uname().nodename}-{os.getpid()}"
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(content, file)
+        beside.rename(self.path / name)
+
+    def read(self, name: str) -> Any:
+        """What is in a file; None if it is not there."""
+        try:
+            return json.loads((self.path / name).read_text())
+        except FileNotFoundError:
+            return None
+
+    def take_back(self) -> None:
+        """Remove the request, if it is still there."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / "request").unlink()
+
+    @property
+    def standing(self) -> Standing | None:
+        """What the run says of itself; None if there is no run."""
+        found = self.read("run")
+        if found is None:
+            return None
+        answer = found.pop("answer")
+        return Standing(**found, answer=None if answer is None else Answer(**answer))
+
+
+class Control:
+    """The run's side: only the rank that leads it calls `poll`, between two steps.
+
+    Parameters
+    ----------
+    folder : ControlFolder
+    min_workers, max_workers : int
+        What may be asked for.
+    """
+
+    def __init__(self, folder: ControlFolder, min_workers: int, max_workers: int) -> None:
+        self._folder = folder
+        self._limits = min_workers, max_workers
+        self._standing: Standing | None = None
+        # Id of the request that the run has taken over, and the workers of then.
+        self._taken: tuple[str, int] | None = None
+        self._next = 0.0
+
+    def poll(self, workers: int, step: int) -> int | None:
+        """Say how many workers there are after this step, and return how many are asked for, if it is news.
+
+        A request is answered by the poll after the one that returned it, when the run has had its chance to change.  It
+        stays until then, so that it is not lost if this rank dies.
+        """
+        now = time.monotonic()
+        if self._taken is None and now < self._next:
+            return None
+        self._next = now + _POLL_S
+        with contextlib.suppress(OSError):  # of a disk that comes back, or of a folder removed by its owner
+            return self._poll(workers, step)
+        return None
+
+    def _poll(self, workers: int, step: int) -> int | None:
+        known = self._standing
+        answer = None if known is None else known.answer
+        wanted: int | None = None
+        if self._taken is not None:
+            id, before = self._taken
+            answer, self._taken = Answer(id, before, workers, step), None
+            self._folder.take_back()
+        elif (request := self._request()) is not None:
+            id, wanted = request
+            if answer is not None and answer.id == id:  # answered, and then it could not be removed
+                self._folder.take_back()
+                wanted = None
+            elif wanted is None or not self._limits[0] <= wanted <= self._limits[1]:
+                refused = (
+                    f"{wanted} workers are outside of min_workers={self._limits[0]} to max_workers={self._limits[1]}"
+                )
+                answer, wanted = Answer(id, workers, workers, step, refused), None
+                self._folder.take_back()
+            else:
+                self._taken = id, workers
+        standing = Standing(*self._limits, workers, answer)
+        if standing != known:
+            self._folder.write("run", asdict(standing))
+            self._standing = standing
+        return wanted
+
+    def _request(self) -> tuple[str, int | None] | None:
+        """Id and number of the request that is there; no number if it is not one."""
+        try:
+            found = self._folder.read("request")
+        except ValueError:
+            return "", None
+        if found is None:
+            return None
+        if not isinstance(found, dict) or type(found.get("workers")) is not int:
+            return "", None
+        return str(found.get("id")), found["workers"]
+
+    def close(self) -> None:
+        """The run has ended."""
+        self._folder.remove()
+
+
+def request_resize(run: Path, workers: int, wait: float) -> Answer:
+    """Ask the run in a folder for another number of workers and return what came of it.
+
+    Parameters
+    ----------
+    wait : float
+        Most seconds until the run has taken it over; it does so between two steps.
+
+    Raises
+    ------
+    FileNotFoundError
+        If no run is there.
+    ValueError
+        If the folder is another user's, or the run cannot have so many workers.
+    TimeoutError
+        If it has not been taken over in time; the request is taken back.
+    """
+    folder = ControlFolder(run)
+    try:
+        folder.check()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"there is no elastic run in {run}; name the folder of its checkpoints, or the one given to "
+            "ElasticOptimizer(..., folder=...)"
+        ) from None
+    standing = folder.standing
+    if standing is not None and not standing.min_workers <= workers <= standing.max_workers:
+        raise ValueError(
+            f"{workers} workers are outside of min_workers={standing.min_workers} to max_workers={standing.max_workers} "
+            f"of the run in {run}"
+        )
+    id = uuid.uuid4().hex
+    folder.write("request", {"id": id, "workers": workers})
+    deadline = time.monotonic() + wait
+    while time.monotonic() < deadline:
+        if not folder.path.exists():
+            raise FileNotFoundError(f"the run in {run} has ended before it took the request over")
+        standing = folder.standing
+        if standing is not None and standing.answer is not None and standing.answer.id == id:
+            if standing.answer.refused:
+                raise ValueError(f"the run in {run} has refused: {standing.answer.refused}")
+            return standing.answer
+        time.sleep(_WAIT_POLL_S)
+    folder.take_back()
+    raise TimeoutError(
+        f"the run in {run} has not taken the request over within {wait:g} s, and it is taken back.  A run does so between "
+        "steps: give a longer --wait if its steps are long.  A run that was killed leaves its folder behind"
+    )

@@ -1,0 +1,93 @@
+"""How many workers there shall be, as a file, a program or a function says that is asked again and again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from mpishard.elastic.hosts import parse_hosts
+
+_POLL_S = 1.0
+_LIMIT_S = 30.0
+
+
+class Discovery:
+    """Asks in a thread, so that the run does not wait for the answer.
+
+    Parameters
+    ----------
+    source : callable or path
+        A function without arguments that returns the number; a file that holds it, or the hosts with their slots whose
+        sum it is, see `count_slots`; or, if the file is executable, the program that prints one of these.
+    """
+
+    def __init__(self, source: Callable[[], int] | str | os.PathLike[str]) -> None:
+        if callable(source):
+            self._ask = source
+        else:
+            path = Path(source).absolute()  # a script may change its directory
+            self._ask = lambda: _ask_file(path)
+        self._news: int | None = None
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def news(self) -> int | None:
+        """A number that is another one than before, once.  The first call begins to ask.  Not collective."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mpishard-discovery", daemon=True)
+            self._thread.start()
+        with self._lock:
+            news, self._news = self._news, None
+        return news
+
+    def close(self) -> None:
+        """Ask no more; an answer under way is not waited for."""
+        self._end.set()
+
+    def _run(self) -> None:
+        known, problem = None, ""
+        while not self._end.is_set():
+            try:
+                found = int(self._ask())
+            except Exception as error:  # whatever it is, the run can do without the answer
+                if str(error) != problem:
+                    problem = str(error)
+                    sys.stderr.write(f"mpishard: discover failed, the workers stay as they are: {error}\n")
+            else:
+                problem = ""
+                if found != known:
+                    known = found
+                    with self._lock:
+                        self._news = found
+            self._end.wait(_POLL_S)
+
+
+def count_slots(text: str) -> int:
+    """The number of workers that a host file stands for.
+
+    One number; or a host a line, as ``NAME``, ``NAME:SLOTS`` or ``NAME slots=SLOTS``, of which the slots are added up.
+    Empty lines and what follows a ``#`` do not count.
+
+    Raises
+    ------
+    ValueError
+    """
+    lines = [line.partition("#")[0].strip().replace(" slots=", ":") for line in text.splitlines()]
+    lines = [line for line in lines if line]
+    if len(lines) == 1 and lines[0].isdecimal():
+        return int(lines[0])
+    return sum(host.slots for host in parse_hosts(",".join(lines)))
+
+
+def _ask_file(path: Path) -> int:
+    if not os.access(path, os.X_OK):
+        return count_slots(path.read_text())
+    done = subprocess.run(
+        [path], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=True
+    )
+    return count_slots(done.stdout)

@@ -1,0 +1,100 @@
+"""The hosts that a job runs on: their list, which of them answer, and what is left of the job on them."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_POLL_S = 0.02
+_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=5"
+
+# Kills what has the entry of the first argument in its environment.
+_SWEEP = """
+for e in /proc/[0-9]*/environ; do
+  p=${{e%/environ}}
+  if tr '\\0' '\\n' <"$e" 2>/dev/null | grep -qxF {entry}; then kill -9 "${{p#/proc/}}" 2>/dev/null; fi
+done; true
+"""
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    slots: int = 1
+
+    @property
+    def is_local(self) -> bool:
+        return self.name in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Hosts of ``NAME[:SLOTS],...``; slots are ranks, 1 if not given.
+
+    Raises
+    ------
+    ValueError
+    """
+    found = []
+    for part in text.split(","):
+        name, colon, slots = part.strip().partition(":")
+        if not name or name.startswith("-") or (colon and not (slots.isdecimal() and int(slots))):
+            raise ValueError(f"hosts {text!r}: {part!r} is not NAME or NAME:SLOTS, such as node1:4,node2:4")
+        found.append(Host(name, int(slots) if colon else 1))
+    if len({host.name for host in found}) < len(found):
+        raise ValueError(f"hosts {text!r} name one twice; give its slots as NAME:SLOTS")
+    return tuple(found)
+
+
+class Probe:
+    """Commands on several hosts at once, each ``SHELL HOST COMMAND``; does not wait.
+
+    Parameters
+    ----------
+    hosts : sequence of Host
+    shell : str, optional
+        What reaches a host, such as ``ssh``; this machine is not asked.
+    limit : float
+        Seconds after which a host does not answer.
+    command : str
+    """
+
+    def __init__(self, hosts: Sequence[Host], shell: str | None, limit: float, command: str = "true") -> None:
+        self._hosts = hosts
+        self._deadline = time.monotonic() + limit
+        words = shlex.split(shell or _SHELL)
+        self._running = {
+            host: subprocess.Popen(
+                [*words, host.name, command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            for host in hosts
+            if not host.is_local
+        }
+
+    def poll(self) -> tuple[Host, ...] | None:
+        """The hosts that answered, in their order; None if some still may."""
+        if time.monotonic() < self._deadline and any(each.poll() is None for each in self._running.values()):
+            return None
+        for each in self._running.values():
+            if each.poll() is None:
+                each.kill()
+                each.wait()
+        return tuple(host for host in self._hosts if host not in self._running or not self._running[host].returncode)
+
+    def wait(self) -> tuple[Host, ...]:
+        """`poll` until all have answered or the time is over."""
+        while (answered := self.poll()) is None:
+            time.sleep(_POLL_S)
+        return answered
+
+
+def sweep(hosts: Sequence[Host], shell: str | None, limit: float, variable: str, value: str) -> None:
+    """Kill what has ``variable=value`` in its environment on the hosts that answer, but for this one."""
+    Probe(hosts, shell, limit, _SWEEP.format(entry=shlex.quote(f"{variable}={value}"))).wait()

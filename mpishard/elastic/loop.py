@@ -1,0 +1,247 @@
+"""The training loop of an elastic run: steps that are transactions, and what happens between them.
+
+==========  ==========================================================================================================
+running     workers take steps, each of which ends in an agreement; spares wait
+resizing    all processes have heard of a new number of workers: the mesh is split again, and the committed state moves
+            to its new places
+healing     somebody has died: survivors wake those who wait, shrink the crew, agree on the last committed step, and
+            resize to the workers that are left, with spares in the place of the dead
+stopping    the run is over: all that live become workers once more, so that each has the result
+==========  ==========================================================================================================
+
+A step is committed when all workers have agreed that each has its part of the new state, and its neighbour a copy.
+The agreement of ULFM is uniform: if one survivor knows of it, all of them have what they agreed on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpishard.elastic.committed import Committed
+from mpishard.elastic.crew import Crew, Order, heals_in_place, is_newcomer
+from mpishard.elastic.run_folder import RunFolder
+from mpishard.guard import die, fail_alone
+from mpishard.optim.run_state import facts_of
+from mpishard.progress import Progress
+from mpishard.reshard import reshard_state
+from mpishard.training import Loop, OptimizationResult
+
+if TYPE_CHECKING:
+    from mpishard.elastic.optimizer import ElasticOptimizer
+
+
+class ElasticLoop(Loop):
+    """One run of the training loop on workers that come and go."""
+
+    def __init__(self, elastic: ElasticOptimizer, *arguments: Any) -> None:
+        if is_newcomer():  # alone until it meets the crew, which has the state
+            arguments = (*arguments[:-1], False)
+        super().__init__(*arguments)
+        self.elastic = elastic
+        self.mesh = elastic.mesh
+        self.crew = Crew(self.mesh.world.comm, self.mesh.size)
+        self.heals = heals_in_place()
+        self.reason = self.what_is_reached(self.optimizer.gradient_norm if self.resumed else math.nan)
+        # The last step that is committed, the loss of the one that is ready to be, and the last of which all know
+        # whether it ends the run.
+        self.done = self.decided = self.optimizer.clock
+        self.ready: float | None = None
+        self.own_wish = 0
+        self.saved = False
+        self.whole = True
+        self.committed: Committed | None = None
+        if not is_newcomer():
+            self.committed = self._commit_anew()
+
+    def run(self) -> OptimizationResult:
+        self.optimizer.measure_norm |= self.problem.tolerance is not None
+        fail_alone(self.heals)
+        atexit.register(self._leave)
+        wanted = Order(self.crew.wanted) if is_newcomer() else self._change()
+        while True:
+            try:
+                if wanted is not None:
+                    self._regroup(wanted)
+                if self._is_over():
+                    self._agree()
+                    break
+                wanted = self._take_turn() if self.crew.works else self.crew.wait_for_order()
+            except MPI.Exception as error:
+                if not self.heals:
+                    raise
+                wanted = self._heal(error)
+        self.buckets.hold = not self.optimizer.config.auto_sync_gradients
+        self.progress.close()
+        fail_alone(False)
+        atexit.unregister(self._leave)
+        self.crew.free()
+        return self.result(self.reason)
+
+    def _leave(self) -> None:
+        """A script that ends in the middle of the run: not in MPI_Finalize, where it would wait for the others."""
+        if self.heals:
+            die(f"mpishard: process {self.crew.identity} leaves the run, its script has ended")
+
+    def _is_over(self) -> bool:
+        return bool(self.reason) and self.crew.workers == self.crew.size
+
+    def _take_turn(self) -> Order | None:
+        """A worker: take a step, unless the run is over; returns what is to change."""
+        if not self.reason:
+            self._step()
+        if self.reason and not self.saved:
+            self.save(last=True)
+            self.saved = True
+        order = self._change()
+        if order is not None and self.crew.rank == 0:
+            self.crew.order(order)
+        return order
+
+    def _change(self) -> Order | None:
+        """What brings the workers to the number that is wanted; the same on all of them."""
+        crew = self.crew
+        workers = crew.size if self.reason else self.elastic.agreed_size
+        return None if workers == crew.workers else Order(workers, max(0, workers - crew.size))
+
+    # -- a step is a transaction ------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Take one step and commit it."""
+        committed, step = self._committed(), self.done + 1
+        if self.decided < self.done:  # the workers that were to decide have not come to it
+            self._decide()
+            return
+        committed.begin(self.optimizer.run_state().facts)
+        loss, rate = self.advance(step)
+        committed.send_copies()
+        self.ready = loss
+        self._agree()
+        self._commit()
+        self.own_wish = self.wish(step, loss, rate)
+        self._decide()
+        if not self.reason:
+            self.save(last=False)
+
+    def _agree(self) -> None:
+        """Return when all workers are here; if one survivor does, all of them know that all were."""
+        if self.heals:
+            self.mesh.world.comm.Agree(1)
+
+    def _decide(self) -> None:
+        """Hear whether any worker wishes to stop, or wants another number of workers."""
+        wishes = np.array([self.own_wish, self.elastic.request], np.int64)
+        wish, request = self.mesh.world.all_reduce(wishes, op="max", label="control").tolist()
+        self.elastic.heed(request)
+        self.reason = self.why_stop(wish)
+        self.decided = self.done
+
+    def _commit(self) -> None:
+        assert self.ready is not None
+        self._committed().commit()
+        self.done += 1
+        self.note(self.ready)
+        self.ready = None
+
+    def _roll_back(self) -> None:
+        facts = self._committed().roll_back()
+        if facts is not None:
+            self.optimizer.take_over(facts)
+        self.ready = None
+
+    def _committed(self) -> Committed:
+        assert self.committed is not None
+        return self.committed
+
+    # -- between steps ----------------------------------------------------------------------------------------------
+
+    def _regroup(self, order: Order) -> None:
+        """Let so many of the crew be the workers, with the committed state.  Collective over the crew."""
+        crew, optimizer = self.crew, self.optimizer
+        workers = order.workers
+        if order.recruits:
+            crew.recruit(order)
+        source = target = None
+        if self.committed is not None:
+            facts = {**facts_of(optimizer), "loss": np.array(self.losses), "reason": self.reason, "done": self.done}
+            facts |= {"decided": self.decided, "request": self.elastic.agreed, "before": self.before}
+            source = replace(self.committed.source(crew.identities), facts=facts)
+            if self.whole:
+                if self.checkpoints is not None:
+                    self.checkpoints.wait()
+                self.mesh.release()
+        self.whole = False
+        comm = crew.split(workers)
+        if comm is not None:
+            self.mesh.move(comm)
+            optimizer.remake(self.parameters)
+            self.attach()
+            if self.checkpoints is not None:
+                self.checkpoints.move()
+            target = optimizer.run_state()
+        heard = dict(reshard_state(crew.axis, source, target))
+        if comm is None:
+            self.committed = None
+            return
+        optimizer.take_over(heard)
+        self.losses = heard["loss"].tolist()
+        self.reason, self.done, self.decided = heard["reason"], heard["done"], heard["decided"]
+        self.before = heard["before"]
+        self.elastic.heed(heard["request"])
+        if self.mesh.rank == 0 and not self.progress.shown:
+            self.progress = Progress(self.problem.steps, shown=self.shows, done=len(self.losses))
+        self.committed = self._commit_anew()
+        self.whole = True
+
+    def _commit_anew(self) -> Committed:
+        identities = self.crew.identities[: self.crew.workers]
+        return Committed(self.mesh.data, identities, self.optimizer.run_state())
+
+    def _heal(self, error: MPI.Exception) -> Order:
+        """Go on without the dead, from the last committed step; returns how many workers there will be."""
+        while True:
+            try:
+                return self._bury(error)
+            except MPI.Exception as another:
+                error = another
+
+    def _bury(self, error: MPI.Exception) -> Order:
+        crew = self.crew
+        before = crew.identities
+        self.mesh.revoke()
+        if self.checkpoints is not None:
+            self.checkpoints.revoke()
+        self.optimizer.abandon()
+        self.whole = False
+        crew.revoke()
+        crew.bury()
+        own = self.committed is not None, self.done, self.decided, self.reason, self.elastic.agreed
+        told = crew.axis.exchange(own)
+        known = [each for each in told if each[0]]
+        if not known:
+            raise RuntimeError("all workers have died; start the run again from its newest checkpoint")
+        done = max(each[1] for each in known)
+        self.elastic.heed(max(each[4] for each in known))
+        if self.committed is not None:
+            if done > self.done:
+                self._commit()
+            else:
+                self._roll_back()
+            decided, self.reason = max((each[2], each[3]) for each in known)
+            if decided == done:
+                self.decided = done
+        run_folder = RunFolder.from_environment()
+        if run_folder is not None:
+            run_folder.note_healed()
+        dead = [who for who in before if who not in crew.identities]
+        if crew.rank == 0:
+            print(f"mpishard: process {dead} has died; {crew.size} are left, step {done} is the last", flush=True)
+        if crew.size < self.elastic.min_workers:
+            raise RuntimeError(f"{crew.size} processes are left, and min_workers={self.elastic.min_workers}")
+        self.elastic.settle_for(crew.size)
+        return Order(self.elastic.agreed_size if not self.reason else crew.size)

@@ -1,0 +1,182 @@
+"""What follows a job that has ended: nothing, or another start, and of how many ranks.  No MPI, no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mpishard.elastic.hosts import Host
+from mpishard.elastic.run_folder import Ended, Failure
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When a job is started again, and of how many ranks at least.
+
+    Parameters
+    ----------
+    elastic : bool
+        Start it again at all.
+    replace : bool
+        With as many ranks as before, where the hosts have room; else without those that were lost.
+    min_workers : int
+        Fewest ranks.
+    multiple_of : int
+        The number of ranks is a multiple of this: the product of the mesh's tensor and pipeline sizes.
+    max_restarts : int
+        Most starts in succession that bring the run no further than an earlier one did.
+    """
+
+    elastic: bool = False
+    replace: bool = False
+    min_workers: int = 1
+    multiple_of: int = 1
+    max_restarts: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("min_workers", "multiple_of"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts={self.max_restarts} must be at least 0")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes
+    ----------
+    code : int
+        Of the launcher; below 0 the signal that killed it.
+    started : bool
+        The script ran on rank 0 as far as its import of mpishard.
+    step : int
+        The last one noted, 0 if none was.
+    ended : Ended or None
+        The completion marker.
+    given_up : Ended or None
+        Another rank than the first left its script with an exit code other than 0; launchers may then end the others.
+    failure : Failure or None
+        An exception that nobody caught on some rank.
+    healed : bool
+        The job went on in place after a death.
+    lost : bool
+        It was ended since a host did not answer.
+    stopped : int
+        The signal by which the user ended it, or 0.
+    """
+
+    code: int
+    started: bool = True
+    step: int = 0
+    ended: Ended | None = None
+    given_up: Ended | None = None
+    failure: Failure | None = None
+    healed: bool = False
+    lost: bool = False
+    stopped: int = 0
+
+
+@dataclass(frozen=True)
+class History:
+    """What is remembered from start to start: ranks that are left, the furthest step, starts without progress."""
+
+    ranks: int
+    step: int = 0
+    restarts: int = 0
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The run is over, with this exit code."""
+
+    code: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The job is started again, on so many ranks of these hosts (none: of this one)."""
+
+    ranks: int
+    hosts: tuple[Host, ...]
+    history: History = field(repr=False)
+    why: str = ""
+
+
+def reported(outcome: Outcome) -> int | None:
+    """The exit code that the run itself reports, whatever the launcher's is; None if it did not end in order."""
+    ended = outcome.ended
+    if not outcome.healed and (ended is None or ended.code == 0):
+        # Ranks that the others are not known to do without: one that left on purpose, or one that failed.
+        if outcome.given_up is not None:
+            ended = outcome.given_up
+        elif outcome.failure is not None:
+            return None
+    if ended is None:
+        return None
+    return exit_code(outcome.code) if ended.code is None else ended.code
+
+
+def exit_code(launcher: int) -> int:
+    """The code of a shell for that of a process."""
+    return launcher if launcher >= 0 else 128 - launcher
+
+
+def decide(
+    policy: Policy, history: History, outcome: Outcome, hosts: Sequence[Host], answering: Sequence[Host]
+) -> Stop | Start:
+    """What follows an outcome.
+
+    Parameters
+    ----------
+    history : History
+        Before this outcome.
+    hosts, answering : sequence of Host
+        Those of the run, and of them those that answer now; both empty if it runs on this one.
+    """
+    code = reported(outcome)
+    if code is not None:
+        return Stop(code)
+    if outcome.stopped:
+        return Stop(128 + outcome.stopped, "was ended by a signal")
+    # A launcher that says 0 of a job that did not end in order is wrong.
+    code = exit_code(outcome.code) or 1
+    what = _what(outcome, answering != hosts)
+    if not policy.elastic:
+        return Stop(code, what)
+    if not outcome.started and not history.step and tuple(answering) == tuple(hosts):
+        return Stop(code, f"{what}; the script did not start, or never imported mpishard")
+    failure = outcome.failure
+    if failure is not None and failure.same_as(history.failure):
+        return Stop(code, f"{what}: the same failure twice, so another start would end like this one")
+    progress = outcome.step > history.step
+    restarts = 1 if progress else history.restarts + 1
+    if restarts > policy.max_restarts:
+        return Stop(code, f"{what}; {restarts - 1} restarts have brought it no further than step {history.step}")
+    ranks = history.ranks
+    hosts_lost = outcome.lost or tuple(answering) != tuple(hosts)
+    if failure is None and outcome.code >= 0 and not hosts_lost and not policy.replace:
+        ranks -= 1
+    room = sum(host.slots for host in answering) if hosts else ranks
+    now = min(ranks, room) // policy.multiple_of * policy.multiple_of
+    if now < max(1, policy.min_workers):
+        least = f"{max(policy.min_workers, policy.multiple_of)} are needed"
+        return Stop(code, f"{what}; {min(ranks, room)} ranks are left and {least}")
+    history = History(ranks, max(history.step, outcome.step), restarts, failure)
+    return Start(now, tuple(answering), history, what)
+
+
+def _what(outcome: Outcome, hosts_lost: bool) -> str:
+    """How a job failed, in words."""
+    if outcome.lost or hosts_lost:
+        return "has a host that does not answer"
+    if outcome.failure is not None:
+        return f"failed by {outcome.failure}"
+    if outcome.code < 0:
+        return f"lost its launcher to signal {-outcome.code}"
+    if outcome.code == 0:
+        return "ended without its completion marker, though the launcher reports success"
+    return f"lost a rank (the launcher reports {outcome.code})"

@@ -1,0 +1,75 @@
+"""Processes of this machine: who descends from whom, and how all of them are ended.  Linux only; needs no MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+_POLL_S = 0.01
+
+
+def die_with_parent() -> None:
+    """From now on this process is killed when the thread that started it ends."""
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def die_with_single_threaded_parent() -> None:
+    """`die_with_parent`, unless the parent has threads: the one that started this process may end long before it."""
+    with contextlib.suppress(OSError):
+        if len(os.listdir(f"/proc/{os.getppid()}/task")) == 1:
+            die_with_parent()
+
+
+def adopt_orphans() -> None:
+    """Descendants of this process whose parents die become its children, so that `descendants` finds them."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants() -> set[int]:
+    """Process numbers of the children of this process, of their children and so on, without those that are dead."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                # The name of the program, in brackets, may hold anything.
+                state, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+                if state not in "ZX":
+                    children.setdefault(int(parent), []).append(int(folder.name))
+    found: set[int] = set()
+    pending = [os.getpid()]
+    while pending:
+        for child in children.get(pending.pop(), ()):
+            found.add(child)
+            pending.append(child)
+    return found
+
+
+def end_descendants(limit: float = 10.0) -> set[int]:
+    """Kill them all, and those that they start meanwhile; returns those that are left after `limit` seconds.
+
+    The caller must have waited for its own children, or not wish to.
+    """
+    deadline = time.monotonic() + limit
+    while True:
+        left = descendants()
+        for process in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(_POLL_S)
+
+
+def _prctl(option: int, value: int) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(option, ctypes.c_ulong(value), 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

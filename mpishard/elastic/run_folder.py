@@ -1,0 +1,152 @@
+"""What the processes of a job tell the supervisor of their run, as small files in a folder that only the owner reads.
+
+The path of the folder and the number of the start are in the environment of every process of a supervised job.  Each
+file appears whole: it is written under another name and renamed.  Nothing here needs MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_FOLDER, _ATTEMPT = "MPISHARD_RUN", "MPISHARD_ATTEMPT"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that nobody caught: its type with its message, where it was raised, and the step under way or 0."""
+
+    kind: str
+    message: str
+    where: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.where}" + (f" in step {self.step}" if self.step else "")
+
+    def same_as(self, other: Failure | None) -> bool:
+        """Whether it is the same failure again; messages may hold values that change."""
+        return other is not None and (self.kind, self.where, self.step) == (other.kind, other.where, other.step)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The script came to its end; `code` is its exit code, None if only the launcher knows it."""
+
+    code: int | None
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of one start of a run.
+
+    Parameters
+    ----------
+    path : Path
+    attempt : int
+        Number of the start; what another one left does not count.
+    """
+
+    path: Path
+    attempt: int = 0
+
+    @classmethod
+    def create(cls, path: Path) -> RunFolder:
+        """Make the folder, or take one that is there; what an earlier run noted in it is removed.
+
+        Raises
+        ------
+        ValueError
+            If others may look into the folder or it is not the user's.
+        OSError
+        """
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise ValueError(f"{path} must be a folder of the user's own that nobody else may open (mode 0700)")
+        for name in ("started", "step", "ended", "given-up", "failure", "healed"):
+            for file in path.glob(f"{name}-*"):
+                file.unlink()
+        return cls(path.absolute())
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RunFolder | None:
+        """That of the run which this process belongs to, if it is supervised."""
+        path, attempt = environment.get(_FOLDER), environment.get(_ATTEMPT, "")
+        return cls(Path(path), int(attempt)) if path and attempt.isdigit() else None
+
+    def environment(self) -> dict[str, str]:
+        """What `from_environment` reads."""
+        return {_FOLDER: str(self.path), _ATTEMPT: str(self.attempt)}
+
+    def note_started(self) -> None:
+        """A process of the job runs the script."""
+        self._write("started", "")
+
+    def note_step(self, step: int) -> None:
+        """The run is at this step."""
+        self._write("step", step)
+
+    def note_healed(self) -> None:
+        """Processes of the job have died and the others go on: those may end the run in order without them."""
+        self._write("healed", "")
+
+    def note_ended(self, ended: Ended) -> None:
+        """The script came to its end."""
+        self._write("ended", asdict(ended))
+
+    def note_given_up(self, ended: Ended) -> None:
+        """A process that does not speak for the job left its script with an exit code other than 0."""
+        self._write("given-up", asdict(ended))
+
+    def note_failure(self, failure: Failure) -> None:
+        """A process failed; of several the last one stands."""
+        self._write("failure", asdict(failure))
+
+    @property
+    def started(self) -> bool:
+        return self._read("started") is not None
+
+    @property
+    def step(self) -> int:
+        """The last step that was noted; 0 if none was."""
+        return self._read("step") or 0
+
+    @property
+    def healed(self) -> bool:
+        return self._read("healed") is not None
+
+    @property
+    def ended(self) -> Ended | None:
+        found = self._read("ended")
+        return None if found is None else Ended(**found)
+
+    @property
+    def given_up(self) -> Ended | None:
+        found = self._read("given-up")
+        return None if found is None else Ended(**found)
+
+    @property
+    def failure(self) -> Failure | None:
+        found = self._read("failure")
+        return None if found is None else Failure(**found)
+
+    def _write(self, name: str, content: Any) -> None:
+        path = self.path / f"{name}-{self.attempt}"
+        beside = path.with_name(f".{path.name}-{os.uname().nodename}-{os.getpid()}")
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(content, file)
+        beside.rename(path)
+
+    def _read(self, name: str) -> Any:
+        try:
+            return json.loads((self.path / f"{name}-{self.attempt}").read_text())
+        except FileNotFoundError:
+            return None

@@ -1,0 +1,55 @@
+"""What SIGTERM and SIGUSR1 ask of a process of an elastic run: to leave it, or to stop it if all workers are asked."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+_HEARD = (signal.SIGTERM, signal.SIGUSR1)
+# A launcher passes a signal on to all ranks, which do not see it at the same moment.
+_SKEW_S = 1.0
+
+
+class Signals:
+    """As a context manager it takes the two signals, and puts back at its end what handled them before.
+
+    Outside of the main thread, where Python does not let anybody do so, it takes none.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._reported: float | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in _HEARD:
+                before = signal.signal(number, self._note)
+                # None: a handler that is not Python's and that Python cannot put back.
+                self._before[number] = signal.SIG_DFL if before is None else before
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+
+    def report(self) -> int:
+        """0: none has come.  1: one has, and the others may have had it too.  2: they would have said so by now.
+
+        For the workers to agree on: call it once for every agreement.
+        """
+        if not self.came:
+            return 0
+        now = time.monotonic()
+        if self._reported is None:
+            self._reported = now
+        return 2 if now - self._reported >= _SKEW_S else 1
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True

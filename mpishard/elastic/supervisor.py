@@ -1,0 +1,243 @@
+"""The supervisor: starts a job, watches it, ends what is left of it, and starts it again.
+
+It believes the run's own completion marker and no exit code of a launcher.  Whatever becomes of it, no process of the
+job is left: it adopts their orphans, and the kernel kills the launcher when the supervisor dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from mpishard.elastic.hosts import Host, Probe, parse_hosts, sweep
+from mpishard.elastic.launchers import Launcher, find_launcher
+from mpishard.elastic.policy import History, Outcome, Policy, Start, decide, reported
+from mpishard.elastic.processes import adopt_orphans, descendants, die_with_parent, end_descendants
+from mpishard.elastic.run_folder import RunFolder
+
+_POLL_S = 0.02
+_LOOK_S = 0.2  # from one look into the run's folder to the next
+_END_S = 3.0  # that a launcher gets to end its job
+_STOP, _PASS_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run and how.
+
+    Parameters
+    ----------
+    command : sequence of str
+    ranks : int, optional
+        Default: the slots of the hosts, or the cores of this one.
+    hosts : str
+        ``NAME:SLOTS,...``; empty: this one.
+    policy : Policy
+    folder : str, optional
+        The run's folder, which all hosts see; default: a temporary one, in the working directory if there are hosts.
+    launcher : str, optional
+        Default: that of the MPI beside this Python.
+    shell : str, optional
+        What reaches a host, ``SHELL HOST COMMAND``; default ssh.
+    grace : float
+        Seconds that ranks get to leave on SIGTERM.
+    end_limit : float
+        Seconds that the launcher gets to end once the script has.
+    probe_every, probe_limit : float
+        Seconds from one look at the hosts to the next, and that they get to answer.
+    """
+
+    command: tuple[str, ...]
+    ranks: int | None = None
+    hosts: str = ""
+    policy: Policy = Policy()
+    folder: str | None = None
+    launcher: str | None = None
+    shell: str | None = None
+    grace: float = 30.0
+    end_limit: float = 30.0
+    probe_every: float = 5.0
+    probe_limit: float = 10.0
+
+
+class Supervisor:
+    """Runs one job to its end.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be started as asked for.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.hosts = parse_hosts(job.hosts) if job.hosts else ()
+        self.slots = sum(host.slots for host in self.hosts) or len(os.sched_getaffinity(0))
+        ranks = self.slots if job.ranks is None else job.ranks
+        policy = job.policy
+        if ranks < policy.min_workers or ranks % policy.multiple_of:
+            wanted = f"at least {policy.min_workers} and a multiple of {policy.multiple_of}"
+            raise ValueError(f"{ranks} ranks were asked for, which is not {wanted}")
+        if self.hosts and ranks > self.slots:
+            raise ValueError(f"{ranks} ranks do not fit the {self.slots} slots of {job.hosts}; give NAME:SLOTS")
+        self.ranks = ranks
+        self.launcher: Launcher = find_launcher(job.launcher)
+        self._signals: list[int] = []
+        self._stopped = 0
+        self._stop_began = 0.0
+
+    def run(self) -> int:
+        """Returns the exit code of the run."""
+        adopt_orphans()
+        for number in (*_STOP, _PASS_ON):
+            signal.signal(number, self._take_signal)
+        temporary = None
+        path = self.job.folder
+        if path is None:
+            path = temporary = tempfile.mkdtemp(prefix=".mpishard-run-", dir="." if self.hosts else None)
+        try:
+            return self._run(RunFolder.create(Path(path)))
+        finally:
+            self._end_all()
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def _run(self, folder: RunFolder) -> int:
+        history = History(self.ranks)
+        start = Start(self.ranks, self.hosts, history)
+        began = 0.0
+        while True:
+            outcome, began = self._carry_out(start, folder, began, history.step)
+            stopped = self._stopped or next((number for number in self._signals if number in _STOP), 0)
+            outcome = replace(outcome, stopped=stopped)
+            over = outcome.stopped or reported(outcome) is not None
+            answering = self.hosts if over else Probe(self.hosts, self.job.shell, self.job.probe_limit).wait()
+            sweep(answering, self.job.shell, self.job.probe_limit, "MPISHARD_RUN", str(folder.path))
+            follows = decide(self.job.policy, history, outcome, self.hosts, answering)
+            if not isinstance(follows, Start):
+                if follows.why:
+                    self._say(f"the job {follows.why}; the run ends with code {follows.code}")
+                return follows.code
+            self._say(f"the job {follows.why}; last step seen: {outcome.step or 'none'}")
+            start, history = follows, follows.history
+            folder = replace(folder, attempt=folder.attempt + 1)
+
+    def _carry_out(self, start: Start, folder: RunFolder, ended: float, step: int) -> tuple[Outcome, float]:
+        """Start the job and watch it to its end; returns when it ended, too."""
+        process = self._start(start, folder)
+        if folder.attempt:
+            where = f" on {', '.join(host.name for host in start.hosts)}" if start.hosts else ""
+            waited = time.monotonic() - ended
+            self._say(f"start {folder.attempt + 1}, {start.ranks} ranks{where}, {waited:.2f} s after the end")
+        lost = self._watch(process, start.hosts, folder, ended, step)
+        ended = time.monotonic()
+        # Looked at before the job is ended: what that makes of the ranks is no news.
+        outcome = Outcome(
+            code=0,
+            started=folder.started,
+            step=folder.step,
+            ended=folder.ended,
+            given_up=folder.given_up,
+            failure=folder.failure,
+            healed=folder.healed,
+            lost=lost,
+        )
+        if process.poll() is None:
+            self._end(process)
+        self._end_all()
+        return replace(outcome, code=process.returncode), ended
+
+    def _start(self, start: Start, folder: RunFolder) -> subprocess.Popen[bytes]:
+        job, elastic = self.job, self.job.policy.elastic
+        told = self.launcher.environment(start.ranks, self.slots, elastic)
+        environment = {**told, **os.environ, **folder.environment()}
+        command = self.launcher.command(
+            job.command, start.ranks, hosts=start.hosts, elastic=elastic, shell=job.shell, environment=environment
+        )
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True, preexec_fn=die_with_parent
+        )
+
+    def _watch(
+        self, process: subprocess.Popen[bytes], hosts: Sequence[Host], folder: RunFolder, ended: float, step: int
+    ) -> bool:
+        """Until the launcher ends, or it is time to end it; returns whether since a host is lost."""
+        job = self.job
+        looked = probed = time.monotonic()
+        done: float | None = None  # when the script was seen to have ended
+        probe: Probe | None = None
+        missed: set[str] = set()
+        awaited = folder.attempt > 0
+        while process.poll() is None:
+            time.sleep(_POLL_S)
+            now = time.monotonic()
+            if self._handle_signals(process) or (self._stopped and now - self._stop_began > job.grace):
+                return False
+            if now - looked >= _LOOK_S:
+                looked = now
+                if awaited and folder.step:
+                    awaited = False
+                    self._say(f"at step {folder.step} of {step} seen before, {now - ended:.2f} s after the end")
+                if done is None and folder.ended is not None:
+                    done = now
+                if done is not None and now - done > job.end_limit:
+                    self._say(f"the script has ended; its launcher has not for {job.end_limit:g} s and is killed")
+                    return False
+            if len(hosts) > 1 and probe is None and now - probed >= job.probe_every:
+                probe = Probe(hosts, job.shell, job.probe_limit)
+            answered = None if probe is None else probe.poll()
+            if answered is not None:
+                probe, probed = None, now
+                silent = {host.name for host in hosts if host not in answered}
+                if silent & missed and done is None:  # once may be chance
+                    self._say(f"{', '.join(sorted(silent & missed))} does not answer; the job is ended")
+                    return True
+                missed = silent
+        return False
+
+    def _take_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _handle_signals(self, process: subprocess.Popen[bytes]) -> bool:
+        """Pass on what came; returns whether the job must end now."""
+        while self._signals:
+            number = self._signals.pop(0)
+            if number == _PASS_ON:
+                process.send_signal(number)
+                continue
+            if self._stopped:
+                return True
+            self._stopped, self._stop_began = number, time.monotonic()
+            name = signal.Signals(number).name
+            self._say(f"{name}: the ranks have {self.job.grace:g} s to leave; again, and they are killed")
+            process.send_signal(self.launcher.leave_signal)
+        return False
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """End a launcher, in order if it will."""
+        process.send_signal(self.launcher.end_signal)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+            return
+        process.kill()
+        process.wait()
+
+    def _end_all(self) -> None:
+        """Nothing that was started here is left on this host."""
+        if descendants():
+            left = end_descendants()
+            if left:
+                self._say(f"processes {sorted(left)} could not be killed")
+
+    def _say(self, text: str) -> None:
+        print(f"mpishard run: {text}", file=sys.stderr, flush=True)

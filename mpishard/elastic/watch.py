@@ -1,0 +1,101 @@
+"""Ends processes of the run that have been stopped (SIGSTOP) for too long: to MPI they are alive, and all would wait.
+
+Every process of an elastic run watches those on its own host in ``/proc``, in a thread that makes no call of MPI, and
+kills one that stays stopped; then ULFM does what it does for any other death.  A host whose processes are all stopped
+has nobody left who could.  A process under a debugger counts as running.  Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+_POLL_S = 0.25
+
+
+class Fellow(NamedTuple):
+    """A process of the run; `host` and `started` tell it from others of its number."""
+
+    host: str
+    number: int
+    started: str
+
+
+def this_process() -> Fellow:
+    """What others need to know of this process to watch it."""
+    host = ""
+    with contextlib.suppress(OSError):  # where there is no /proc nobody is watched
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    return Fellow(host, os.getpid(), _look(os.getpid())[1])
+
+
+class Watch:
+    """Watches the processes of this host while it is entered as a context manager.
+
+    Parameters
+    ----------
+    limit : float
+        Seconds that one may be stopped.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._own = this_process()
+        self._fellows: tuple[Fellow, ...] = ()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mpishard-watch", daemon=True)
+
+    def follow(self, fellows: Iterable[Fellow]) -> None:
+        """Watch these from now on, as far as they are on this host."""
+        own = self._own
+        self._fellows = tuple(each for each in fellows if own.host and each.host == own.host and each != own)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        poll = min(_POLL_S, self.limit / 4)
+        since: dict[Fellow, float] = {}
+        last = time.monotonic()
+        while not self._end.wait(poll):
+            now = time.monotonic()
+            if now - last > 4 * poll:
+                # This process did not run itself: perhaps the whole job was stopped, and goes on now.
+                since.clear()
+            last = now
+            stopped = [each for each in self._fellows if _look(each.number) == ("T", each.started)]
+            since = {each: since.get(each, now) for each in stopped}
+            for each, began in since.items():
+                if now - began >= self.limit:
+                    _end(each, now - began)
+
+
+def _end(fellow: Fellow, seconds: float) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(fellow.number, signal.SIGKILL)
+        sys.stderr.write(f"mpishard: process {fellow.number} has been stopped for {seconds:.1f} s and is ended\n")
+
+
+def _look(number: int) -> tuple[str, str]:
+    """State of a process ("T": stopped) and when it was started, in ticks since the boot; empty if it is gone."""
+    try:
+        # The name of the program, in brackets, may hold anything.
+        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", ""
+    return fields[0], fields[19]

@@ -1,0 +1,243 @@
+"""``mpishard run``: the job goes on on what is left, ends with the run's own exit code, and leaves no process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SOON = 20.0
+
+# Twenty steps with a checkpoint after every fourth; in step 10 of the first start the last rank does FAULT.
+TRAINING = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+import mpishard
+
+here, fault, again = Path(sys.argv[1]), sys.argv[2], len(sys.argv) > 3
+rows = np.random.default_rng(0).standard_normal((64, 6))
+
+def loss(parameters, samples, gradients):
+    residual = rows[samples, :5] @ parameters - rows[samples, 5]
+    gradients += rows[samples, :5].T @ residual
+    return 0.5 * residual @ residual
+
+def callback(state):
+    if mesh.rank == 0:
+        with open(here / "steps", "a") as file:
+            file.write(f"{mesh.size} {state.step}\\n")
+    if state.step == 10 and mesh.rank == mesh.size - 1 and (again or not (here / "fault").exists()):
+        (here / "fault").write_text("")
+        exec(fault)
+
+with mpishard.Mesh() as mesh, mpishard.Checkpoints(here / "checkpoints", mesh, every=4) as checkpoints:
+    problem = mpishard.OptimizationProblem(loss, np.zeros(5), samples=64, batch_size=12, steps=20, seed=3)
+    optimizer = mpishard.ZeRO2Optimizer(mpishard.AdamW(lr=0.05), mesh)
+    result = optimizer.optimize(problem, callback=callback, progress=False, checkpoints=checkpoints, resume=True)
+    if mesh.rank == 0:
+        np.save(here / "parameters", result.parameters)
+"""
+
+
+class Run:
+    """``mpishard run OPTIONS python SCRIPT FOLDER ARGUMENTS``, under way."""
+
+    def __init__(self, folder, options, script, *arguments):
+        self.folder = folder
+        folder.mkdir()
+        (folder / "script.py").write_text(script)
+        package = Path(importlib.util.find_spec("mpishard").origin).parents[1]
+        command = [*map(str, options), "python", str(folder / "script.py"), str(folder), *map(str, arguments)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mpishard", "run", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=(folder / "stderr").open("w"),
+            env={**os.environ, "PYTHONPATH": str(package)},
+            cwd=folder,
+            start_new_session=True,
+        )
+
+    @property
+    def errors(self):
+        return (self.folder / "stderr").read_text(errors="replace")
+
+    @property
+    def steps(self):
+        """(ranks, step) of each step that was taken."""
+        path = self.folder / "steps"
+        return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def left(self):
+        """Processes of the job, by their command lines."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            try:
+                words = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(self.folder / "script.py").encode() in words and int(folder.name) != self.process.pid:
+                found.append(int(folder.name))
+        return found
+
+    def launcher(self):
+        """Process number of the launcher, once there is one."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        (launcher,) = map(int, path.read_text().split())
+        return launcher
+
+    def wait_for(self, condition):
+        deadline = time.monotonic() + SOON
+        while not condition():
+            assert time.monotonic() < deadline, self.errors
+            time.sleep(0.02)
+
+    def code(self):
+        """The exit code; nothing of the job may be left with it."""
+        try:
+            code = self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            raise
+        assert self.left() == [], self.errors
+        return code
+
+
+@pytest.fixture
+def run(tmp_path):
+    runs = []
+
+    def start(options, script, *arguments):
+        runs.append(Run(tmp_path / f"run-{len(runs)}", options, script, *arguments))
+        return runs[-1]
+
+    yield start
+    for each in runs:
+        for process in [*each.left(), each.process.pid]:
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        each.process.wait()
+
+
+@pytest.fixture
+def expected(run):
+    """Final parameters of a run without a fault on three ranks."""
+    whole = run(["-n", 3], TRAINING, "")
+    assert whole.code() == 0, whole.errors
+    assert whole.steps == [(3, step) for step in range(1, 21)]
+    return np.load(whole.folder / "parameters.npy")
+
+
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(run, expected):
+    killed = run(["--elastic", "-n", 3], TRAINING, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert killed.code() == 0, killed.errors
+    assert killed.steps == [(3, step) for step in range(1, 11)] + [(2, step) for step in range(9, 21)]
+    np.testing.assert_allclose(np.load(killed.folder / "parameters.npy"), expected, rtol=0, atol=1e-12)
+    assert "start 2, 2 ranks" in killed.errors
+
+
+def test_a_lost_rank_is_started_again_and_a_launcher_too(run, expected):
+    fault = "os.kill(os.getpid(), signal.SIGKILL)"
+    replaced = run(["--elastic", "--replace", "-n", 3], TRAINING, fault)
+    unled = run(["--elastic", "-n", 3], TRAINING, "time.sleep(1000)")
+    unled.wait_for(lambda: (unled.folder / "fault").exists())
+    os.kill(unled.launcher(), signal.SIGKILL)
+    for each in (replaced, unled):
+        assert each.code() == 0, each.errors
+        assert each.steps[-12:] == [(3, step) for step in range(9, 21)]
+        np.testing.assert_array_equal(np.load(each.folder / "parameters.npy"), expected)
+    assert "lost its launcher to signal 9" in unled.errors
+
+
+def test_a_failure_that_comes_back_ends_the_run(run):
+    failing = run(["--elastic", "-n", 2], TRAINING, "raise ArithmeticError('spoilt')", "again")
+    assert failing.code() == 1, failing.errors
+    assert failing.steps == [(2, step) for step in range(1, 11)] + [(2, 9), (2, 10)]
+    assert "the same failure twice" in failing.errors and "ArithmeticError: spoilt" in failing.errors
+
+
+def test_a_failure_that_does_not_come_back_is_survived(run):
+    failing = run(["--elastic", "-n", 1], TRAINING, "raise ArithmeticError('spoilt')")
+    assert failing.code() == 0, failing.errors
+    assert failing.steps[-12:] == [(1, step) for step in range(9, 21)]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("MPI.Finalize(); os._exit(0)", 1, "without its completion marker"),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("raise SystemExit(0)", 0, ""),
+        ("raise SystemExit(3)", 3, ""),
+        ("os.kill(os.getpid(), signal.SIGKILL) if mesh.rank else time.sleep(1000)", None, "lost a rank"),
+    ],
+)
+def test_the_exit_code_is_what_the_run_itself_reports(run, end, code, said):
+    script = "import os, signal, sys, time, mpishard\nfrom mpi4py import MPI\nmesh = mpishard.Mesh()\nmesh.free()\n"
+    ended = run(["-n", 2], f"{script}MPI.COMM_WORLD.Barrier()\n{end}")
+    assert (ended.code() == code) if code is not None else (ended.code() != 0), ended.errors
+    assert said in ended.errors
+    assert ("the run ends" in ended.errors) == bool(said), ended.errors
+
+
+def test_a_marker_counts_whatever_the_launcher_does(run):
+    script = "import sys, time\nimport mpishard\nmesh = mpishard.Mesh()\nmesh.free()\ntime.sleep(1000 * mesh.rank)\n"
+    ended = run(["--end-limit", 1, "-n", 2], script)
+    assert ended.code() == 0, ended.errors
+    assert "its launcher has not for 1 s and is killed" in ended.errors
+
+
+def test_a_script_that_does_not_start_is_not_restarted(run):
+    broken = run(["--elastic", "-n", 2], "import nothing_of_that_name")
+    assert broken.code() == 1, broken.errors
+    assert "did not start" in broken.errors and "start 2" not in broken.errors
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_job_ends_with_its_supervisor(run, stopped):
+    fault = "os.kill(os.getpid(), signal.SIGSTOP)" if stopped else "time.sleep(1000)"
+    watched = run(["--elastic", "--folder", "notes", "-n", 2], TRAINING, fault)
+    watched.wait_for(lambda: (watched.folder / "fault").exists())
+    assert len(watched.left()) >= 3
+    watched.process.kill()
+    watched.process.wait()
+    watched.wait_for(lambda: watched.left() == [])
+
+
+@pytest.mark.parametrize(("how", "code"), [("leave", 75), ("stay", 128 + signal.SIGTERM)])
+def test_signals(run, how, code):
+    script = """
+import signal, sys, time
+from pathlib import Path
+import mpishard
+mesh, here, seen = mpishard.Mesh(), Path(sys.argv[1]), []
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: seen.append(number))
+(here / f"ready-{mesh.rank}").write_text("")
+while signal.SIGUSR1 not in seen:
+    time.sleep(0.01)
+(here / f"got-{mesh.rank}").write_text("")
+while len(seen) < 2:
+    time.sleep(0.01)
+mesh.world.barrier()
+if sys.argv[2] == "leave":
+    sys.exit(75)
+time.sleep(1000)
+"""
+    sent = run(["--elastic", "--grace", 2, "-n", 2], script, how)
+    sent.wait_for(lambda: all((sent.folder / f"ready-{rank}").exists() for rank in range(2)))
+    sent.process.send_signal(signal.SIGUSR1)
+    sent.wait_for(lambda: all((sent.folder / f"got-{rank}").exists() for rank in range(2)))
+    sent.process.send_signal(signal.SIGTERM)
+    assert sent.code() == code, sent.errors

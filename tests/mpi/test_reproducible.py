@@ -1,0 +1,247 @@
+"""`reproducible=True`: the same bits on any number of ranks, under every strategy."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from standin import empty as empty_on_device
+from steps import STRATEGIES, write_gradients
+
+import mpishard
+from mpishard import (
+    SGD,
+    AdamW,
+    DDPOptimizer,
+    OptimizationProblem,
+    ShardingConfiguration,
+    ZeRO1Optimizer,
+    ZeRO2Optimizer,
+    ZeRO3Optimizer,
+    nn,
+)
+from mpishard import array as arrays
+from mpishard.layout import ParameterSpec
+from mpishard.ledger import all_reduce_elements
+from mpishard.parameters import FlatParameters
+from mpishard.tree_sum import tree_sum
+
+TOKENS = np.random.default_rng(1).integers(0, 23, (45, 9))
+DATA = np.random.default_rng(0).standard_normal((45, 600)).astype(np.float32)
+SPECS = [ParameterSpec("a", (20, 10)), ParameterSpec("b", (0,)), ParameterSpec("c", (399,)), ParameterSpec("d", (1,))]
+
+
+def gpt_problem(mesh, sizes=(2, 2), **options):
+    model = nn.GPT(23, 8, 16, *sizes, dtype=np.float32, seed=3, mesh=mesh, tied=True, **options.pop("model", {}))
+    return OptimizationProblem.for_model(
+        model,
+        lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
+        **({"samples": 45, "batch_size": 20, "steps": 20, "tokens_per_sample": 8} | options),
+    )
+
+
+def own_problem(mesh, dtype=np.float32, **options):
+    """Least squares, by a function of flat arrays."""
+    data = DATA.astype(dtype)
+    targets = data.sum(1)
+
+    def function(parameters, samples, gradients):
+        residual = data[samples] @ parameters - targets[samples]
+        gradients += data[samples].T @ residual
+        return 0.5 * float(residual @ residual)
+
+    options = {"batch_size": 20, "steps": 20} | options
+    return OptimizationProblem(function, np.zeros(600, dtype), samples=45, **options)
+
+
+def run(strategy, mesh, make_problem, **options):
+    """Parameters and losses."""
+    options = {"max_gradient_norm": 0.5, "minimum_parameter_group_size": 2000} | options
+    optimizer = strategy(AdamW(lr=0.01), ShardingConfiguration(mesh, reproducible=True, **options))
+    result = optimizer.optimize(make_problem(mesh), progress=False)
+    found = result.parameters
+    return (found.gather() if isinstance(found, FlatParameters) else found).copy(), result.loss_history
+
+
+def same_bits(found, expected):
+    return all(one.dtype == two.dtype and np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
+@functools.cache
+def alone(make_problem):
+    """The run of one rank, by DDP."""
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        return run(DDPOptimizer, mesh, make_problem)
+
+
+PROBLEMS = {
+    "gpt": functools.partial(gpt_problem, micro_batch_size=3),
+    "gpt, micro-batches by default": functools.partial(gpt_problem, steps=5),
+    "gpt, fewer micro-batches than ranks": functools.partial(gpt_problem, micro_batch_size=8, steps=5),
+    "own, float32": functools.partial(own_problem, micro_batch_size=3),
+    "own, float64": functools.partial(own_problem, dtype=np.float64),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_the_bits_of_one_rank(mesh, strategy, problem):
+    """With clipping, and batches of 20, 20 and 5 samples in an epoch of 45."""
+    found = run(strategy, mesh, PROBLEMS[problem])
+    assert same_bits(found, alone(PROBLEMS[problem]))
+
+
+@pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO2Optimizer])
+def test_buckets_and_overlap_do_not_matter(mesh, strategy):
+    options = {"minimum_parameter_group_size": 100, "overlap_communication": False}
+    assert same_bits(run(strategy, mesh, PROBLEMS["gpt"], **options), alone(PROBLEMS["gpt"]))
+
+
+def linear_problem(mesh):
+    """Gradients that do not depend on the parameters, of a model that overflows while the loss scale is above 2**14."""
+    parameters = FlatParameters(SPECS, dtype=np.float32)
+
+    def function(_, samples, gradients):
+        gradient = DATA[samples].sum(0) * parameters.loss_scale
+        if 7 in samples and parameters.loss_scale > 2.0**14:
+            gradient[3] = np.inf
+        write_gradients(parameters, gradient)
+        return float(DATA[samples, 0].astype(float).sum())
+
+    return OptimizationProblem(function, parameters, samples=45, batch_size=20, micro_batch_size=2, steps=20)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_dynamic_loss_scale(mesh, strategy):
+    with mpishard.Mesh(MPI.COMM_SELF) as one:
+        expected = run(DDPOptimizer, one, linear_problem, loss_scale="dynamic")
+        unscaled = run(DDPOptimizer, one, linear_problem)
+    assert same_bits(run(strategy, mesh, linear_problem, loss_scale="dynamic"), expected)
+    assert not np.array_equal(expected[0], unscaled[0])  # steps were skipped
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_not_finite_is_named_on_all_ranks(mesh, strategy):
+    def spoiled(mesh):
+        parameters = FlatParameters(SPECS, dtype=np.float32)
+
+        def function(_, samples, gradients):
+            gradient = np.ones(600, np.float32)
+            gradient[300] = np.nan if 7 in samples else 1
+            write_gradients(parameters, gradient)
+            return 0.0
+
+        return OptimizationProblem(function, parameters, samples=45, batch_size=45, micro_batch_size=2, steps=1)
+
+    with pytest.raises(FloatingPointError, match="'c' on rank"):
+        run(strategy, mesh, spoiled)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_of_ones_own_adds_by_data_rank(mesh, strategy):
+    terms = np.random.default_rng(2).standard_normal((mesh.size, 600)).astype(np.float32)
+    flat = np.zeros(600, np.float32)
+    optimizer = strategy(SGD(lr=1.0), ShardingConfiguration(mesh, reproducible=True))
+    expected = np.zeros(600, np.float32)
+    for _ in range(3):
+        optimizer.step(flat, terms[mesh.rank].copy(), count=1)
+        expected -= tree_sum(list(terms))
+    assert np.array_equal(flat, expected)
+
+
+def test_a_model_of_ones_own_loop_adds_by_data_rank(mesh):
+    """Before the first step, and with an optimizer."""
+    terms = np.random.default_rng(2).standard_normal((mesh.size, 600)).astype(np.float32)
+    config = ShardingConfiguration(mesh, reproducible=True)
+    parameters = FlatParameters(SPECS, dtype=np.float32)
+    model = mpishard.as_distributed(SimpleNamespace(parameters=parameters), config)
+    optimizer = DDPOptimizer(SGD(lr=1.0), config)
+    for _ in range(2):
+        write_gradients(parameters, terms[mesh.rank])
+        model.synchronize_gradients()
+        assert np.array_equal(parameters.gradients.flat, tree_sum(list(terms)))
+        optimizer.step(parameters)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_number_of_data_ranks_does_not_matter_to_tensor_and_pipeline_ranks(comm, strategy):
+    """Their own number does: they add up in the order of MPI, which two ranks have only one of."""
+    if comm.size % 2:
+        return
+    make = functools.partial(gpt_problem, sizes=(4, 2), micro_batch_size=3, steps=3)
+    for shape, model in (
+        ({"tensor": 2}, {"sequence_parallel": True}),
+        ({"pipeline": 2}, {"chunks": 2, "schedule": "interleaved"}),
+    ):
+        if "pipeline" in shape and strategy in (ZeRO2Optimizer, ZeRO3Optimizer):
+            continue
+        found = []
+        for ranks in (2, comm.size):
+            part = comm.Split(comm.rank // ranks, comm.rank)
+            with mpishard.Mesh(part, **shape) as mesh:
+                bits = run(strategy, mesh, functools.partial(make, model=model))
+                found.append(comm.allgather(((mesh.pipeline.rank, mesh.tensor.rank), bits)))
+            part.Free()
+        expected = dict(found[0])
+        for place, bits in found[1]:
+            assert same_bits(bits, expected[place])
+
+
+@pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer])
+def test_one_partial_sum_a_rank_costs_the_bytes_of_an_all_reduce(mesh, strategy):
+    optimizer = strategy(SGD(lr=1.0), ShardingConfiguration(mesh, reproducible=True))
+    optimizer.step(np.zeros(1001, np.float32), np.ones(1001, np.float32))
+    summary = mesh.ledger.summary()
+    kinds = ["data.all_to_all gradients", "data.all_gather gradients", "data.all_gather parameters"]
+    assert sum(summary[kind]["bytes"] for kind in kinds if kind in summary) == 4 * all_reduce_elements(
+        1001, mesh.size, mesh.rank
+    )
+    assert "data.all_reduce gradients" not in summary
+    assert "data.reduce_scatter gradients" not in summary
+
+
+def test_what_cannot_be_ordered_is_refused(comm, mesh):
+    with pytest.raises(ValueError, match="auto_sync_gradients=False"):
+        ShardingConfiguration(mesh, reproducible=True, auto_sync_gradients=False)
+    several = functools.partial(gpt_problem, micro_batch_size=3, model={"microbatches": 2})
+    with pytest.raises(ValueError, match="microbatches=1"):
+        run(ZeRO2Optimizer, mesh, several)
+    if comm.size in (2, 4):
+        with mpishard.Mesh(comm, pipeline=2) as deep:
+            for strategy in (ZeRO2Optimizer, ZeRO3Optimizer):
+                with pytest.raises(ValueError, match="use ZeRO-1 or DDP"):
+                    strategy(SGD(lr=1.0), ShardingConfiguration(deep, reproducible=True))
+
+
+def test_several_micro_batches_within_one_of_the_problem(mesh):
+    make = functools.partial(gpt_problem, micro_batch_size=3, steps=5, model={"microbatches": 2})
+    expected = alone(make)
+    for strategy in (DDPOptimizer, ZeRO1Optimizer):
+        assert same_bits(run(strategy, mesh, make), expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_device_arrays(mesh, strategy):
+    """Staged through the host, and added up where they are."""
+    terms = np.random.default_rng(2).standard_normal((mesh.size, 600)).astype(np.float32)
+    results = []
+    for on_device in (False, True):
+        flat = np.zeros(600, np.float32)
+        optimizer = strategy(SGD(lr=1.0), ShardingConfiguration(mesh, reproducible=True))
+        if on_device:
+            flat = device(flat)
+        for _ in range(2):
+            gradient = terms[mesh.rank].copy()
+            optimizer.step(flat, device(gradient) if on_device else gradient)
+        results.append(arrays.to_host(flat))
+    assert np.array_equal(*results)
+
+
+def device(values):
+    made = empty_on_device(values.shape, values.dtype)
+    arrays.copy_to_device(values, made)
+    return made

@@ -1,0 +1,315 @@
+"""The supervisor's decisions, what it reads, the command lines it makes, and the processes it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import mpishard
+from mpishard.elastic.completion import _exit_code, _main_frame, _ran_to_its_end, _Unknown
+from mpishard.elastic.hosts import Host, Probe, parse_hosts, sweep
+from mpishard.elastic.launchers import Launcher, find_launcher
+from mpishard.elastic.policy import History, Outcome, Policy, Start, Stop, decide
+from mpishard.elastic.run_folder import Ended, Failure, RunFolder
+
+KILLED = Outcome(code=137, step=10)
+FAILURE = Failure("ValueError", "1.5 is bad", "train.py:7", 12)
+ELASTIC = Policy(elastic=True)
+HOSTS = parse_hosts("a:2,b:2,c:1")
+
+
+def after(outcome, policy=ELASTIC, history=None, hosts=(), answering=None):
+    history = history or History(4)
+    return decide(policy, history, outcome, hosts, hosts if answering is None else answering)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (Outcome(0, ended=Ended(0)), 0),
+        (Outcome(137, ended=Ended(0)), 0),  # after a heal
+        (Outcome(-9, ended=Ended(0)), 0),  # a launcher that did not end
+        (Outcome(0, ended=Ended(3)), 3),
+        (Outcome(3, ended=Ended(None)), 3),
+        (Outcome(-11, ended=Ended(None)), 139),
+        (Outcome(75, given_up=Ended(75)), 75),
+        (Outcome(75, ended=Ended(0), given_up=Ended(75)), 75),
+        (Outcome(75, ended=Ended(75), given_up=Ended(74)), 75),
+        (Outcome(1, ended=Ended(0), given_up=Ended(1), failure=FAILURE, healed=True), 0),
+        (Outcome(0, ended=Ended(0), stopped=15), 0),
+        (Outcome(0, stopped=15), 143),
+    ],
+)
+@pytest.mark.parametrize("elastic", [True, False])
+def test_what_ends_a_run(outcome, code, elastic):
+    follows = after(outcome, Policy(elastic=elastic))
+    assert isinstance(follows, Stop) and follows.code == code
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"), [(KILLED, 137), (Outcome(0), 1), (Outcome(-9), 137), (Outcome(1, failure=FAILURE), 1)]
+)
+def test_without_elastic_a_failure_is_the_end(outcome, code):
+    follows = after(outcome, Policy())
+    assert isinstance(follows, Stop) and follows.code == code and follows.why
+
+
+@pytest.mark.parametrize(
+    ("outcome", "changes", "ranks"),
+    [
+        (KILLED, {}, 3),
+        (Outcome(0, step=10), {}, 3),
+        (KILLED, {"replace": True}, 4),
+        (KILLED, {"multiple_of": 2}, 2),
+        (KILLED, {"min_workers": 3}, 3),
+        (Outcome(-9, step=10), {}, 4),  # the launcher was killed
+        (Outcome(1, step=10, failure=FAILURE), {}, 4),
+        (Outcome(1, step=10, ended=Ended(0), failure=FAILURE), {}, 4),
+    ],
+)
+def test_ranks_that_are_left(outcome, changes, ranks):
+    follows = after(outcome, replace(ELASTIC, **changes))
+    assert isinstance(follows, Start) and follows.ranks == ranks
+
+
+def test_too_few_ranks():
+    follows = after(KILLED, replace(ELASTIC, min_workers=4))
+    assert isinstance(follows, Stop) and "3 ranks are left and 4 are needed" in follows.why
+    assert isinstance(after(KILLED, replace(ELASTIC, multiple_of=4)), Stop)
+    assert isinstance(after(KILLED, history=History(1)), Stop)
+
+
+def test_hosts_that_are_left():
+    history = History(5)
+    lost = after(KILLED, history=history, hosts=HOSTS, answering=HOSTS[1:])
+    assert isinstance(lost, Start) and (lost.ranks, lost.hosts, lost.history.ranks) == (3, HOSTS[1:], 5)
+    back = after(replace(KILLED, step=11), history=lost.history, hosts=HOSTS)  # it answers again, but a rank was lost
+    assert isinstance(back, Start) and (back.ranks, back.hosts) == (4, HOSTS)
+    unclear = after(replace(KILLED, lost=True), history=history, hosts=HOSTS)
+    assert isinstance(unclear, Start) and unclear.ranks == 5
+    none = after(KILLED, history=history, hosts=HOSTS, answering=())
+    assert isinstance(none, Stop) and none.code == 137
+
+
+def test_only_progress_resets_the_count_of_restarts():
+    history, starts = History(10), []
+    for step in (5, 5, 5, 9, 9, 9, 8, 9):
+        follows = after(Outcome(137, step=step), history=history)
+        starts.append(isinstance(follows, Start))
+        if starts[-1]:
+            history = follows.history
+    assert starts == [True, True, True, True, True, True, False, False]
+    assert isinstance(follows, Stop) and "3 restarts have brought it no further than step 9" in follows.why
+    assert history.step == 9
+
+
+def test_the_same_failure_twice():
+    first = after(Outcome(1, step=12, failure=FAILURE))
+    assert isinstance(first, Start)
+    again = replace(FAILURE, message="1.6 is bad")
+    assert isinstance(after(Outcome(1, step=12, failure=again), history=first.history), Stop)
+    for other in (replace(FAILURE, step=13), replace(FAILURE, kind="OSError"), replace(FAILURE, where="train.py:8")):
+        assert isinstance(after(Outcome(1, step=12, failure=other), history=first.history), Start)
+    between = after(KILLED, history=first.history)
+    assert isinstance(between, Start)
+    assert isinstance(after(Outcome(1, step=12, failure=FAILURE), history=between.history), Start)
+
+
+def test_a_job_that_never_started():
+    follows = after(Outcome(127, started=False))
+    assert isinstance(follows, Stop) and "did not start" in follows.why
+    later = after(Outcome(127, started=False), history=History(4, step=3))
+    assert isinstance(later, Start)
+    hosts_gone = after(Outcome(1, started=False), hosts=HOSTS, answering=HOSTS[:1])
+    assert isinstance(hosts_gone, Start) and hosts_gone.ranks == 2
+
+
+@pytest.mark.parametrize("changes", [{"min_workers": 0}, {"multiple_of": 0}, {"max_restarts": -1}])
+def test_senseless_policies(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        Policy(**changes)
+
+
+def test_notes_of_a_run(tmp_path):
+    first = RunFolder.create(tmp_path / "run")
+    assert first.path.stat().st_mode & 0o777 == 0o700
+    other = RunFolder.from_environment(first.environment())
+    assert other == first and RunFolder.from_environment({}) is None
+    assert (first.started, first.step, first.ended, first.given_up, first.failure, first.healed) == (
+        *(False, 0, None, None, None, False),
+    )
+    other.note_started()
+    other.note_step(7)
+    other.note_ended(Ended(None))
+    other.note_given_up(Ended(3))
+    other.note_failure(FAILURE)
+    other.note_healed()
+    assert (first.started, first.step, first.ended, first.given_up, first.failure, first.healed) == (
+        *(True, 7, Ended(None), Ended(3), FAILURE, True),
+    )
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in first.path.iterdir())
+    assert RunFolder(first.path, 1).ended is None
+    again = RunFolder.create(first.path)
+    assert again.ended is None and list(first.path.iterdir()) == []
+
+
+def test_a_folder_that_others_may_open(tmp_path):
+    tmp_path.chmod(0o755)
+    with pytest.raises(ValueError, match="0700"):
+        RunFolder.create(tmp_path)
+    tmp_path.chmod(0o700)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="0700"):
+        RunFolder.create(tmp_path / "link")
+
+
+@pytest.mark.parametrize(
+    ("status", "to_its_end", "code"),
+    [(_Unknown, True, 0), (3, True, 0), (None, False, 0), (0, False, 0), (3, False, 3), (256, False, 0)]
+    + [("bad input", False, 1), (True, False, 1), (-1, False, 255), (_Unknown, False, None)],
+)
+def test_exit_codes(status, to_its_end, code):
+    assert _exit_code(status, to_its_end) == code
+
+
+@pytest.mark.parametrize(
+    ("body", "to_its_end"),
+    [("pass", True), ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    pass", True), ("1 / 0", False)]
+    + [
+        ("raise SystemExit", False),
+        ("with open('/dev/null'):\n    pass", True),
+        ("for _ in range(3):\n    pass", True),
+    ],
+)
+def test_whether_a_script_ran_to_its_end(body, to_its_end):
+    names = {"sys": sys}
+    try:
+        exec(compile(f"frame = sys._getframe()\n{body}", "<script>", "exec"), names)
+    except (ZeroDivisionError, SystemExit):
+        pass
+    assert _ran_to_its_end(names["frame"]) == to_its_end
+    assert not _ran_to_its_end(None)
+    assert _main_frame() is None or _main_frame().f_code.co_name == "<module>"
+
+
+def test_hosts():
+    assert parse_hosts("a:4, b") == (Host("a", 4), Host("b", 1))
+    for text in ("", "a:", "a:0", "a:x", "a,a:2", "-x", "a,,b"):
+        with pytest.raises(ValueError, match="hosts"):
+            parse_hosts(text)
+    assert Host(socket.gethostname()).is_local and Host("localhost").is_local and not Host("elsewhere").is_local
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Reaches every host but `dead`, which refuses, and `cut`, which is silent; the hosts are this machine."""
+    path = tmp_path / "shell"
+    path.write_text('#!/bin/sh\ncase $1 in dead) exit 255;; cut) exec sleep 60;; esac\nshift\nexec sh -c "$*"\n')
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_hosts_that_answer(shell):
+    began = time.monotonic()
+    hosts = parse_hosts("localhost,dead,a,cut,b")
+    assert [host.name for host in Probe(hosts, shell, 1.0).wait()] == ["localhost", "a", "b"]
+    assert time.monotonic() - began < 10
+    assert Probe(parse_hosts("a,b"), shell, 60.0).wait() == parse_hosts("a,b")
+    assert Probe(parse_hosts("a"), shell, 1.0, "exit 3").wait() == ()
+
+
+def test_what_is_left_on_a_host_is_killed(shell, tmp_path):
+    run = str(tmp_path / "a run's $folder")
+    processes = [
+        subprocess.Popen(["sleep", "60"], env={**os.environ, "MPISHARD_RUN": value}) for value in (run, f"{run}-other")
+    ]
+    try:
+        sweep(parse_hosts("dead,a"), shell, 20.0, "MPISHARD_RUN", run)
+        assert processes[0].wait(5) == -signal.SIGKILL
+        assert processes[1].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_command_lines():
+    mpich, open_mpi = Launcher("/x/mpirun", "MPICH"), Launcher("/x/mpirun", "Open MPI")
+    script = ["python", "train.py"]
+    assert mpich.command(script, 3, elastic=True) == ["/x/mpirun", "-n", "3", *script]
+    assert open_mpi.command(script, 3) == ["/x/mpirun", "-n", "3", *script]
+    assert mpich.command(script, 3, hosts=HOSTS, shell="/y/sh") == (
+        ["/x/mpirun", "-n", "3", "-hosts", "a:2,b:2,c:1", "-launcher", "ssh", "-launcher-exec", "/y/sh", *script]
+    )
+    there = {"MPISHARD_RUN": "r", "HOME": "h", "PYTHONPATH": "p"}
+    assert open_mpi.command(script, 3, hosts=HOSTS, elastic=True, shell="/y/sh", environment=there) == (
+        ["/x/mpirun", "-n", "3", "--with-ft", "ulfm", "--mca", "coll", "^han", "-H", "a:2,b:2,c:1"]
+        + ["-x", "MPISHARD_RUN", "-x", "PYTHONPATH", "--prtemca", "plm_ssh_agent", "/y/sh", *script]
+    )
+    assert mpich.environment(8, 2) == {}
+    assert "PRTE_MCA_rmaps_default_mapping_policy" in open_mpi.environment(8, 2)
+    assert "PRTE_MCA_rmaps_default_mapping_policy" not in open_mpi.environment(2, 2)
+    assert "PRTE_MCA_rmaps_default_mapping_policy" in open_mpi.environment(2, 2, elastic=True)
+
+
+@pytest.mark.parametrize(("says", "family"), [("mpirun (Open MPI) 5.0.11", "Open MPI"), ("HYDRA build", "MPICH")])
+def test_families(tmp_path, says, family):
+    path = tmp_path / "mpirun"
+    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.chmod(0o700)
+    assert find_launcher(str(path)) == Launcher(str(path), family)
+    with pytest.raises(ValueError, match="no launcher /nowhere"):
+        find_launcher("/nowhere/mpirun")
+
+
+def test_no_descendant_is_left(tmp_path):
+    """Orphans, sessions of their own and stopped processes included."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, subprocess, sys, time\n"
+        "from mpishard.elastic.processes import adopt_orphans, descendants, end_descendants\n"
+        "adopt_orphans()\n"
+        "orphan = 'setsid sleep 1000 & sleep 1000 & kill -STOP $!'\n"
+        "subprocess.run(['sh', '-c', orphan], check=True)\n"
+        "child = subprocess.Popen(['sh', '-c', 'sleep 1000; true'])\n"
+        "while len(descendants()) < 4:\n"
+        "    time.sleep(0.01)\n"
+        "before = descendants()\n"
+        "assert end_descendants() == set() == descendants()\n"
+        "assert not any(os.path.exists(f'/proc/{process}') for process in before)\n"
+    )
+    here = str(Path(mpishard.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": here},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_supervisor_never_loads_mpi():
+    bare = Path(mpishard.__file__).with_name("elastic") / "bare.py"
+    program = (
+        "import runpy, sys\n"
+        f"names = runpy.run_path({str(bare)!r}, run_name='bare')\n"
+        'sys.argv = [\'bare.py\', \'{"command": [], "policy": {}, "launcher": "/nowhere"}\']\n'
+        "assert names['main']() == 2\n"
+        "assert 'mpishard.elastic.supervisor' in sys.modules\n"
+        "assert not {'mpi4py', 'numpy', 'mpishard.mesh'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "there is no launcher /nowhere" in done.stderr
