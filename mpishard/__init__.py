@@ -16,6 +16,7 @@ from mpishard.distributed import (
     as_distributed_for_low_bandwidth,
 )
 from mpishard.elastic.completion import watch_script
+from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.guard import abort_on_exception
 from mpishard.layout import ParameterSpec
 from mpishard.mesh import Mesh
@@ -57,6 +58,7 @@ __all__ = [
     "Checkpoints",
     "CollectiveMismatchError",
     "DDPOptimizer",
+    "ElasticOptimizer",
     "FlatParameters",
     "HybridShardedModel",
     "HybridShardedOptimizer",

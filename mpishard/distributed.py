@@ -10,6 +10,7 @@ from mpishard.layout import split
 from mpishard.mesh import Mesh
 from mpishard.optim import DDPOptimizer, Rule, ShardedOptimizer, ShardingConfiguration
 from mpishard.optim.agreement import check_place
+from mpishard.optim.ordered import OrderedSums
 from mpishard.optim.replicas import Replicas
 from mpishard.optim.whole import gather_whole
 from mpishard.parameters import FlatParameters

@@ -10,6 +10,7 @@ Without arguments the whole grid is run, which takes about half an hour on two c
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import json
 import os
@@ -132,7 +133,7 @@ def execute(command: Sequence[str], limit: float) -> tuple[str, bool]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment(),
+            env=environment() | {"FAULTS_LIMIT": str(limit)},
             start_new_session=True,
         )
         try:
@@ -210,6 +211,7 @@ def worker(case: Case, folder: Path) -> None:
     from mpishard.elastic.optimizer import ElasticOptimizer
 
     me = MPI.COMM_WORLD.rank
+    faulthandler.dump_traceback_later(float(os.environ.get("FAULTS_LIMIT", TIME_LIMIT)) - 5)
     with open(folder / "pids", "a") as file:
         file.write(f"{os.getpid()}\n")
     tokens = np.random.default_rng(1).integers(0, 11, (45, 9))

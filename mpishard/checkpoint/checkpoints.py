@@ -215,6 +215,11 @@ class Checkpoints:
         """Return when the save under way has ended; raise or warn as `save` would have."""
         self._settle()
 
+    def release(self) -> None:
+        """`wait`, and free the communicators, to `move` afterwards."""
+        self._settle()
+        self._open().free()
+
     def move(self) -> None:
         """Be of the mesh as it is now, which has moved to other ranks.  A save under way has ended or is given up."""
         if self._flight is not None:

@@ -215,8 +215,8 @@ def request_resize(run: Path, workers: int, wait: float) -> Answer:
     standing = folder.standing
     if standing is not None and not standing.min_workers <= workers <= standing.max_workers:
         raise ValueError(
-            f"{workers} workers are outside of min_workers={standing.min_workers} to max_workers={standing.max_workers} "
-            f"of the run in {run}"
+            f"{workers} workers are outside of min_workers={standing.min_workers} to "
+            f"max_workers={standing.max_workers} of the run in {run}"
         )
     id = uuid.uuid4().hex
     folder.write("request", {"id": id, "workers": workers})
@@ -232,6 +232,6 @@ def request_resize(run: Path, workers: int, wait: float) -> Answer:
         time.sleep(_WAIT_POLL_S)
     folder.take_back()
     raise TimeoutError(
-        f"the run in {run} has not taken the request over within {wait:g} s, and it is taken back.  A run does so between "
-        "steps: give a longer --wait if its steps are long.  A run that was killed leaves its folder behind"
+        f"the run in {run} has not taken the request over within {wait:g} s, and it is taken back.  A run does so "
+        "between steps: give a longer --wait if its steps are long.  A run that was killed leaves its folder behind"
     )

@@ -17,6 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.collectives import Axis
+from mpishard.elastic.watch import Fellow, this_process
 from mpishard.ledger import Ledger
 from mpishard.mesh import NEWCOMER
 
@@ -33,6 +34,16 @@ def heals_in_place() -> bool:
 def is_newcomer() -> bool:
     """Whether this process was spawned by a run that wanted more workers."""
     return NEWCOMER in sys._xoptions
+
+
+def agree(comm: MPI.Intracomm, sound: bool) -> None:
+    """Return on all ranks if all are sound, and raise MPI.Exception on all otherwise, or if one has died.
+
+    Collective, over a revoked communicator too.  A rank that waits here is woken by nothing but the others coming here,
+    so that who fails on the way to an agreement must still take part in it.
+    """
+    if heals_in_place() and not comm.Agree(int(sound)):
+        raise MPI.Exception(MPI.ERR_PROC_FAILED)
 
 
 class Order(NamedTuple):
@@ -60,13 +71,19 @@ class Crew:
         Of this process, the same for the whole run; its rank changes when others die.
     identities : list of int
         Of all, by rank.
+    left : list of bool
+        By rank: who has been asked to leave, and waits for the end of the run.  These are the last of the crew.
+    fellows : list of Fellow
+        Processes of the crew.
     wanted : int
         How many workers there will be, as newcomers hear it.
     """
 
     def __init__(self, comm: MPI.Intracomm, workers: int) -> None:
         self.workers = workers
+        self.fellows: list[Fellow] = []
         self._spawned: list[MPI.Intercomm] = []
+        self._leaves = False
         self._has_lost = False
         atexit.register(self._part)
         if is_newcomer():
@@ -77,7 +94,7 @@ class Crew:
         else:
             self.axis = Axis("crew", comm.Dup(), Ledger())
             self.identity = self.axis.rank
-            self.identities = list(range(self.axis.size))
+            self._line_up()
             self.wanted = workers
 
     def _name(self, identity: int | None, workers: int) -> None:
@@ -86,16 +103,44 @@ class Crew:
         known = [who for who, _ in told if who is not None]
         free = max(known) + 1
         self.identities = [*known, *range(free, free + len(told) - len(known))]
-        self.identity = self.identities[self.rank]
+        self.identity = self.identities[self.axis.rank]
         self.wanted = told[0][1]
+        self._ranks = list(range(len(told)))
+        self.left = [False] * len(told)
+
+    def _line_up(self, ends: bool = False) -> bool:
+        """Learn who is there, and who leaves; whether the run ends, as any of them says.  Collective."""
+        told = self.axis.exchange((self.identity, self._leaves, tuple(this_process()), ends))
+        self._ranks = sorted(range(len(told)), key=lambda rank: told[rank][1])
+        self.identities = [told[rank][0] for rank in self._ranks]
+        self.left = [told[rank][1] for rank in self._ranks]
+        self.fellows = [Fellow(*told[rank][2]) for rank in self._ranks]
+        return any(each[3] for each in told)
+
+    def let_go(self, leaves: list[bool]) -> None:
+        """All workers: these of them leave with the next `split`.  Not collective."""
+        for rank, leaving in enumerate(leaves):
+            self.left[rank] |= leaving
+        self._leaves |= leaves[self.rank]
 
     @property
     def rank(self) -> int:
-        return self.axis.rank
+        """Place in the crew: those who leave are behind the others, whatever their rank on the axis is."""
+        return self._ranks.index(self.axis.rank)
 
     @property
     def size(self) -> int:
         return self.axis.size
+
+    @property
+    def able(self) -> int:
+        """How many of them may be workers."""
+        return self.size - sum(self.left)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no worker is about to leave."""
+        return not any(self.left[: self.workers])
 
     @property
     def works(self) -> bool:
@@ -106,15 +151,15 @@ class Crew:
         """Rank 0: tell the spares what to do.  Not collective."""
         told = np.array(order, np.int64)
         for spare in range(self.workers, self.size):
-            self.axis.send(told, spare, _ORDER, label="control")
+            self.axis.send(told, self._ranks[spare], _ORDER, label="control")
 
     def wait_for_order(self) -> Order:
         """A spare: sleep until rank 0 says what to do.  Raises MPI.Exception if somebody dies."""
         comm = self.axis.comm
-        while not comm.Iprobe(0, _ORDER):
+        while not comm.Iprobe(self._ranks[0], _ORDER):
             time.sleep(_NAP_S)
         told = np.empty(2, np.int64)
-        self.axis.recv(told, 0, _ORDER, label="control")
+        self.axis.recv(told, self._ranks[0], _ORDER, label="control")
         return Order(*told.tolist())
 
     def recruit(self, order: Order) -> None:
@@ -133,14 +178,25 @@ class Crew:
         before.free()
         self._name(self.identity, order.workers)
 
-    def split(self, workers: int) -> MPI.Intracomm | None:
-        """The communicator of the first `workers` of them, None on the others.  Collective."""
+    def split(self, workers: int, leaves: bool, ends: bool) -> MPI.Intracomm | None:
+        """The communicator of the first `workers` of them, None on the others.  Collective.
+
+        Those who leave are not among them unless the run ends, as some process knows; `leaves`: this process does,
+        though it was no worker.
+        """
+        self._leaves |= leaves
+        if not self._line_up(ends):
+            workers = min(workers, self.able)
         part = self.axis.comm.Split(0 if self.rank < workers else MPI.UNDEFINED, self.rank)
         self.workers = workers
         if part == MPI.COMM_NULL:
             return None
         assert isinstance(part, MPI.Intracomm)
         return part
+
+    def agree(self, sound: bool = True) -> None:
+        """See `agree`, over all of the crew."""
+        agree(self.axis.comm, sound)
 
     def revoke(self) -> None:
         """Wake all who wait in an operation of the crew.  Not collective."""
@@ -152,7 +208,7 @@ class Crew:
         assert isinstance(survivors, MPI.Intracomm)
         self._has_lost = True
         self.axis.move(survivors)
-        self.identities = self.axis.exchange(self.identity)
+        self._line_up()
 
     def free(self) -> None:
         """Collective."""

@@ -16,36 +16,56 @@ The agreement of ULFM is uniform: if one survivor knows of it, all of them have 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.checkpoint import Checkpoints
 from mpishard.elastic.committed import Committed
-from mpishard.elastic.crew import Crew, Order, heals_in_place, is_newcomer
+from mpishard.elastic.crew import Crew, Order, agree, heals_in_place, is_newcomer
 from mpishard.elastic.run_folder import RunFolder
 from mpishard.guard import die, fail_alone
+from mpishard.optim import ShardedOptimizer
 from mpishard.optim.run_state import facts_of
 from mpishard.progress import Progress
 from mpishard.reshard import reshard_state
-from mpishard.training import Loop, OptimizationResult
+from mpishard.training import Loop, OptimizationProblem, OptimizationResult, TrainingState
 
 if TYPE_CHECKING:
     from mpishard.elastic.optimizer import ElasticOptimizer
+
+_WORKERS, _CREW = "workers", "crew"
 
 
 class ElasticLoop(Loop):
     """One run of the training loop on workers that come and go."""
 
-    def __init__(self, elastic: ElasticOptimizer, *arguments: Any) -> None:
-        if is_newcomer():  # alone until it meets the crew, which has the state
-            arguments = (*arguments[:-1], False)
-        super().__init__(*arguments)
+    def __init__(
+        self,
+        elastic: ElasticOptimizer,
+        problem: OptimizationProblem,
+        optimizer: ShardedOptimizer,
+        callback: Callable[[TrainingState], bool | None] | None,
+        progress: bool,
+        watching: bool,
+        checkpoints: Checkpoints | None,
+        resume: bool,
+    ) -> None:
+        # Alone until it meets the crew, which has the state, and shows how far it is.
+        newcomer = is_newcomer()
+        super().__init__(
+            problem, optimizer, callback, progress and not newcomer, watching, checkpoints, resume and not newcomer
+        )
+        self.shows = progress
         self.elastic = elastic
         self.mesh = elastic.mesh
         self.crew = Crew(self.mesh.world.comm, self.mesh.size)
+        self.elastic.watch.follow(self.crew.fellows)
         self.heals = heals_in_place()
         self.reason = self.what_is_reached(self.optimizer.gradient_norm if self.resumed else math.nan)
         # The last step that is committed, the loss of the one that is ready to be, and the last of which all know
@@ -54,6 +74,8 @@ class ElasticLoop(Loop):
         self.ready: float | None = None
         self.own_wish = 0
         self.saved = False
+        # The agreements that others may be waiting in, which this process takes part in before it heals.
+        self.owed = {_WORKERS, _CREW}
         self.whole = True
         self.committed: Committed | None = None
         if not is_newcomer():
@@ -99,15 +121,20 @@ class ElasticLoop(Loop):
             self.save(last=True)
             self.saved = True
         order = self._change()
-        if order is not None and self.crew.rank == 0:
-            self.crew.order(order)
+        if order is not None:
+            self._agree()  # all workers go on to the resizing, or none
+            self.owed = {_CREW}
+            if self.crew.rank == 0:
+                self.crew.order(order)
         return order
 
     def _change(self) -> Order | None:
         """What brings the workers to the number that is wanted; the same on all of them."""
         crew = self.crew
         workers = crew.size if self.reason else self.elastic.agreed_size
-        return None if workers == crew.workers else Order(workers, max(0, workers - crew.size))
+        if workers == crew.workers and (self.reason or crew.is_settled):
+            return None
+        return Order(workers, 0 if self.reason else max(0, workers - crew.able))
 
     # -- a step is a transaction ------------------------------------------------------------------------------------
 
@@ -130,15 +157,38 @@ class ElasticLoop(Loop):
 
     def _agree(self) -> None:
         """Return when all workers are here; if one survivor does, all of them know that all were."""
-        if self.heals:
-            self.mesh.world.comm.Agree(1)
+        self.owed.remove(_WORKERS)
+        agree(self.mesh.world.comm, sound=True)
+        self.owed.add(_WORKERS)
+
+    def _agree_as_crew(self) -> None:
+        """Return when all of the crew are here, and if one survivor does, all do."""
+        self.owed.remove(_CREW)
+        self.crew.agree()
+        self.owed.add(_CREW)
+
+    def _settle(self) -> None:
+        """Tell those who wait in an agreement that there is none."""
+        for scope, comm in ((_WORKERS, self.mesh.world.comm), (_CREW, self.crew.axis.comm)):
+            if scope in self.owed:
+                with contextlib.suppress(MPI.Exception):
+                    agree(comm, sound=False)
+        self.owed = {_CREW}
 
     def _decide(self) -> None:
-        """Hear whether any worker wishes to stop, or wants another number of workers."""
-        wishes = np.array([self.own_wish, self.elastic.request], np.int64)
-        wish, request = self.mesh.world.all_reduce(wishes, op="max", label="control").tolist()
-        self.elastic.heed(request)
-        self.reason = self.why_stop(wish)
+        """Hear whether any worker wishes to stop or leaves, or wants another number of workers."""
+        elastic, world = self.elastic, self.mesh.world
+        if world.rank == 0:
+            elastic.look_outside(self.done)
+        asked = elastic.outside.signals.report()
+        wishes = np.array([self.own_wish, elastic.request, asked, -asked], np.int64)
+        wish, request, most, least = world.all_reduce(wishes, op="max", label="control").tolist()
+        elastic.heed(request)
+        self.reason = self.why_stop(wish) or ("signal" if -least > 0 else "")
+        if most == 2 and not self.reason:
+            self.crew.let_go(world.exchange(asked > 0))
+            elastic.settle_for(self.crew.able)
+            self.reason = "signal" if self.crew.able < elastic.min_workers else ""
         self.decided = self.done
 
     def _commit(self) -> None:
@@ -167,16 +217,19 @@ class ElasticLoop(Loop):
         if order.recruits:
             crew.recruit(order)
         source = target = None
+        self.owed = {_CREW}
         if self.committed is not None:
             facts = {**facts_of(optimizer), "loss": np.array(self.losses), "reason": self.reason, "done": self.done}
             facts |= {"decided": self.decided, "request": self.elastic.agreed, "before": self.before}
             source = replace(self.committed.source(crew.identities), facts=facts)
             if self.whole:
                 if self.checkpoints is not None:
-                    self.checkpoints.wait()
+                    self.checkpoints.release()
                 self.mesh.release()
         self.whole = False
-        comm = crew.split(workers)
+        comm = crew.split(workers, self.elastic.outside.signals.came and not crew.works, bool(self.reason))
+        self.elastic.watch.follow(crew.fellows)
+        self._agree_as_crew()  # who waits on a communicator that another one has not got could not be woken
         if comm is not None:
             self.mesh.move(comm)
             optimizer.remake(self.parameters)
@@ -185,18 +238,23 @@ class ElasticLoop(Loop):
                 self.checkpoints.move()
             target = optimizer.run_state()
         heard = dict(reshard_state(crew.axis, source, target))
-        if comm is None:
-            self.committed = None
-            return
-        optimizer.take_over(heard)
-        self.losses = heard["loss"].tolist()
-        self.reason, self.done, self.decided = heard["reason"], heard["done"], heard["decided"]
-        self.before = heard["before"]
-        self.elastic.heed(heard["request"])
-        if self.mesh.rank == 0 and not self.progress.shown:
-            self.progress = Progress(self.problem.steps, shown=self.shows, done=len(self.losses))
-        self.committed = self._commit_anew()
-        self.whole = True
+        committed = None
+        if comm is not None:
+            optimizer.take_over(heard)
+            self.losses = heard["loss"].tolist()
+            self.reason, self.done, self.decided = heard["reason"], heard["done"], heard["decided"]
+            self.before = heard["before"]
+            self.elastic.heed(heard["request"])
+            if not self.reason:
+                self.elastic.settle_for(crew.able)
+            if self.mesh.rank == 0 and not self.progress.shown:
+                self.progress = Progress(self.problem.steps, shown=self.shows, done=len(self.losses))
+            committed = self._commit_anew()
+        self._agree_as_crew()  # until all have what they shall have, nobody lets go of what was before
+        self.committed = committed
+        self.whole = committed is not None
+        if self.whole:
+            self.owed.add(_WORKERS)
 
     def _commit_anew(self) -> Committed:
         identities = self.crew.identities[: self.crew.workers]
@@ -219,6 +277,7 @@ class ElasticLoop(Loop):
         self.optimizer.abandon()
         self.whole = False
         crew.revoke()
+        self._settle()
         crew.bury()
         own = self.committed is not None, self.done, self.decided, self.reason, self.elastic.agreed
         told = crew.axis.exchange(own)
@@ -241,7 +300,7 @@ class ElasticLoop(Loop):
         dead = [who for who in before if who not in crew.identities]
         if crew.rank == 0:
             print(f"mpishard: process {dead} has died; {crew.size} are left, step {done} is the last", flush=True)
-        if crew.size < self.elastic.min_workers:
-            raise RuntimeError(f"{crew.size} processes are left, and min_workers={self.elastic.min_workers}")
-        self.elastic.settle_for(crew.size)
+        if crew.able < self.elastic.min_workers:
+            raise RuntimeError(f"{crew.able} processes are left, and min_workers={self.elastic.min_workers}")
+        self.elastic.settle_for(crew.able)
         return Order(self.elastic.agreed_size if not self.reason else crew.size)

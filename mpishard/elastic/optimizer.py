@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import operator
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-from mpishard.elastic.crew import is_newcomer
+from mpishard.elastic.crew import heals_in_place, is_newcomer
 from mpishard.elastic.loop import ElasticLoop
+from mpishard.elastic.outside import Outside
+from mpishard.elastic.run_folder import RunFolder
+from mpishard.elastic.watch import Watch
 from mpishard.mesh import Mesh
 from mpishard.optim import DDPOptimizer, Rule, ShardedOptimizer, ShardingConfiguration
 
@@ -26,9 +33,26 @@ class ElasticOptimizer:
         For a rule.
     min_workers, max_workers : int
         Fewer workers than the one end the run; more than the other never train.
+    folder : path, optional
+        Where ``mpishard resize FOLDER N`` finds the run: a folder that all processes see.  Default: that of the
+        checkpoints given to `optimize`, else the one of `mpishard run`.
+    discover : callable or path, optional
+        Says how many workers there shall be; asked about every second, and a number outside of the limits counts as
+        the nearer limit.  A function without arguments, called in a thread; a file that holds one number, or a host a
+        line as ``NAME``, ``NAME:SLOTS`` or ``NAME slots=SLOTS``; or an executable file that prints one of these.
+    failure_timeout : float
+        Seconds after which a process that is stopped (SIGSTOP) counts as failed and is ended by those on its host,
+        where deaths are survived in place.
 
     Notes
     -----
+    SIGTERM or SIGUSR1 to one worker: it leaves the run in order; its process waits for the end of the run.  To all
+    workers, as launchers pass it on: the run saves a checkpoint and stops with ``result.stop_reason == "signal"``.  For
+    a batch script to see that, let the training script end with::
+
+        if result.stop_reason == "signal":
+            sys.exit(os.EX_TEMPFAIL)  # 75
+
     The processes of the job that do not train are spares: they wait, and take the place of workers that die.  Deaths
     are survived in place under Open MPI's ``mpirun --with-ft ulfm``; under other MPIs `mpishard run --elastic` starts
     the job again from the newest checkpoint.  With ``reproducible=True`` the run has the same bits whatever happens to
@@ -41,6 +65,10 @@ class ElasticOptimizer:
         config: ShardingConfiguration | Mesh | None = None,
         min_workers: int = 1,
         max_workers: int = 1024,
+        *,
+        folder: str | os.PathLike[str] | None = None,
+        discover: Callable[[], int] | str | os.PathLike[str] | None = None,
+        failure_timeout: float = 10.0,
     ) -> None:
         if isinstance(optimizer, Rule):
             if config is None:
@@ -58,8 +86,13 @@ class ElasticOptimizer:
             raise ValueError(f"min_workers={min_workers} and max_workers={max_workers} must be 1 <= min <= max")
         if min_workers > mesh.size and not is_newcomer():
             raise ValueError(f"min_workers={min_workers}, but there are {mesh.size} processes; start more of them")
+        if not failure_timeout > 0:
+            raise ValueError(f"failure_timeout={failure_timeout} must be above 0 seconds")
         self.min_workers = min_workers
         self.max_workers = max_workers
+        self.folder = None if folder is None else Path(folder).absolute()  # a script may change its directory
+        self.discover = discover
+        self.failure_timeout = failure_timeout
         self.request = self.agreed = 0 if is_newcomer() else min(max_workers, mesh.size)
         mesh.unwatch()
 
@@ -95,8 +128,9 @@ class ElasticOptimizer:
             raise ValueError(
                 f"resize({workers}) is outside of min_workers={self.min_workers} to max_workers={self.max_workers}"
             )
-        # Requests are numbered, so that the last one counts, whichever rank it came from.
-        self.request = (max(self.request, self.agreed) // _NUMBER + 1) * _NUMBER + operator.index(workers)
+        # Requests are numbered, so that the last one counts, whichever rank it came from; in even numbers, so that one
+        # from before deaths is not taken for older than what the run settles for after them.
+        self.request = (max(self.request, self.agreed) // _NUMBER // 2 + 1) * 2 * _NUMBER + operator.index(workers)
 
     @property
     def agreed_size(self) -> int:
@@ -109,15 +143,42 @@ class ElasticOptimizer:
 
     def settle_for(self, processes: int) -> None:
         """Want no more workers than there are processes, after deaths; `resize` may ask for more."""
-        self.agreed += min(self.agreed_size, processes) - self.agreed_size
+        if processes < self.agreed_size:
+            self.agreed = (self.agreed // _NUMBER + 1) * _NUMBER + processes
+
+    def look_outside(self, step: int) -> None:
+        """Take over what is wanted from outside of the script.  The first worker does, after each step."""
+        wanted = self.outside.wanted(self.current_workers, step)
+        if wanted is not None:
+            self.resize(wanted)
 
     def optimize(self, problem: Any, **options: Any) -> Any:
         """Minimise an `OptimizationProblem`, as `ShardedOptimizer.optimize`; every process of the job takes part.
 
-        At its end all processes that live are workers again, and have the result.
+        At its end all processes that live are workers again, and have the result.  While it runs, SIGTERM and SIGUSR1
+        are its own; their handlers before are put back.
+
+        Raises
+        ------
+        ValueError, OSError
+            On every rank, if the run's folder cannot hold a ``control`` folder that is the user's own.
         """
 
         def loop(*arguments: Any) -> ElasticLoop:
             return ElasticLoop(self, *arguments)
 
-        return problem.minimize(self.optimizer, loop=loop, **options)
+        with ExitStack() as stack:
+            limits = self.min_workers, self.max_workers
+            folder = self._folder(options.get("checkpoints"))
+            self.outside = stack.enter_context(Outside(self.mesh.world, *limits, folder, self.discover, is_newcomer()))
+            self.watch = Watch(self.failure_timeout)
+            if heals_in_place():
+                stack.enter_context(self.watch)
+            return problem.minimize(self.optimizer, loop=loop, **options)
+
+    def _folder(self, checkpoints: Any) -> Path | None:
+        """Where the run is found from other shells."""
+        if self.folder is not None or checkpoints is not None:
+            return self.folder or checkpoints.folder
+        run = RunFolder.from_environment()
+        return None if run is None else run.path

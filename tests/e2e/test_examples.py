@@ -52,6 +52,13 @@ def test_own_gradient(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     assert (tmp_path / "new" / "folder" / "diffusivity.png").read_bytes().startswith(PNG)
 
 
+def test_train_elastic(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+    finished = mpirun(3, EXAMPLES / "train_elastic.py", "--output", tmp_path)
+    assert finished.code == 0, finished.all
+    assert "PASS: the same bits as on one rank" in finished.output
+    assert (tmp_path / "elastic.png").read_bytes().startswith(PNG)
+
+
 @pytest.mark.parametrize(("ranks", "optimizer"), [(2, "zero1"), (3, "zero2")])
 def test_train_gpt(mpirun: Callable[..., Any], tmp_path: Path, ranks: int, optimizer: str) -> None:
     sizes = ["--steps", 60, "--layers", 1, "--width", 32, "--heads", 2, "--context", 32, "--batch", 33]

@@ -47,8 +47,20 @@ def test_the_quickstart_goes_on_from_checkpoints(tmp_path: Path, mpirun: Callabl
     assert "201/300" in outputs[1].errors, outputs[1].all
 
 
+def test_the_quickstart_is_elastic(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
+    path = tmp_path / "fit.py"
+    made = "    optimizer = mpishard.as_distributed(mpishard.Adam(lr=0.1), mesh)\n"
+    line = "    result = optimizer.optimize(problem)\n"
+    elastic, call = SCRIPTS[4].splitlines(keepends=True)
+    assert made in SCRIPTS[0] and call == line
+    path.write_text(SCRIPTS[0].replace(made, elastic.replace("AdamW(lr=1e-2)", "Adam(lr=0.1)")), "utf-8")
+    finished = mpirun(3, path)
+    assert finished.code == 0, finished.all
+    assert re.search(r"steps \S+e-1\d \[ 1\. -2\.  3\. -4\.  5\.\]", finished.output), finished.all
+
+
 def test_all_scripts_are_tested() -> None:
-    assert len(SCRIPTS) == 4
+    assert len(SCRIPTS) == 5
 
 
 def test_the_schedule_is_drawn_as_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,10 @@
-"""Minimising a sum over samples: the problem, the loop that spreads it over the ranks, and what came of it."""
+"""The loop that spreads a problem over the ranks, step by step."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -13,222 +12,17 @@ import numpy as np
 from mpishard import array as arrays
 from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint.index import check_facts
-from mpishard.collectives import Axis
 from mpishard.data.sampling import Sampler
 from mpishard.optim import ShardedOptimizer
 from mpishard.optim.ordered import OrderedSums
-from mpishard.parameters import FlatParameters, check_flat
+from mpishard.parameters import FlatParameters
 from mpishard.progress import Progress
 from mpishard.state import RunState
 from mpishard.threads import fix_blas_threads
+from mpishard.training.problem import OptimizationProblem, OptimizationResult, TrainingState
 from mpishard.tree_sum import Deal, tree_sum
 
 Array = Any
-
-
-@dataclass(frozen=True)
-class TrainingState:
-    """What a callback sees after a step.
-
-    Attributes
-    ----------
-    step : int
-        Steps that the optimizer has behind it; they go on where a restored state stopped, and so do the samples.
-    loss : float
-        Mean loss over the samples of this step, before its update.
-    learning_rate : float
-        Of this step.
-    gradient_norm : float
-        Of the averaged gradient, before clipping; NaN unless clipping or a tolerance needs it.
-    samples : int
-        Samples that this run has used so far, over all ranks.
-    seconds : float
-        Since the loop began.
-    parameters : array or FlatParameters
-        The current parameters, not a copy.
-    """
-
-    step: int
-    loss: float
-    learning_rate: float
-    gradient_norm: float
-    samples: int
-    seconds: float
-    parameters: Array | FlatParameters
-
-
-@dataclass(frozen=True)
-class OptimizationResult:
-    """What came of an optimization, the same on every rank but for `communication`.
-
-    Attributes
-    ----------
-    parameters : array or FlatParameters
-        The final parameters, flat; where no rank holds all of them (ZeRO-3, tensor or pipeline ranks) the
-        FlatParameters that was trained, of which ``HybridShardedModel.gather_full_parameters`` makes one array.
-    loss_history : ndarray, float64 (steps,)
-        Mean loss of each step's samples, before its update.
-    steps, samples : int
-        Steps done and samples used, over all ranks, from the beginning of the run on.
-    resumed_steps : int
-        Those of the steps that lay behind the checkpoint from which it went on; 0 for a run from the beginning.
-    skipped_steps : int
-        Steps whose gradients were not finite and were left out, since it went on.
-    seconds : float
-        Since it went on.
-    stop_reason : str
-        ``"steps"``, ``"tolerance"``, ``"seconds"`` or ``"callback"``.
-    communication : dict
-        What this rank communicated over all axes since the mesh was made: calls, bytes sent and seconds by kind.
-    """
-
-    parameters: Array | FlatParameters
-    loss_history: np.ndarray
-    steps: int
-    samples: int
-    resumed_steps: int
-    skipped_steps: int
-    seconds: float
-    stop_reason: str
-    communication: dict[str, dict[str, float]]
-
-
-@dataclass(frozen=True)
-class OptimizationProblem:
-    """What to minimise: the mean over samples of a loss.
-
-    Parameters
-    ----------
-    function : callable
-        ``function(parameters, samples, gradients) -> loss``: for one micro-batch, whose sample indices are `samples`
-        (int64, never empty), return the summed loss and ADD its gradient into `gradients`.  Parameters and gradients
-        are flat arrays like `start`; if `start` is a FlatParameters they are that and its `GradientBuckets`, into
-        which its model writes.  Where ranks wait for each other inside a model (ZeRO-2 and 3, tensor or pipeline
-        ranks) all of them are called equally often, some with no samples.
-    start : 1-D array or FlatParameters
-        Where to start.  An array is copied; a FlatParameters is trained in place.
-    samples : int
-        Number of samples.
-    batch_size : int
-        Samples a step, over all ranks; at least the number of data-parallel ranks.
-    micro_batch_size : int, optional
-        Most samples in one call of `function`; default: a rank's whole share of the batch, or with
-        ``ShardingConfiguration(reproducible=True)`` a sixteenth of the batch.
-    steps : int, optional
-        Stop after so many steps of this run; those before the checkpoint that it goes on from are among them.
-    tolerance : float, optional
-        Stop when the 2-norm of the averaged gradient is at most this.
-    seconds : float, optional
-        Stop after the step in which this time is over on any rank.
-    seed : int
-        Decides the order of the samples.
-    facts : mapping
-        What else the checkpoints of the run shall say, see `save_checkpoint`; a model's architecture by itself.
-    tokens_per_sample : int
-        How many equal terms the loss of one sample sums over; losses and gradients are means over all of them.
-
-    At least one of `steps`, `tolerance` and `seconds` must be given, or a callback that stops.
-    """
-
-    function: Callable[[Any, np.ndarray, Any], float]
-    start: Array | FlatParameters
-    samples: int
-    batch_size: int
-    micro_batch_size: int | None = field(default=None, kw_only=True)
-    steps: int | None = field(default=None, kw_only=True)
-    tolerance: float | None = field(default=None, kw_only=True)
-    seconds: float | None = field(default=None, kw_only=True)
-    seed: int = field(default=0, kw_only=True)
-    tokens_per_sample: int = field(default=1, kw_only=True)
-    facts: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise TypeError(f"function must be callable, got {type(self.function).__name__}")
-        if not isinstance(self.start, FlatParameters):
-            check_flat("start", self.start)
-        for name in ("samples", "batch_size", "micro_batch_size", "tokens_per_sample"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int | np.integer) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-        if self.steps is not None and (not isinstance(self.steps, int | np.integer) or self.steps < 0):
-            raise ValueError(f"steps={self.steps!r} must be a whole number of at least 0")
-        for name in ("tolerance", "seconds"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"{name}={value!r} must be at least 0")
-
-    @classmethod
-    def for_model(
-        cls, model: Any, batch: Callable[[np.ndarray], tuple[Any, ...]], **options: Any
-    ) -> OptimizationProblem:
-        """Train a model: ``batch(samples)`` gives the arguments of ``model.loss_and_gradient``; `options` as above."""
-        architecture = getattr(model, "architecture", None)
-        if is_dataclass(architecture) and not isinstance(architecture, type):
-            options["facts"] = {"model.json": asdict(architecture), **options.get("facts", {})}
-
-        def function(parameters: Any, samples: np.ndarray, gradients: Any) -> float:
-            return model.loss_and_gradient(*batch(samples))
-
-        return cls(function, model.parameters, **options)
-
-    def minimize(
-        self,
-        optimizer: ShardedOptimizer,
-        *,
-        callback: Callable[[TrainingState], bool | None] | None = None,
-        progress: bool = True,
-        checkpoints: Checkpoints | None = None,
-        resume: bool = False,
-        loop: Callable[..., Loop] | None = None,
-    ) -> OptimizationResult:
-        """Run the loop; `ShardedOptimizer.optimize` calls this.  Collective over the optimizer's mesh.
-
-        Parameters
-        ----------
-        callback : callable, optional
-            Called on every rank after every step; returning True on any rank stops all of them.
-        progress : bool
-            Show progress on stderr of rank 0.
-        checkpoints : Checkpoints, optional
-            Save there after every ``checkpoints.every`` steps, and after the last one.
-        resume : bool
-            Go on from the newest whole one of `checkpoints`, at whatever number of ranks and in whatever layout it was
-            written, or begin if there is none: with its parameters and state, at its step, with its samples.  The steps
-            of the run before count as steps of this one, and its losses come first in `loss_history`: NaN if another
-            loop wrote the checkpoint without.  A run that had reached its steps or its tolerance takes no more.
-        loop : callable, optional
-            Makes the loop, for optimizers that need another one than `Loop`.
-
-        Raises
-        ------
-        ValueError
-            On every rank and before the first step, if the problem differs between ranks, nothing would stop the loop,
-            checkpoints cannot hold `facts`, or the checkpoint is of other tensors, another rule or other samples.
-        """
-        if resume and checkpoints is None:
-            raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
-        watching = self._agree_on_problem(optimizer.world, callback is not None)
-        if self.batch_size < optimizer.axis.size:
-            raise ValueError(
-                f"batch_size={self.batch_size} gives some of the {optimizer.axis.size} data-parallel ranks no sample; "
-                f"use at least {optimizer.axis.size}, or fewer ranks"
-            )
-        if self.steps is None and self.tolerance is None and not watching:
-            raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
-        return (loop or Loop)(self, optimizer, callback, progress, watching, checkpoints, resume).run()
-
-    def _agree_on_problem(self, axis: Axis, callback: bool) -> bool:
-        """Raise on all ranks if they solve different problems; whether any rank may wish to stop by itself."""
-        start = self.start if isinstance(self.start, FlatParameters) else FlatParameters.over(self.start)
-        names = ("samples", "batch_size", "micro_batch_size", "steps", "tolerance", "seed", "tokens_per_sample")
-        own = {name: getattr(self, name) for name in names} | {"start": f"{start.description} ({start.fingerprint:x})"}
-        told = axis.exchange((own, callback or self.seconds is not None))
-        for name in own:
-            values = [problem[name] for problem, _ in told]
-            if any(value != values[0] for value in values):
-                raise ValueError(f"{name} must be the same on all ranks, got {', '.join(map(str, values))} by rank")
-        return any(wish for _, wish in told)
 
 
 class Loop:

@@ -1,0 +1,80 @@
+"""What changes an elastic run from outside of its script: signals, another shell, and what is asked again and again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from mpishard.collectives import Axis
+from mpishard.elastic.control import Control, ControlFolder
+from mpishard.elastic.discovery import Discovery
+from mpishard.elastic.signals import Signals
+
+
+class Outside:
+    """Listens while it is entered as a context manager.  Creation is collective over the axis.
+
+    Parameters
+    ----------
+    axis : Axis
+        All processes of the run.
+    min_workers, max_workers : int
+    folder : Path or None
+        Of the run, for requests from other shells.
+    discover : callable or path or None
+        See `Discovery`.
+    joins : bool
+        Whether this process comes to a run that is under way, and is alone on the axis.
+
+    Raises
+    ------
+    ValueError, OSError
+        On every rank, if the control folder cannot be made or is not the user's own.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        min_workers: int,
+        max_workers: int,
+        folder: Path | None,
+        discover: Callable[[], int] | str | os.PathLike[str] | None,
+        joins: bool,
+    ) -> None:
+        self.signals = Signals()
+        self._axis = axis
+        self._limits = min_workers, max_workers
+        self._discovery = None if discover is None else Discovery(discover)
+        self._control: Control | None = None
+        if folder is not None:
+            control, problem = ControlFolder(folder), None
+            if axis.rank == 0 and not joins:
+                try:
+                    control.make()
+                except (ValueError, OSError) as error:
+                    problem = error
+            axis.agree(problem)
+            self._control = Control(control, min_workers, max_workers)
+
+    def __enter__(self) -> Outside:
+        self.signals.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.signals.__exit__(kind, error, trace)
+        if self._discovery is not None:
+            self._discovery.close()
+        if self._control is not None and self._axis.rank == 0:
+            self._control.close()
+
+    def wanted(self, workers: int, step: int) -> int | None:
+        """How many workers there shall be, if that is news.  The first worker asks, after each step."""
+        found = None if self._discovery is None else self._discovery.news()
+        if found is not None:
+            found = min(max(found, self._limits[0]), self._limits[1])
+        asked = None if self._control is None else self._control.poll(workers, step)
+        return found if asked is None else asked

@@ -1,0 +1,6 @@
+"""Training: a problem, the loop that solves it on all ranks, and what came of it."""
+
+from mpishard.training.loop import Loop
+from mpishard.training.problem import OptimizationProblem, OptimizationResult, TrainingState
+
+__all__ = ["Loop", "OptimizationProblem", "OptimizationResult", "TrainingState"]
