@@ -10,8 +10,9 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -24,6 +25,7 @@ from mpishard.mesh import NEWCOMER
 _ORDER = 1
 # How long a spare sleeps between two looks.
 _NAP_S = 0.002
+_FINALIZE_S = 3.0
 
 
 def heals_in_place() -> bool:
@@ -78,6 +80,8 @@ class Crew:
     wanted : int
         How many workers there will be, as newcomers hear it.
     """
+
+    lost: ClassVar[bool] = False
 
     def __init__(self, comm: MPI.Intracomm, workers: int) -> None:
         self.workers = workers
@@ -206,7 +210,7 @@ class Crew:
         """Go on without the dead.  Collective over the survivors; their order stays."""
         survivors = self.axis.comm.Shrink()
         assert isinstance(survivors, MPI.Intracomm)
-        self._has_lost = True
+        self._has_lost = Crew.lost = True
         self.axis.move(survivors)
         self._line_up()
 
@@ -221,3 +225,21 @@ class Crew:
                 inter.Free()  # Disconnect would wait for the dead
             else:
                 inter.Disconnect()
+
+
+def _finalize_in_time() -> None:
+    """After a death MPI_Finalize of Open MPI 5 may wait for ever: the process then ends without it.
+
+    The launcher has the code of the dead to report in any case.
+    """
+    if Crew.lost and not MPI.Is_finalized():
+        last_resort = threading.Timer(_FINALIZE_S, os._exit, (1,))
+        last_resort.daemon = True
+        sys.stdout.flush()
+        last_resort.start()
+        MPI.Finalize()
+        last_resort.cancel()
+
+
+# Registered when mpishard is imported, it runs after whatever is registered later.
+atexit.register(_finalize_in_time)

@@ -18,9 +18,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -34,6 +34,7 @@ from mpishard.optim import ShardedOptimizer
 from mpishard.optim.run_state import facts_of
 from mpishard.progress import Progress
 from mpishard.reshard import reshard_state
+from mpishard.state import RunState
 from mpishard.training import Loop, OptimizationProblem, OptimizationResult, TrainingState
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ class ElasticLoop(Loop):
             if self.checkpoints is not None:
                 self.checkpoints.move()
             target = optimizer.run_state()
-        heard = dict(reshard_state(crew.axis, source, target))
+        heard = self._reshard(source, target)
         committed = None
         if comm is not None:
             optimizer.take_over(heard)
@@ -255,6 +256,16 @@ class ElasticLoop(Loop):
         self.whole = committed is not None
         if self.whole:
             self.owed.add(_WORKERS)
+
+    def _reshard(self, source: RunState | None, target: RunState | None) -> Mapping[str, Any]:
+        """Move the committed state to its new places; returns its facts.  Collective over the crew."""
+        try:
+            return reshard_state(self.crew.axis, source, target)
+        except ValueError as error:
+            raise RuntimeError(
+                "state is lost: those who died had all copies of it; start the run again from its newest checkpoint, "
+                "as `mpishard run --elastic` does"
+            ) from error
 
     def _commit_anew(self) -> Committed:
         identities = self.crew.identities[: self.crew.workers]

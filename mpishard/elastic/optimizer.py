@@ -53,6 +53,9 @@ class ElasticOptimizer:
         if result.stop_reason == "signal":
             sys.exit(os.EX_TEMPFAIL)  # 75
 
+    Open MPI's own launcher kills the ranks a second after it was sent SIGTERM; SIGUSR1 leaves them the time, and
+    `mpishard run` sends that.
+
     The processes of the job that do not train are spares: they wait, and take the place of workers that die.  Deaths
     are survived in place under Open MPI's ``mpirun --with-ft ulfm``; under other MPIs `mpishard run --elastic` starts
     the job again from the newest checkpoint.  With ``reproducible=True`` the run has the same bits whatever happens to

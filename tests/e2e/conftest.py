@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,3 +80,21 @@ def mpirun() -> Callable[..., Finished]:
         return Finished(process.returncode, output, errors, time.monotonic() - began)
 
     return run
+
+
+@pytest.fixture
+def launch() -> Callable[..., subprocess.Popen[str]]:
+    """``launch(ranks, *arguments, options=())``: the same under way; `options` are the launcher's."""
+
+    def start(ranks: int, *arguments: object, options: Sequence[str] = (), **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [_launcher(), *options, "-n", str(ranks), sys.executable, *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=_environment(environment),
+            start_new_session=True,
+        )
+
+    return start

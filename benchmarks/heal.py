@@ -1,0 +1,191 @@
+"""What it costs to lose workers, to gain them, and to be ready for it.
+
+    python benchmarks/heal.py [kill] [resize] [cost] [--repeats N]
+
+kill: from ``kill -9`` of one of four workers to the next committed step, by shrinking and with a spare (Open MPI with
+ULFM).  resize: from the wish of four workers to be eight, four of them spares, to the first step of eight.  cost: steps
+of an elastic run without fault against the same ones of a plain run, both with ``reproducible=True``, on two ranks, of
+the GPT of gpt_step.py.  All with ZeRO-1, whose state has one owner and a copy at its buddy; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import children
+
+PARTS = ("kill", "resize", "cost")
+TIME_LIMIT = 300
+KILL_AFTER = 5  # steps
+SMALL = {"sizes": (64, 32, 64, 2, 4), "sequences": 16, "micro_batch_size": 1}
+LARGE = {"sizes": (256, 256, 256, 4, 8), "sequences": 16, "micro_batch_size": 8}
+
+
+def optimizer_and_problem(mesh: Any, sizes: Any, sequences: int, micro_batch_size: int, steps: int) -> Any:
+    import numpy as np
+
+    import mpishard
+
+    vocabulary, context, *rest = sizes
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (4 * sequences, context + 1))
+    model = mpishard.nn.GPT(vocabulary, context, *rest, mesh=mesh)
+    config = mpishard.ShardingConfiguration(mesh, reproducible=True)
+    problem = mpishard.OptimizationProblem.for_model(
+        model,
+        lambda samples: (tokens[samples, :-1], tokens[samples, 1:]),
+        samples=len(tokens),
+        batch_size=sequences,
+        micro_batch_size=micro_batch_size,
+        tokens_per_sample=context,
+        steps=steps,
+    )
+    return mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=1e-3), config), problem
+
+
+def kill(folder: str, spares: int) -> None:
+    """One of four workers is killed; rank 0 writes when the next step was committed."""
+    import mpishard
+    from mpishard.elastic.optimizer import ElasticOptimizer
+
+    with mpishard.Mesh() as mesh:
+        me = mesh.rank
+        inner, problem = optimizer_and_problem(mesh, **SMALL, steps=KILL_AFTER + 3)
+
+        def callback(state: Any) -> None:
+            now = time.time()
+            if state.step == KILL_AFTER and me == 2:
+                Path(folder, "killed").write_text(repr(now))
+                os.kill(os.getpid(), signal.SIGKILL)
+            if state.step == KILL_AFTER + 1 and me == 0:
+                Path(folder, "healed").write_text(repr(now))
+
+        ElasticOptimizer(inner, max_workers=mesh.size - spares).optimize(problem, callback=callback, progress=False)
+
+
+def resize(repeats: int) -> list[float]:
+    """Seconds from a wish for eight workers to the end of their first step, of which the step is a part."""
+    import mpishard
+    from mpishard.elastic.optimizer import ElasticOptimizer
+
+    seconds: list[float] = []
+    with mpishard.Mesh() as mesh:
+        inner, problem = optimizer_and_problem(mesh, **SMALL, steps=4 * repeats + 4)
+        elastic = ElasticOptimizer(inner)
+        asked = [0.0]
+
+        def callback(state: Any) -> None:
+            now = time.perf_counter()
+            if elastic.current_workers == 8 and asked[0]:
+                seconds.append(now - asked[0])
+                asked[0] = 0.0
+            if state.step % 4 == 1:
+                elastic.resize(4)
+            if state.step % 4 == 3:
+                elastic.resize(8)
+                asked[0] = time.perf_counter()
+
+        elastic.optimize(problem, callback=callback, progress=False)
+    return seconds
+
+
+def cost(repeats: int, steps: int) -> dict[str, list[float]]:
+    """Seconds a step, of plain and elastic runs in turns."""
+    import mpishard
+    from mpishard.elastic.optimizer import ElasticOptimizer
+
+    found: dict[str, list[float]] = {"plain": [], "elastic": []}
+    for _ in range(repeats + 1):
+        for name, times in found.items():
+            with mpishard.Mesh() as mesh:
+                stamps: list[float] = []
+                optimizer, problem = optimizer_and_problem(mesh, **LARGE, steps=steps + 1)
+                runner: Any = ElasticOptimizer(optimizer) if name == "elastic" else optimizer
+                runner.optimize(problem, callback=lambda _, s=stamps: s.append(time.perf_counter()), progress=False)
+                times.append((stamps[-1] - stamps[0]) / steps)
+    return {name: times[1:] for name, times in found.items()}  # the first of each compiles
+
+
+def launch(ranks: int, arguments: list[str]) -> str:
+    """What rank 0 printed."""
+    (text,) = children.run(arguments[0], [(children.mpirun(ranks, own(*arguments)), {})], TIME_LIMIT)
+    return text.splitlines()[-1]
+
+
+def own(*arguments: str) -> list[str]:
+    return [sys.executable, __file__, "--child", *arguments]
+
+
+def time_kill(spares: int) -> float:
+    """One kill; the exit code of a launcher that has lost a rank says nothing."""
+    mpirun, *rest = children.mpirun(4 + spares, own("kill", "FOLDER", str(spares)))
+    with tempfile.TemporaryDirectory() as folder:
+        command = [mpirun, "--with-ft", "ulfm", "--mca", "coll", "^han", *rest]
+        command[command.index("FOLDER")] = folder
+        done = subprocess.run(
+            ["timeout", "-k", "5", "60", *command],
+            env=children.environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        try:
+            killed, healed = (float(Path(folder, name).read_text()) for name in ("killed", "healed"))
+        except FileNotFoundError:
+            sys.exit(f"the run did not heal:\n{done.stdout}\n{done.stderr}")
+    return healed - killed
+
+
+def child(name: str, *arguments: str) -> None:
+    if name == "kill":
+        kill(arguments[0], int(arguments[1]))
+        return
+    from mpi4py import MPI
+
+    found = resize(int(arguments[0])) if name == "resize" else cost(*map(int, arguments))
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(found), flush=True)
+
+
+def told(what: str, times: list[float], unit: float = 1.0, name: str = "s") -> None:
+    low, high = min(times) * unit, max(times) * unit
+    print(f"{what:44s}{statistics.median(times) * unit:8.3f} {name} ({low:.3f} to {high:.3f}, {len(times)} times)")
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        child(*sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)} (default all)")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10, help="steps of a run whose cost is measured")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no part {min(unknown)!r}; choose from {', '.join(PARTS)}")
+    parts = options.parts or PARTS
+    version = subprocess.run([children.mpirun(1, [])[0], "--version"], capture_output=True, text=True, check=True)
+    if "kill" in parts and "Open MPI" in version.stdout:
+        for spares, what in ((0, "kill to next step, by shrinking to 3"), (1, "kill to next step, with a spare")):
+            told(what, [time_kill(spares) for _ in range(options.repeats)])
+    if "resize" in parts:
+        told("resize 4 to 8, with its first step", json.loads(launch(8, ["resize", str(options.repeats)])))
+    if "cost" in parts:
+        found = json.loads(launch(2, ["cost", str(options.repeats), str(options.steps)]))
+        for name, times in found.items():
+            told(f"step of a run that is {name}", times, 1e3, "ms")
+        ratios = [one / two for one, two in zip(found["elastic"], found["plain"], strict=True)]
+        print(f"elastic to plain: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Elastic runs without faults: workers that leave and come back between steps change no bit of the result."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from steps import STRATEGIES
+
+import mpishard
+from mpishard import AdamW, OptimizationProblem, ShardingConfiguration, nn
+from mpishard.checkpoint import Checkpoints
+from mpishard.collectives import _Lane
+from mpishard.elastic.optimizer import ElasticOptimizer
+from mpishard.parameters import FlatParameters
+
+TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
+DATA = np.random.default_rng(0).standard_normal((45, 300)).astype(np.float32)
+TARGETS = DATA.sum(1)
+STEPS = 12
+
+
+def gpt_problem(mesh, seen=None, **options):
+    model = nn.GPT(11, 8, 16, 1, 2, np.float32, seed=3, mesh=mesh)
+
+    def batch(samples):
+        if seen is not None:
+            seen.extend(samples.tolist())
+        return TOKENS[samples, :-1], TOKENS[samples, 1:]
+
+    options = {"samples": 45, "batch_size": 16, "micro_batch_size": 2, "steps": STEPS} | options
+    return OptimizationProblem.for_model(model, batch, tokens_per_sample=8, **options)
+
+
+def own_problem(**options):
+    """Least squares, by a function of flat arrays."""
+
+    def function(parameters, samples, gradients):
+        residual = DATA[samples] @ parameters - TARGETS[samples]
+        gradients += DATA[samples].T @ residual
+        return 0.5 * float(residual @ residual)
+
+    options = {"batch_size": 16, "micro_batch_size": 2, "steps": STEPS} | options
+    return OptimizationProblem(function, np.zeros(300, np.float32), samples=45, **options)
+
+
+def elastic(strategy, mesh, **options):
+    config = ShardingConfiguration(mesh, max_gradient_norm=0.5, minimum_parameter_group_size=500, reproducible=True)
+    return ElasticOptimizer(strategy(AdamW(lr=0.01), config), **options)
+
+
+def bits(result):
+    found = result.parameters
+    parameters = found.gather() if isinstance(found, FlatParameters) else found
+    return parameters.tobytes(), result.loss_history.tobytes(), result.samples, result.stop_reason
+
+
+def alone(make_problem):
+    """The run of one rank that is not elastic."""
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        config = ShardingConfiguration(mesh, max_gradient_norm=0.5, minimum_parameter_group_size=500, reproducible=True)
+        return bits(mpishard.DDPOptimizer(AdamW(lr=0.01), config).optimize(make_problem(mesh), progress=False))
+
+
+def sizes_after(ranks):
+    """How many workers there shall be after some steps: down and up again, the first and the last step included."""
+    return {1: 1, 2: ranks, 4: max(1, ranks - 1), 5: (ranks + 1) // 2, 7: ranks, 9: 1, 10: min(3, ranks), STEPS: 1}
+
+
+def resizing(optimizer, sizes, noted, *, of_one=False):
+    """A callback that asks for these numbers of workers, on all ranks or on the last one."""
+
+    def callback(state):
+        noted[state.step] = optimizer.current_workers
+        mesh = optimizer.mesh
+        if state.step in sizes and (not of_one or mesh.rank == mesh.size - 1):
+            optimizer.resize(sizes[state.step])
+
+    return callback
+
+
+@pytest.mark.parametrize("of_one", [False, True], ids=["asked by all", "asked by one"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_resizes_change_no_bit(mesh, same_on_all, strategy, of_one):
+    if of_one and strategy is not STRATEGIES[1]:
+        return
+    ranks, noted = mesh.size, {}
+    optimizer = elastic(strategy, mesh)
+    sizes = sizes_after(ranks)
+    result = optimizer.optimize(
+        gpt_problem(mesh), callback=resizing(optimizer, sizes, noted, of_one=of_one), progress=False
+    )
+    found = bits(result)
+    assert found == alone(gpt_problem)
+    assert same_on_all(found[1:])
+    assert optimizer.current_workers == mesh.size == ranks
+    # This rank was in the steps that its number lets it be in, with so many workers.
+    expected, now = {}, ranks
+    for step in range(1, STEPS + 1):
+        if mesh.rank < now:
+            expected[step] = now
+        now = sizes.get(step, now)
+    assert noted == expected
+
+
+def test_a_function_of_flat_arrays(mesh):
+    optimizer = elastic(STRATEGIES[1], mesh)
+    callback = resizing(optimizer, sizes_after(mesh.size), {})
+    found = bits(optimizer.optimize(own_problem(), callback=callback, progress=False))
+    assert found == alone(lambda _: own_problem())
+
+
+def test_spares_of_the_start_take_part_later(mesh):
+    """More than `max_workers` never train; of `min_workers` and more those who are asked for do."""
+    most, noted = max(1, mesh.size - 1), {}
+    optimizer = elastic(STRATEGIES[2], mesh, max_workers=most)
+    callback = resizing(optimizer, {3: 1, 6: most}, noted)
+    found = bits(optimizer.optimize(gpt_problem(mesh), callback=callback, progress=False))
+    assert found == alone(gpt_problem)
+    told = mesh.world.exchange(tuple(sorted(noted.items())))
+    expected = [{step: 1 if 3 < step <= 6 else most for step in range(1, STEPS + 1)}]
+    expected += [{step: most for step in range(1, STEPS + 1) if not 3 < step <= 6}] * (most - 1)
+    expected += [{}] * (mesh.size - most)
+    assert [dict(each) for each in told] == expected
+
+
+def test_every_sample_once_an_epoch(mesh):
+    seen: list[int] = []
+    optimizer = elastic(STRATEGIES[0], mesh)
+    callback = resizing(optimizer, {1: 1, 2: mesh.size, 4: (mesh.size + 1) // 2}, {})
+    result = optimizer.optimize(gpt_problem(mesh, seen, steps=6), callback=callback, progress=False)
+    consumed = Counter(sample for part in mesh.world.comm.allgather(seen) for sample in part)
+    assert result.samples == 90
+    assert consumed == dict.fromkeys(range(45), 2)  # two epochs of three steps
+
+
+def test_a_tolerance_ends_all(mesh):
+    def problem(_):
+        return own_problem(steps=None, tolerance=4.0)
+
+    expected = alone(problem)
+    optimizer = elastic(STRATEGIES[1], mesh)
+    callback = resizing(optimizer, {2: 1, 4: mesh.size}, {})
+    found = bits(optimizer.optimize(problem(mesh), callback=callback, progress=False))
+    assert found == expected
+    assert found[-1] == "tolerance"
+
+
+def test_a_callback_ends_spares_too(mesh):
+    optimizer = elastic(STRATEGIES[3], mesh, max_workers=max(1, mesh.size - 1))
+    result = optimizer.optimize(
+        gpt_problem(mesh), callback=lambda state: state.step == 5 and mesh.rank == 0, progress=False
+    )
+    assert (result.stop_reason, result.steps, len(result.loss_history)) == ("callback", 5, 5)
+    assert bits(result)[:3] == alone(lambda mesh: gpt_problem(mesh, steps=5))[:3]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_checkpoints_across_resizes(mesh, tmp_path, asynchronous):
+    """What fewer workers have saved, all go on from, under another strategy."""
+    folder = mesh.world.exchange(str(tmp_path))[0]
+    optimizer = elastic(STRATEGIES[1], mesh)
+    with Checkpoints(folder, mesh, every=2, asynchronous=asynchronous) as checkpoints:
+        callback = resizing(optimizer, {1: 1, 3: mesh.size, 5: max(1, mesh.size - 1)}, {})
+        optimizer.optimize(gpt_problem(mesh, steps=7), callback=callback, progress=False, checkpoints=checkpoints)
+    again = elastic(STRATEGIES[3], mesh)
+    with Checkpoints(folder, mesh, every=3, asynchronous=asynchronous) as checkpoints:
+        callback = resizing(again, {8: 1, 10: mesh.size}, {})
+        result = again.optimize(
+            gpt_problem(mesh), callback=callback, progress=False, checkpoints=checkpoints, resume=True
+        )
+    assert result.resumed_steps == 7
+    assert bits(result) == alone(gpt_problem)
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_hundred_resizes_leave_nothing_behind(mesh, tmp_path, monkeypatch):
+    """MPICH has about 2000 communicators: those that are left would be missed soon."""
+    if mesh.size > 4:  # slow where cores are few, and nothing new
+        return
+    ranks, steps, noted, lanes = mesh.size, 104, {}, Counter()
+    make, free = _Lane.__init__, _Lane.free
+
+    def counted_make(lane, comm, debug):
+        lanes["open"] += 1
+        make(lane, comm, debug)
+
+    def counted_free(lane):
+        lanes["open"] -= 1
+        free(lane)
+
+    monkeypatch.setattr(_Lane, "__init__", counted_make)
+    monkeypatch.setattr(_Lane, "free", counted_free)
+    folder = mesh.world.exchange(str(tmp_path))[0]
+    optimizer = elastic(STRATEGIES[1], mesh)
+
+    def callback(state):
+        if state.step in (20, steps):
+            gc.collect()
+        noted[state.step] = lanes["open"], open_files(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        optimizer.resize(ranks - state.step % 2)
+
+    with Checkpoints(folder, mesh) as checkpoints:
+        result = optimizer.optimize(
+            own_problem(steps=steps), callback=callback, progress=False, checkpoints=checkpoints
+        )
+    assert result.steps == steps
+    if mesh.rank < ranks - 1:
+        early, late = noted[20], noted[steps]
+        assert late[0] == early[0]
+        assert late[1] <= early[1]
+        assert late[2] - early[2] < 8 * 1024  # KiB
+
+
+def test_what_has_no_sense_is_refused(mesh):
+    inner = STRATEGIES[0](AdamW(lr=0.01), ShardingConfiguration(mesh, reproducible=True))
+    for least, most in ((0, 4), (2, 1)):
+        with pytest.raises(ValueError, match="1 <= min <= max"):
+            ElasticOptimizer(inner, min_workers=least, max_workers=most)
+    with pytest.raises(ValueError, match="start more of them"):
+        ElasticOptimizer(inner, min_workers=mesh.size + 1, max_workers=mesh.size + 1)
+    with pytest.raises(TypeError, match="leave config out"):
+        ElasticOptimizer(inner, mesh)
+    with pytest.raises(TypeError, match="needs a Mesh"):
+        ElasticOptimizer(AdamW(lr=0.01))
+    optimizer = ElasticOptimizer(AdamW(lr=0.01), mesh, max_workers=mesh.size)
+    assert optimizer.optimizer.config.reproducible
+    assert (optimizer.can_scale_up, optimizer.can_scale_down) == (False, mesh.size > 1)
+    for workers in (0, mesh.size + 1):
+        with pytest.raises(ValueError, match=f"resize\\({workers}\\) is outside"):
+            optimizer.resize(workers)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_other_layouts_than_data_parallel_are_refused(comm):
+    if comm.size % 2:
+        return
+    with mpishard.Mesh(comm, tensor=2) as mesh, pytest.raises(ValueError, match="data-parallel"):
+        ElasticOptimizer(AdamW(lr=0.01), mesh)
+
+
+def test_an_error_of_the_function_is_the_users(mesh):
+    """Where MPI cannot heal, it is raised on the rank that has it."""
+    if os.environ.get("OMPI_MCA_mpi_ft_enable") == "1":
+        return
+
+    def function(parameters, samples, gradients):
+        raise ArithmeticError("spoilt")
+
+    problem = OptimizationProblem(function, np.zeros(3), samples=45, batch_size=16, steps=2)
+    with pytest.raises(ArithmeticError, match="spoilt"):
+        elastic(STRATEGIES[0], mesh).optimize(problem, progress=False)
