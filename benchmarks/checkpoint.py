@@ -8,7 +8,8 @@ stall: how long a save that goes on in the background keeps a rank, against a co
 load: what 8 ranks wrote, by 3 ranks, against 3 ranks that read the same files as they are; both from the page cache.
 
 All kinds run in turns, in the same processes, so that a machine or disk that slows down slows all; the disk is idle
-before each.  Figures are bandwidths by the slowest rank, and the figures that count the medians of their ratios.
+before each, and what the one before wrote is removed.  Figures are bandwidths by the slowest rank; those that count are
+the medians of their ratios.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def child_save(folder: Path, repeats: int, with_torch: bool) -> dict[str, Any] |
                 os.fsync(file.fileno())
 
         works: dict[str, Callable[[], Any]] = {"plain": plain}
-        checkpoints = mpishard.Checkpoints(folder / "run", mesh, keep=1)
+        checkpoints = mpishard.Checkpoints(folder / "run", mesh, keep=None)
         works["save"] = lambda: checkpoints.save(state)
         if with_torch:
             works["torch"] = torch_save(folder, mesh, total)
@@ -124,7 +125,8 @@ def child_save(folder: Path, repeats: int, with_torch: bool) -> dict[str, Any] |
                 if repeat:
                     found[name].append(seconds)
                 if mesh.rank == 0:
-                    shutil.rmtree(folder / "torch", ignore_errors=True)
+                    for written in (folder / "run", folder / "torch", *folder.glob("plain-*")):
+                        shutil.rmtree(written) if written.is_dir() else written.unlink(missing_ok=True)
         checkpoints.close()
         return {"seconds": found, "bytes": total} if mesh.rank == 0 else None
 

@@ -70,7 +70,7 @@ class OptimizationResult:
     seconds : float
         Since it went on.
     stop_reason : str
-        ``"steps"``, ``"tolerance"``, ``"seconds"`` or ``"callback"``.
+        ``"steps"``, ``"tolerance"``, ``"seconds"`` or ``"callback"``; of an elastic run ``"signal"`` too.
     communication : dict
         What this rank communicated over all axes since the mesh was made: calls, bytes sent and seconds by kind.
     """
