@@ -28,7 +28,7 @@ class ElasticOptimizer:
     Parameters
     ----------
     optimizer : Rule or ShardedOptimizer
-        A rule becomes a `DDPOptimizer` with ``reproducible=True``.
+        A rule becomes a `DDPOptimizer`, with ``reproducible=True`` where `config` is a mesh.
     config : ShardingConfiguration or Mesh, optional
         For a rule.
     min_workers, max_workers : int
