@@ -1,11 +1,13 @@
 """What it costs to lose workers, to gain them, and to be ready for it.
 
-    python benchmarks/heal.py [kill] [resize] [cost] [--repeats N]
+    python benchmarks/heal.py [kill] [torch] [resize] [cost] [--repeats N]
 
-kill: from ``kill -9`` of one of four workers to the next committed step, by shrinking and with a spare (Open MPI with
-ULFM).  resize: from the wish of four workers to be eight, four of them spares, to the first step of eight.  cost: steps
-of an elastic run without fault against the same ones of a plain run, both with ``reproducible=True``, on two ranks, of
-the GPT of gpt_step.py.  All with ZeRO-1, whose state has one owner and a copy at its buddy; medians.
+kill: from ``kill -9`` of one of four workers to the next committed step, by shrinking and with a spare, and to the
+first step of four workers where another one is spawned (Open MPI with ULFM).  torch: the same for PyTorch DDP and its
+elastic launcher, which starts all processes again from the newest checkpoint.  resize: from the wish of four workers to
+be eight, four of them spares or spawned, to the first step of eight.  cost: steps of an elastic run without fault
+against the same ones of a plain run, both with ``reproducible=True``, on two ranks, of the GPT of gpt_step.py.  All
+with ZeRO-1, whose state has one owner and a copy at its buddy; medians.
 """
 
 from __future__ import annotations
@@ -19,14 +21,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import children
 
-PARTS = ("kill", "resize", "cost")
+PARTS = ("kill", "torch", "resize", "cost")
 TIME_LIMIT = 300
 KILL_AFTER = 5  # steps
+TORCH_KILL_AFTER, TORCH_SAVE_EVERY = 7, 5
+MOST_STEPS = 5000  # of a run that ends when its workers are as many as it waits for
 SMALL = {"sizes": (64, 32, 64, 2, 4), "sequences": 16, "micro_batch_size": 1}
 LARGE = {"sizes": (256, 256, 256, 4, 8), "sequences": 16, "micro_batch_size": 8}
 
@@ -52,35 +57,60 @@ def optimizer_and_problem(mesh: Any, sizes: Any, sequences: int, micro_batch_siz
     return mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=1e-3), config), problem
 
 
-def kill(folder: str, spares: int) -> None:
-    """One of four workers is killed; rank 0 writes when the next step was committed."""
+def kill(folder: str, spares: int, respawn: bool) -> None:
+    """One of four workers is killed; rank 0 writes when the next step was committed, or the next one of four."""
     import mpishard
-    from mpishard.elastic.optimizer import ElasticOptimizer
+    from mpishard.elastic.crew import is_newcomer
 
     with mpishard.Mesh() as mesh:
-        me = mesh.rank
-        inner, problem = optimizer_and_problem(mesh, **SMALL, steps=KILL_AFTER + 3)
+        victim = mesh.rank == 2 and not is_newcomer()
+        steps = MOST_STEPS if respawn else KILL_AFTER + 3
+        inner, problem = optimizer_and_problem(mesh, **SMALL, steps=steps)
+        elastic = mpishard.ElasticOptimizer(inner, max_workers=4, respawn=respawn)
 
-        def callback(state: Any) -> None:
+        def callback(state: Any) -> bool:
             now = time.time()
-            if state.step == KILL_AFTER and me == 2:
+            if state.step == KILL_AFTER and victim:
                 Path(folder, "killed").write_text(repr(now))
                 os.kill(os.getpid(), signal.SIGKILL)
-            if state.step == KILL_AFTER + 1 and me == 0:
+            if state.step == KILL_AFTER + 1 and mesh.rank == 0:
                 Path(folder, "healed").write_text(repr(now))
+            whole = respawn and state.step > KILL_AFTER and elastic.current_workers == 4
+            if whole and mesh.rank == 0:
+                Path(folder, "restored").write_text(repr(now))
+            return whole
 
-        ElasticOptimizer(inner, max_workers=mesh.size - spares).optimize(problem, callback=callback, progress=False)
+        elastic.optimize(problem, callback=callback, progress=False)
+
+
+def grow() -> float:
+    """Seconds from a wish for eight workers, where there are four processes, to the end of their first step."""
+    import mpishard
+
+    with mpishard.Mesh() as mesh:
+        inner, problem = optimizer_and_problem(mesh, **SMALL, steps=MOST_STEPS)
+        elastic = mpishard.ElasticOptimizer(inner, max_workers=8)
+        began = 0.0
+
+        def callback(state: Any) -> bool:
+            nonlocal began
+            if state.step == KILL_AFTER:
+                elastic.resize(8)
+                began = time.perf_counter()
+            return elastic.current_workers == 8
+
+        elastic.optimize(problem, callback=callback, progress=False)
+        return time.perf_counter() - began if mesh.rank == 0 else 0.0
 
 
 def resize(repeats: int) -> list[float]:
     """Seconds from a wish for eight workers to the end of their first step, of which the step is a part."""
     import mpishard
-    from mpishard.elastic.optimizer import ElasticOptimizer
 
     seconds: list[float] = []
     with mpishard.Mesh() as mesh:
         inner, problem = optimizer_and_problem(mesh, **SMALL, steps=4 * repeats + 4)
-        elastic = ElasticOptimizer(inner)
+        elastic = mpishard.ElasticOptimizer(inner)
         asked = [0.0]
 
         def callback(state: Any) -> None:
@@ -101,7 +131,6 @@ def resize(repeats: int) -> list[float]:
 def cost(repeats: int, steps: int) -> dict[str, list[float]]:
     """Seconds a step, of plain and elastic runs in turns."""
     import mpishard
-    from mpishard.elastic.optimizer import ElasticOptimizer
 
     found: dict[str, list[float]] = {"plain": [], "elastic": []}
     for _ in range(repeats + 1):
@@ -109,7 +138,7 @@ def cost(repeats: int, steps: int) -> dict[str, list[float]]:
             with mpishard.Mesh() as mesh:
                 stamps: list[float] = []
                 optimizer, problem = optimizer_and_problem(mesh, **LARGE, steps=steps + 1)
-                runner: Any = ElasticOptimizer(optimizer) if name == "elastic" else optimizer
+                runner: Any = mpishard.ElasticOptimizer(optimizer) if name == "elastic" else optimizer
                 runner.optimize(problem, callback=lambda _, s=stamps: s.append(time.perf_counter()), progress=False)
                 times.append((stamps[-1] - stamps[0]) / steps)
     return {name: times[1:] for name, times in found.items()}  # the first of each compiles
@@ -125,34 +154,51 @@ def own(*arguments: str) -> list[str]:
     return [sys.executable, __file__, "--child", *arguments]
 
 
-def time_kill(spares: int) -> float:
-    """One kill; the exit code of a launcher that has lost a rank says nothing."""
-    mpirun, *rest = children.mpirun(4 + spares, own("kill", "FOLDER", str(spares)))
+def time_kill(spares: int, respawn: bool) -> dict[str, float]:
+    """Seconds from a kill to the next step, and to the first one of as many workers as before where one is spawned."""
+    mpirun, *rest = children.mpirun(4 + spares, own("kill", "FOLDER", str(spares), str(int(respawn))))
+    command = [mpirun, "--with-ft", "ulfm", "--mca", "coll", "^han", *rest]
+    return watch(command, ["healed", "restored"] if respawn else ["healed"])
+
+
+def time_torch() -> dict[str, float]:
+    """Seconds from a kill to the next step that is done, again or not, and to the next one that had not been."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    script = [str(Path(__file__).with_name("heal_torch.py")), "FOLDER", str(TORCH_KILL_AFTER), str(TORCH_SAVE_EVERY)]
+    return watch([*launcher, "--max-restarts", "3", "--monitor-interval", "0.1", *script], ["again", "new"])
+
+
+def watch(command: list[str], names: list[str]) -> dict[str, float]:
+    """Seconds from what the children wrote into the file "killed" of a folder to what they wrote into these.
+
+    The exit code of a launcher that has lost a rank says nothing.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        command = [mpirun, "--with-ft", "ulfm", "--mca", "coll", "^han", *rest]
-        command[command.index("FOLDER")] = folder
         done = subprocess.run(
-            ["timeout", "-k", "5", "60", *command],
+            ["timeout", "-k", "5", "60", *(folder if word == "FOLDER" else word for word in command)],
             env=children.environment(),
             capture_output=True,
             text=True,
             check=False,
         )
         try:
-            killed, healed = (float(Path(folder, name).read_text()) for name in ("killed", "healed"))
+            killed, *then = (float(Path(folder, name).read_text()) for name in ("killed", *names))
         except FileNotFoundError:
             sys.exit(f"the run did not heal:\n{done.stdout}\n{done.stderr}")
-    return healed - killed
+    return {name: moment - killed for name, moment in zip(names, then, strict=True)}
 
 
 def child(name: str, *arguments: str) -> None:
     if name == "kill":
-        kill(arguments[0], int(arguments[1]))
+        kill(arguments[0], int(arguments[1]), arguments[2] == "1")
         return
     from mpi4py import MPI
 
-    found = resize(int(arguments[0])) if name == "resize" else cost(*map(int, arguments))
-    if MPI.COMM_WORLD.rank == 0:
+    from mpishard.elastic.crew import is_newcomer
+
+    parts: dict[str, Callable[..., Any]] = {"resize": resize, "grow": grow, "cost": cost}
+    found = parts[name](*map(int, arguments))
+    if MPI.COMM_WORLD.rank == 0 and not is_newcomer():
         print(json.dumps(found), flush=True)
 
 
@@ -176,9 +222,18 @@ def main() -> None:
     version = subprocess.run([children.mpirun(1, [])[0], "--version"], capture_output=True, text=True, check=True)
     if "kill" in parts and "Open MPI" in version.stdout:
         for spares, what in ((0, "kill to next step, by shrinking to 3"), (1, "kill to next step, with a spare")):
-            told(what, [time_kill(spares) for _ in range(options.repeats)])
+            told(what, [time_kill(spares, respawn=False)["healed"] for _ in range(options.repeats)])
+        times = [time_kill(0, respawn=True) for _ in range(options.repeats)]
+        told("the same, while one is spawned", [each["healed"] for each in times])
+        told("kill to first step of 4 again, one spawned", [each["restored"] for each in times])
+    if "torch" in parts:
+        times = [time_torch() for _ in range(options.repeats)]
+        lost = TORCH_KILL_AFTER % TORCH_SAVE_EVERY
+        told("PyTorch: kill to next step", [each["again"] for each in times])
+        told(f"PyTorch: to next new one, {lost} done again", [each["new"] for each in times])
     if "resize" in parts:
-        told("resize 4 to 8, with its first step", json.loads(launch(8, ["resize", str(options.repeats)])))
+        told("resize 4 to 8 by spares, with a step", json.loads(launch(8, ["resize", str(options.repeats)])))
+        told("resize 4 to 8 by spawn, with a step", [json.loads(launch(4, ["grow"])) for _ in range(options.repeats)])
     if "cost" in parts:
         found = json.loads(launch(2, ["cost", str(options.repeats), str(options.steps)]))
         for name, times in found.items():

@@ -73,6 +73,13 @@ def plot(path: Path, losses: np.ndarray, held_out: float, unigram: float) -> Non
     figure.savefig(path, dpi=120)
 
 
+def steps_or_share(text: str) -> float:
+    every = int(text) if text.isdecimal() else float(text)
+    if not (every >= 1 if isinstance(every, int) else 0 < every < 1):
+        raise argparse.ArgumentTypeError("must be a whole number of at least 1, or a share between 0 and 1")
+    return every
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
@@ -96,7 +103,13 @@ def arguments() -> argparse.Namespace:
     option("--seed", 0, "of initial values, sample order and generated text")
     option("--sample", 400, "bytes of text to generate at the end")
     option("--output", Path("train-gpt-output"), "folder for plot, sample and checkpoints")
-    option("--checkpoint-every", 100, "steps from one checkpoint to the next; there is one at the end too")
+    parser.add_argument(
+        "--checkpoint-every",
+        type=steps_or_share,
+        default=100,
+        help="steps from one checkpoint to the next, or the share of the time that saving may take, as 0.02; there is "
+        "one at the end too (default 100)",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
     parser.add_argument("--sequence-parallel", action="store_true", help="split norms and residuals over --tensor too")
     parser.add_argument("--tied", action="store_true", help="one table for input and output embedding")
@@ -105,8 +118,6 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.sample < 0:
         parser.error("--sample must be at least 0")
-    if options.checkpoint_every < 1:
-        parser.error("--checkpoint-every must be at least 1")
     return options
 
 

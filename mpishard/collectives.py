@@ -84,25 +84,29 @@ class Axis:
         ledger: Ledger,
         *,
         members: Sequence[int] | None = None,
+        later: MPI.Intracomm | None = None,
         debug: bool = False,
     ) -> None:
         self.name = name
         self.ledger = ledger
         self.largest_count = None if probe().large_counts else 2**31 - 1
         self._debug = debug
-        self.move(comm, members=members)
+        self._groups: dict[tuple[int, ...], str] = {}
+        self.move(comm, members=members, later=later)
 
-    def move(self, comm: MPI.Intracomm, *, members: Sequence[int] | None = None) -> None:
+    def move(
+        self, comm: MPI.Intracomm, *, members: Sequence[int] | None = None, later: MPI.Intracomm | None = None
+    ) -> None:
         """Become the axis of other ranks, whoever holds it; the communicators before are not freed.
 
-        Collective over `comm`.
+        Collective over `comm`, of which `later` is a duplicate, by default made here.
         """
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
         self.members = list(range(comm.size) if members is None else members)
         self._now = _Lane(comm, self._debug)
-        self._later = _Lane(comm.Dup(), self._debug)
+        self._later = _Lane(comm.Dup() if later is None else later, self._debug)
         self._among: dict[tuple[int, ...], Axis | None] = {}
 
     def revoke(self) -> None:
@@ -124,14 +128,22 @@ class Axis:
         """
         key = tuple(sorted(ranks))
         if key not in self._among:
-            comm = self.comm.Split(0 if self.rank in key else MPI.UNDEFINED, self.rank)
-            part = None
-            if self.rank in key:
-                assert isinstance(comm, MPI.Intracomm)
-                members = [self.members[rank] for rank in key]
-                part = Axis(name, comm, self.ledger, members=members, debug=self._debug)
-            self._among[key] = part
+            self._groups.setdefault(key, name)
+            self._among[key] = self._part(key, self.comm, 0)
         return self._among[key]
+
+    def regain_parts(self, parent: MPI.Intracomm, color: int) -> None:
+        """Make anew what `among` had made before `move`.  Collective over `parent`; those of a color are one axis."""
+        for key in self._groups:
+            self._among[key] = self._part(key, parent, color)
+
+    def _part(self, key: tuple[int, ...], parent: MPI.Intracomm, color: int) -> Axis | None:
+        now, later = (parent.Split(color if self.rank in key else MPI.UNDEFINED, self.rank) for _ in range(2))
+        if self.rank not in key:
+            return None
+        assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
+        members = [self.members[rank] for rank in key]
+        return Axis(self._groups[key], now, self.ledger, members=members, later=later, debug=self._debug)
 
     def free(self) -> None:
         """Free the communicators.  Collective."""

@@ -21,7 +21,7 @@ from mpishard.ledger import Ledger
 from mpishard.threads import limit_blas_threads
 
 _DEFAULT_TIMEOUT_S = 600.0
-# Python's -X option of processes that an elastic run has spawned: each is alone until the run takes it in.
+# Python's -X option of processes that an elastic run has spawned; its value is the run's tensor x pipeline sizes.
 NEWCOMER = "mpishard_newcomer"
 
 
@@ -36,7 +36,8 @@ class Mesh:
     comm : mpi4py.MPI.Intracomm, optional
         The ranks to arrange; default all of them.  It is duplicated and can be freed afterwards.
     data, tensor, pipeline : int
-        Sizes; their product must be the number of ranks.  One of them may be -1 and is inferred.
+        Sizes; their product must be the number of ranks.  One of them may be -1 and is inferred.  Processes that an
+        elastic run has spawned have its tensor and pipeline sizes whatever is given here.
     timeout : float, optional
         Seconds a collective may wait before the job is ended with a report of who waits where; default from
         ``MPISHARD_TIMEOUT``, else 600.
@@ -75,7 +76,10 @@ class Mesh:
         debug: bool | None = None,
     ) -> None:
         if comm is None:
-            comm = MPI.COMM_SELF if NEWCOMER in sys._xoptions else MPI.COMM_WORLD
+            comm = MPI.COMM_WORLD
+        cell = newcomer_cell()
+        if cell is not None and comm.size == MPI.COMM_WORLD.size:
+            data, (tensor, pipeline) = -1, cell
         data, tensor, pipeline = _sizes(comm.size, data=data, tensor=tensor, pipeline=pipeline)
         timeout = _timeout(timeout)
         self.debug = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0") if debug is None else debug
@@ -83,6 +87,7 @@ class Mesh:
         world = comm.Dup()
         self._watchdog: Watchdog | None = Watchdog(world, self.ledger, timeout)
         abort_on_exception(self.ledger)
+        self._is_child = False
         self._split(world, data, tensor, pipeline)
 
     def _split(self, world: MPI.Intracomm, data: int, tensor: int, pipeline: int) -> None:
@@ -91,21 +96,28 @@ class Mesh:
         tensor_rank, data_rank, stage = rank % tensor, rank // tensor % data, rank // (tensor * data)
         self.coordinates = {"pipeline": stage, "data": data_rank, "tensor": tensor_rank}
 
-        def axis(name: str, part: MPI.Comm) -> Axis:
-            assert isinstance(part, MPI.Intracomm)
-            members = MPI.Group.Translate_ranks(part.group, None, world.group)
+        # All from `world`, which every rank has: a rank that fails here revokes it and so wakes those who wait for it,
+        # while a communicator that it never got could not be revoked by it.
+        def axis(name: str, now: MPI.Comm, later: MPI.Comm) -> Axis:
+            assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
+            members = MPI.Group.Translate_ranks(now.group, None, world.group)
             known: Axis | None = getattr(self, name, None)
             if known is None:
-                return Axis(name, part, self.ledger, members=members, debug=self.debug)
-            known.move(part, members=members)
+                return Axis(name, now, self.ledger, members=members, later=later, debug=self.debug)
+            known.move(now, members=members, later=later)
             return known
 
-        self.world = axis("world", world)
-        self.data = axis("data", world.Split(stage * tensor + tensor_rank, data_rank))
-        self.tensor = axis("tensor", world.Split(stage * data + data_rank, tensor_rank))
-        self.pipeline = axis("pipeline", world.Split(data_rank * tensor + tensor_rank, stage))
-        self.node = axis("node", world.Split_type(MPI.COMM_TYPE_SHARED, rank))
-        self.blas_threads = limit_blas_threads(self.node.comm)
+        def split(color: int, place: int) -> list[MPI.Comm]:
+            return [world.Split(color, place) for _ in range(2)]
+
+        self.world = axis("world", world, world.Dup())
+        self.data = axis("data", *split(stage * tensor + tensor_rank, data_rank))
+        self.tensor = axis("tensor", *split(stage * data + data_rank, tensor_rank))
+        pipelines = data_rank * tensor + tensor_rank
+        self.pipeline = axis("pipeline", *split(pipelines, stage))
+        self.pipeline.regain_parts(world, pipelines)  # ties between stages, which stay whatever the data size is
+        self.node = axis("node", *(world.Split_type(MPI.COMM_TYPE_SHARED, rank) for _ in range(2)))
+        self.blas_threads = limit_blas_threads(world, self.node.members)
         self._children: dict[tuple[int, int, int], Mesh] = {}
         self._freed = False
 
@@ -160,9 +172,15 @@ class Mesh:
         if shape not in self._children:
             child = Mesh.__new__(Mesh)
             child.debug, child.ledger, child._watchdog = self.debug, self.ledger, None
+            child._is_child = True
             child._split(self.world.comm.Dup(), data, tensor, pipeline)
             self._children[shape] = child
         return self._children[shape]
+
+    @property
+    def is_reshaped(self) -> bool:
+        """Whether there is another mesh of the same ranks, by `reshaped`."""
+        return self._is_child or bool(self._children)
 
     def move(self, comm: MPI.Intracomm) -> None:
         """Be split anew over other ranks, in place: the axes stay the objects that models and optimizers hold.
@@ -175,7 +193,7 @@ class Mesh:
         ValueError
             On every rank, if the number of ranks is no multiple of the tensor and pipeline sizes.
         """
-        assert not self._children and self._watchdog is None
+        assert not self.is_reshaped and self._watchdog is None
         self._split(comm, *_sizes(comm.size, data=-1, tensor=self.shape["tensor"], pipeline=self.shape["pipeline"]))
 
     def release(self) -> None:
@@ -214,6 +232,15 @@ class Mesh:
         if self._watchdog is not None:
             self._watchdog.close()
         self.release()
+
+
+def newcomer_cell() -> tuple[int, int] | None:
+    """Tensor and pipeline size of the elastic run that has spawned this process; None if none has."""
+    told = sys._xoptions.get(NEWCOMER)
+    if told is None:
+        return None
+    tensor, _, pipeline = str(told).partition("x")
+    return int(tensor), int(pipeline)
 
 
 def _sizes(ranks: int, **sizes: Any) -> tuple[int, int, int]:

@@ -74,11 +74,17 @@ class _Flight:
             send.wait()
         self.sends.clear()
 
+    def abandon(self) -> None:
+        for send in self.sends:
+            send.abandon()
+        self.sends.clear()
+
 
 class Pipeline:
     """The chunks of one rank, run by a schedule.  All methods are collective over the pipeline axis.
 
-    Once one of them was left by an exception, which on several ranks leaves messages under way, all raise RuntimeError.
+    Once one of them was left by an exception, which on several ranks leaves messages under way, all raise RuntimeError
+    until the axis has moved to other communicators (`Axis.move`).
 
     Parameters
     ----------
@@ -125,6 +131,7 @@ class Pipeline:
         self._gradient_sends: dict[int, Pending] = {}
         self._gradient_buffers: dict[int, Array] = {}
         self._loss = 0.0
+        self._comm = axis.comm if axis.size > 1 else None
         self._unfinished = False
 
     def train(self, batches: Sequence[Batch]) -> float:
@@ -181,18 +188,31 @@ class Pipeline:
         return known
 
     def _begin(self) -> None:
-        if self._unfinished and self.axis.size > 1:
+        if self._unfinished:  # an earlier call was left by an exception
+            self._give_up()
+        self._comm = self.axis.comm if self.axis.size > 1 else None
+        self._unfinished = True
+        self.executed = []
+        self.peak_in_flight = 0
+        self._handed.clear()
+        self._gradient_sends.clear()
+        self._loss = 0.0
+
+    def _give_up(self) -> None:
+        """Have all memory back, if no message of an earlier call can meet one of the next."""
+        if self.axis.size > 1 and self.axis.comm is self._comm:
             raise RuntimeError(
                 "an earlier pass over this pipeline was left by an exception, and the next would take what is still on "
                 "its way for its own; start the job again, or go on with another mesh, without freeing this one"
             )
-        self._unfinished = True
-        self.executed = []
-        self.peak_in_flight = 0
-        self._flights.clear()  # an earlier call may have been left by an exception
-        self._handed.clear()
-        self._gradient_sends.clear()
-        self._loss = 0.0
+        for send in self._gradient_sends.values():
+            send.abandon()
+        for (chunk, _), flight in self._flights.items():
+            self._idle[chunk].append(flight)
+        self._flights.clear()
+        for idle in self._idle:
+            for flight in idle:
+                flight.abandon()
 
     def _finish(self, tell_loss: bool = True) -> float:
         for send in self._gradient_sends.values():

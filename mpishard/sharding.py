@@ -145,6 +145,12 @@ class ShardedUnits:
             self._drop(unit)
         self._users.clear()
 
+    def abandon(self) -> None:
+        """Forget what is being gathered, over communicators that were revoked.  Not collective."""
+        for pending in self._pending.values():
+            pending.abandon()
+        self._pending.clear()
+
     def gather(self, flat: Array) -> None:
         """Fill a flat array of all parameters, unit by unit."""
         for unit, (start, stop) in enumerate(self._extents):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
@@ -12,21 +13,22 @@ _RANKS_ON_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS
 _CHOSEN_BY_USER = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
-def limit_blas_threads(node: MPI.Intracomm) -> int:
-    """Limit BLAS to this rank's share of the cores it may run on, at least one thread.  Collective over `node`.
+def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
+    """Limit BLAS to this rank's share of the cores it may run on, at least one thread.  Collective over `comm`.
 
-    A core that several ranks of the node may run on counts in equal parts for each.  Eight ranks on two cores with two
-    threads each were seen 6 to 8 times slower than with one.  Where one of the usual environment variables is set the
-    user's choice stands; it is returned.
+    `node` are its ranks on the node of this one.  A core that several of them may run on counts in equal parts for
+    each.  Eight ranks on two cores with two threads each were seen 6 to 8 times slower than with one.  Where one of the
+    usual environment variables is set the user's choice stands; it is returned.
     """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    everybody = node.allgather(sorted(cores))
+    told = comm.allgather(sorted(cores))
+    everybody = [told[rank] for rank in node]
     for variable in _CHOSEN_BY_USER:
         if os.environ.get(variable, "").isdigit():
             return int(os.environ[variable])
     share = sum(1 / sum(core in theirs for theirs in everybody) for core in cores)
     ranks = max(int(os.environ.get(variable, "").strip() or 1) for variable in _RANKS_ON_NODE)
-    if ranks > node.size:
+    if ranks > len(node):
         share = min(share, len(cores) / ranks)
     threads = max(1, int(share + 1e-9))
     threadpool_limits(threads)

@@ -1,12 +1,14 @@
 """Whoever dies, however and wherever: the grid of faults that an elastic run outlives.
 
-    python tests/faults.py [--sample N] [--seed S] [--strategy S] [--phase P] [--victim V] [--kind K]
+    python tests/faults.py [--victim V] [--phase P] [--kind K] [--layout L] [--sample N] [--jobs N] [--resume FILE]
 
-Each case is a run of its own, by Open MPI's ``mpirun --with-ft ulfm``: four workers and a spare train a small GPT, one
-of them fails, and the run must end by itself with the parameters and losses of a run of one rank, to the last bit.
-Without arguments the whole grid is run, which takes more than an hour on two cores.  Prints a table.
+Each case is a run of its own, by Open MPI's ``mpirun --with-ft ulfm``: three or four workers and a spare train a small
+GPT, one of them fails, and the run must end by itself with the parameters and losses of a run without faults, to the
+last bit.  Without arguments the whole grid is run, which takes about an hour on two cores.  ``--several``: the cases
+with more than one failure.  Prints each case as it ends, and a table.  With ``--resume FILE`` each is noted there, and
+those that are there already are not run again.
 
-After a death Open MPI sometimes hangs in MPI_Finalize, when all results are there: the table says so, and
+After a death Open MPI sometimes hangs in MPI_Finalize, when all results are there: the table counts how often, and
 `mpishard run` ends such a job.
 """
 
@@ -14,52 +16,44 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import itertools
 import json
 import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-WORKERS = 4
-VICTIMS = {"first": 0, "middle": 1, "last": WORKERS - 1, "spare": WORKERS}
-PHASES = ("forward", "reduction", "all-gather", "update", "buddy", "agreement", "committed", "save", "resize", "heal")
-KINDS = ("kill", "exception", "exit")
-STRATEGIES = ("DDP", "ZeRO1", "ZeRO2", "ZeRO3")
-STEPS, SHRUNK_AFTER, GROWN_AFTER = 9, 3, 6
-TIME_LIMIT = 120.0
-GRACE = 5.0  # that the launcher gets to end after the work is done
+import fault_run
+from fault_run import SPAWNED, Case, Fault
 
-
-@dataclass(frozen=True)
-class Fault:
-    """One process fails, at the step `at` or the first time that the phase comes after it."""
-
-    victim: int
-    phase: str
-    kind: str
-    at: int = 5
-
-
-@dataclass(frozen=True)
-class Case:
-    """A run and what happens to it; `lost`: that state which nobody keeps is lost, so that it must end."""
-
-    name: str
-    strategy: str
-    faults: tuple[Fault, ...]
-    processes: int = WORKERS + 1
-    lost: bool = False
+VICTIMS = ("first", "middle", "last", "spawned", "spare")
+PHASES = (
+    *("forward", "reduction", "all-gather", "update", "buddy", "agreement", "committed", "save"),
+    *("resize", "heal", "spawn"),
+)
+KINDS = ("kill", "exception", "stop", "exit")
+# Strategy, tensor and pipeline size.
+LAYOUTS = {
+    "DDP": ("DDP", 1, 1),
+    "ZeRO1": ("ZeRO1", 1, 1),
+    "ZeRO2": ("ZeRO2", 1, 1),
+    "ZeRO3": ("ZeRO3", 1, 1),
+    "tensor": ("ZeRO2", 2, 1),
+    "pipeline": ("ZeRO1", 1, 2),
+}
+TIME_LIMIT = 60.0
+GRACE = 10.0  # that the launcher gets to end after the work is done
 
 
 @dataclass(frozen=True)
@@ -70,42 +64,100 @@ class Ended:
     problem: str
     how: str
     seconds: float
-    output: str
+    output: str = ""
 
 
-def single(victim: str, phase: str, kind: str, strategy: str) -> Case:
-    """A case of the grid."""
-    name = f"{victim} {phase} {kind} {strategy}"
-    who = VICTIMS[victim]
-    if phase != "heal":
-        at = SHRUNK_AFTER if phase == "resize" else 4 if phase == "save" else 5
-        return Case(name, strategy, (Fault(who, phase, kind, at),))
-    # A worker that is no neighbour of the victim dies first.
-    before = Fault((who + 2) % WORKERS, "forward", "kill")
-    return Case(name, strategy, (before, Fault(who, "heal", kind)))
+# -- the cases --------------------------------------------------------------------------------------------------------
+
+
+def plain(name: str, layout: str, replicas: int = 4) -> Case:
+    """A run without faults, of all replicas but one, which is a spare."""
+    strategy, tensor, pipeline = LAYOUTS[layout]
+    if tensor * pipeline > 1:
+        replicas = 3
+    processes = replicas * tensor * pipeline
+    return Case(f"{name} {layout}", strategy, (), tensor, pipeline, replicas - 1, processes)
+
+
+def process(case: Case, replica: int, place: int = 0) -> int:
+    """Which one is at a place of a replica; places are tensor ranks, or stages."""
+    replicas = case.processes // (case.tensor * case.pipeline)
+    return replica * case.tensor + place if case.pipeline == 1 else place * replicas + replica
+
+
+def single(victim: str, phase: str, kind: str, layout: str) -> Case | None:
+    """A case of the grid; None where there is no such thing."""
+    if (layout == "DDP" and phase == "buddy") or (victim == "spare" and phase == "spawn"):
+        return None  # every rank has all of the state; with a spare there is nobody to be spawned yet
+    strategy, tensor, pipeline = LAYOUTS[layout]
+    hybrid = tensor * pipeline > 1
+    spawns = victim == "spawned" or phase == "spawn"
+    case = plain(f"{victim} {phase} {kind}", layout, 5 if phase == "heal" and not hybrid else 4)
+    if spawns:  # the last worker comes later, and there is no spare
+        case = replace(case, spawns=True, processes=(case.workers - 1) * tensor * pipeline)
+        if hybrid and victim != "spawned":  # one replica alone has no copy of its state
+            case = replace(case, workers=3, processes=2 * tensor * pipeline)
+    founders = case.workers - spawns
+    last = tensor * pipeline - 1
+    who = {
+        "first": 0,
+        "middle": process(case, 0, 1) if hybrid else 1,
+        "last": process(case, founders - 1, last),
+        "spawned": SPAWNED,
+        "spare": process(case, case.workers),
+    }[victim]
+    if phase == "heal":
+        # First dies a worker that is no neighbour of the victim: it has no copy of its state.
+        if not hybrid:
+            before = 1 if spawns else (who + 2) % case.workers
+        elif victim in ("spawned", "spare", "first"):
+            before = process(case, founders - 1, 1)
+        else:
+            before = process(case, 1, 0) if victim == "middle" else process(case, 0, 0)
+        faults = (Fault(before, "forward", "kill"), Fault(who, phase, kind, 0))
+    else:
+        faults = (Fault(who, phase, kind, 0 if phase in ("resize", "spawn") else 4),)
+    return replace(case, faults=faults)
 
 
 def grid() -> list[Case]:
-    return [single(*each) for each in itertools.product(VICTIMS, PHASES, KINDS, STRATEGIES)]
+    cases = itertools.starmap(single, itertools.product(VICTIMS, PHASES, KINDS, LAYOUTS))
+    return [case for case in cases if case is not None]
 
 
-def several(strategy: str) -> list[Case]:
+def several(layout: str) -> list[Case]:
     """More than one failure."""
+    after = plain("one-after-the-other", layout, 5)
+    hybrid = after.tensor * after.pipeline > 1
+    one, other = (process(after, 0), process(after, 1, 1)) if hybrid else (0, 2)
+    neighbour = process(after, 1)
+    at_once = replace(after, name=f"two-at-once {layout}")
+    neighbours = replace(after, name=f"neighbours-at-once {layout}", lost=layout != "DDP")
     return [
-        Case(
-            f"one after the other {strategy}", strategy, (Fault(1, "forward", "kill", 2), Fault(0, "update", "kill", 7))
-        ),
-        Case(f"two at once {strategy}", strategy, (Fault(0, "reduction", "kill"), Fault(2, "reduction", "kill"))),
-        Case(
-            f"neighbours at once {strategy}",
-            strategy,
-            (Fault(1, "forward", "kill"), Fault(2, "forward", "kill")),
-            lost=strategy != "DDP",
-        ),
+        replace(after, faults=(Fault(other, "forward", "kill", 2), Fault(one, "update", "kill", 5))),
+        replace(at_once, faults=(Fault(one, "reduction", "kill"), Fault(other, "reduction", "kill"))),
+        replace(neighbours, faults=(Fault(one, "forward", "kill", 6), Fault(neighbour, "forward", "kill", 6))),
     ]
 
 
-# -- the launcher's side ----------------------------------------------------------------------------------------------
+def results_of(case: Case) -> int:
+    """How many processes have the result: all survivors that are in a whole replica."""
+    places = Counter[int]()
+    replicas = case.processes // (case.tensor * case.pipeline)
+    for number in range(case.processes):
+        places[number % case.tensor if case.pipeline == 1 else number // replicas] += 1
+    for place in range(case.tensor * case.pipeline):
+        places[place] += case.spawns
+    for fault in case.faults:
+        who = fault.victim
+        if who == SPAWNED:
+            places[0] -= 1
+        else:
+            places[who % case.tensor if case.pipeline == 1 else who // replicas] -= 1
+    return min(places.values()) * case.tensor * case.pipeline
+
+
+# -- how one is run ---------------------------------------------------------------------------------------------------
 
 
 def launcher() -> list[str] | None:
@@ -125,8 +177,13 @@ def environment() -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "PRTE_MCA_hwloc_default_binding_policy": "none",
+        # As `mpishard run --elastic` has it.
+        "PRTE_MCA_state_base_recoverable": "1",
+        "OMPI_MCA_async_mpi_finalize": "1",
+        "OMPI_MCA_btl": "^ofi",  # it sleeps a second in MPI_Init
         "OPENBLAS_NUM_THREADS": "1",
         **os.environ,
+        "PYTHONDONTWRITEBYTECODE": "",  # processes that start again and again
         "PYTHONPATH": os.pathsep.join([str(root), str(beside), os.environ.get("PYTHONPATH", "")]),
     }
 
@@ -142,12 +199,12 @@ def execute(command: Sequence[str], limit: float, done: Callable[[], bool] = lam
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment() | {"FAULTS_LIMIT": str(limit)},
+            env=environment(),
             start_new_session=True,
         )
         end, how = time.monotonic() + limit, "hangs"
         while process.poll() is None and time.monotonic() < end:
-            time.sleep(0.05)
+            time.sleep(0.02)
             if how == "hangs" and done():
                 end, how = min(end, time.monotonic() + GRACE), "done"
         if process.poll() is not None:
@@ -163,46 +220,55 @@ def execute(command: Sequence[str], limit: float, done: Callable[[], bool] = lam
         return log.read(), how
 
 
-def expected() -> dict[str, Any]:
-    """Of a run of one rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        case = Case("alone", "DDP", (), processes=1)
-        output, _ = execute(_worker(case, folder), TIME_LIMIT)
-        found = _results(folder)
-        if len(found) != 1:
-            sys.exit(f"the run of one rank failed:\n{output}")
-        return found[0]
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Where a run leaves its notes and checkpoints: in memory, where a sync costs nothing."""
+    memory = Path("/dev/shm")
+    return tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, ignore_cleanup_errors=True)
 
 
-def _worker(case: Case, folder: str) -> list[str]:
-    return [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(asdict(case)), folder]
+def _command(case: Case, folder: str, limit: float) -> list[str]:
+    return [sys.executable, fault_run.__file__, json.dumps(asdict(case)), folder, str(limit)]
 
 
 def _results(folder: str) -> list[dict[str, Any]]:
-    return [json.loads(file.read_text()) for file in sorted(Path(folder).glob("result-*"))]
+    return [json.loads(file.read_text()) for file in Path(folder).glob("result-*")]
 
 
-def _end_left(folder: str) -> list[int]:
-    """Kill the processes of a run that are still there; returns them."""
-    left = []
-    for pid in map(int, Path(folder, "pids").read_text().split()):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if folder.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
-                left.append(pid)
-    return left
+def _alive(folder: str) -> list[int]:
+    """Processes of a run that have not ended."""
+    found = []
+    for file in Path(folder).glob("process-*"):
+        number = int(file.name.removeprefix("process-"))
+        with contextlib.suppress(OSError):
+            if folder.encode() in Path(f"/proc/{number}/cmdline").read_bytes():
+                found.append(number)
+    return found
+
+
+def expected(launch: Sequence[str], tensor: int = 1, pipeline: int = 1) -> dict[str, Any]:
+    """Of a run of one replica, without faults."""
+    with _folder() as folder:
+        ranks = tensor * pipeline
+        case = Case("alone", "DDP", (), tensor, pipeline, 1, ranks)
+        output, _ = execute([*launch, "-n", str(ranks), *_command(case, folder, TIME_LIMIT)], TIME_LIMIT)
+        found = _results(folder)
+        if len(found) != ranks or any(each != found[0] for each in found):
+            raise RuntimeError(f"the run without faults failed:\n{output}")
+        return found[0]
 
 
 def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: float = TIME_LIMIT) -> Ended:
-    survivors = case.processes - len(case.faults)
-    with tempfile.TemporaryDirectory() as folder:
-        began = time.monotonic()
-        command = [*launch, "-n", str(case.processes), *_worker(case, folder)]
-        output, how = execute(command, limit, lambda: len(list(Path(folder).glob("result-*"))) == survivors)
+    with _folder() as folder:
+        began, results = time.monotonic(), results_of(case)
+        command = [*launch, "-n", str(case.processes), *_command(case, folder, limit)]
+        output, how = execute(command, limit, lambda: len(list(Path(folder).glob("result-*"))) >= results)
         seconds = time.monotonic() - began
         found = _results(folder)
         happened = len(list(Path(folder).glob("fault-*")))
-        alive = _end_left(folder)
+        alive = _alive(folder)
+        for number in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
     problem = ""
     if how == "hangs":
         problem = f"not done in {limit:g} s"
@@ -213,205 +279,109 @@ def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: flo
     elif case.lost:
         if found or "newest checkpoint" not in output:
             problem = "it did not end with word of the newest checkpoint"
-    elif len(found) != survivors:
-        problem = f"{len(found)} of {survivors} survivors came to the end"
+    elif len(found) != results:
+        problem = f"{len(found)} of {results} processes came to the end"
     elif any(each != reference for each in found):
         problem = f"other bits: {found} instead of {reference}"
     return Ended(case, problem, how, seconds, output)
 
 
-# -- a process of the run ---------------------------------------------------------------------------------------------
-
-
-def worker(case: Case, folder: Path) -> None:
-    import hashlib
-
-    import numpy as np
-    from mpi4py import MPI
-
-    import mpishard
-    from mpishard import nn
-    from mpishard.checkpoint import Checkpoints
-    from mpishard.elastic.optimizer import ElasticOptimizer
-
-    me = MPI.COMM_WORLD.rank
-    faulthandler.dump_traceback_later(float(os.environ.get("FAULTS_LIMIT", TIME_LIMIT)) / 2)
-    with open(folder / "pids", "a") as file:
-        file.write(f"{os.getpid()}\n")
-    tokens = np.random.default_rng(1).integers(0, 11, (45, 9))
-    strategy: Any = getattr(mpishard, f"{case.strategy}Optimizer")
-    with mpishard.Mesh() as mesh:
-        model = nn.GPT(11, 8, 16, 2, 2, np.float32, mesh=mesh)
-        config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=0.5, reproducible=True)
-        inner = strategy(mpishard.AdamW(lr=0.01), config)
-        elastic = ElasticOptimizer(inner, max_workers=WORKERS)
-        clock = SimpleNamespace(now=lambda: inner.clock + 1)
-        hit = None
-
-        def batch(samples: Any) -> Any:
-            if hit is not None:
-                hit("forward")
-            return tokens[samples, :-1], tokens[samples, 1:]
-
-        def callback(state: Any) -> None:
-            if mesh.size > 1 and state.step == SHRUNK_AFTER:
-                elastic.resize(WORKERS - 1)
-            if mesh.size > 1 and state.step == GROWN_AFTER:
-                elastic.resize(WORKERS)
-
-        options = {"samples": 45, "batch_size": 16, "tokens_per_sample": 8, "steps": STEPS, "micro_batch_size": 2}
-        problem = mpishard.OptimizationProblem.for_model(model, batch, **options)
-        with Checkpoints(folder / "checkpoints", mesh, every=4) as checkpoints:
-            hit = strike(case, me, folder, mesh, checkpoints, clock)
-            resizes = any(fault.phase == "resize" for fault in case.faults)
-            result = elastic.optimize(
-                problem, callback=callback if resizes else None, progress=False, checkpoints=checkpoints
-            )
-        full = mpishard.as_distributed(model, mesh).gather_full_parameters()
-        found = {
-            "parameters": hashlib.sha256(full.tobytes()).hexdigest(),
-            "losses": hashlib.sha256(result.loss_history.tobytes()).hexdigest(),
-            "steps": result.steps,
-            "samples": result.samples,
-        }
-    (folder / f"result-{me}").write_text(json.dumps(found))
-
-
-def fail(kind: str) -> None:
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "exit":
-        sys.exit(3)
-    raise ArithmeticError("a fault of this process")
-
-
-def strike(case: Case, me: int, folder: Path, mesh: Any, checkpoints: Any, clock: Any) -> Callable[[str], None]:
-    """Lay the faults of this process in its way; returns what tells that it is in a phase.
-
-    A spare is in no phase of a step: it fails as soon as rank 0 is in that phase, which waits for it there.
-    """
-    from mpishard.checkpoint import saver
-    from mpishard.elastic import crew, loop
-    from mpishard.optim import optimizer
-
-    here = [(number, fault) for number, fault in enumerate(case.faults) if fault.victim == me]
-    afar = [(number, fault) for number, fault in enumerate(case.faults) if fault.victim >= WORKERS and me == 0]
-
-    def note(name: str) -> Path:
-        return folder / name
-
-    def hit(phase: str) -> None:
-        for number, fault in afar:
-            if fault.phase == phase and clock.now() >= fault.at and not note(f"order-{number}").exists():
-                note(f"order-{number}").touch()
-                end = time.monotonic() + 5
-                while not note(f"fault-{number}").exists() and time.monotonic() < end:
-                    time.sleep(0.001)
-        for number, fault in here:
-            if fault.victim < WORKERS and fault.phase == phase and clock.now() >= fault.at:
-                note(f"fault-{number}").touch()
-                fail(fault.kind)
-
-    def before(owner: Any, name: str, phase: str, applies: Callable[..., bool] = lambda *_, **__: True) -> None:
-        """Fail instead of a call."""
-        original = getattr(owner, name)
-
-        def instead(*arguments: Any, **options: Any) -> Any:
-            if applies(*arguments, **options):
-                hit(phase)
-            return original(*arguments, **options)
-
-        setattr(owner, name, instead)
-
-    def within(owner: Any, name: str, phase: str, applies: Callable[..., bool] = lambda *_, **__: True) -> None:
-        """Fail once a call has returned, so that what it started is under way."""
-        original = getattr(owner, name)
-
-        def instead(*arguments: Any, **options: Any) -> Any:
-            result = original(*arguments, **options)
-            if applies(*arguments, **options):
-                hit(phase)
-            return result
-
-        setattr(owner, name, instead)
-
-    # The parameters of ZeRO-3 are gathered in the forward pass, those of ZeRO-1 and 2 and gradients of DDP after it.
-    within(mesh.data, "start_all_to_all", "reduction")
-    within(mesh.data, "start_all_gather", "all-gather")
-    within(optimizer, "take_step", "update")
-    within(mesh.data, "start_send", "buddy", lambda *_, **options: options.get("label") == "buddy")
-    before(loop.ElasticLoop, "_agree", "agreement")
-    before(loop.ElasticLoop, "_commit", "committed")
-    if any(fault.kind == "kill" for _, fault in here):
-        before(saver, "write_pieces", "save")
-    else:
-        before(checkpoints, "save", "save")
-    healing = []
-    before(loop, "reshard_state", "resize", lambda *_, **__: not healing)
-    before(loop, "reshard_state", "heal", lambda *_, **__: bool(healing))
-    mark = loop.ElasticLoop._bury
-
-    def bury(self: Any, error: Any) -> Any:
-        healing.append(error)
-        return mark(self, error)
-
-    loop.ElasticLoop._bury = bury  # type: ignore[method-assign]
-    ordered = [(number, fault) for number, fault in here if fault.victim >= WORKERS]
-    if ordered:
-        nap = time.sleep
-
-        def sleep(seconds: float) -> None:
-            for number, fault in ordered:
-                if note(f"order-{number}").exists():
-                    note(f"fault-{number}").touch()
-                    fail(fault.kind)
-            nap(seconds)
-
-        crew.time = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)  # type: ignore[assignment]
-    return hit
-
-
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+def _run_all(cases: Iterable[Case], launch: Sequence[str], limit: float, jobs: int, file: Path | None) -> list[Ended]:
+    """Run them, so many at a time; what a file knows of is taken from there."""
+    known = {}
+    if file is not None and file.exists():
+        for line in file.read_text().splitlines():
+            fields = json.loads(line)
+            known[fields["case"]] = fields
+    references: dict[tuple[int, int], dict[str, Any]] = {}
+    todo = [case for case in cases if case.name not in known]
+    for case in todo:
+        mesh = case.tensor, case.pipeline
+        if mesh not in references:
+            references[mesh] = expected(launch, *mesh)
+
+    def carry_out(case: Case) -> Ended:
+        ended = run(case, launch, references[case.tensor, case.pipeline], limit)
+        verdict = ended.problem or ("ends and says why" if case.lost else "bit-equal")
+        if ended.how == "done":
+            verdict += ", but the launcher does not end"
+        text = f"{case.name:36s} {ended.seconds:6.1f} s  {verdict}\n" + (ended.output if ended.problem else "")
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        if file is not None:
+            fields = {"problem": ended.problem, "how": ended.how, "seconds": round(ended.seconds, 2)}
+            output = {"output": ended.output} if ended.problem else {}
+            with file.open("a") as stream:
+                stream.write(json.dumps({"case": case.name, **fields, **output}) + "\n")
+        return ended
+
+    before = [
+        Ended(case, *(known[case.name][name] for name in ("problem", "how", "seconds")))
+        for case in cases
+        if case.name in known
+    ]
+    with ThreadPoolExecutor(jobs) as pool:
+        return before + list(pool.map(carry_out, todo))
+
+
+def table(all_ended: Sequence[Ended]) -> str:
+    """How many of how many cases are as they must be."""
+    lines = []
+    words = [ended.case.name.split() for ended in all_ended]
+    for rows, columns in ((0, 1), (2, 3)):
+        tried: Counter[tuple[str, str]] = Counter()
+        good: Counter[tuple[str, str]] = Counter()
+        for each, ended in zip(words, all_ended, strict=True):
+            if len(each) == 4:
+                tried[each[rows], each[columns]] += 1
+                good[each[rows], each[columns]] += not ended.problem
+        across = [name for name in ((), PHASES, (), tuple(LAYOUTS))[columns] if any(key[1] == name for key in tried)]
+        if not across:
+            continue
+        lines.append(" " * 12 + "".join(f"{name:>11s}" for name in across))
+        for row in (VICTIMS, (), KINDS)[rows]:
+            cells = [f"{good[row, name]}/{tried[row, name]}" if tried[row, name] else "-" for name in across]
+            lines.append(f"{row:12s}" + "".join(f"{cell:>11s}" for cell in cells))
+        lines.append("")
+    failed = [ended for ended in all_ended if ended.problem]
+    lines += [f"{ended.case.name}: {ended.problem}" for ended in failed]
+    unended = sum(ended.how == "done" for ended in all_ended)
+    seconds = statistics.median(ended.seconds for ended in all_ended) if all_ended else 0.0
+    lines.append(
+        f"{len(all_ended) - len(failed)} of {len(all_ended)} as they must be, in {seconds:.1f} s each (median); "
+        f"{unended} launchers did not end"
+    )
+    return "\n".join(lines)
+
+
 def main() -> int:
-    if sys.argv[1:2] == ["--worker"]:
-        fields = json.loads(sys.argv[2])
-        fields["faults"] = tuple(Fault(**each) for each in fields["faults"])
-        worker(Case(**fields), Path(sys.argv[3]))
-        return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", type=int, help="so many cases of the grid only")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--strategy", choices=STRATEGIES)
-    parser.add_argument("--phase", choices=PHASES)
-    parser.add_argument("--victim", choices=VICTIMS)
-    parser.add_argument("--kind", choices=KINDS)
+    parser.add_argument("--victim", choices=VICTIMS, action="append")
+    parser.add_argument("--phase", choices=PHASES, action="append")
+    parser.add_argument("--kind", choices=KINDS, action="append")
+    parser.add_argument("--layout", choices=LAYOUTS, action="append")
     parser.add_argument("--several", action="store_true", help="the cases with more than one failure instead")
+    parser.add_argument("--sample", type=int, help="so many of the cases only")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--limit", type=float, default=TIME_LIMIT, help="seconds for one case")
+    parser.add_argument("--resume", type=Path, metavar="FILE")
     options = parser.parse_args()
     launch = launcher()
     if launch is None:
         sys.exit("faults heal in place under Open MPI only, which is not the MPI of this Python")
-    chosen = [options.victim, options.phase, options.kind, options.strategy]
-    if options.several:
-        cases = [case for strategy in STRATEGIES for case in several(strategy) if chosen[3] in (None, strategy)]
-    else:
-        cases = [case for case in grid() if all(part in (None, *case.name.split()) for part in chosen)]
+    cases = [case for layout in LAYOUTS for case in several(layout)] if options.several else grid()
+    for chosen in (options.victim, options.phase, options.kind, options.layout):
+        if chosen:
+            cases = [case for case in cases if set(chosen) & set(case.name.split())]
     if options.sample is not None:
         cases = random.Random(options.seed).sample(cases, min(options.sample, len(cases)))
-    reference, failed = expected(), 0
-    for case in cases:
-        ended = run(case, launch, reference, options.limit)
-        failed += bool(ended.problem)
-        verdict = ended.problem or ("ends and says why" if case.lost else "bit-equal")
-        if ended.how == "done":
-            verdict += ", but the launcher does not end"
-        print(f"{case.name:36s} {ended.seconds:6.1f} s  {verdict}", flush=True)
-        if ended.problem:
-            print(ended.output, flush=True)
-    print(f"{len(cases) - failed} of {len(cases)} as they must be")
-    return 1 if failed else 0
+    found = _run_all(cases, launch, options.limit, options.jobs, options.resume)
+    print(table(found))
+    return 1 if any(ended.problem for ended in found) else 0
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import nn
-from mpishard.data.sampling import Sampler
+from mpishard.data.sampling import Sampler, share
 
 STEPS = 50
 VOCABULARY, LENGTH, WIDTH, SEED = 11, 5, 24, 3
@@ -155,7 +155,7 @@ def _folder() -> str:
 
 
 def loss_and_gradient(model: nn.GPT, mesh: mpishard.Mesh, step: int) -> float:
-    (samples,) = Sampler(SAMPLES, BATCH).share(step, mesh.data.rank, mesh.data.size)
+    (samples,) = share(Sampler(SAMPLES, BATCH).batch(step), mesh.data.rank, mesh.data.size)
     loss = np.array([model.loss_and_gradient(TOKENS[samples, :-1], TOKENS[samples, 1:])])
     return float(mesh.data.all_reduce(loss)[0])
 

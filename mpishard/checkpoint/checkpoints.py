@@ -20,6 +20,7 @@ from mpishard.checkpoint.faults import Fault
 from mpishard.checkpoint.folder import Unfinished
 from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.loading import load_newest
+from mpishard.checkpoint.pace import Pace
 from mpishard.checkpoint.pieces import COMPRESSIONS
 from mpishard.checkpoint.saver import Outcome, Task
 from mpishard.checkpoint.snapshot import Snapshot, live_parts
@@ -36,8 +37,7 @@ class Checkpoints:
     every slot of the optimizer whole, by name.  It appears under its name when all of it is on the disk; a run that
     dies at any moment leaves the checkpoint before or the new one.  ``latest`` points to the newest.
 
-    All methods but `due` and `adopt` are collective over the mesh, creation too.  As a context manager it is closed at
-    the end.
+    All methods but `adopt` are collective over the mesh, creation too.  As a context manager it is closed at the end.
 
     Parameters
     ----------
@@ -45,8 +45,10 @@ class Checkpoints:
         The same for all ranks, on a disk that all of them see.  Made with the first checkpoint.  Two runs may save into
         one folder, each beside what the other has, but then the newest of both is loaded.
     mesh : Mesh
-    every : int, optional
-        Steps from one checkpoint to the next, for the loop that trains, see `due`.
+    every : int or float, optional
+        For the loop that trains, see `due`: steps from one checkpoint to the next; or, as a number between 0 and 1, the
+        share of the run's time that saves may take, by the time that they keep the slowest rank.  ``every=0.02`` with
+        ``asynchronous=True``, which keeps ranks for less, saves as often as 2 % of the time allow.
     keep : int or None
         After each save the oldest ones beyond so many are removed; None: none is.  Only those that were saved here
         count, and once something was loaded from the folder those that were there: a script that is started again
@@ -69,7 +71,7 @@ class Checkpoints:
         folder: str | Path,
         mesh: Mesh,
         *,
-        every: int | None = None,
+        every: float | None = None,
         keep: int | None = 2,
         asynchronous: bool = False,
         compression: str | None = None,
@@ -88,9 +90,16 @@ class Checkpoints:
             if any(other[name] != told[0][name] for other in told):
                 values = ", ".join(other[name] for other in told)
                 raise ValueError(f"{name} must be the same on all ranks, got {values} by rank")
-        for name, value in (("every", every), ("keep", keep)):
-            if value is not None and (not isinstance(value, int | np.integer) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or None")
+        if keep is not None and (not isinstance(keep, int | np.integer) or keep < 1):
+            raise ValueError(f"keep={keep!r} must be a whole number of at least 1, or None")
+        in_steps = isinstance(every, int | np.integer)
+        if every is not None and not (
+            every >= 1 if in_steps else isinstance(every, float | np.floating) and 0 < every < 1
+        ):
+            raise ValueError(
+                f"every={every!r} must be a whole number of steps of at least 1, a share of the run's time above 0 and "
+                "below 1, or None"
+            )
         if compression not in COMPRESSIONS:
             raise ValueError(f"compression={compression!r} is none of {', '.join(map(str, COMPRESSIONS))}")
         if on_error not in ("raise", "warn"):
@@ -105,6 +114,7 @@ class Checkpoints:
         # A thread needs communicators that nobody else uses, and a ledger that the watchdog does not read.
         self._axis: Axis | None = Axis("checkpoint", mesh.world.comm.Dup(), Ledger())
         self._snapshot = Snapshot()
+        self._pace = None if every is None or in_steps else Pace(float(every))
         self._flight: _Flight | None = None
         self._own: set[str] = set()  # ids of the checkpoints that `keep` counts
         self._adopts = False
@@ -114,8 +124,14 @@ class Checkpoints:
         return f"Checkpoints({str(self.folder)!r}, every={self.every}, keep={self.keep})"
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint follows the step, by `every`.  Not collective."""
-        return self.every is not None and step > 0 and step % self.every == 0
+        """Whether a checkpoint follows the step, by `every`; to be asked once after each step.
+
+        Where `every` is a share of the time, the first one follows the first step, since what a save takes is measured;
+        then each save is followed by so much time without one that it took no more than the share.
+        """
+        if self._pace is None:
+            return self.every is not None and step > 0 and step % self.every == 0
+        return self._pace.asks(step) and self._pace.decide(step, self.mesh.world.exchange(self._pace.measured(step)))
 
     def save(self, state: RunState, *, asynchronous: bool | None = None) -> Path | None:
         """Write a checkpoint.
@@ -145,6 +161,14 @@ class Checkpoints:
         ValueError
             On every rank, if they are not at the same step, or the folder is itself a checkpoint.
         """
+        if self._pace is None:
+            return self._save(state, asynchronous)
+        began = self._pace.clock()
+        path = self._save(state, asynchronous)
+        self._pace.note(int(state.facts["step"]), began)
+        return path
+
+    def _save(self, state: RunState, asynchronous: bool | None) -> Path | None:
         axis = self._open()
         self._settle()
         unfinished, fault, step = self._begin(state)
@@ -225,7 +249,10 @@ class Checkpoints:
         if self._flight is not None:
             self._flight.join()
             self._flight = None
-        self._axis = Axis("checkpoint", self.mesh.world.comm.Dup(), Ledger())
+        world = self.mesh.world.comm  # has been agreed on: what fails half-way can be revoked through it
+        self._axis = Axis("checkpoint", world.Dup(), Ledger(), later=world.Dup())
+        if self._pace is not None:
+            self._pace.ask_soon()
 
     def revoke(self) -> None:
         """Make a save under way fail, on all ranks, since one has died.  Not collective."""

@@ -25,11 +25,11 @@ def run(
     ] = None,
     hosts: Annotated[str, typer.Option(help="NAME:SLOTS,NAME:SLOTS...; without them, this host.")] = "",
     elastic: Annotated[
-        bool, typer.Option("--elastic", help="Start the job again on what is left when it fails.")
+        bool, typer.Option("--elastic", help="Start the job again when it fails, on the hosts that answer.")
     ] = False,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Start lost ranks again too, where the hosts have room.")
-    ] = False,
+        bool, typer.Option(help="Start lost ranks again too, where the hosts have room; or go on on those left.")
+    ] = True,
     min_workers: Annotated[int, typer.Option(help="Fewest ranks to go on with.")] = 1,
     multiple_of: Annotated[int, typer.Option(help="Ranks are a multiple of this: tensor x pipeline sizes.")] = 1,
     max_restarts: Annotated[int, typer.Option(help="Most restarts in succession without a new step.")] = 3,
@@ -38,6 +38,7 @@ def run(
     remote_shell: Annotated[str | None, typer.Option(help="What reaches a host; default: ssh.")] = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that ranks get to leave on SIGTERM.")] = 30.0,
     end_limit: Annotated[float, typer.Option(min=0, help="Seconds from the script's end to the launcher's.")] = 30.0,
+    heal_limit: Annotated[float, typer.Option(min=0, help="Seconds from a death that is survived to a step.")] = 60.0,
     probe_every: Annotated[float, typer.Option(min=0, help="Seconds between looks at the hosts.")] = 5.0,
     probe_limit: Annotated[float, typer.Option(min=0, help="Seconds in which a host answers.")] = 10.0,
 ) -> None:
@@ -64,6 +65,7 @@ def run(
         remote_shell,
         grace,
         end_limit,
+        heal_limit,
         probe_every,
         probe_limit,
     )

@@ -1,4 +1,4 @@
-"""Which samples a step uses, and which rank computes them: a pure function of seed and step."""
+"""Which samples a step uses, and which rank computes them: a pure function of the seed and of how many came before."""
 
 from __future__ import annotations
 
@@ -34,41 +34,44 @@ class Sampler:
     def steps_per_epoch(self) -> int:
         return -(-self.samples // self.batch_size)
 
-    def batch(self, step: int) -> np.ndarray:
-        """Sample indices of step `step` (from 1 on), int64, the same on every rank."""
-        epoch, place = divmod(step - 1, self.steps_per_epoch)
-        start = place * self.batch_size
-        positions = np.arange(start, min(start + self.batch_size, self.samples), dtype=np.int64)
-        return permuted(positions, self.samples, self.seed, "epoch", epoch)
-
     def consumed(self, steps: int) -> int:
-        """Samples used by the first `steps` steps."""
+        """Samples used by the first `steps` steps of `batch_size`."""
         epochs, rest = divmod(steps, self.steps_per_epoch)
         return epochs * self.samples + min(rest * self.batch_size, self.samples)
 
-    def micro_batches(self, step: int, micro_batch_size: int | None = None) -> list[np.ndarray]:
-        """The batch of a step in consecutive micro-batches, the same ones for any number of ranks.
+    def batch(self, step: int) -> np.ndarray:
+        """Sample indices of step `step` (from 1 on) if all have `batch_size`, int64, the same on every rank."""
+        return self.following(self.consumed(step - 1), self.batch_size)
 
-        Without `micro_batch_size` they are 16, as even as can be, or as many as there are samples.
-        """
-        batch = self.batch(step)
-        if micro_batch_size is not None:
-            return [batch[start : start + micro_batch_size] for start in range(0, len(batch), micro_batch_size)]
-        cuts = split(len(batch), min(_MICRO_BATCHES, len(batch)))
-        return [batch[start:stop] for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
+    def following(self, consumed: int, size: int) -> np.ndarray:
+        """The next `size` sample indices after so many, no further than the end of the epoch; int64."""
+        epoch, start = divmod(consumed, self.samples)
+        positions = np.arange(start, min(start + size, self.samples), dtype=np.int64)
+        return permuted(positions, self.samples, self.seed, "epoch", epoch)
 
-    def share(self, step: int, rank: int, size: int, micro_batch_size: int | None = None) -> list[np.ndarray]:
-        """Micro-batches of `rank` among `size` at step `step`; all ranks get lists of one length, some entries empty.
 
-        The batch is cut into micro-batches first, the same ones for any number of ranks, and these are dealt out in
-        runs; without `micro_batch_size` each rank has one, its share of the batch.
-        """
-        batch = self.batch(step)
-        if micro_batch_size is None:
-            cuts = split(len(batch), size)
-            return [batch[cuts[rank] : cuts[rank + 1]]]
-        micro = self.micro_batches(step, micro_batch_size)
-        cuts = split(len(micro), size)
-        mine = micro[cuts[rank] : cuts[rank + 1]]
-        rounds = -(-len(micro) // size)
-        return mine + [batch[:0]] * (rounds - len(mine))
+def micro_batches(batch: np.ndarray, micro_batch_size: int | None = None) -> list[np.ndarray]:
+    """A batch in consecutive micro-batches, the same ones for any number of ranks.
+
+    Without `micro_batch_size` they are 16, as even as can be, or as many as there are samples.
+    """
+    if micro_batch_size is not None:
+        return [batch[start : start + micro_batch_size] for start in range(0, len(batch), micro_batch_size)]
+    cuts = split(len(batch), min(_MICRO_BATCHES, len(batch)))
+    return [batch[start:stop] for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
+
+
+def share(batch: np.ndarray, rank: int, size: int, micro_batch_size: int | None = None) -> list[np.ndarray]:
+    """Micro-batches of `rank` among `size`; all ranks get lists of one length, some entries empty.
+
+    The batch is cut into micro-batches first, the same ones for any number of ranks, and these are dealt out in
+    runs; without `micro_batch_size` each rank has one, its share of the batch.
+    """
+    if micro_batch_size is None:
+        cuts = split(len(batch), size)
+        return [batch[cuts[rank] : cuts[rank + 1]]]
+    micro = micro_batches(batch, micro_batch_size)
+    cuts = split(len(micro), size)
+    mine = micro[cuts[rank] : cuts[rank + 1]]
+    rounds = -(-len(micro) // size)
+    return mine + [batch[:0]] * (rounds - len(mine))

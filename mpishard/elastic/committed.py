@@ -1,7 +1,8 @@
 """The state that a run falls back on: what this rank had at the last committed step, and what its neighbour had.
 
 A step is a transaction: all it changes is copied before, so that a failure before the ranks have agreed leaves every
-survivor where it was.  What only one rank holds has a second copy at its *buddy*, the next rank of the data axis.
+survivor where it was.  What only one rank holds has a second copy at its *buddy*, another rank of the data axis, on
+another node where there is one.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from mpishard.collectives import Axis
+from mpishard.elastic.buddies import buddies
 from mpishard.layout import Holding
 from mpishard.state import RunState, Shard
 
@@ -29,26 +32,28 @@ class Committed:
     axis : Axis
         The data axis.
     identities : list of int
-        Of its ranks.
+        Of its processes, by rank.
+    nodes : list of str
+        Where they are.
     state : RunState
         The live arrays; those of which every rank holds all need no second copy.
     """
 
-    def __init__(self, axis: Axis, identities: list[int], state: RunState) -> None:
+    def __init__(self, axis: Axis, identities: list[int], nodes: list[str], state: RunState) -> None:
         self.state = state
         self._axis = axis
         self._before = [np.empty_like(shard.array) for shard in state.shards]
         self._facts: dict[str, Any] | None = None
-        total = sum(spec.size for spec in state.specs)
         sizes = tuple(sum(piece.size for piece in shard.holding) for shard in state.shards)
         told = axis.exchange((sizes, tuple(shard.holding for shard in state.shards)))
-        # By kind: whether some rank lacks something, so that its neighbour must keep a copy.
-        self._scattered = [any(held[kind] < total for held, _ in told) for kind in range(len(sizes))]
-        previous = (axis.rank - 1) % axis.size
-        self.neighbour = identities[previous]
-        self._theirs: list[Holding] = list(told[previous][1])
+        # By kind: whether some rank lacks what another has, so that its neighbour must keep a copy.
+        self._scattered = [any(each[kind] != own for _, each in told) for kind, own in enumerate(told[0][1])]
+        to = buddies(nodes)
+        self._to, self._source = to[axis.rank], to.index(axis.rank)
+        self.neighbour = identities[self._source]
+        self._theirs: list[Holding] = list(told[self._source][1])
         self._copies: list[list[Array]] = [
-            [np.empty(held, shard.array.dtype) for held, shard in zip(told[previous][0], state.shards, strict=True)]
+            [np.empty(held, shard.array.dtype) for held, shard in zip(told[self._source][0], state.shards, strict=True)]
             for _ in range(2)
         ]
         self.send_copies()
@@ -65,14 +70,19 @@ class Committed:
         axis, fresh = self._axis, self._copies[1]
         if axis.size == 1:
             return
-        to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
         pending = []
         for kind, scattered in enumerate(self._scattered):
             if scattered:
-                pending.append(axis.start_recv(fresh[kind], source, tag=kind, label="buddy"))
-                pending.append(axis.start_send(self.state.shards[kind].array, to, tag=kind, label="buddy"))
-        for each in pending:
-            each.wait()
+                pending.append(axis.start_recv(fresh[kind], self._source, tag=kind, label="buddy"))
+                pending.append(axis.start_send(self.state.shards[kind].array, self._to, tag=kind, label="buddy"))
+        try:
+            for each in pending:
+                each.wait()
+        except MPI.Exception:
+            axis.revoke()  # or those that cannot end would be waited for
+            for each in pending:
+                each.abandon()
+            raise
 
     def commit(self) -> None:
         """What is there now is the state to fall back on.  Not collective."""

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 from mpi4py import MPI
 
-from mpishard.elastic.processes import die_with_single_threaded_parent
-from mpishard.elastic.run_folder import Ended, Failure, RunFolder
+from mpishard.elastic.processes import die_with_single_threaded_parent, end_with_daemon
+from mpishard.elastic.run_folder import Ended, Failure, RunFolder, RunLost
 from mpishard.guard import abort_on_exception
 
 _POLL_S = 0.25
@@ -60,26 +60,29 @@ class Completion:
         self._thread.start()
 
     def _speaks(self) -> bool:
-        return self._is_first or self._run.healed
+        return self._is_first or self._run.healed > 0
 
     def _note_exit(self, status: Any = None, /) -> NoReturn:
         self._exit = status
         self._really_exit(status)
 
     def _note_failure(self, error: BaseException, step: int) -> None:
-        # An error of MPI is what others see of a death; the next start has to do without the dead.  An interrupt comes
-        # from outside.
-        if os.getpid() != self._process or isinstance(error, MPI.Exception) or not isinstance(error, Exception):
+        # An error of MPI is what others see of a death.  An interrupt comes from outside.
+        if os.getpid() != self._process or isinstance(error, MPI.Exception | RunLost):
+            return
+        if not isinstance(error, Exception):
             return
         with contextlib.suppress(OSError):  # the traceback is still to be printed
             self._run.note_failure(Failure(type(error).__name__, str(error)[:500], _where(error), step))
 
     def _follow(self) -> None:
-        """Note the step under way."""
+        """Note the step under way, and end this process once it is nobody's."""
         noted = 0
         while not self._stop.wait(_POLL_S):
             step = _step()
-            with contextlib.suppress(OSError):  # of a disk that comes back, or of a folder removed by its owner
+            with contextlib.suppress(OSError):  # of a disk that comes back
+                if self._run.is_over:  # on a host that was cut off, where nobody could end it
+                    end_with_daemon()
                 if step > noted and self._speaks():
                     self._run.note_step(step)
                     noted = step

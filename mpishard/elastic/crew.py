@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
-import threading
 import time
+from collections import Counter
+from collections.abc import Iterable
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -19,12 +21,14 @@ from mpi4py import MPI
 
 from mpishard.collectives import Axis
 from mpishard.elastic.watch import Fellow, this_process
+from mpishard.layout import Place
 from mpishard.ledger import Ledger
-from mpishard.mesh import NEWCOMER
+from mpishard.mesh import NEWCOMER, newcomer_cell
 
 _ORDER = 1
 # How long a spare sleeps between two looks.
 _NAP_S = 0.002
+_END_NAP_S = 0.02
 _FINALIZE_S = 3.0
 
 
@@ -35,7 +39,7 @@ def heals_in_place() -> bool:
 
 def is_newcomer() -> bool:
     """Whether this process was spawned by a run that wanted more workers."""
-    return NEWCOMER in sys._xoptions
+    return newcomer_cell() is not None
 
 
 def agree(comm: MPI.Intracomm, sound: bool) -> None:
@@ -49,19 +53,36 @@ def agree(comm: MPI.Intracomm, sound: bool) -> None:
 
 
 class Order(NamedTuple):
-    """How many workers there will be, and how many processes are to be spawned for it."""
+    """How many workers there will be, and how many are to be spawned for it."""
 
     workers: int
     recruits: int = 0
 
 
+class _Member(NamedTuple):
+    """What a process tells the others of itself: `post` numbers its place in a worker, identities are below `free`."""
+
+    identity: int | None
+    free: int
+    post: int
+    workers: int
+    leaves: bool
+    ends: bool
+    fellow: Fellow
+
+
 class Crew:
     """All processes of a run.  Creation is collective over them; a newcomer meets those who wait in `recruit`.
+
+    A *worker* is one replica of the model: a process, or a cell of tensor x pipeline processes.  For life a process
+    stays at one place in such a cell, since its arrays are cut for it, and any of its place can take over from it.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        All of them, of which it is a duplicate; a newcomer has nobody with it yet.
+        All of them, of which it is a duplicate; a newcomer has only those with it who were spawned together.
+    place : Place
+        Of this process.
     workers : int
         How many of them train, the first ones.
 
@@ -69,68 +90,95 @@ class Crew:
     ----------
     axis : Axis
         All of them; collectives over it need the spares too.
-    identity : int
-        Of this process, the same for the whole run; its rank changes when others die.
+    cell : int
+        Processes of a worker.
+    workers : int
+        How many there are; `Mesh.move` wants the processes of these in the order that they have here.
     identities : list of int
-        Of all, by rank.
+        By rank; a process keeps its own for the whole run, while its rank changes.
     left : list of bool
-        By rank: who has been asked to leave, and waits for the end of the run.  These are the last of the crew.
+        By rank: who has been asked to leave, and waits for the end of the run.
     fellows : list of Fellow
         Processes of the crew.
-    wanted : int
-        How many workers there will be, as newcomers hear it.
     """
 
     lost: ClassVar[bool] = False
 
-    def __init__(self, comm: MPI.Intracomm, workers: int) -> None:
+    def __init__(self, comm: MPI.Intracomm, place: Place, workers: int) -> None:
         self.workers = workers
+        self.cell = place.tensor_size * place.pipeline_size
         self.fellows: list[Fellow] = []
+        self._place = place
+        self._identity: int | None = None
+        self._free = 0
         self._spawned: list[MPI.Intercomm] = []
         self._leaves = False
         self._has_lost = False
+        self._waits_at_end = False
         atexit.register(self._part)
         if is_newcomer():
             parent = MPI.Comm.Get_parent()
             self._spawned.append(parent)
             self.axis = Axis("crew", parent.Merge(high=True), Ledger())
-            self._name(None, 0)
+            self._line_up(0)
         else:
             self.axis = Axis("crew", comm.Dup(), Ledger())
-            self.identity = self.axis.rank
-            self._line_up()
-            self.wanted = workers
+            self._line_up(workers)
 
-    def _name(self, identity: int | None, workers: int) -> None:
-        """Give newcomers numbers that nobody has had, and tell them how many workers there will be.  Collective."""
-        told = self.axis.exchange((identity, workers))
-        known = [who for who, _ in told if who is not None]
-        free = max(known) + 1
-        self.identities = [*known, *range(free, free + len(told) - len(known))]
-        self.identity = self.identities[self.axis.rank]
-        self.wanted = told[0][1]
-        self._ranks = list(range(len(told)))
-        self.left = [False] * len(told)
+    def _line_up(self, workers: int, ends: bool = False) -> None:
+        """Learn who is there and who leaves, and let so many be workers, or as many as there may be.  Collective.
 
-    def _line_up(self, ends: bool = False) -> bool:
-        """Learn who is there, and who leaves; whether the run ends, as any of them says.  Collective."""
-        told = self.axis.exchange((self.identity, self._leaves, tuple(this_process()), ends))
-        self._ranks = sorted(range(len(told)), key=lambda rank: told[rank][1])
-        self.identities = [told[rank][0] for rank in self._ranks]
-        self.left = [told[rank][1] for rank in self._ranks]
-        self.fellows = [Fellow(*told[rank][2]) for rank in self._ranks]
-        return any(each[3] for each in told)
+        Those who have no identity get one that nobody has had, and take the number of workers from the others.  Who
+        leaves is a worker only if the run ends, as any of them says.
+        """
+        place = self._place
+        post = place.pipeline_rank * place.tensor_size + place.tensor_rank
+        own = _Member(self._identity, self._free, post, workers, self._leaves, ends, this_process())
+        crew: list[_Member] = self.axis.exchange(own)
+        self._free = max(member.free for member in crew)
+        identities = []
+        for member in crew:
+            identities.append(self._free if member.identity is None else member.identity)
+            self._free += member.identity is None
+        self._identity = identities[self.axis.rank]
+
+        ordered = sorted(range(len(crew)), key=lambda rank: crew[rank].leaves)
+        able = self._whole(member.post for member in crew if not member.leaves)
+        most = self._whole(member.post for member in crew)
+        self.workers = min(max(member.workers for member in crew), most if any(m.ends for m in crew) else able)
+        posts = [[rank for rank in ordered if crew[rank].post == post] for post in range(self.cell)]
+        chosen = [
+            posts[stage * place.tensor_size + tensor][worker]
+            for stage in range(place.pipeline_size)
+            for worker in range(self.workers)
+            for tensor in range(place.tensor_size)
+        ]
+        self._ranks = chosen + [rank for rank in ordered if rank not in chosen]
+        self._posts = [crew[rank].post for rank in self._ranks]
+        self.identities = [identities[rank] for rank in self._ranks]
+        self.left = [crew[rank].leaves for rank in self._ranks]
+        self.fellows = [crew[rank].fellow for rank in self._ranks]
+
+    def _whole(self, posts: Iterable[int]) -> int:
+        """How many cells can be filled with processes of these posts."""
+        numbers = Counter(posts)
+        return min(numbers[post] for post in range(self.cell))
 
     def let_go(self, leaves: list[bool]) -> None:
-        """All workers: these of them leave with the next `split`.  Not collective."""
+        """All workers: these of their processes leave with the next `split`.  Not collective."""
         for rank, leaving in enumerate(leaves):
             self.left[rank] |= leaving
         self._leaves |= leaves[self.rank]
 
     @property
     def rank(self) -> int:
-        """Place in the crew: those who leave are behind the others, whatever their rank on the axis is."""
+        """Place in the crew: workers are before the others, whatever their rank on the axis is."""
         return self._ranks.index(self.axis.rank)
+
+    @property
+    def identity(self) -> int:
+        """Of this process."""
+        return self.identities[self.rank]
 
     @property
     def size(self) -> int:
@@ -138,23 +186,33 @@ class Crew:
 
     @property
     def able(self) -> int:
-        """How many of them may be workers."""
-        return self.size - sum(self.left)
+        """How many workers there can be of processes that stay."""
+        return self._whole(post for post, leaves in zip(self._posts, self.left, strict=True) if not leaves)
+
+    @property
+    def most(self) -> int:
+        """How many workers there can be of all processes."""
+        return self._whole(self._posts)
 
     @property
     def is_settled(self) -> bool:
         """Whether no worker is about to leave."""
-        return not any(self.left[: self.workers])
+        return not any(self.left[: self.working])
+
+    @property
+    def working(self) -> int:
+        """How many processes are part of a worker."""
+        return self.workers * self.cell
 
     @property
     def works(self) -> bool:
-        """Whether this process is a worker."""
-        return self.rank < self.workers
+        """Whether this process is one of them."""
+        return self.rank < self.working
 
     def order(self, order: Order) -> None:
         """Rank 0: tell the spares what to do.  Not collective."""
         told = np.array(order, np.int64)
-        for spare in range(self.workers, self.size):
+        for spare in range(self.working, self.size):
             self.axis.send(told, self._ranks[spare], _ORDER, label="control")
 
     def wait_for_order(self) -> Order:
@@ -169,30 +227,31 @@ class Crew:
     def recruit(self, order: Order) -> None:
         """Spawn processes that run the same script, and wait until they are here: the last of the crew.  Collective.
 
+        They come in whole workers, and arrange themselves in cells like those here.
+
         Raises
         ------
         MPI.Exception
             If MPI cannot start them; the crew is as it was.
         """
-        command = ["-X", NEWCOMER, *sys.orig_argv[1:]]
-        spawned = self.axis.comm.Spawn(sys.executable, command, order.recruits, root=0)
+        cell = f"{NEWCOMER}={self._place.tensor_size}x{self._place.pipeline_size}"
+        command = ["-X", cell, *sys.orig_argv[1:]]
+        spawned = self.axis.comm.Spawn(sys.executable, command, order.recruits * self.cell, root=0)
         self._spawned.append(spawned)
         before = self.axis
         self.axis = Axis("crew", spawned.Merge(high=False), Ledger())
         before.free()
-        self._name(self.identity, order.workers)
+        self._line_up(order.workers)
 
     def split(self, workers: int, leaves: bool, ends: bool) -> MPI.Intracomm | None:
-        """The communicator of the first `workers` of them, None on the others.  Collective.
+        """The communicator of so many workers, None on processes that are in none.  Collective.
 
-        Those who leave are not among them unless the run ends, as some process knows; `leaves`: this process does,
-        though it was no worker.
+        Those who leave are in none unless the run ends, as some process knows; `leaves`: this process does, though it
+        was in none.
         """
         self._leaves |= leaves
-        if not self._line_up(ends):
-            workers = min(workers, self.able)
-        part = self.axis.comm.Split(0 if self.rank < workers else MPI.UNDEFINED, self.rank)
-        self.workers = workers
+        self._line_up(workers, ends)
+        part = self.axis.comm.Split(0 if self.works else MPI.UNDEFINED, self.rank)
         if part == MPI.COMM_NULL:
             return None
         assert isinstance(part, MPI.Intracomm)
@@ -207,24 +266,38 @@ class Crew:
         self.axis.revoke()
 
     def bury(self) -> None:
-        """Go on without the dead.  Collective over the survivors; their order stays."""
+        """Go on without the dead.  Collective over the survivors; their order on the axis stays."""
         survivors = self.axis.comm.Shrink()
         assert isinstance(survivors, MPI.Intracomm)
         self._has_lost = Crew.lost = True
         self.axis.move(survivors)
-        self._line_up()
+        self._line_up(self.workers)
 
-    def free(self) -> None:
-        """Collective."""
-        self.axis.free()
+    def end(self) -> None:
+        """The run is over; processes that are in no worker end their scripts now, the others go on.  Collective."""
+        if self.working < self.size:
+            self._waits_at_end = True
+        else:
+            self.axis.free()
 
     def _part(self) -> None:
         """At the end of the script: parents and children let go of each other, the last spawned first."""
+        if self._waits_at_end:
+            self._await_others()
         for inter in reversed(self._spawned):
             if self._has_lost:
                 inter.Free()  # Disconnect would wait for the dead
             else:
                 inter.Disconnect()
+
+    def _await_others(self) -> None:
+        """Sleep until all have ended their scripts; MPI_Finalize would wait for them on a busy core."""
+        try:
+            barrier = self.axis.comm.Ibarrier()
+            while not barrier.Test():
+                time.sleep(_END_NAP_S)
+        except MPI.Exception:  # somebody has died, which the others may not have seen
+            self.axis.revoke()
 
 
 def _finalize_in_time() -> None:
@@ -233,12 +306,12 @@ def _finalize_in_time() -> None:
     The launcher has the code of the dead to report in any case.
     """
     if Crew.lost and not MPI.Is_finalized():
-        last_resort = threading.Timer(_FINALIZE_S, os._exit, (1,))
-        last_resort.daemon = True
         sys.stdout.flush()
-        last_resort.start()
+        # By the kernel, since mpi4py keeps the interpreter's lock meanwhile and no thread of Python runs.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, _FINALIZE_S)
         MPI.Finalize()
-        last_resort.cancel()
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 # Registered when mpishard is imported, it runs after whatever is registered later.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import socket
 import subprocess
@@ -10,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _POLL_S = 0.02
-_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=5"
+_AGAIN_S = 1.0  # until a host that did not answer is asked again
+_SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=3"
 
-# Kills what has the entry of the first argument in its environment.
+# Kills what has this entry in its environment.
 _SWEEP = """
-for e in /proc/[0-9]*/environ; do
-  p=${{e%/environ}}
-  if tr '\\0' '\\n' <"$e" 2>/dev/null | grep -qxF {entry}; then kill -9 "${{p#/proc/}}" 2>/dev/null; fi
-done; true
+grep -slzxF {entry} /proc/[0-9]*/environ | while IFS=/ read -r _ _ process _; do kill -9 "$process" 2>/dev/null; done
+true
 """
 
 
@@ -28,7 +28,12 @@ class Host:
 
     @property
     def is_local(self) -> bool:
-        return self.name in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
+        return self.name in _local_names()
+
+
+@functools.cache
+def _local_names() -> tuple[str, ...]:
+    return "localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn()
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
@@ -95,6 +100,38 @@ class Probe:
         return answered
 
 
-def sweep(hosts: Sequence[Host], shell: str | None, limit: float, variable: str, value: str) -> None:
-    """Kill what has ``variable=value`` in its environment on the hosts that answer, but for this one."""
-    Probe(hosts, shell, limit, _SWEEP.format(entry=shlex.quote(f"{variable}={value}"))).wait()
+class Patrol:
+    """Asks hosts again and again whether they answer; this machine is not asked.  Parameters are those of `Probe`.
+
+    Parameters
+    ----------
+    every : float
+        Seconds from one question to the next.
+    """
+
+    def __init__(self, hosts: Sequence[Host], shell: str | None, every: float, limit: float) -> None:
+        self._hosts = [host for host in hosts if not host.is_local]
+        self._shell = shell
+        self._every = every
+        self._limit = limit
+        self._probe: Probe | None = None
+        self._asked = time.monotonic()
+        self._missed: set[Host] = set()
+
+    def look(self) -> set[Host]:
+        """Those that have been silent twice in succession, since once may be chance.  Does not wait."""
+        pause = min(_AGAIN_S, self._every) if self._missed else self._every
+        if self._hosts and self._probe is None and time.monotonic() - self._asked >= pause:
+            self._probe = Probe(self._hosts, self._shell, self._limit)
+        answered = None if self._probe is None else self._probe.poll()
+        if answered is None:
+            return set()
+        self._probe, self._asked = None, time.monotonic()
+        silent = set(self._hosts) - set(answered)
+        lost, self._missed = silent & self._missed, silent
+        return lost
+
+
+def sweep(hosts: Sequence[Host], shell: str | None, limit: float, variable: str, value: str) -> tuple[Host, ...]:
+    """Kill what has ``variable=value`` in its environment on the hosts that answer, but for this one; returns them."""
+    return Probe(hosts, shell, limit, _SWEEP.format(entry=shlex.quote(f"{variable}={value}"))).wait()

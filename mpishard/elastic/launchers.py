@@ -16,6 +16,7 @@ from mpishard.elastic.hosts import Host
 
 _NAMES = ("mpirun", "mpiexec")
 _OPEN_MPI, _HYDRA = "Open MPI", "MPICH"
+_MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
 # What the launcher of Open MPI must be told to hand to processes on other hosts.
 _FORWARDED = re.compile(
     r"MPISHARD_\w+|PYTHON\w+|(OMP|OPENBLAS|MKL|BLIS|NUMEXPR|NUMBA)_\w+|CUDA_\w+|PATH|LD_LIBRARY_PATH|VIRTUAL_ENV"
@@ -90,22 +91,29 @@ class Launcher:
                 words += ["-launcher", "ssh", "-launcher-exec", shell]
         return [*words, *command]
 
-    def environment(self, ranks: int, slots: int, elastic: bool = False) -> dict[str, str]:
-        """What must be in the environment of the launcher, where the user has not said otherwise.
+    def environment(self, given: Mapping[str, str], ranks: int, slots: int, elastic: bool = False) -> dict[str, str]:
+        """The environment of the launcher: the given one, and what must be there where that says nothing else.
 
         Spawned processes heed settings of Open MPI in the environment only.
         """
         if self.family != _OPEN_MPI:
-            return {}
+            return dict(given)
         settings: dict[str, str] = {}
         if os.geteuid() == 0:
             settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         if elastic or ranks > slots:
+            settings |= {_MAPPING: "slot:oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none"}
+        if elastic:
             settings |= {
-                # Without a first word all ranks were seen on the first host, whatever its slots.
-                "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
-                "PRTE_MCA_hwloc_default_binding_policy": "none",
+                # Without it the launcher kills all processes that were spawned together when one of them dies.
+                "PRTE_MCA_state_base_recoverable": "1",
+                # After a death MPI_Finalize may wait for ever in its barrier.
+                "OMPI_MCA_async_mpi_finalize": "1",
             }
+        settings |= given
+        # Without a first word all ranks were seen on the first host, whatever its slots.
+        if settings.get(_MAPPING, "").startswith(":"):
+            settings[_MAPPING] = f"slot{settings[_MAPPING]}"
         return settings
 
 

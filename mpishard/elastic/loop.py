@@ -28,14 +28,14 @@ from mpi4py import MPI
 from mpishard.checkpoint import Checkpoints
 from mpishard.elastic.committed import Committed
 from mpishard.elastic.crew import Crew, Order, agree, heals_in_place, is_newcomer
-from mpishard.elastic.run_folder import RunFolder
+from mpishard.elastic.run_folder import RunFolder, RunLost
 from mpishard.guard import die, fail_alone
 from mpishard.optim import ShardedOptimizer
 from mpishard.optim.run_state import facts_of
 from mpishard.progress import Progress
 from mpishard.reshard import reshard_state
 from mpishard.state import RunState
-from mpishard.training import Loop, OptimizationProblem, OptimizationResult, TrainingState
+from mpishard.training import Loop, OptimizationProblem, OptimizationResult, Scaling, TrainingState
 
 if TYPE_CHECKING:
     from mpishard.elastic.optimizer import ElasticOptimizer
@@ -59,13 +59,13 @@ class ElasticLoop(Loop):
     ) -> None:
         # Alone until it meets the crew, which has the state, and shows how far it is.
         newcomer = is_newcomer()
-        super().__init__(
-            problem, optimizer, callback, progress and not newcomer, watching, checkpoints, resume and not newcomer
-        )
+        scaling = Scaling(elastic.scaling, max(1, min(elastic.agreed_size, elastic.current_workers)))
+        shown, resume = progress and not newcomer, resume and not newcomer
+        super().__init__(problem, optimizer, callback, shown, watching, checkpoints, resume, scaling)
         self.shows = progress
         self.elastic = elastic
         self.mesh = elastic.mesh
-        self.crew = Crew(self.mesh.world.comm, self.mesh.size)
+        self.crew = Crew(self.mesh.world.comm, self.mesh.place, self.mesh.data.size)
         self.elastic.watch.follow(self.crew.fellows)
         self.heals = heals_in_place()
         self.reason = self.what_is_reached(self.optimizer.gradient_norm if self.resumed else math.nan)
@@ -74,6 +74,7 @@ class ElasticLoop(Loop):
         self.done = self.decided = self.optimizer.clock
         self.ready: float | None = None
         self.own_wish = 0
+        self.all_know = False  # that the run is over, spares too
         self.saved = False
         # The agreements that others may be waiting in, which this process takes part in before it heals.
         self.owed = {_WORKERS, _CREW}
@@ -86,13 +87,13 @@ class ElasticLoop(Loop):
         self.optimizer.measure_norm |= self.problem.tolerance is not None
         fail_alone(self.heals)
         atexit.register(self._leave)
-        wanted = Order(self.crew.wanted) if is_newcomer() else self._change()
+        wanted = Order(self.crew.workers) if is_newcomer() else self._change()
         while True:
             try:
                 if wanted is not None:
                     self._regroup(wanted)
                 if self._is_over():
-                    self._agree()
+                    self._agree_as_crew()
                     break
                 wanted = self._take_turn() if self.crew.works else self.crew.wait_for_order()
             except MPI.Exception as error:
@@ -103,7 +104,10 @@ class ElasticLoop(Loop):
         self.progress.close()
         fail_alone(False)
         atexit.unregister(self._leave)
-        self.crew.free()
+        self.crew.end()
+        if not self.crew.works:
+            print(f"mpishard: process {self.crew.identity} is in no whole replica of the model and ends", flush=True)
+            raise SystemExit(0)
         return self.result(self.reason)
 
     def _leave(self) -> None:
@@ -112,7 +116,8 @@ class ElasticLoop(Loop):
             die(f"mpishard: process {self.crew.identity} leaves the run, its script has ended")
 
     def _is_over(self) -> bool:
-        return bool(self.reason) and self.crew.workers == self.crew.size
+        crew = self.crew
+        return bool(self.reason) and crew.workers == crew.most and (self.all_know or crew.working == crew.size)
 
     def _take_turn(self) -> Order | None:
         """A worker: take a step, unless the run is over; returns what is to change."""
@@ -132,8 +137,8 @@ class ElasticLoop(Loop):
     def _change(self) -> Order | None:
         """What brings the workers to the number that is wanted; the same on all of them."""
         crew = self.crew
-        workers = crew.size if self.reason else self.elastic.agreed_size
-        if workers == crew.workers and (self.reason or crew.is_settled):
+        workers = crew.most if self.reason else self.elastic.agreed_size
+        if workers == crew.workers and (crew.working == crew.size if self.reason else crew.is_settled):
             return None
         return Order(workers, 0 if self.reason else max(0, workers - crew.able))
 
@@ -217,34 +222,41 @@ class ElasticLoop(Loop):
         workers = order.workers
         if order.recruits:
             crew.recruit(order)
+        self._check_models()
         source = target = None
         self.owed = {_CREW}
         if self.committed is not None:
             facts = {**facts_of(optimizer), "loss": np.array(self.losses), "reason": self.reason, "done": self.done}
             facts |= {"decided": self.decided, "request": self.elastic.agreed, "before": self.before}
+            facts |= {"position": self.position, "first": self.scaling.first}
             source = replace(self.committed.source(crew.identities), facts=facts)
-            if self.whole:
-                if self.checkpoints is not None:
-                    self.checkpoints.release()
-                self.mesh.release()
+        if self.whole:
+            if self.checkpoints is not None:
+                self.checkpoints.release()
+            self.mesh.release()
         self.whole = False
         comm = crew.split(workers, self.elastic.outside.signals.came and not crew.works, bool(self.reason))
         self.elastic.watch.follow(crew.fellows)
         self._agree_as_crew()  # who waits on a communicator that another one has not got could not be woken
         if comm is not None:
             self.mesh.move(comm)
+        self._agree_as_crew()
+        if comm is not None:
             optimizer.remake(self.parameters)
             self.attach()
             if self.checkpoints is not None:
                 self.checkpoints.move()
             target = optimizer.run_state()
         heard = self._reshard(source, target)
+        self.reason = heard["reason"]
+        self.all_know = bool(self.reason)
         committed = None
         if comm is not None:
             optimizer.take_over(heard)
             self.losses = heard["loss"].tolist()
-            self.reason, self.done, self.decided = heard["reason"], heard["done"], heard["decided"]
-            self.before = heard["before"]
+            self.done, self.decided = heard["done"], heard["decided"]
+            self.before, self.position = heard["before"], heard["position"]
+            self.scaling = replace(self.scaling, first=heard["first"])
             self.elastic.heed(heard["request"])
             if not self.reason:
                 self.elastic.settle_for(crew.able)
@@ -257,19 +269,31 @@ class ElasticLoop(Loop):
         if self.whole:
             self.owed.add(_WORKERS)
 
+    def _check_models(self) -> None:
+        """Raise on all of the crew if those who have come have another model.  Collective."""
+        told = self.crew.axis.exchange((self.parameters.fingerprint, self.parameters.description))
+        other = next((each for each in told if each != told[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"spawned processes have made another model than the others: {told[0][1]} and {other[1]}, or cut into "
+                "stages elsewhere; the script must make the same everywhere: give stage_costs as numbers, not to be "
+                "measured"
+            )
+
     def _reshard(self, source: RunState | None, target: RunState | None) -> Mapping[str, Any]:
         """Move the committed state to its new places; returns its facts.  Collective over the crew."""
         try:
             return reshard_state(self.crew.axis, source, target)
-        except ValueError as error:
-            raise RuntimeError(
+        except ValueError:
+            raise RunLost(
                 "state is lost: those who died had all copies of it; start the run again from its newest checkpoint, "
                 "as `mpishard run --elastic` does"
-            ) from error
+            ) from None
 
     def _commit_anew(self) -> Committed:
-        identities = self.crew.identities[: self.crew.workers]
-        return Committed(self.mesh.data, identities, self.optimizer.run_state())
+        crew, members = self.crew, self.mesh.data.members
+        identities, nodes = [crew.identities[rank] for rank in members], [crew.fellows[rank].host for rank in members]
+        return Committed(self.mesh.data, identities, nodes, self.optimizer.run_state())
 
     def _heal(self, error: MPI.Exception) -> Order:
         """Go on without the dead, from the last committed step; returns how many workers there will be."""
@@ -294,7 +318,7 @@ class ElasticLoop(Loop):
         told = crew.axis.exchange(own)
         known = [each for each in told if each[0]]
         if not known:
-            raise RuntimeError("all workers have died; start the run again from its newest checkpoint")
+            raise RunLost("all workers have died; start the run again from its newest checkpoint")
         done = max(each[1] for each in known)
         self.elastic.heed(max(each[4] for each in known))
         if self.committed is not None:
@@ -307,11 +331,11 @@ class ElasticLoop(Loop):
                 self.decided = done
         run_folder = RunFolder.from_environment()
         if run_folder is not None:
-            run_folder.note_healed()
+            run_folder.note_healed(crew.size)
         dead = [who for who in before if who not in crew.identities]
         if crew.rank == 0:
             print(f"mpishard: process {dead} has died; {crew.size} are left, step {done} is the last", flush=True)
         if crew.able < self.elastic.min_workers:
-            raise RuntimeError(f"{crew.able} processes are left, and min_workers={self.elastic.min_workers}")
+            raise RunLost(f"{crew.able} whole workers are left, and min_workers={self.elastic.min_workers}")
         self.elastic.settle_for(crew.able)
-        return Order(self.elastic.agreed_size if not self.reason else crew.size)
+        return Order(self.elastic.agreed_size if not self.reason else crew.most)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mpishard.elastic.crew import heals_in_place, is_newcomer
 from mpishard.elastic.loop import ElasticLoop
@@ -16,6 +16,7 @@ from mpishard.elastic.run_folder import RunFolder
 from mpishard.elastic.watch import Watch
 from mpishard.mesh import Mesh
 from mpishard.optim import DDPOptimizer, Rule, ShardedOptimizer, ShardingConfiguration
+from mpishard.training import Scaling
 
 _NUMBER = 2**24
 
@@ -32,7 +33,8 @@ class ElasticOptimizer:
     config : ShardingConfiguration or Mesh, optional
         For a rule.
     min_workers, max_workers : int
-        Fewer workers than the one end the run; more than the other never train.
+        Fewer workers than the one end the run; more than the other never train.  A worker is one replica of the model:
+        a process, or ``tensor * pipeline`` of them, and their number is the size of the data axis.
     folder : path, optional
         Where ``mpishard resize FOLDER N`` finds the run: a folder that all processes see.  Default: that of the
         checkpoints given to `optimize`, else the one of `mpishard run`.
@@ -43,12 +45,19 @@ class ElasticOptimizer:
     failure_timeout : float
         Seconds after which a process that is stopped (SIGSTOP) counts as failed and is ended by those on its host,
         where deaths are survived in place.
+    scaling : {"constant", "linear", "square_root"}
+        What a step is with other workers than the run began with.  By default the same: the global batch and the
+        learning rate stay.  Else the batch is in proportion to the workers (with c of n at the beginning:
+        ``batch_size * c // n`` samples), and the learning rate, a number or a schedule, to the batch ("linear", Goyal
+        et al. 2017) or to its square root (Krizhevsky 2014; for Adam Malladi et al. 2022).  A step takes the samples
+        that come next, every one once an epoch, at the end of which a batch is cut short.  Checkpoints know how far a
+        run is; another run of the optimizer begins where batches of `batch_size` would have come to.
 
     Notes
     -----
-    SIGTERM or SIGUSR1 to one worker: it leaves the run in order; its process waits for the end of the run.  To all
-    workers, as launchers pass it on: the run saves a checkpoint and stops with ``result.stop_reason == "signal"``.  For
-    a batch script to see that, let the training script end with::
+    SIGTERM or SIGUSR1 to one process: it leaves the run in order, and waits for its end.  To all processes that train,
+    as launchers pass it on: the run saves a checkpoint and stops with ``result.stop_reason == "signal"``.  For a batch
+    script to see that, let the training script end with::
 
         if result.stop_reason == "signal":
             sys.exit(os.EX_TEMPFAIL)  # 75
@@ -56,10 +65,12 @@ class ElasticOptimizer:
     Open MPI's own launcher kills the ranks a second after it was sent SIGTERM; SIGUSR1 leaves them the time, and
     `mpishard run` sends that.
 
-    The processes of the job that do not train are spares: they wait, and take the place of workers that die.  Deaths
-    are survived in place under Open MPI's ``mpirun --with-ft ulfm``; under other MPIs `mpishard run --elastic` starts
-    the job again from the newest checkpoint.  With ``reproducible=True`` the run has the same bits whatever happens to
-    its workers.
+    The processes of the job that do not train are spares: they wait, and take the place of those that die.  With tensor
+    or pipeline ranks each process stays at its place in a replica, and a spare takes over from one of the same place;
+    where none is left, the replica's other processes become spares, and those that are in no whole replica at the end
+    of the run end their scripts there, with exit code 0.  Deaths are survived in place under Open MPI's
+    ``mpirun --with-ft ulfm``; under other MPIs `mpishard run --elastic` starts the job again from the newest
+    checkpoint.  With ``reproducible=True`` the run has the same bits whatever happens to its workers.
     """
 
     def __init__(
@@ -72,6 +83,7 @@ class ElasticOptimizer:
         folder: str | os.PathLike[str] | None = None,
         discover: Callable[[], int] | str | os.PathLike[str] | None = None,
         failure_timeout: float = 10.0,
+        scaling: Literal["constant", "linear", "square_root"] = "constant",
     ) -> None:
         if isinstance(optimizer, Rule):
             if config is None:
@@ -83,12 +95,19 @@ class ElasticOptimizer:
             raise TypeError("an optimizer has its configuration; leave config out")
         self.optimizer = optimizer
         mesh = optimizer.mesh
-        if mesh.data.size < mesh.size:
-            raise ValueError(f"an elastic run is data-parallel for now, but the mesh is {mesh.sizes}")
+        if mesh.is_reshaped:
+            sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items() if name != "data" and size > 1)
+            raise ValueError(
+                f"the mesh {mesh.sizes} shares its ranks with one of another shape, made by reshaped(); an elastic run "
+                f"needs one of its own, made as Mesh({sizes})"
+            )
         if not 1 <= min_workers <= max_workers:
             raise ValueError(f"min_workers={min_workers} and max_workers={max_workers} must be 1 <= min <= max")
-        if min_workers > mesh.size and not is_newcomer():
-            raise ValueError(f"min_workers={min_workers}, but there are {mesh.size} processes; start more of them")
+        there = mesh.data.size
+        if min_workers > there and not is_newcomer():
+            raise ValueError(
+                f"min_workers={min_workers}, but the {mesh.size} processes make {there} of them; start more of them"
+            )
         if not failure_timeout > 0:
             raise ValueError(f"failure_timeout={failure_timeout} must be above 0 seconds")
         self.min_workers = min_workers
@@ -96,12 +115,13 @@ class ElasticOptimizer:
         self.folder = None if folder is None else Path(folder).absolute()  # a script may change its directory
         self.discover = discover
         self.failure_timeout = failure_timeout
-        self.request = self.agreed = 0 if is_newcomer() else min(max_workers, mesh.size)
+        self.scaling = Scaling(scaling, 1).policy
+        self.request = self.agreed = 0 if is_newcomer() else min(max_workers, there)
         mesh.unwatch()
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh, of which the data axis has the current workers."""
+        """The mesh, whose data axis has the current workers."""
         return self.optimizer.mesh
 
     @property

@@ -18,7 +18,9 @@ class Policy:
     elastic : bool
         Start it again at all.
     replace : bool
-        With as many ranks as before, where the hosts have room; else without those that were lost.
+        With as many ranks as were asked for, where the hosts that answer have room: a dead process is no dead core.
+        When starts in succession lose ranks and get no further, each but the first is of fewer, as long as
+        `min_workers` allows.  Without it ranks that were lost stay so.
     min_workers : int
         Fewest ranks.
     multiple_of : int
@@ -28,7 +30,7 @@ class Policy:
     """
 
     elastic: bool = False
-    replace: bool = False
+    replace: bool = True
     min_workers: int = 1
     multiple_of: int = 1
     max_restarts: int = 3
@@ -59,8 +61,8 @@ class Outcome:
         Another rank than the first left its script with an exit code other than 0; launchers may then end the others.
     failure : Failure or None
         An exception that nobody caught on some rank.
-    healed : bool
-        The job went on in place after a death.
+    healed : int
+        Ranks that were left when the job went on in place after a death, the last time; 0 if it never did.
     lost : bool
         It was ended since a host did not answer.
     stopped : int
@@ -73,15 +75,16 @@ class Outcome:
     ended: Ended | None = None
     given_up: Ended | None = None
     failure: Failure | None = None
-    healed: bool = False
+    healed: int = 0
     lost: bool = False
     stopped: int = 0
 
 
 @dataclass(frozen=True)
 class History:
-    """What is remembered from start to start: ranks that are left, the furthest step, starts without progress."""
+    """What is remembered from start to start: ranks asked for and left, the furthest step, starts without progress."""
 
+    asked: int
     ranks: int
     step: int = 0
     restarts: int = 0
@@ -117,7 +120,10 @@ def reported(outcome: Outcome) -> int | None:
             return None
     if ended is None:
         return None
-    return exit_code(outcome.code) if ended.code is None else ended.code
+    if ended.code is not None:
+        return ended.code
+    code = exit_code(outcome.code)
+    return 0 if outcome.healed and code > 128 else code  # a signal is what the dead were killed by
 
 
 def exit_code(launcher: int) -> int:
@@ -156,16 +162,19 @@ def decide(
     restarts = 1 if progress else history.restarts + 1
     if restarts > policy.max_restarts:
         return Stop(code, f"{what}; {restarts - 1} restarts have brought it no further than step {history.step}")
-    ranks = history.ranks
     hosts_lost = outcome.lost or tuple(answering) != tuple(hosts)
-    if failure is None and outcome.code >= 0 and not hosts_lost and not policy.replace:
-        ranks -= 1
+    ranks_lost = failure is None and outcome.code >= 0 and not hosts_lost
+    least = -(-max(1, policy.min_workers) // policy.multiple_of) * policy.multiple_of
+    ranks = history.asked if policy.replace and progress else history.ranks
+    if ranks_lost and not (policy.replace and (progress or not history.restarts)):
+        # Launchers do not say how many have died; those that went on without the dead do.
+        fewer = min(ranks - 1, outcome.healed or ranks)
+        ranks = ranks if policy.replace and fewer < least else fewer
     room = sum(host.slots for host in answering) if hosts else ranks
     now = min(ranks, room) // policy.multiple_of * policy.multiple_of
-    if now < max(1, policy.min_workers):
-        least = f"{max(policy.min_workers, policy.multiple_of)} are needed"
-        return Stop(code, f"{what}; {min(ranks, room)} ranks are left and {least}")
-    history = History(ranks, max(history.step, outcome.step), restarts, failure)
+    if now < least:
+        return Stop(code, f"{what}; {min(ranks, room)} ranks are left and {least} are needed")
+    history = History(history.asked, ranks, max(history.step, outcome.step), restarts, failure)
     return Start(now, tuple(answering), history, what)
 
 
@@ -179,4 +188,4 @@ def _what(outcome: Outcome, hosts_lost: bool) -> str:
         return f"lost its launcher to signal {-outcome.code}"
     if outcome.code == 0:
         return "ended without its completion marker, though the launcher reports success"
-    return f"lost a rank (the launcher reports {outcome.code})"
+    return f"lost ranks (the launcher reports {outcome.code})"

@@ -11,11 +11,15 @@ import json
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 _FOLDER, _ATTEMPT = "MPISHARD_RUN", "MPISHARD_ATTEMPT"
+
+
+class RunLost(RuntimeError):
+    """After deaths the processes cannot go on; another start can.  It counts as a death, not as a failure."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class RunFolder:
     ----------
     path : Path
     attempt : int
-        Number of the start; what another one left does not count.
+        Number of the start, one that no other start in this folder had; what another one left does not count.
     """
 
     path: Path
@@ -58,7 +62,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path) -> RunFolder:
-        """Make the folder, or take one that is there; what an earlier run noted in it is removed.
+        """Make the folder for a first start, or take one that is there; what an earlier run noted in it is removed.
 
         Raises
         ------
@@ -74,7 +78,14 @@ class RunFolder:
         for name in ("started", "step", "ended", "given-up", "failure", "healed"):
             for file in path.glob(f"{name}-*"):
                 file.unlink()
-        return cls(path.absolute())
+        return cls(path.absolute(), -1).next()
+
+    def next(self) -> RunFolder:
+        """The same folder for another start; from now on the one before is over."""
+        before = self._read_file("start")
+        following = replace(self, attempt=self.attempt + 1 if before is None else before + 1)
+        self._write_file("start", following.attempt)
+        return following
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RunFolder | None:
@@ -94,9 +105,9 @@ class RunFolder:
         """The run is at this step."""
         self._write("step", step)
 
-    def note_healed(self) -> None:
-        """Processes of the job have died and the others go on: those may end the run in order without them."""
-        self._write("healed", "")
+    def note_healed(self, left: int) -> None:
+        """Processes of the job have died and so many go on: those may end the run in order without them."""
+        self._write("healed", left)
 
     def note_ended(self, ended: Ended) -> None:
         """The script came to its end."""
@@ -111,6 +122,17 @@ class RunFolder:
         self._write("failure", asdict(failure))
 
     @property
+    def is_over(self) -> bool:
+        """Whether the supervisor has given this start up, or the whole run, with its folder.
+
+        Raises
+        ------
+        OSError
+            If the folder cannot be looked into.
+        """
+        return self._read_file("start") != self.attempt
+
+    @property
     def started(self) -> bool:
         return self._read("started") is not None
 
@@ -120,8 +142,9 @@ class RunFolder:
         return self._read("step") or 0
 
     @property
-    def healed(self) -> bool:
-        return self._read("healed") is not None
+    def healed(self) -> int:
+        """How many processes were left after the last death that others have survived; 0 if there was none."""
+        return self._read("healed") or 0
 
     @property
     def ended(self) -> Ended | None:
@@ -139,14 +162,20 @@ class RunFolder:
         return None if found is None else Failure(**found)
 
     def _write(self, name: str, content: Any) -> None:
-        path = self.path / f"{name}-{self.attempt}"
+        self._write_file(f"{name}-{self.attempt}", content)
+
+    def _read(self, name: str) -> Any:
+        return self._read_file(f"{name}-{self.attempt}")
+
+    def _write_file(self, name: str, content: Any) -> None:
+        path = self.path / name
         beside = path.with_name(f".{path.name}-{os.uname().nodename}-{os.getpid()}")
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(content, file)
         beside.rename(path)
 
-    def _read(self, name: str) -> Any:
+    def _read_file(self, name: str) -> Any:
         try:
-            return json.loads((self.path / f"{name}-{self.attempt}").read_text())
+            return json.loads((self.path / name).read_text())
         except FileNotFoundError:
             return None

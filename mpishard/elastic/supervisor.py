@@ -7,6 +7,7 @@ job is left: it adopts their orphans, and the kernel kills the launcher when the
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -19,15 +20,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from mpishard.elastic.hosts import Host, Probe, parse_hosts, sweep
+from mpishard.elastic.course import Course
+from mpishard.elastic.hosts import Host, Patrol, parse_hosts, sweep
 from mpishard.elastic.launchers import Launcher, find_launcher
-from mpishard.elastic.policy import History, Outcome, Policy, Start, decide, reported
+from mpishard.elastic.policy import History, Outcome, Policy, Start, Stop, decide
 from mpishard.elastic.processes import adopt_orphans, descendants, die_with_parent, end_descendants
 from mpishard.elastic.run_folder import RunFolder
 
 _POLL_S = 0.02
 _LOOK_S = 0.2  # from one look into the run's folder to the next
 _END_S = 3.0  # that a launcher gets to end its job
+_END_WITHOUT_S = 0.5  # and where it cannot, since it waits for a host that does not answer
 _STOP, _PASS_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1
 
 
@@ -53,6 +56,8 @@ class Job:
         Seconds that ranks get to leave on SIGTERM.
     end_limit : float
         Seconds that the launcher gets to end once the script has.
+    heal_limit : float
+        Seconds in which a job takes a step after it went on in place after a death, or thrice its longest step so far.
     probe_every, probe_limit : float
         Seconds from one look at the hosts to the next, and that they get to answer.
     """
@@ -66,6 +71,7 @@ class Job:
     shell: str | None = None
     grace: float = 30.0
     end_limit: float = 30.0
+    heal_limit: float = 60.0
     probe_every: float = 5.0
     probe_limit: float = 10.0
 
@@ -113,34 +119,32 @@ class Supervisor:
                 shutil.rmtree(temporary, ignore_errors=True)
 
     def _run(self, folder: RunFolder) -> int:
-        history = History(self.ranks)
+        history = History(self.ranks, self.ranks)
         start = Start(self.ranks, self.hosts, history)
-        began = 0.0
-        while True:
-            outcome, began = self._carry_out(start, folder, began, history.step)
-            stopped = self._stopped or next((number for number in self._signals if number in _STOP), 0)
-            outcome = replace(outcome, stopped=stopped)
-            over = outcome.stopped or reported(outcome) is not None
-            answering = self.hosts if over else Probe(self.hosts, self.job.shell, self.job.probe_limit).wait()
-            sweep(answering, self.job.shell, self.job.probe_limit, "MPISHARD_RUN", str(folder.path))
+        ended = 0.0
+        for number in itertools.count(1):
+            process = self._start(start, folder)
+            if number > 1:
+                where = f" on {', '.join(host.name for host in start.hosts)}" if start.hosts else ""
+                waited = time.monotonic() - ended
+                self._say(f"start {number}, {start.ranks} ranks{where}, {waited:.2f} s after the end")
+            silent = self._watch(process, start.hosts, folder, ended, history.step)
+            ended = time.monotonic()
+            outcome = self._end_job(process, folder, bool(silent))
+            folder = folder.next()  # what cannot be reached from here ends itself
+            asked = tuple(host for host in self.hosts if host not in silent)
+            answering = sweep(asked, self.job.shell, self.job.probe_limit, "MPISHARD_RUN", str(folder.path))
             follows = decide(self.job.policy, history, outcome, self.hosts, answering)
-            if not isinstance(follows, Start):
+            if isinstance(follows, Stop):
                 if follows.why:
                     self._say(f"the job {follows.why}; the run ends with code {follows.code}")
                 return follows.code
             self._say(f"the job {follows.why}; last step seen: {outcome.step or 'none'}")
             start, history = follows, follows.history
-            folder = replace(folder, attempt=folder.attempt + 1)
+        raise AssertionError("unreachable")
 
-    def _carry_out(self, start: Start, folder: RunFolder, ended: float, step: int) -> tuple[Outcome, float]:
-        """Start the job and watch it to its end; returns when it ended, too."""
-        process = self._start(start, folder)
-        if folder.attempt:
-            where = f" on {', '.join(host.name for host in start.hosts)}" if start.hosts else ""
-            waited = time.monotonic() - ended
-            self._say(f"start {folder.attempt + 1}, {start.ranks} ranks{where}, {waited:.2f} s after the end")
-        lost = self._watch(process, start.hosts, folder, ended, step)
-        ended = time.monotonic()
+    def _end_job(self, process: subprocess.Popen[bytes], folder: RunFolder, lost: bool) -> Outcome:
+        """How the job ended, or how far it came; it is ended then."""
         # Looked at before the job is ended: what that makes of the ranks is no news.
         outcome = Outcome(
             code=0,
@@ -153,14 +157,15 @@ class Supervisor:
             lost=lost,
         )
         if process.poll() is None:
-            self._end(process)
+            self._end(process, _END_WITHOUT_S if lost else _END_S)
         self._end_all()
-        return replace(outcome, code=process.returncode), ended
+        stopped = self._stopped or next((number for number in self._signals if number in _STOP), 0)
+        return replace(outcome, code=process.returncode, stopped=stopped)
 
     def _start(self, start: Start, folder: RunFolder) -> subprocess.Popen[bytes]:
         job, elastic = self.job, self.job.policy.elastic
-        told = self.launcher.environment(start.ranks, self.slots, elastic)
-        environment = {**told, **os.environ, **folder.environment()}
+        given = {**os.environ, **folder.environment()}
+        environment = self.launcher.environment(given, start.ranks, self.slots, elastic)
         command = self.launcher.command(
             job.command, start.ranks, hosts=start.hosts, elastic=elastic, shell=job.shell, environment=environment
         )
@@ -170,40 +175,32 @@ class Supervisor:
 
     def _watch(
         self, process: subprocess.Popen[bytes], hosts: Sequence[Host], folder: RunFolder, ended: float, step: int
-    ) -> bool:
-        """Until the launcher ends, or it is time to end it; returns whether since a host is lost."""
+    ) -> set[Host]:
+        """Until the launcher ends, or it is time to end it; returns the hosts because of which, if they are lost."""
         job = self.job
-        looked = probed = time.monotonic()
-        done: float | None = None  # when the script was seen to have ended
-        probe: Probe | None = None
-        missed: set[str] = set()
-        awaited = folder.attempt > 0
+        patrol = Patrol(hosts, job.shell, job.probe_every, job.probe_limit)
+        course = Course(folder, job.end_limit, job.heal_limit)
+        looked = time.monotonic()
+        awaited = step > 0
         while process.poll() is None:
             time.sleep(_POLL_S)
             now = time.monotonic()
             if self._handle_signals(process) or (self._stopped and now - self._stop_began > job.grace):
-                return False
+                return set()
             if now - looked >= _LOOK_S:
                 looked = now
-                if awaited and folder.step:
+                reason = course.look()
+                if awaited and course.step:
                     awaited = False
-                    self._say(f"at step {folder.step} of {step} seen before, {now - ended:.2f} s after the end")
-                if done is None and folder.ended is not None:
-                    done = now
-                if done is not None and now - done > job.end_limit:
-                    self._say(f"the script has ended; its launcher has not for {job.end_limit:g} s and is killed")
-                    return False
-            if len(hosts) > 1 and probe is None and now - probed >= job.probe_every:
-                probe = Probe(hosts, job.shell, job.probe_limit)
-            answered = None if probe is None else probe.poll()
-            if answered is not None:
-                probe, probed = None, now
-                silent = {host.name for host in hosts if host not in answered}
-                if silent & missed and done is None:  # once may be chance
-                    self._say(f"{', '.join(sorted(silent & missed))} does not answer; the job is ended")
-                    return True
-                missed = silent
-        return False
+                    self._say(f"at step {course.step} of {step} seen before, {now - ended:.2f} s after the end")
+                if reason:
+                    self._say(reason)
+                    return set()
+            lost = set() if course.has_ended else patrol.look()
+            if lost:
+                self._say(f"{', '.join(sorted(host.name for host in lost))} does not answer; the job is ended")
+                return lost
+        return set()
 
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -223,11 +220,11 @@ class Supervisor:
             process.send_signal(self.launcher.leave_signal)
         return False
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """End a launcher, in order if it will."""
+    def _end(self, process: subprocess.Popen[bytes], limit: float) -> None:
+        """End a launcher, in order if it will within so many seconds."""
         process.send_signal(self.launcher.end_signal)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
+            process.wait(limit)
             return
         process.kill()
         process.wait()

@@ -232,8 +232,10 @@ class ShardedOptimizer:
         self._parameters = parameters
         return self._strategy
 
-    def update(self, count: float) -> bool:
+    def update(self, count: float, *, rate_factor: float = 1.0) -> bool:
         """Finish the reductions and update with the sum over `count`; False if the step was skipped.
+
+        The rule's learning rate is multiplied by `rate_factor`.
 
         `step` and training loops end in this.
         """
@@ -250,7 +252,7 @@ class ShardedOptimizer:
             self.steps += 1
             config.mesh.ledger.step = self.clock
             slots = list(self._slots.values())
-            take_step(self.rule, strategy, slots, self.steps, divisor=divisor, clip=clip)
+            take_step(self.rule.scaled(rate_factor), strategy, slots, self.steps, divisor=divisor, clip=clip)
             strategy.publish()
             self.scaling.succeeded()
         else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import sqrt
 from numbers import Real
 from typing import Any, ClassVar
@@ -94,6 +94,13 @@ class Rule(ABC):
         if not 0.0 <= rate < math.inf:
             raise ValueError(f"{type(self).__name__}: lr({step}) must be at least 0 and finite, got {rate}")
         return rate
+
+    def scaled(self, factor: float) -> Rule:
+        """The same rule with `factor` times its learning rate, at all steps."""
+        lr = self.lr
+        if factor == 1:
+            return self
+        return replace(self, lr=(lambda step: factor * lr(step)) if callable(lr) else factor * lr)
 
     def update(
         self,

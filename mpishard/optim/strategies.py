@@ -142,7 +142,7 @@ class Strategy(ABC):
         self._pending.clear()
 
     def abandon(self) -> None:
-        """Forget the reductions under way, on communicators that were revoked."""
+        """Forget the transfers under way, over communicators that were revoked.  Not collective."""
         for _, pending in self._pending:
             pending.abandon()
         self._pending.clear()
@@ -359,6 +359,10 @@ class ShardedParameters(ShardedGradients):
     def attach(self, parameters: FlatParameters) -> None:
         super().attach(parameters)
         parameters.shard(self.axis)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.sharded.abandon()
 
     @property
     def sharded(self) -> ShardedUnits:

@@ -2,5 +2,6 @@
 
 from mpishard.training.loop import Loop
 from mpishard.training.problem import OptimizationProblem, OptimizationResult, TrainingState
+from mpishard.training.scaling import Scaling
 
-__all__ = ["Loop", "OptimizationProblem", "OptimizationResult", "TrainingState"]
+__all__ = ["Loop", "OptimizationProblem", "OptimizationResult", "Scaling", "TrainingState"]

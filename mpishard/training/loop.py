@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from mpishard import array as arrays
 from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint.index import check_facts
-from mpishard.data.sampling import Sampler
+from mpishard.data.sampling import Sampler, micro_batches, share
 from mpishard.optim import ShardedOptimizer
 from mpishard.optim.ordered import OrderedSums
 from mpishard.parameters import FlatParameters
@@ -20,6 +21,7 @@ from mpishard.progress import Progress
 from mpishard.state import RunState
 from mpishard.threads import fix_blas_threads
 from mpishard.training.problem import OptimizationProblem, OptimizationResult, TrainingState
+from mpishard.training.scaling import Scaling
 from mpishard.tree_sum import Deal, tree_sum
 
 Array = Any
@@ -37,6 +39,7 @@ class Loop:
         watching: bool,
         checkpoints: Checkpoints | None,
         resume: bool,
+        scaling: Scaling | None = None,
     ) -> None:
         self.problem = problem
         self.optimizer = optimizer
@@ -44,6 +47,10 @@ class Loop:
         self.axis = optimizer.axis
         self.watching = watching
         self.sampler = Sampler(problem.samples, problem.batch_size, problem.seed)
+        self.scaling = scaling or Scaling("constant", self.axis.size)
+        # How many samples came before the next step, and those of the step that is being taken.
+        self.position = self.sampler.consumed(optimizer.clock)
+        self.batch = np.empty(0, np.int64)
         start = problem.start
         self.of_model = isinstance(start, FlatParameters)
         self.parameters = start if isinstance(start, FlatParameters) else FlatParameters.over(start.copy())
@@ -60,6 +67,11 @@ class Loop:
             self.check(checkpoints)
             if resume:
                 self.resume(checkpoints)
+        if self.batch_size < self.axis.size:
+            raise ValueError(
+                f"batch_size={problem.batch_size} gives some of the {self.axis.size} data-parallel ranks no sample; "
+                f"use at least {self.axis.size}, or fewer ranks"
+            )
         self.resumed = len(self.losses)
         self.before = optimizer.clock - self.resumed
         self.shows = progress
@@ -138,10 +150,26 @@ class Loop:
         found = checkpoints.load(optimizer.run_state(), check=check)
         if found is not None:
             optimizer.take_over(found.facts)
+            self.position = self.sampler.consumed(optimizer.clock)
             losses = found.facts.get("loss")
             if "samples_consumed" not in found.facts or not isinstance(losses, np.ndarray):  # a loop of the user's
                 losses = np.full(optimizer.clock, math.nan)
+            else:
+                self.position = int(found.facts["samples_consumed"])
+                first = int(found.facts.get("first_workers", self.scaling.first))
+                self.scaling = replace(self.scaling, first=first)
             self.losses = losses.tolist()
+
+    @property
+    def batch_size(self) -> int:
+        """Samples a step now, over all ranks; fewer at the end of an epoch."""
+        return self.scaling.batch_size(self.problem.batch_size, self.axis.size)
+
+    @property
+    def rate_factor(self) -> float:
+        """What multiplies the learning rate now."""
+        most = self.problem.samples
+        return self.scaling.rate_factor(min(self.batch_size, most) / min(self.problem.batch_size, most))
 
     def order(self) -> dict[str, int | str]:
         """What decides the samples of each step."""
@@ -154,7 +182,7 @@ class Loop:
 
     def state(self) -> RunState:
         """What a checkpoint holds now."""
-        own = {"samples_consumed": self.sampler.consumed(self.optimizer.clock), "loss": np.array(self.losses)}
+        own = {"samples_consumed": self.position, "first_workers": self.scaling.first, "loss": np.array(self.losses)}
         return self.optimizer.run_state().with_facts({**self.order(), **own}).with_facts(self.problem.facts)
 
     def save(self, last: bool) -> None:
@@ -174,11 +202,13 @@ class Loop:
     def advance(self, step: int) -> tuple[float, float]:
         """Compute a step and update; returns its loss and its learning rate."""
         self.optimizer.config.mesh.ledger.step = step
-        losses, count = self.losses_and_gradient(step)
+        self.batch = self.sampler.following(self.position, self.batch_size)
+        losses, count = self.losses_and_gradient(self.batch)
         self.axis.all_reduce(losses, label="loss")
         loss = tree_sum(losses.tolist()) / count
-        rate = self.optimizer.rule.learning_rate(self.optimizer.steps + 1)
-        self.skipped += not self.optimizer.update(count)
+        factor = self.rate_factor
+        rate = factor * self.optimizer.rule.learning_rate(self.optimizer.steps + 1)
+        self.skipped += not self.optimizer.update(count, rate_factor=factor)
         return loss, rate
 
     def conclude(self, step: int, loss: float, rate: float) -> str:
@@ -188,27 +218,27 @@ class Loop:
 
     def note(self, loss: float) -> None:
         """A step is done."""
+        self.position += len(self.batch)
         self.losses.append(loss)
         norm = self.optimizer.gradient_norm
         self.progress.advance(f"loss {loss:.4g}" + ("" if math.isnan(norm) else f", gradient {norm:.3g}"))
 
-    def losses_and_gradient(self, step: int) -> tuple[np.ndarray, int]:
-        """Summed losses of a step, whose sum over ranks is to be added up, and the global number of its terms."""
-        count = self.sampler.consumed(step) - self.sampler.consumed(step - 1)
+    def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
+        """Summed losses of a batch, whose sum over ranks is to be added up, and the global number of its terms."""
         if self.ordered is None:
-            losses = np.array([self.pass_over_shares(step)])
+            losses = np.array([self.pass_over_shares(batch)])
         else:
-            losses = self.pass_over_terms(step, self.ordered)
+            losses = self.pass_over_terms(batch, self.ordered)
         if not self.of_model:
             self.buckets.adopt(self.gradients)
         # Ranks without samples start their reductions here, the others did so in the backward pass: no other
         # collective may come before.
         self.buckets.end_pass()
-        return losses, count * self.problem.tokens_per_sample
+        return losses, len(batch) * self.problem.tokens_per_sample
 
-    def pass_over_shares(self, step: int) -> float:
+    def pass_over_shares(self, batch: np.ndarray) -> float:
         """Forward and backward of this rank's samples, whose gradients add up; returns their summed loss."""
-        shares = self.sampler.share(step, self.axis.rank, self.axis.size, self.problem.micro_batch_size)
+        shares = share(batch, self.axis.rank, self.axis.size, self.problem.micro_batch_size)
         loss_sum = 0.0
         if not self.of_model:
             self.gradients[...] = 0
@@ -220,9 +250,9 @@ class Loop:
                 self.buckets.end_pass(last=False)
         return loss_sum
 
-    def pass_over_terms(self, step: int, ordered: OrderedSums) -> np.ndarray:
+    def pass_over_terms(self, batch: np.ndarray, ordered: OrderedSums) -> np.ndarray:
         """The same where each micro-batch is a term of an ordered sum; returns the losses of all, 0 for others' own."""
-        micro = self.sampler.micro_batches(step, self.problem.micro_batch_size)
+        micro = micro_batches(batch, self.problem.micro_batch_size)
         in_turns = self.of_model and self.buckets.on_demand
         ordered.deal = deal = Deal(len(micro), self.axis.size, in_turns)
         own = deal.terms(self.axis.rank)
@@ -264,7 +294,7 @@ class Loop:
 
     def consumed(self) -> int:
         """Samples that this run has used so far."""
-        return self.sampler.consumed(self.before + len(self.losses)) - self.sampler.consumed(self.before)
+        return self.position - self.sampler.consumed(self.before)
 
     def wish(self, step: int, loss: float, rate: float) -> int:
         """Whether this rank wishes to stop after a step: 2 for its callback, 1 for the time, else 0."""

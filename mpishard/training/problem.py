@@ -184,7 +184,7 @@ class OptimizationProblem:
         progress : bool
             Show progress on stderr of rank 0.
         checkpoints : Checkpoints, optional
-            Save there after every ``checkpoints.every`` steps, and after the last one.
+            Save there as ``checkpoints.every`` says, and after the last step.
         resume : bool
             Go on from the newest whole one of `checkpoints`, at whatever number of ranks and in whatever layout it was
             written, or begin if there is none: with its parameters and state, at its step, with its samples.  The steps
@@ -202,11 +202,6 @@ class OptimizationProblem:
         if resume and checkpoints is None:
             raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
         watching = self._agree_on_problem(optimizer.world, callback is not None)
-        if self.batch_size < optimizer.axis.size:
-            raise ValueError(
-                f"batch_size={self.batch_size} gives some of the {optimizer.axis.size} data-parallel ranks no sample; "
-                f"use at least {optimizer.axis.size}, or fewer ranks"
-            )
         if self.steps is None and self.tolerance is None and not watching:
             raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
         from mpishard.training.loop import Loop  # which is made of problems

@@ -1,42 +1,65 @@
-"""A sample of the grid of faults in ``tests/faults.py``: whoever fails, the run ends with the bits of one rank."""
+"""A sample of the grid of faults in ``tests/faults.py``: whoever fails, the run ends with the bits of one without."""
 
 from __future__ import annotations
 
-import random
+import functools
+import json
+import subprocess
+import sys
+from dataclasses import asdict
 
+import fault_run
 import faults
 import pytest
 
-SEED, PARTS = 5, 2
 LAUNCH = faults.launcher()
-needs_ulfm = pytest.mark.skipif(LAUNCH is None, reason="deaths are healed in place under Open MPI only")
+pytestmark = pytest.mark.skipif(LAUNCH is None, reason="deaths are healed in place under Open MPI only")
+# Each victim, kind and layout, and most phases.
+SAMPLE = [
+    ("first", "reduction", "kill", "ZeRO2"),
+    ("middle", "agreement", "exception", "DDP"),
+    ("last", "all-gather", "stop", "ZeRO3"),
+    ("spare", "resize", "exit", "ZeRO1"),
+    ("first", "heal", "kill", "ZeRO1"),
+    ("last", "forward", "exit", "pipeline"),
+    ("spawned", "update", "kill", "tensor"),
+]
+AT_ONCE, NEIGHBOURS = 1, 2
 
 
-@pytest.fixture(scope="module")
-def reference():
-    return faults.expected()
+@functools.cache
+def reference(tensor=1, pipeline=1):
+    return faults.expected(LAUNCH, tensor, pipeline)
 
 
-def outlives(case, reference):
-    ended = faults.run(case, LAUNCH, reference)
+def outlives(case):
+    ended = faults.run(case, LAUNCH, reference(case.tensor, case.pipeline))
     assert not ended.problem, f"{case.name}: {ended.problem}\n{ended.output}"
 
 
-def sample():
-    """Each case from another part of the grid."""
-    draw = random.Random(SEED)
-    victims, phases = draw.sample(list(faults.VICTIMS), PARTS), draw.sample(faults.PHASES, PARTS)
-    kinds, strategies = draw.sample(faults.KINDS, PARTS), draw.sample(faults.STRATEGIES, PARTS)
-    return [faults.single(*parts) for parts in zip(victims, phases, kinds, strategies, strict=True)]
+@pytest.mark.parametrize("parts", SAMPLE, ids=" ".join)
+def test_one_process_fails(parts):
+    outlives(faults.single(*parts))
 
 
-@needs_ulfm
-@pytest.mark.parametrize("case", sample(), ids=lambda case: case.name)
-def test_one_process_fails(case, reference):
-    outlives(case, reference)
+def test_two_processes_fail_at_once():
+    outlives(faults.several("ZeRO3")[AT_ONCE])
 
 
-@needs_ulfm
-@pytest.mark.parametrize("number", [1, 2], ids=["two at once", "neighbours at once"])
-def test_two_processes_fail(number, reference):
-    outlives(faults.several("ZeRO1")[number], reference)
+def test_neighbours_fail_at_once_and_the_run_begins_again(tmp_path):
+    """In place it can only say so; `mpishard run` goes on from the newest checkpoint."""
+    case = faults.several("ZeRO1")[NEIGHBOURS]
+    outlives(case)
+    script = [sys.executable, fault_run.__file__, json.dumps(asdict(case)), str(tmp_path), "100"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mpishard", "run", "--elastic", "-n", str(case.processes), *script],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=faults.environment(),
+        timeout=100,
+    )
+    assert done.returncode == 0, done
+    assert "newest checkpoint" in done.stderr and "start 2" in done.stderr, done
+    found = [json.loads(file.read_text()) for file in tmp_path.glob("result-*")]
+    assert found and all(each == reference() for each in found), found

@@ -1,4 +1,4 @@
-"""``mpishard run``: the job goes on on what is left, ends with the run's own exit code, and leaves no process."""
+"""``mpishard run``: the job goes on, ends with the run's own exit code, and leaves no process."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def expected(run):
 
 
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint(run, expected):
-    killed = run(["--elastic", "-n", 3], TRAINING, "os.kill(os.getpid(), signal.SIGKILL)")
+    killed = run(["--elastic", "--no-replace", "-n", 3], TRAINING, "os.kill(os.getpid(), signal.SIGKILL)")
     assert killed.code() == 0, killed.errors
     assert killed.steps == [(3, step) for step in range(1, 11)] + [(2, step) for step in range(9, 21)]
     np.testing.assert_allclose(np.load(killed.folder / "parameters.npy"), expected, rtol=0, atol=1e-12)
@@ -148,7 +148,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(run, expected):
 
 def test_a_lost_rank_is_started_again_and_a_launcher_too(run, expected):
     fault = "os.kill(os.getpid(), signal.SIGKILL)"
-    replaced = run(["--elastic", "--replace", "-n", 3], TRAINING, fault)
+    replaced = run(["--elastic", "-n", 3], TRAINING, fault)
     unled = run(["--elastic", "-n", 3], TRAINING, "time.sleep(1000)")
     unled.wait_for(lambda: (unled.folder / "fault").exists())
     os.kill(unled.launcher(), signal.SIGKILL)
@@ -157,6 +157,25 @@ def test_a_lost_rank_is_started_again_and_a_launcher_too(run, expected):
         assert each.steps[-12:] == [(3, step) for step in range(9, 21)]
         np.testing.assert_array_equal(np.load(each.folder / "parameters.npy"), expected)
     assert "lost its launcher to signal 9" in unled.errors
+
+
+def test_state_that_is_lost(run, expected):
+    """Two of three die at once, one of which kept the state of the other; where deaths are healed, it is found out."""
+    config = "mpishard.ShardingConfiguration(mesh, minimum_parameter_group_size=1)"
+    elastic = f"mpishard.ElasticOptimizer(mpishard.ZeRO2Optimizer(mpishard.AdamW(lr=0.05), {config}))"
+    changes = {
+        "mesh.rank == mesh.size - 1": "mesh.rank > 0",
+        '"fault"': 'f"fault-{mesh.rank}"',
+        "mpishard.ZeRO2Optimizer(mpishard.AdamW(lr=0.05), mesh)": elastic,
+    }
+    script = TRAINING
+    for before, after in changes.items():
+        script = script.replace(before, after)
+    lost = run(["--elastic", "-n", 3], script, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert lost.code() == 0, lost.errors
+    assert lost.steps == [(3, step) for step in range(1, 11)] + [(3, step) for step in range(9, 21)]
+    np.testing.assert_allclose(np.load(lost.folder / "parameters.npy"), expected, rtol=0, atol=1e-12)
+    assert "start 2, 3 ranks" in lost.errors and "failed by" not in lost.errors
 
 
 def test_a_failure_that_comes_back_ends_the_run(run):
@@ -180,7 +199,7 @@ def test_a_failure_that_does_not_come_back_is_survived(run):
         ("sys.exit(3)", 3, ""),
         ("raise SystemExit(0)", 0, ""),
         ("raise SystemExit(3)", 3, ""),
-        ("os.kill(os.getpid(), signal.SIGKILL) if mesh.rank else time.sleep(1000)", None, "lost a rank"),
+        ("os.kill(os.getpid(), signal.SIGKILL) if mesh.rank else time.sleep(1000)", None, "lost ranks"),
     ],
 )
 def test_the_exit_code_is_what_the_run_itself_reports(run, end, code, said):
@@ -196,6 +215,21 @@ def test_a_marker_counts_whatever_the_launcher_does(run):
     ended = run(["--end-limit", 1, "-n", 2], script)
     assert ended.code() == 0, ended.errors
     assert "its launcher has not for 1 s and is killed" in ended.errors
+
+
+def test_a_job_that_is_stuck_after_a_death_is_started_again(run):
+    script = """
+import time
+import mpishard
+from mpishard.elastic.run_folder import RunFolder
+folder = RunFolder.from_environment()
+if folder.attempt == 0:
+    folder.note_healed(1)
+    time.sleep(1000)
+"""
+    stuck = run(["--elastic", "--heal-limit", 1, "-n", 2], script)
+    assert stuck.code() == 0, stuck.errors
+    assert "no step for 1 s after a death" in stuck.errors and "start 2, 2 ranks" in stuck.errors
 
 
 def test_a_script_that_does_not_start_is_not_restarted(run):

@@ -241,14 +241,6 @@ def test_what_has_no_sense_is_refused(mesh):
             optimizer.resize(workers)
 
 
-@pytest.mark.mpi(min_size=2)
-def test_other_layouts_than_data_parallel_are_refused(comm):
-    if comm.size % 2:
-        return
-    with mpishard.Mesh(comm, tensor=2) as mesh, pytest.raises(ValueError, match="data-parallel"):
-        ElasticOptimizer(AdamW(lr=0.01), mesh)
-
-
 def test_an_error_of_the_function_is_the_users(mesh):
     """Where MPI cannot heal, it is raised on the rank that has it."""
     if os.environ.get("OMPI_MCA_mpi_ft_enable") == "1":

@@ -23,7 +23,7 @@ from mpishard import (
     ZeRO3Optimizer,
     nn,
 )
-from mpishard.data.sampling import Sampler
+from mpishard.data.sampling import Sampler, share
 
 STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]
 DATA = np.random.default_rng(0).standard_normal((45, 6))
@@ -324,10 +324,10 @@ def test_sharded_model_and_rule_in_one_line_each(mesh, same_on_all):
         assert (model.rank, model.world_size) == (mesh.rank, mesh.size)
         reference = gpt()
         for step in range(3):
-            samples = Sampler(45, 2 * mesh.size).share(step + 1, mesh.rank, mesh.size)[0]
+            batch = Sampler(45, 2 * mesh.size).batch(step + 1)
+            (samples,) = share(batch, mesh.rank, mesh.size)
             model.loss_and_gradient(TOKENS[samples, :-1], TOKENS[samples, 1:])
             optimizer.step(model.parameters, count=2 * mesh.size)
-            batch = Sampler(45, 2 * mesh.size).batch(step + 1)
             reference.loss_and_gradient(TOKENS[batch, :-1], TOKENS[batch, 1:])
             gradient = reference.parameters.gradients.flat
             reference.parameters.flat[:] -= 0.1 * gradient / (2 * mesh.size)

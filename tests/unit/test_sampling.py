@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mpishard.data.sampling import Sampler
+from mpishard.data.sampling import Sampler, micro_batches, share
 from mpishard.randomness import normal, permuted
 
 
@@ -54,22 +54,22 @@ def test_normal_is_keyed_by_name():
     st.integers(1, 9),
 )
 def test_shares_are_the_batch(samples, batch_size, ranks, micro, step):
-    sampler = Sampler(samples, batch_size, seed=3)
-    shares = [sampler.share(step, rank, ranks, micro) for rank in range(ranks)]
-    assert len({len(share) for share in shares}) == 1
-    assert np.array_equal(np.concatenate([part for share in shares for part in share]), sampler.batch(step))
+    batch = Sampler(samples, batch_size, seed=3).batch(step)
+    shares = [share(batch, rank, ranks, micro) for rank in range(ranks)]
+    assert len({len(parts) for parts in shares}) == 1
+    assert np.array_equal(np.concatenate([part for parts in shares for part in parts]), batch)
     if micro is not None:
-        alone = [part.tolist() for part in sampler.share(step, 0, 1, micro)]
-        spread = [part.tolist() for share in shares for part in share if len(part)]
+        alone = [part.tolist() for part in share(batch, 0, 1, micro)]
+        spread = [part.tolist() for parts in shares for part in parts if len(part)]
         assert spread == alone  # the same micro-batches on any number of ranks
 
 
 @pytest.mark.parametrize(("samples", "sizes"), [(40, [3] * 8 + [2] * 8), (16, [1] * 16), (5, [1] * 5)])
 def test_sixteen_micro_batches_by_default(samples, sizes):
-    sampler = Sampler(samples, samples)
-    micro = sampler.micro_batches(1)
+    batch = Sampler(samples, samples).batch(1)
+    micro = micro_batches(batch)
     assert [len(part) for part in micro] == sizes
-    assert np.array_equal(np.concatenate(micro), sampler.batch(1))
+    assert np.array_equal(np.concatenate(micro), batch)
 
 
 @pytest.mark.parametrize("samples", [1, 9, 10, 11])
@@ -81,3 +81,29 @@ def test_an_epoch_takes_every_sample_once_and_reorders_them(samples):
     assert samples < 9 or not np.array_equal(*epochs)
     assert [sampler.consumed(step) for step in (0, steps, 2 * steps)] == [0, samples, 2 * samples]
     assert sampler.consumed(1) == min(4, samples)
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.lists(st.integers(1, 80), max_size=30), st.integers(0, 3))
+def test_batches_of_any_sizes_take_every_sample_once_an_epoch(samples, batch_size, sizes, seed):
+    """In the order of batches of one size, whatever their sizes are."""
+    sampler = Sampler(samples, batch_size, seed)
+    consumed, taken = 0, []
+    for size in sizes:
+        batch = sampler.following(consumed, size)
+        left = samples - consumed % samples
+        assert len(batch) == min(size, left)  # an epoch's last batch is cut short
+        consumed += len(batch)
+        taken += batch.tolist()
+    steps = -(-consumed // batch_size) + consumed // samples + 1
+    order = np.concatenate([sampler.batch(step + 1) for step in range(steps)])
+    assert taken == order[:consumed].tolist()
+    for epoch in range(consumed // samples):
+        assert sorted(taken[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+
+
+@given(st.integers(1, 60), st.integers(1, 80), st.integers(1, 40))
+def test_batches_of_one_size_follow_one_another(samples, batch_size, step):
+    sampler = Sampler(samples, batch_size)
+    consumed = sum(len(sampler.batch(each)) for each in range(1, step))
+    assert consumed == sampler.consumed(step - 1)
+    assert np.array_equal(sampler.following(consumed, batch_size), sampler.batch(step))

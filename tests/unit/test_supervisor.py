@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,12 +11,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import mpishard
+from mpishard.elastic import course
 from mpishard.elastic.completion import _exit_code, _main_frame, _ran_to_its_end, _Unknown
-from mpishard.elastic.hosts import Host, Probe, parse_hosts, sweep
+from mpishard.elastic.hosts import Host, Patrol, Probe, parse_hosts, sweep
 from mpishard.elastic.launchers import Launcher, find_launcher
 from mpishard.elastic.policy import History, Outcome, Policy, Start, Stop, decide
 from mpishard.elastic.run_folder import Ended, Failure, RunFolder
@@ -23,11 +26,12 @@ from mpishard.elastic.run_folder import Ended, Failure, RunFolder
 KILLED = Outcome(code=137, step=10)
 FAILURE = Failure("ValueError", "1.5 is bad", "train.py:7", 12)
 ELASTIC = Policy(elastic=True)
+SHRINKING = replace(ELASTIC, replace=False)
 HOSTS = parse_hosts("a:2,b:2,c:1")
 
 
 def after(outcome, policy=ELASTIC, history=None, hosts=(), answering=None):
-    history = history or History(4)
+    history = history or History(4, 4)
     return decide(policy, history, outcome, hosts, hosts if answering is None else answering)
 
 
@@ -40,10 +44,12 @@ def after(outcome, policy=ELASTIC, history=None, hosts=(), answering=None):
         (Outcome(0, ended=Ended(3)), 3),
         (Outcome(3, ended=Ended(None)), 3),
         (Outcome(-11, ended=Ended(None)), 139),
+        (Outcome(137, ended=Ended(None), healed=3), 0),
+        (Outcome(3, ended=Ended(None), healed=3), 3),
         (Outcome(75, given_up=Ended(75)), 75),
         (Outcome(75, ended=Ended(0), given_up=Ended(75)), 75),
         (Outcome(75, ended=Ended(75), given_up=Ended(74)), 75),
-        (Outcome(1, ended=Ended(0), given_up=Ended(1), failure=FAILURE, healed=True), 0),
+        (Outcome(1, ended=Ended(0), given_up=Ended(1), failure=FAILURE, healed=3), 0),
         (Outcome(0, ended=Ended(0), stopped=15), 0),
         (Outcome(0, stopped=15), 143),
     ],
@@ -65,11 +71,13 @@ def test_without_elastic_a_failure_is_the_end(outcome, code):
 @pytest.mark.parametrize(
     ("outcome", "changes", "ranks"),
     [
-        (KILLED, {}, 3),
-        (Outcome(0, step=10), {}, 3),
-        (KILLED, {"replace": True}, 4),
-        (KILLED, {"multiple_of": 2}, 2),
-        (KILLED, {"min_workers": 3}, 3),
+        (KILLED, {}, 4),
+        (Outcome(0, step=10), {}, 4),
+        (KILLED, {"replace": False}, 3),
+        (replace(KILLED, healed=2), {"replace": False}, 2),
+        (replace(KILLED, healed=2), {}, 4),
+        (KILLED, {"replace": False, "multiple_of": 2}, 2),
+        (KILLED, {"replace": False, "min_workers": 3}, 3),
         (Outcome(-9, step=10), {}, 4),  # the launcher was killed
         (Outcome(1, step=10, failure=FAILURE), {}, 4),
         (Outcome(1, step=10, ended=Ended(0), failure=FAILURE), {}, 4),
@@ -81,18 +89,34 @@ def test_ranks_that_are_left(outcome, changes, ranks):
 
 
 def test_too_few_ranks():
-    follows = after(KILLED, replace(ELASTIC, min_workers=4))
+    follows = after(KILLED, replace(SHRINKING, min_workers=4))
     assert isinstance(follows, Stop) and "3 ranks are left and 4 are needed" in follows.why
-    assert isinstance(after(KILLED, replace(ELASTIC, multiple_of=4)), Stop)
-    assert isinstance(after(KILLED, history=History(1)), Stop)
+    assert isinstance(after(KILLED, replace(SHRINKING, multiple_of=4)), Stop)
+    assert isinstance(after(KILLED, SHRINKING, History(1, 1)), Stop)
+
+
+def test_starts_that_lose_ranks_in_succession():
+    """Of as many once more, since a dead process is no dead core, and then of fewer, until one gets further."""
+    history, seen = History(4, 4), []
+    for step in (5, 5, 5, 9, 9):
+        follows = after(Outcome(137, step=step), history=history)
+        assert isinstance(follows, Start)
+        history = follows.history
+        seen.append(follows.ranks)
+    assert seen == [4, 3, 2, 4, 3]
+    never = after(Outcome(137, step=0), replace(ELASTIC, min_workers=4), History(4, 4, restarts=1))
+    assert isinstance(never, Start) and never.ranks == 4
+    assert after(Outcome(137, step=0)).ranks == 4  # the first start of all
 
 
 def test_hosts_that_are_left():
-    history = History(5)
+    history = History(5, 5)
     lost = after(KILLED, history=history, hosts=HOSTS, answering=HOSTS[1:])
     assert isinstance(lost, Start) and (lost.ranks, lost.hosts, lost.history.ranks) == (3, HOSTS[1:], 5)
-    back = after(replace(KILLED, step=11), history=lost.history, hosts=HOSTS)  # it answers again, but a rank was lost
-    assert isinstance(back, Start) and (back.ranks, back.hosts) == (4, HOSTS)
+    back = after(replace(KILLED, step=11), history=lost.history, hosts=HOSTS)  # it answers again
+    assert isinstance(back, Start) and (back.ranks, back.hosts) == (5, HOSTS)
+    fewer = after(replace(KILLED, step=11), SHRINKING, lost.history, HOSTS)
+    assert isinstance(fewer, Start) and (fewer.ranks, fewer.hosts) == (4, HOSTS)
     unclear = after(replace(KILLED, lost=True), history=history, hosts=HOSTS)
     assert isinstance(unclear, Start) and unclear.ranks == 5
     none = after(KILLED, history=history, hosts=HOSTS, answering=())
@@ -100,7 +124,7 @@ def test_hosts_that_are_left():
 
 
 def test_only_progress_resets_the_count_of_restarts():
-    history, starts = History(10), []
+    history, starts = History(10, 10), []
     for step in (5, 5, 5, 9, 9, 9, 8, 9):
         follows = after(Outcome(137, step=step), history=history)
         starts.append(isinstance(follows, Start))
@@ -126,7 +150,7 @@ def test_the_same_failure_twice():
 def test_a_job_that_never_started():
     follows = after(Outcome(127, started=False))
     assert isinstance(follows, Stop) and "did not start" in follows.why
-    later = after(Outcome(127, started=False), history=History(4, step=3))
+    later = after(Outcome(127, started=False), history=History(4, 4, step=3))
     assert isinstance(later, Start)
     hosts_gone = after(Outcome(1, started=False), hosts=HOSTS, answering=HOSTS[:1])
     assert isinstance(hosts_gone, Start) and hosts_gone.ranks == 2
@@ -144,21 +168,26 @@ def test_notes_of_a_run(tmp_path):
     other = RunFolder.from_environment(first.environment())
     assert other == first and RunFolder.from_environment({}) is None
     assert (first.started, first.step, first.ended, first.given_up, first.failure, first.healed) == (
-        *(False, 0, None, None, None, False),
+        *(False, 0, None, None, None, 0),
     )
     other.note_started()
     other.note_step(7)
     other.note_ended(Ended(None))
     other.note_given_up(Ended(3))
     other.note_failure(FAILURE)
-    other.note_healed()
+    other.note_healed(3)
     assert (first.started, first.step, first.ended, first.given_up, first.failure, first.healed) == (
-        *(True, 7, Ended(None), Ended(3), FAILURE, True),
+        *(True, 7, Ended(None), Ended(3), FAILURE, 3),
     )
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in first.path.iterdir())
-    assert RunFolder(first.path, 1).ended is None
+    second = first.next()
+    assert second == RunFolder(first.path, 1) and second.ended is None
+    assert first.is_over and not second.is_over
     again = RunFolder.create(first.path)
-    assert again.ended is None and list(first.path.iterdir()) == []
+    assert again.attempt == 2 and again.ended is None and [path.name for path in first.path.iterdir()] == ["start"]
+    assert second.is_over and not again.is_over
+    (first.path / "start").unlink()
+    assert again.is_over
 
 
 def test_a_folder_that_others_may_open(tmp_path):
@@ -226,6 +255,46 @@ def test_hosts_that_answer(shell):
     assert Probe(parse_hosts("a"), shell, 1.0, "exit 3").wait() == ()
 
 
+def test_a_host_that_is_silent_twice_is_lost(tmp_path):
+    path = tmp_path / "shell"
+    path.write_text(f'#!/bin/sh\nfor f in {tmp_path}/$1-*; do [ -e "$f" ] && rm "$f" && exit 255; done; exit 0\n')
+    path.chmod(0o700)
+    hosts = parse_hosts("localhost,a,b")
+    (tmp_path / "a-1").touch()
+    (tmp_path / "b-1").touch()
+    (tmp_path / "b-2").touch()
+    patrol = Patrol(hosts, str(path), 0.0, 20.0)
+    seen, deadline = [], time.monotonic() + 20
+    while (tmp_path / "b-2").exists() or not seen:
+        assert time.monotonic() < deadline
+        lost = patrol.look()
+        seen += [lost] if lost else []
+    assert seen == [{hosts[2]}]
+    assert Patrol(hosts[:1], str(path), 0.0, 20.0).look() == set()
+
+
+def test_a_job_that_is_stuck(tmp_path, monkeypatch):
+    folder, clock = RunFolder.create(tmp_path / "run"), SimpleNamespace(now=0.0)
+    monkeypatch.setattr(course, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    watched = course.Course(folder, end_limit=5.0, heal_limit=10.0)
+
+    def after(seconds):
+        clock.now += seconds
+        return watched.look()
+
+    assert after(1000) == ""
+    folder.note_step(1)
+    assert after(0) == "" and after(1000) == ""
+    folder.note_step(2)
+    assert after(0) == ""  # a step of 1000 s
+    folder.note_healed(3)
+    assert after(0) == "" and after(2999) == "" and "no step for 3000 s after a death" in after(2)
+    folder.note_step(3)
+    assert after(0) == "" and after(5000) == "" and watched.step == 3
+    folder.note_ended(Ended(0))
+    assert after(0) == "" and watched.has_ended and after(5) == "" and "launcher has not for 5 s" in after(1)
+
+
 def test_what_is_left_on_a_host_is_killed(shell, tmp_path):
     run = str(tmp_path / "a run's $folder")
     processes = [
@@ -254,10 +323,18 @@ def test_command_lines():
         ["/x/mpirun", "-n", "3", "--with-ft", "ulfm", "--mca", "coll", "^han", "-H", "a:2,b:2,c:1"]
         + ["-x", "MPISHARD_RUN", "-x", "PYTHONPATH", "--prtemca", "plm_ssh_agent", "/y/sh", *script]
     )
-    assert mpich.environment(8, 2) == {}
-    assert "PRTE_MCA_rmaps_default_mapping_policy" in open_mpi.environment(8, 2)
-    assert "PRTE_MCA_rmaps_default_mapping_policy" not in open_mpi.environment(2, 2)
-    assert "PRTE_MCA_rmaps_default_mapping_policy" in open_mpi.environment(2, 2, elastic=True)
+
+
+def test_environments():
+    mpich, open_mpi = Launcher("/x/mpirun", "MPICH"), Launcher("/x/mpirun", "Open MPI")
+    mapping = "PRTE_MCA_rmaps_default_mapping_policy"
+    assert mpich.environment({"HOME": "h"}, 8, 2) == {"HOME": "h"}
+    assert open_mpi.environment({"HOME": "h"}, 8, 2)["HOME"] == "h"
+    assert open_mpi.environment({}, 8, 2)[mapping] == "slot:oversubscribe"
+    assert mapping not in open_mpi.environment({}, 2, 2)
+    assert open_mpi.environment({}, 2, 2, elastic=True)[mapping] == "slot:oversubscribe"
+    assert open_mpi.environment({mapping: "node"}, 8, 2)[mapping] == "node"
+    assert open_mpi.environment({mapping: ":oversubscribe"}, 2, 2)[mapping] == "slot:oversubscribe"
 
 
 @pytest.mark.parametrize(("says", "family"), [("mpirun (Open MPI) 5.0.11", "Open MPI"), ("HYDRA build", "MPICH")])
@@ -296,6 +373,28 @@ def test_no_descendant_is_left(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_rank_that_nobody_can_end_ends_itself(tmp_path):
+    """With the launcher's daemon, once its start is over; another parent is left alone."""
+    folder = RunFolder.create(tmp_path / "run")
+    daemon = tmp_path / "prted"
+    shutil.copy("/bin/sh", daemon)
+    script = f"{sys.executable} -c 'import time, mpishard; print(1, flush=True); time.sleep(100)'; echo after"
+    here = str(Path(mpishard.__file__).parents[1])
+    shells = [
+        subprocess.Popen(
+            [shell, "-c", script],
+            env={**os.environ, **folder.environment(), "PYTHONPATH": here},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for shell in (str(daemon), "/bin/sh")
+    ]
+    assert [shell.stdout.readline() for shell in shells] == ["1\n", "1\n"]
+    folder.next()
+    assert [shell.communicate(timeout=20)[0] for shell in shells] == ["", "after\n"]
+    assert shells[0].returncode == -signal.SIGKILL
 
 
 def test_the_supervisor_never_loads_mpi():

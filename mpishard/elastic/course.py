@@ -1,0 +1,61 @@
+"""The course of a job as its notes show it: how far it is, and whether it is stuck.  No MPI, no processes."""
+
+from __future__ import annotations
+
+import time
+
+from mpishard.elastic.run_folder import RunFolder
+
+_STEPS = 3
+
+
+class Course:
+    """Looks at the notes of one start.
+
+    Parameters
+    ----------
+    folder : RunFolder
+    end_limit : float
+        Seconds that the launcher gets to end once the script has.
+    heal_limit : float
+        Seconds in which a step follows after a death, or thrice the longest step so far: an MPI that has lost processes
+        may lose a message too, and then all wait for ever.
+
+    Attributes
+    ----------
+    step : int
+        The last one noted.
+    has_ended : bool
+        The script has.
+    """
+
+    def __init__(self, folder: RunFolder, end_limit: float, heal_limit: float) -> None:
+        self.step = 0
+        self.has_ended = False
+        self._folder = folder
+        self._limits = end_limit, heal_limit
+        self._left = 0
+        self._heals = False
+        self._longest = 0.0
+        self._since = time.monotonic()
+
+    def look(self) -> str:
+        """Why the job must be ended; empty if it need not."""
+        now, step, left = time.monotonic(), self._folder.step, self._folder.healed
+        has_ended = self._folder.ended is not None
+        if step != self.step:
+            if self.step and not self._heals:
+                self._longest = max(self._longest, now - self._since)
+            self._since, self._heals = now, False
+        if left != self._left:
+            self._since, self._heals = now, True
+        if has_ended and not self.has_ended:
+            self._since = now
+        self.step, self._left, self.has_ended = step, left, has_ended
+        end_limit, heal_limit = self._limits
+        heal_limit = max(heal_limit, _STEPS * self._longest)
+        if has_ended and now - self._since > end_limit:
+            return f"the script has ended; its launcher has not for {end_limit:g} s and is killed"
+        if self._heals and not has_ended and now - self._since > heal_limit:
+            return f"no step for {heal_limit:g} s after a death; the job is ended"
+        return ""

@@ -1,0 +1,24 @@
+"""A host is lost, and ``mpishard run --elastic`` goes on on the others; ``python tests/hosts.py`` has all cases."""
+
+from __future__ import annotations
+
+import hosts
+import namespaces
+import pytest
+
+from mpishard.elastic.launchers import find_launcher
+
+NO_HOSTS = namespaces.missing()
+
+
+@pytest.fixture
+def case():
+    """Open MPI heals in place when all ranks of a host have died; MPICH's launcher ends with the daemon of one."""
+    return "processes" if find_launcher().family == "Open MPI" else "host"
+
+
+@pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS)
+def test_a_lost_host(case, tmp_path):
+    ended = hosts.run(case, hosts.expected(), tmp_path)
+    assert not ended.problem, f"{ended.problem}\n{ended.output}"
+    assert ended.how == ("healed in place" if case == "processes" else "restarted, 4 ranks")

@@ -1,0 +1,261 @@
+"""A process of a run in which some fail: trains a small GPT, and fails where its case wants it to.
+
+    python tests/fault_run.py CASE FOLDER
+
+`tests/faults.py` makes the cases and starts these processes, which leave notes for each other in the folder.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STEPS, SAVE_EVERY = 7, 4
+SHRUNK_AFTER, GROWN_AFTER = 2, 4
+# Seconds after which a stopped process counts as dead.
+FAILURE_TIMEOUT = 0.7
+# The victim is not one of the processes that were there at the start.
+SPAWNED = -1
+PATIENCE = 20.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One process, by its rank at the start, fails in a phase of the step `at` or the first time after it."""
+
+    victim: int
+    phase: str
+    kind: str
+    at: int = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run and what happens to it.
+
+    `processes` are there at the start, and up to `workers` replicas of the model train, of tensor x pipeline processes
+    each; with `spawns` the run begins with fewer.  `lost`: that state which nobody keeps is lost, so that it must end.
+    """
+
+    name: str
+    strategy: str
+    faults: tuple[Fault, ...] = ()
+    tensor: int = 1
+    pipeline: int = 1
+    workers: int = 3
+    processes: int = 4
+    spawns: bool = False
+    lost: bool = False
+
+    @classmethod
+    def read(cls, text: str) -> Case:
+        fields = json.loads(text)
+        return cls(**{**fields, "faults": tuple(Fault(**each) for each in fields["faults"])})
+
+
+class Notes:
+    """Files in the folder of the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def leave(self, name: str, text: str = "") -> None:
+        beside = self.folder / f".{name}-{os.getpid()}"
+        beside.write_text(text)
+        beside.rename(self.folder / name)
+
+    def has(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
+    def read(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+    def wait(self, *names: str, limit: float = PATIENCE) -> None:
+        end = time.monotonic() + limit
+        while not all(map(self.has, names)) and time.monotonic() < end:
+            time.sleep(0.001)
+
+
+def run(case: Case, folder: Path) -> None:
+    notes = Notes(folder)
+    notes.leave(f"process-{os.getpid()}")
+    sys.modules["scipy"] = None  # type: ignore[assignment]  # Numba would load it, which takes its time
+
+    import hashlib
+
+    import numpy as np
+    from mpi4py import MPI
+
+    import mpishard
+    from mpishard import nn
+    from mpishard.checkpoint import Checkpoints
+    from mpishard.elastic.crew import is_newcomer
+
+    newcomer = is_newcomer()
+    first = MPI.COMM_WORLD.rank == 0
+    me = (SPAWNED if first else SPAWNED - 1) if newcomer else MPI.COMM_WORLD.rank
+    notes.leave(f"rank-{me}", str(os.getpid()))
+    tokens = np.random.default_rng(1).integers(0, 11, (45, 9))
+    strategy: Any = getattr(mpishard, f"{case.strategy}Optimizer")
+    resizes = any(fault.phase == "resize" for fault in case.faults)
+
+    with mpishard.Mesh(tensor=case.tensor, pipeline=case.pipeline) as mesh:
+        model = nn.GPT(11, 8, 16, 2, 2, np.float32, mesh=mesh, microbatches=case.pipeline)
+        config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=0.5, reproducible=True)
+        inner = strategy(mpishard.AdamW(lr=0.01), config)
+        elastic = mpishard.ElasticOptimizer(inner, max_workers=case.workers, failure_timeout=FAILURE_TIMEOUT)
+        hits: list[Callable[[str], None]] = []
+
+        def batch(samples: Any) -> Any:
+            for hit in hits if case.tensor == case.pipeline == 1 else []:
+                hit("forward")
+            return tokens[samples, :-1], tokens[samples, 1:]
+
+        def resize(state: Any) -> None:
+            if state.step in (SHRUNK_AFTER, GROWN_AFTER):
+                notes.leave("resizes")
+                elastic.resize(case.workers - (state.step == SHRUNK_AFTER))
+
+        def grow(state: Any) -> None:
+            if state.step == 1:
+                notes.leave("resizes")
+                elastic.resize(case.workers)
+            if elastic.current_workers < case.workers and not newcomer:
+                notes.wait("spawned")
+                hits[0]("spawn")
+                time.sleep(0.1)
+
+        options = {"samples": 45, "batch_size": 16, "tokens_per_sample": 8, "steps": STEPS}
+        problem = mpishard.OptimizationProblem.for_model(model, batch, micro_batch_size=2 * case.pipeline, **options)
+        with Checkpoints(folder / "checkpoints", mesh, every=SAVE_EVERY) as checkpoints:
+            hits.append(strike(case, me, notes, mesh, checkpoints, lambda: inner.clock + 1))
+            if newcomer and first:
+                notes.leave("spawned")
+                hits[0]("spawn")
+            callback = grow if case.spawns else resize if resizes else None
+            result = elastic.optimize(problem, callback=callback, progress=False, checkpoints=checkpoints, resume=True)
+        full = mpishard.as_distributed(model, mesh).gather_full_parameters()
+        found = {
+            "parameters": hashlib.sha256(full.tobytes()).hexdigest(),
+            "losses": hashlib.sha256(result.loss_history.tobytes()).hexdigest(),
+            "steps": result.steps,
+            "samples": result.samples,
+        }
+    notes.leave(f"result-{os.getpid()}", json.dumps(found))
+
+
+def fail(kind: str) -> None:
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(PATIENCE)
+    if kind == "exit":
+        sys.exit(3)
+    raise ArithmeticError("a fault of this process")
+
+
+def strike(
+    case: Case, me: int, notes: Notes, mesh: Any, checkpoints: Any, step: Callable[[], int]
+) -> Callable[[str], None]:
+    """Lay the faults of this process in its way; returns what tells that it is in a phase.
+
+    A spare is in no phase of a step: the first process strikes it as soon as that is in the phase itself.
+    """
+    from mpishard.checkpoint import saver
+    from mpishard.elastic import loop
+    from mpishard.optim import optimizer
+
+    together = ("resize", "heal")  # in which spares take part
+    faults = list(enumerate(case.faults))
+    spares = set(range(case.processes)) - set(workers_of(case))
+    afar = [each for each in faults if me == 0 and each[1].victim in spares and each[1].phase not in together]
+    here = [each for each in faults if each[1].victim == me and (me not in spares or each[1].phase in together)]
+
+    def hit(phase: str) -> None:
+        for number, fault in afar:
+            if fault.phase == phase and step() >= fault.at and not notes.has(f"fault-{number}"):
+                shoot(int(notes.read(f"rank-{fault.victim}")), number, fault.kind)
+        for number, fault in here:
+            if fault.phase == phase and step() >= fault.at and not notes.has(f"fault-{number}"):
+                notes.leave(f"fault-{number}")
+                others = [other for other, each in faults if (each.phase, each.at) == (phase, fault.at)]
+                notes.wait(*(f"fault-{other}" for other in others))  # they fail at once
+                fail(fault.kind)
+
+    def shoot(process: int, number: int, kind: str) -> None:
+        notes.leave(f"fault-{number}")
+        os.kill(process, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(kind, signal.SIGUSR2))
+        if kind in ("exception", "exit"):
+            notes.wait(f"shot-{process}")
+
+    def is_shot(*_: Any) -> None:
+        notes.leave(f"shot-{os.getpid()}")
+        fail(next(fault.kind for _, fault in faults if fault.victim == me))
+
+    signal.signal(signal.SIGUSR2, is_shot)
+
+    def around(owner: Any, name: str, phase: str, when: Callable[..., bool], within: bool) -> None:
+        original = getattr(owner, name)
+
+        def instead(*arguments: Any, **options: Any) -> Any:
+            if not within and when(**options):
+                hit(phase)
+            result = original(*arguments, **options)
+            if within and when(**options):
+                hit(phase)
+            return result
+
+        setattr(owner, name, instead)
+
+    def before(owner: Any, name: str, phase: str, when: Callable[..., bool] = lambda **_: True) -> None:
+        """Fail instead of a call."""
+        around(owner, name, phase, when, within=False)
+
+    def within(owner: Any, name: str, phase: str, when: Callable[..., bool] = lambda **_: True) -> None:
+        """Fail once a call has returned, so that what it started is under way."""
+        around(owner, name, phase, when, within=True)
+
+    # In the middle of a pass whose ranks wait for each other.
+    within(mesh.tensor, "all_reduce", "forward", lambda **_: case.tensor > 1)
+    within(mesh.pipeline, "start_send", "forward")
+    # The parameters of ZeRO-3 are gathered in the forward pass, those of ZeRO-1 and 2 and gradients of DDP after it.
+    within(mesh.data, "start_all_to_all", "reduction")
+    within(mesh.data, "start_all_gather", "all-gather")
+    within(optimizer, "take_step", "update")
+    within(mesh.data, "start_send", "buddy", lambda label="", **_: label == "buddy")
+    before(loop.ElasticLoop, "_agree", "agreement")
+    before(loop.ElasticLoop, "_commit", "committed")
+    # An exception in the writing of files is the disk's and no fault of the process.
+    before(saver, "write_pieces", "save", lambda **_: any(fault.kind in ("kill", "stop") for _, fault in here))
+    before(checkpoints, "save", "save", lambda **_: all(fault.kind in ("exception", "exit") for _, fault in here))
+    healing = []
+    before(loop, "reshard_state", "resize", lambda **_: notes.has("resizes") and not healing)
+    before(loop, "reshard_state", "heal", lambda **_: bool(healing))
+    bury = loop.ElasticLoop._bury
+
+    def note_healing(self: Any, error: Any) -> Any:
+        healing.append(error)
+        return bury(self, error)
+
+    loop.ElasticLoop._bury = note_healing  # type: ignore[method-assign]
+    return hit
+
+
+def workers_of(case: Case) -> list[int]:
+    """The processes of the start that train: tensor ranks are numbered fastest, then replicas, then stages."""
+    replicas = case.processes // (case.tensor * case.pipeline)
+    return [number for number in range(case.processes) if number // case.tensor % replicas < case.workers]
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(float(sys.argv[3]) / 2)
+    run(Case.read(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,294 @@
+"""Elastic runs of meshes with tensor and pipeline ranks: whole replicas leave and come back, and change no bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from steps import STRATEGIES
+
+import mpishard
+from mpishard import AdamW, DDPOptimizer, Mesh, OptimizationProblem, ShardingConfiguration, ZeRO1Optimizer, nn
+from mpishard.checkpoint import Checkpoints
+from mpishard.elastic.crew import Crew
+from mpishard.elastic.optimizer import ElasticOptimizer
+from mpishard.layout import Place
+from mpishard.mesh import NEWCOMER
+
+TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
+STEPS = 8
+SHAPES = [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
+pytestmark = pytest.mark.mpi(min_size=3)
+
+
+def cell_of(shape):
+    """Processes of a worker."""
+    return shape.get("tensor", 1) * shape.get("pipeline", 1)
+
+
+@pytest.fixture(
+    scope="module", params=SHAPES, ids=lambda shape: "x".join(f"{name}{size}" for name, size in shape.items())
+)
+def shape(request, comm):
+    """Of the meshes that have at least two workers on these ranks."""
+    if comm.size % cell_of(request.param) or comm.size < 2 * cell_of(request.param):
+        pytest.skip("no two whole workers on so many ranks")
+    return request.param
+
+
+def make_model(mesh, dtype=np.float32, **options):
+    options = {"tied": mesh.pipeline.size > 1, "microbatches": 3 if mesh.pipeline.size > 1 else 1} | options
+    return nn.GPT(11, 8, 16, 2, 2, dtype, seed=3, mesh=mesh, **options)
+
+
+def problem_of(model, **options):
+    options = {"samples": 45, "batch_size": 16, "micro_batch_size": 4, "steps": STEPS} | options
+    return OptimizationProblem.for_model(
+        model, lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]), tokens_per_sample=8, **options
+    )
+
+
+def inner(strategy, mesh, **options):
+    options = {"max_gradient_norm": 0.5, "minimum_parameter_group_size": 500, "reproducible": True} | options
+    return strategy(AdamW(lr=0.01), ShardingConfiguration(mesh, **options))
+
+
+def bits(model, mesh, result):
+    parameters = mpishard.as_distributed(model, mesh).gather_full_parameters()
+    return parameters.tobytes(), result.loss_history.tobytes(), result.samples, result.stop_reason
+
+
+@pytest.fixture(scope="module")
+def expected(shape, comm):
+    """The run of one worker that is not elastic."""
+    part = comm.Split(comm.rank // cell_of(shape), comm.rank)
+    with Mesh(part, **shape) as mesh:
+        model = make_model(mesh)
+        found = bits(model, mesh, inner(DDPOptimizer, mesh).optimize(problem_of(model), progress=False))
+    part.Free()
+    return found
+
+
+def composes(strategy, shape):
+    """Whether sums have one order for every number of workers."""
+    return shape.get("pipeline", 1) == 1 or strategy in (DDPOptimizer, ZeRO1Optimizer)
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request, shape):
+    if not composes(request.param, shape):
+        pytest.skip("reproducible=True is for ZeRO-2 and 3 without pipeline ranks")
+    return request.param
+
+
+def test_resizes_change_no_bit(comm, shape, strategy, expected, same_on_all):
+    noted = {}
+    with Mesh(comm, **shape) as mesh:
+        most, place, data_rank = mesh.data.size, mesh.place, mesh.data.rank
+        sizes = {1: 1, 2: most, 4: max(1, most - 1), 5: most, 6: 1}
+        model = make_model(mesh)
+        optimizer = ElasticOptimizer(inner(strategy, mesh))
+
+        def callback(state):
+            noted[state.step] = optimizer.current_workers
+            if state.step in sizes:
+                optimizer.resize(sizes[state.step])
+
+        found = bits(model, mesh, optimizer.optimize(problem_of(model), callback=callback, progress=False))
+        assert (mesh.data.size, mesh.place, mesh.data.rank) == (most, place, data_rank)
+    assert found == expected
+    assert same_on_all(found[1:])
+    now, wanted = most, {}
+    for step in range(1, STEPS + 1):
+        if data_rank < now:
+            wanted[step] = now
+        now = sizes.get(step, now)
+    assert noted == wanted
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[2:], ids=lambda strategy: strategy.__name__)
+def test_sums_in_another_order(comm, strategy):
+    """ZeRO-2 and 3 on a pipeline: not the same bits, but the same numbers."""
+    found = []
+    for sizes in ({}, {1: 1, 3: 2, 5: 1}):
+        if comm.size % 2:
+            pytest.skip("no two whole workers on so many ranks")
+        with Mesh(comm, pipeline=2) as mesh:
+            model = make_model(mesh, np.float64)
+            optimizer = ElasticOptimizer(inner(strategy, mesh, reproducible=False), max_workers=2)
+
+            def callback(state, optimizer=optimizer, sizes=sizes):
+                if state.step in sizes:
+                    optimizer.resize(sizes[state.step])
+
+            optimizer.optimize(problem_of(model), callback=callback, progress=False)
+            found.append(mpishard.as_distributed(model, mesh).gather_full_parameters())
+    np.testing.assert_allclose(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_processes_beyond_the_limit_are_spares_until_the_end(comm, shape, expected):
+    noted = {}
+    with Mesh(comm, **shape) as mesh:
+        data_rank = mesh.data.rank
+        model = make_model(mesh)
+        optimizer = ElasticOptimizer(inner(ZeRO1Optimizer, mesh), max_workers=1)
+        assert (optimizer.can_scale_up, optimizer.can_scale_down) == (False, True)
+        result = optimizer.optimize(
+            problem_of(model), callback=lambda state: noted.update({state.step: 1}), progress=False
+        )
+        assert bits(model, mesh, result) == expected
+    assert noted == (dict.fromkeys(range(1, STEPS + 1), 1) if data_rank == 0 else {})
+
+
+@pytest.mark.parametrize("with_spares", [False, True], ids=["its worker goes", "a spare takes its place"])
+def test_a_process_that_is_told_to_leaves(comm, shape, expected, monkeypatch, with_spares):
+    """The last process of the first worker: another of its place moves up, and those without partners wait."""
+    monkeypatch.setattr("mpishard.elastic.signals._SKEW_S", 0.0)
+    noted = {}
+    with Mesh(comm, **shape) as mesh:
+        most, data_rank = mesh.data.size, mesh.data.rank
+        workers = most - with_spares
+        told = data_rank == 0 and mesh.place.tensor_rank == mesh.tensor.size - 1
+        told = told and mesh.place.pipeline_rank == mesh.pipeline.size - 1
+        in_its_place = mesh.place == comm.bcast(mesh.place, root=comm.allgather(told).index(True))
+        model = make_model(mesh)
+        optimizer = ElasticOptimizer(inner(ZeRO1Optimizer, mesh), max_workers=workers)
+
+        def callback(state):
+            noted[state.step] = optimizer.current_workers, mesh.data.rank
+            if told and state.step == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+        result = optimizer.optimize(problem_of(model), callback=callback, progress=False)
+        assert bits(model, mesh, result) == expected
+    after = workers if with_spares else most - 1
+    wanted = {step: (workers, data_rank) for step in range(1, 4) if data_rank < workers}
+    # Who is behind it in its place moves up by one.
+    now = data_rank - in_its_place
+    if not told and now < after:
+        wanted |= dict.fromkeys(range(4, STEPS + 1), (after, now))
+    assert noted == wanted
+
+
+def test_checkpoints_across_resizes(comm, shape, expected, tmp_path):
+    folder = comm.bcast(str(tmp_path))
+    for last, saves, sizes in ((5, True, {1: 1, 3: 2}), (STEPS, False, {6: 1})):
+        with Mesh(comm, **shape) as mesh:
+            model = make_model(mesh)
+            optimizer = ElasticOptimizer(inner(DDPOptimizer if saves else ZeRO1Optimizer, mesh))
+
+            def callback(state, optimizer=optimizer, sizes=sizes):
+                if state.step in sizes:
+                    optimizer.resize(sizes[state.step])
+
+            with Checkpoints(folder, mesh, every=2, asynchronous=saves) as checkpoints:
+                result = optimizer.optimize(
+                    problem_of(model, steps=last),
+                    callback=callback,
+                    progress=False,
+                    checkpoints=checkpoints,
+                    resume=True,
+                )
+            found = bits(model, mesh, result)
+    assert result.resumed_steps == 5
+    assert found == expected
+
+
+def test_a_mesh_of_another_shape_with_the_same_ranks_is_refused(comm, shape):
+    with Mesh(comm) as base:
+        for mesh in (base.reshaped(**shape), base):
+            with pytest.raises(ValueError, match="shares its ranks with one of another shape"):
+                ElasticOptimizer(AdamW(lr=0.01), mesh)
+
+
+def test_too_few_processes_for_the_workers(comm, shape):
+    with Mesh(comm, **shape) as mesh, pytest.raises(ValueError, match=f"the {comm.size} processes make"):
+        ElasticOptimizer(AdamW(lr=0.01), mesh, min_workers=mesh.data.size + 1)
+
+
+def test_newcomers_have_the_sizes_of_the_run(comm, shape, monkeypatch):
+    monkeypatch.setitem(sys._xoptions, NEWCOMER, f"{shape.get('tensor', 1)}x{shape.get('pipeline', 1)}")
+    with Mesh(data=comm.size) as mesh:
+        assert mesh.shape == {"pipeline": 1, "tensor": 1} | shape | {"data": comm.size // cell_of(shape)}
+    with Mesh(MPI.COMM_SELF) as mesh:
+        assert mesh.size == 1
+
+
+def test_a_spare_takes_over_from_one_of_its_place(comm):
+    def members(part):
+        return None if part is None else part.allgather(comm.rank)
+
+    def told(workers, leaves=False, ends=False):
+        return next(each for each in comm.allgather(members(crew.split(workers, leaves, ends))) if each)
+
+    tensor, whole = comm.rank % 2, comm.size // 2
+    crew = Crew(comm, Place(tensor_rank=tensor, tensor_size=2), whole)
+    assert (crew.workers, crew.able, crew.most, crew.identity) == (whole, whole, whole, comm.rank)
+    assert told(whole) == list(range(2 * whole))
+    assert told(whole, leaves=comm.rank == 0) == {3: [2, 1], 4: [2, 1], 8: [2, 1, 4, 3, 6, 5]}[comm.size]
+    assert (crew.able, crew.most, crew.identity) == ((comm.size - 1) // 2, whole, comm.rank)
+    # Whoever is left over then is the one that was to leave.
+    assert told(whole, ends=comm.rank == 1) == {3: [2, 1], 4: [2, 1, 0, 3], 8: [2, 1, 4, 3, 6, 5, 0, 7]}[comm.size]
+    assert crew.works == (comm.rank > 0 or comm.size > 3)
+    crew.axis.free()
+
+
+def test_the_order_of_a_mesh_has_stages_apart(comm):
+    half = (comm.size + 1) // 2
+    stage = comm.rank // half
+    crew = Crew(comm, Place(pipeline_rank=stage, pipeline_size=2), comm.size // 2)
+    part = crew.split(comm.size // 2, comm.rank == 0, False)
+    found = None if part is None else part.allgather(comm.rank)
+    expected = {3: [1, 2], 4: [1, 2], 8: [1, 2, 3, 4, 5, 6]}[comm.size]
+    assert found == (expected if comm.rank in expected else None)
+    assert crew.identities == expected + sorted(set(range(comm.size)) - {0, *expected}) + [0]
+    crew.axis.free()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_a_pass_that_broke_off_leaves_nothing_on_a_mesh_that_has_moved(comm, schedule):
+    """Messages of the broken pass are still under way when the next one begins."""
+    if comm.size % 2:
+        pytest.skip("no whole workers on so many ranks")
+    batch = TOKENS[:8, :-1], TOKENS[:8, 1:]
+    with Mesh(comm, pipeline=2) as mesh:
+        mesh.unwatch()
+        model = make_model(mesh, microbatches=4, schedule=schedule, tied=False)
+        whole = model.loss_and_gradient(*batch), model.parameters.gradients.flat.copy()
+        for microbatch in range(3):
+            model.parameters.reset_gradients()
+            passes = _break_off(model, microbatch + (mesh.pipeline.rank == 0))
+            with pytest.raises(ArithmeticError):
+                model.loss_and_gradient(*batch)
+            passes.restore()
+            memory = model.activation_bytes
+            with pytest.raises(RuntimeError, match="earlier pass over this pipeline was left"):
+                model.loss_and_gradient(*batch)
+            mesh.move(comm.Dup())
+            model.parameters.renew()
+            assert model.loss_and_gradient(*batch) == whole[0]
+            assert np.array_equal(model.parameters.gradients.flat, whole[1])
+            if microbatch:
+                assert model.activation_bytes == memory
+
+
+class _break_off:
+    """Fail instead of the forward pass of a micro-batch."""
+
+    def __init__(self, model, microbatch):
+        (self.chunk,) = model.chunks
+        self.left = microbatch
+        self.chunk.forward = self.forward
+
+    def forward(self, x, work, batch):
+        if not self.left:
+            raise ArithmeticError("a fault")
+        self.left -= 1
+        return type(self.chunk).forward(self.chunk, x, work, batch)
+
+    def restore(self):
+        del self.chunk.forward
