@@ -11,6 +11,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.core.registry import cpu_target
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
@@ -25,6 +26,12 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
     except RuntimeError:
         # Neither the folder of the source nor the user's cache folder is writable.
         return numba.njit(**options)(function)
+
+
+def prepare() -> None:
+    """Do now what the first call of a compiled function does once a process: imports of Numba, a third of a second."""
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
 
 
 class HostFunction:

@@ -128,7 +128,7 @@ def run(case: Case, folder: Path) -> None:
             if state.step == 1:
                 notes.leave("resizes")
                 elastic.resize(case.workers)
-            if elastic.current_workers < case.workers and not newcomer:
+            elif elastic.current_workers < case.workers and not newcomer:
                 notes.wait("spawned")
                 hits[0]("spawn")
                 time.sleep(0.1)

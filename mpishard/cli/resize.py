@@ -22,5 +22,5 @@ def resize(
     answer = request_resize(run, workers, wait)
     text = f"{run}: {answer.before} -> {answer.after} workers after step {answer.step}"
     if answer.after != workers:
-        text += f"; there are not processes enough for {workers}"
+        text += f"; there are not processes enough for {workers}, and no more could be spawned: see what the run prints"
     typer.echo(text)

@@ -129,12 +129,14 @@ class Control:
         self._taken: tuple[str, int] | None = None
         self._next = 0.0
 
-    def poll(self, workers: int, step: int) -> int | None:
+    def poll(self, workers: int, step: int, waits: bool = False) -> int | None:
         """Say how many workers there are after this step, and return how many are asked for, if it is news.
 
-        A request is answered by the poll after the one that returned it, when the run has had its chance to change.  It
-        stays until then, so that it is not lost if this rank dies.
+        A request is answered by a poll after the one that returned it, when the run has had its chance to change, and
+        no longer waits for workers to come.  It stays until then, so that it is not lost if this rank dies.
         """
+        if waits and self._taken is not None:
+            return None
         now = time.monotonic()
         if self._taken is None and now < self._next:
             return None

@@ -20,10 +20,12 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.collectives import Axis
+from mpishard.elastic.newcomer import Newcomer
+from mpishard.elastic.recruiting import Recruitment, meet
 from mpishard.elastic.watch import Fellow, this_process
 from mpishard.layout import Place
 from mpishard.ledger import Ledger
-from mpishard.mesh import NEWCOMER, newcomer_cell
+from mpishard.mesh import newcomer_cell
 
 _ORDER = 1
 # How long a spare sleeps between two looks.
@@ -53,7 +55,7 @@ def agree(comm: MPI.Intracomm, sound: bool) -> None:
 
 
 class Order(NamedTuple):
-    """How many workers there will be, and how many are to be spawned for it."""
+    """How many workers there will be, and how many have been spawned for it and wait to be called in."""
 
     workers: int
     recruits: int = 0
@@ -72,7 +74,7 @@ class _Member(NamedTuple):
 
 
 class Crew:
-    """All processes of a run.  Creation is collective over them; a newcomer meets those who wait in `recruit`.
+    """All processes of a run.  Creation is collective over them; a newcomer waits to be called in.
 
     A *worker* is one replica of the model: a process, or a cell of tensor x pipeline processes.  For life a process
     stays at one place in such a cell, since its arrays are cut for it, and any of its place can take over from it.
@@ -111,15 +113,9 @@ class Crew:
         self._place = place
         self._identity: int | None = None
         self._free = 0
-        self._spawned: list[MPI.Intercomm] = []
         self._leaves = False
-        self._has_lost = False
-        self._waits_at_end = False
-        atexit.register(self._part)
         if is_newcomer():
-            parent = MPI.Comm.Get_parent()
-            self._spawned.append(parent)
-            self.axis = Axis("crew", parent.Merge(high=True), Ledger())
+            self.axis = Axis("crew", Newcomer.this.join(), Ledger())
             self._line_up(0)
         else:
             self.axis = Axis("crew", comm.Dup(), Ledger())
@@ -224,24 +220,22 @@ class Crew:
         self.axis.recv(told, self._ranks[0], _ORDER, label="control")
         return Order(*told.tolist())
 
-    def recruit(self, order: Order) -> None:
-        """Spawn processes that run the same script, and wait until they are here: the last of the crew.  Collective.
+    def call_in(self, recruitment: Recruitment | None) -> tuple[str, str]:
+        """Call in those whom rank 0 has recruited: the port where they are met, or why they do not come.  Collective.
 
-        They come in whole workers, and arrange themselves in cells like those here.
-
-        Raises
-        ------
-        MPI.Exception
-            If MPI cannot start them; the crew is as it was.
+        `recruitment`: that of rank 0, None on the others.
         """
-        cell = f"{NEWCOMER}={self._place.tensor_size}x{self._place.pipeline_size}"
-        command = ["-X", cell, *sys.orig_argv[1:]]
-        spawned = self.axis.comm.Spawn(sys.executable, command, order.recruits * self.cell, root=0)
-        self._spawned.append(spawned)
-        before = self.axis
-        self.axis = Axis("crew", spawned.Merge(high=False), Ledger())
+        port = "" if recruitment is None else recruitment.call()
+        problem = "" if recruitment is None else recruitment.problem
+        told: tuple[str, str] = self.axis.exchange((port, problem))[self._ranks[0]]
+        return told
+
+    def take_in(self, port: str, workers: int) -> None:
+        """Meet newcomers, who are the last of the crew from now on, and hear so from it.  Collective."""
+        comm = meet(self.axis.comm, port, root=self._ranks[0])
+        before, self.axis = self.axis, Axis("crew", comm, Ledger())
         before.free()
-        self._line_up(order.workers)
+        self._line_up(workers)
 
     def split(self, workers: int, leaves: bool, ends: bool) -> MPI.Intracomm | None:
         """The communicator of so many workers, None on processes that are in none.  Collective.
@@ -269,26 +263,16 @@ class Crew:
         """Go on without the dead.  Collective over the survivors; their order on the axis stays."""
         survivors = self.axis.comm.Shrink()
         assert isinstance(survivors, MPI.Intracomm)
-        self._has_lost = Crew.lost = True
+        Crew.lost = True
         self.axis.move(survivors)
         self._line_up(self.workers)
 
     def end(self) -> None:
         """The run is over; processes that are in no worker end their scripts now, the others go on.  Collective."""
         if self.working < self.size:
-            self._waits_at_end = True
+            atexit.register(self._await_others)
         else:
             self.axis.free()
-
-    def _part(self) -> None:
-        """At the end of the script: parents and children let go of each other, the last spawned first."""
-        if self._waits_at_end:
-            self._await_others()
-        for inter in reversed(self._spawned):
-            if self._has_lost:
-                inter.Free()  # Disconnect would wait for the dead
-            else:
-                inter.Disconnect()
 
     def _await_others(self) -> None:
         """Sleep until all have ended their scripts; MPI_Finalize would wait for them on a busy core."""

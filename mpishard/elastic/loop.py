@@ -1,9 +1,10 @@
 """The training loop of an elastic run: steps that are transactions, and what happens between them.
 
 ==========  ==========================================================================================================
-running     workers take steps, each of which ends in an agreement; spares wait
+running     workers take steps, each of which ends in an agreement; spares wait; where processes are missing for the
+            workers that are wanted, rank 0 recruits some meanwhile
 resizing    all processes have heard of a new number of workers: the mesh is split again, and the committed state moves
-            to its new places
+            to its new places; recruits who are here are taken in first
 healing     somebody has died: survivors wake those who wait, shrink the crew, agree on the last committed step, and
             resize to the workers that are left, with spares in the place of the dead
 stopping    the run is over: all that live become workers once more, so that each has the result
@@ -28,6 +29,7 @@ from mpi4py import MPI
 from mpishard.checkpoint import Checkpoints
 from mpishard.elastic.committed import Committed
 from mpishard.elastic.crew import Crew, Order, agree, heals_in_place, is_newcomer
+from mpishard.elastic.recruiting import Recruitment
 from mpishard.elastic.run_folder import RunFolder, RunLost
 from mpishard.guard import die, fail_alone
 from mpishard.optim import ShardedOptimizer
@@ -59,6 +61,7 @@ class ElasticLoop(Loop):
     ) -> None:
         # Alone until it meets the crew, which has the state, and shows how far it is.
         newcomer = is_newcomer()
+        fail_alone(newcomer and heals_in_place())
         scaling = Scaling(elastic.scaling, max(1, min(elastic.agreed_size, elastic.current_workers)))
         shown, resume = progress and not newcomer, resume and not newcomer
         super().__init__(problem, optimizer, callback, shown, watching, checkpoints, resume, scaling)
@@ -74,6 +77,10 @@ class ElasticLoop(Loop):
         self.done = self.decided = self.optimizer.clock
         self.ready: float | None = None
         self.own_wish = 0
+        # Of rank 0: who is on the way; of all workers: how many of them have come and are taken in now.
+        self.recruitment: Recruitment | None = None
+        self.recruits = 0
+        self.mourned = -1  # the last step before the last death
         self.all_know = False  # that the run is over, spares too
         self.saved = False
         # The agreements that others may be waiting in, which this process takes part in before it heals.
@@ -126,6 +133,7 @@ class ElasticLoop(Loop):
         if self.reason and not self.saved:
             self.save(last=True)
             self.saved = True
+            self._dismiss()
         order = self._change()
         if order is not None:
             self._agree()  # all workers go on to the resizing, or none
@@ -137,10 +145,13 @@ class ElasticLoop(Loop):
     def _change(self) -> Order | None:
         """What brings the workers to the number that is wanted; the same on all of them."""
         crew = self.crew
-        workers = crew.most if self.reason else self.elastic.agreed_size
-        if workers == crew.workers and (crew.working == crew.size if self.reason else crew.is_settled):
+        if self.reason:
+            done = crew.workers == crew.most and crew.working == crew.size
+            return None if done else Order(crew.most)
+        workers = min(self.elastic.agreed_size, crew.able + self.recruits)
+        if workers == crew.workers and not self.recruits and crew.is_settled:
             return None
-        return Order(workers, 0 if self.reason else max(0, workers - crew.able))
+        return Order(workers, self.recruits)
 
     # -- a step is a transaction ------------------------------------------------------------------------------------
 
@@ -184,18 +195,49 @@ class ElasticLoop(Loop):
     def _decide(self) -> None:
         """Hear whether any worker wishes to stop or leaves, or wants another number of workers."""
         elastic, world = self.elastic, self.mesh.world
+        come = 0
         if world.rank == 0:
             elastic.look_outside(self.done)
+            come = self._recruit()
         asked = elastic.outside.signals.report()
-        wishes = np.array([self.own_wish, elastic.request, asked, -asked], np.int64)
-        wish, request, most, least = world.all_reduce(wishes, op="max", label="control").tolist()
+        wishes = np.array([self.own_wish, elastic.request, asked, -asked, come], np.int64)
+        wish, request, most, least, come = world.all_reduce(wishes, op="max", label="control").tolist()
         elastic.heed(request)
+        self.recruits = come
         self.reason = self.why_stop(wish) or ("signal" if -least > 0 else "")
         if most == 2 and not self.reason:
             self.crew.let_go(world.exchange(asked > 0))
             elastic.settle_for(self.crew.able)
             self.reason = "signal" if self.crew.able < elastic.min_workers else ""
         self.decided = self.done
+
+    def _recruit(self) -> int:
+        """Rank 0: see to it that processes come where workers are missing; how many workers wait to be taken in."""
+        crew, elastic, recruitment = self.crew, self.elastic, self.recruitment
+        missing = elastic.agreed_size - crew.able
+        if recruitment is not None and recruitment.problem:
+            self._say_none_come(recruitment.problem)
+            self.recruitment = None
+            if elastic.request <= elastic.agreed:  # who has asked again since is not overruled
+                elastic.resize(crew.able)
+        elif recruitment is not None and missing <= 0:
+            self._dismiss()
+        elif recruitment is not None:
+            return recruitment.processes // crew.cell if recruitment.here else 0
+        elif missing > 0:
+            place = self.mesh.place
+            self.recruitment = Recruitment(missing * crew.cell, (place.tensor_size, place.pipeline_size))
+        return 0
+
+    def _say_none_come(self, problem: str) -> None:
+        workers = self.crew.able
+        print(f"mpishard: the run goes on with {workers} workers, no more could be spawned: {problem}", flush=True)
+
+    def _dismiss(self) -> None:
+        """Rank 0: nobody is to come any more.  Not collective."""
+        if self.recruitment is not None:
+            self.recruitment.give_up()
+            self.recruitment = None
 
     def _commit(self) -> None:
         assert self.ready is not None
@@ -219,9 +261,8 @@ class ElasticLoop(Loop):
     def _regroup(self, order: Order) -> None:
         """Let so many of the crew be the workers, with the committed state.  Collective over the crew."""
         crew, optimizer = self.crew, self.optimizer
-        workers = order.workers
         if order.recruits:
-            crew.recruit(order)
+            self._take_in(order.workers)
         self._check_models()
         source = target = None
         self.owed = {_CREW}
@@ -235,17 +276,17 @@ class ElasticLoop(Loop):
                 self.checkpoints.release()
             self.mesh.release()
         self.whole = False
-        comm = crew.split(workers, self.elastic.outside.signals.came and not crew.works, bool(self.reason))
+        comm = crew.split(order.workers, self.elastic.outside.signals.came and not crew.works, bool(self.reason))
         self.elastic.watch.follow(crew.fellows)
         self._agree_as_crew()  # who waits on a communicator that another one has not got could not be woken
         if comm is not None:
             self.mesh.move(comm)
-        self._agree_as_crew()
+            if self.checkpoints is not None:
+                self.checkpoints.move()
+        self._agree_as_crew()  # Open MPI 5 crashes if a communicator is revoked where it is still being made
         if comm is not None:
             optimizer.remake(self.parameters)
             self.attach()
-            if self.checkpoints is not None:
-                self.checkpoints.move()
             target = optimizer.run_state()
         heard = self._reshard(source, target)
         self.reason = heard["reason"]
@@ -258,8 +299,6 @@ class ElasticLoop(Loop):
             self.before, self.position = heard["before"], heard["position"]
             self.scaling = replace(self.scaling, first=heard["first"])
             self.elastic.heed(heard["request"])
-            if not self.reason:
-                self.elastic.settle_for(crew.able)
             if self.mesh.rank == 0 and not self.progress.shown:
                 self.progress = Progress(self.problem.steps, shown=self.shows, done=len(self.losses))
             committed = self._commit_anew()
@@ -268,6 +307,27 @@ class ElasticLoop(Loop):
         self.whole = committed is not None
         if self.whole:
             self.owed.add(_WORKERS)
+        if crew.rank:  # another one is now
+            self._dismiss()
+
+    def _take_in(self, workers: int) -> None:
+        """Let those into the crew who were recruited and are here, if they still are.  Collective over the crew."""
+        recruitment, self.recruitment, self.recruits = self.recruitment, None, 0
+        try:
+            port, problem = self.crew.call_in(recruitment)
+            if port:
+                self._agree_as_crew()  # who meets them alone, after a death, could not be woken
+                self.crew.take_in(port, workers)
+        except MPI.Exception:
+            if recruitment is not None:
+                recruitment.give_up()
+            raise
+        if port and recruitment is not None:
+            recruitment.close()
+        if not port:
+            self.elastic.settle_for(self.crew.able)
+            if recruitment is not None:
+                self._say_none_come(problem)
 
     def _check_models(self) -> None:
         """Raise on all of the crew if those who have come have another model.  Collective."""
@@ -314,7 +374,7 @@ class ElasticLoop(Loop):
         crew.revoke()
         self._settle()
         crew.bury()
-        own = self.committed is not None, self.done, self.decided, self.reason, self.elastic.agreed
+        own = self.committed is not None, self.done, self.decided, self.reason, self.elastic.agreed, self.mourned
         told = crew.axis.exchange(own)
         known = [each for each in told if each[0]]
         if not known:
@@ -337,5 +397,8 @@ class ElasticLoop(Loop):
             print(f"mpishard: process {dead} has died; {crew.size} are left, step {done} is the last", flush=True)
         if crew.able < self.elastic.min_workers:
             raise RunLost(f"{crew.able} whole workers are left, and min_workers={self.elastic.min_workers}")
-        self.elastic.settle_for(crew.able)
-        return Order(self.elastic.agreed_size if not self.reason else crew.most)
+        # A fault that comes again with every worker would otherwise have new ones spawned for ever.
+        if not self.elastic.respawn or done <= max(each[5] for each in told):
+            self.elastic.settle_for(crew.able)
+        self.mourned, self.recruits = done, 0
+        return Order(crew.most if self.reason else min(self.elastic.agreed_size, crew.able))

@@ -12,14 +12,19 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import traceback
 from typing import ClassVar, NoReturn
 
 from mpi4py import MPI
 
+from mpishard.compiling import prepare
 from mpishard.elastic.recruiting import CALL, COMES, FAILED, HELLO, HERE, NAP_S, WORD, meet, messages
 
 _LEAVE_S = 5.0
+# How long the script's own thread may take to hear that it is to go, unless it is in the middle of MPI.
+_HEARS_S = 1.0
+_LEAVE = signal.SIGRTMIN + 5
 _WORDS = 300
 
 
@@ -67,9 +72,11 @@ class Newcomer:
     def __init__(self) -> None:
         Newcomer.this = self
         self.waits = True
+        self._leaves = False
         self._leader = MPI.Comm.Get_parent()
         self._called = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="mpishard-newcomer", daemon=True)
+        signal.signal(_LEAVE, lambda *_: self._leave())
         # Open MPI hears of the death of a process that it has exchanged a message with.
         self._tell(HELLO)
         self._listener.start()
@@ -79,6 +86,7 @@ class Newcomer:
 
         Collective over those who were spawned together; they are the last in it, in the order that they have.
         """
+        prepare()  # or all would wait in the first step
         world = MPI.COMM_WORLD
         port = MPI.Open_port() if world.rank == 0 else ""
         self._tell(HERE, port)
@@ -114,14 +122,25 @@ class Newcomer:
             while self.waits:
                 for _, _, word in messages(self._leader, 0, WORD):
                     if word != CALL:
-                        self._leave()
+                        self._send_away()
                     self._called.set()
-                threading.Event().wait(NAP_S)
+                time.sleep(NAP_S)
         except MPI.Exception:
             _vanish()
 
+    def _send_away(self) -> NoReturn:
+        """End in order, whatever the script is doing.
+
+        In its thread, where that is possible: a call of MPI after Finalize would end the run.
+        """
+        signal.pthread_kill(threading.main_thread().ident or 0, _LEAVE)
+        time.sleep(_HEARS_S)
+        self._leave()
+
     def _leave(self) -> NoReturn:
-        """End in order, from this thread, whatever the script is doing."""
+        while self._leaves:  # in another thread
+            time.sleep(_LEAVE_S)
+        self._leaves = True
         sys.stdout.flush()
         sys.stderr.flush()
         # By the kernel: mpi4py keeps the interpreter's lock in Finalize, where those wait who are in the middle of MPI.
@@ -129,7 +148,7 @@ class Newcomer:
         self._leader.Free()
         MPI.Finalize()
         # By way of C, since MPICH tells its launcher in an exit handler that it has ended in order.
-        ctypes.CDLL(None).exit(0)
+        ctypes.PyDLL(None).exit(0)
         raise AssertionError
 
 

@@ -45,6 +45,9 @@ class ElasticOptimizer:
     failure_timeout : float
         Seconds after which a process that is stopped (SIGSTOP) counts as failed and is ended by those on its host,
         where deaths are survived in place.
+    respawn : bool
+        After a death, with no spare left, whether another process is spawned while the others go on; but not again
+        before they have taken a step.
     scaling : {"constant", "linear", "square_root"}
         What a step is with other workers than the run began with.  By default the same: the global batch and the
         learning rate stay.  Else the batch is in proportion to the workers (with c of n at the beginning:
@@ -83,6 +86,7 @@ class ElasticOptimizer:
         folder: str | os.PathLike[str] | None = None,
         discover: Callable[[], int] | str | os.PathLike[str] | None = None,
         failure_timeout: float = 10.0,
+        respawn: bool = True,
         scaling: Literal["constant", "linear", "square_root"] = "constant",
     ) -> None:
         if isinstance(optimizer, Rule):
@@ -115,6 +119,7 @@ class ElasticOptimizer:
         self.folder = None if folder is None else Path(folder).absolute()  # a script may change its directory
         self.discover = discover
         self.failure_timeout = failure_timeout
+        self.respawn = respawn
         self.scaling = Scaling(scaling, 1).policy
         self.request = self.agreed = 0 if is_newcomer() else min(max_workers, there)
         mesh.unwatch()
@@ -171,7 +176,7 @@ class ElasticOptimizer:
 
     def look_outside(self, step: int) -> None:
         """Take over what is wanted from outside of the script.  The first worker does, after each step."""
-        wanted = self.outside.wanted(self.current_workers, step)
+        wanted = self.outside.wanted(self.current_workers, step, self.agreed_size > self.current_workers)
         if wanted is not None:
             self.resize(wanted)
 

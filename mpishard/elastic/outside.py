@@ -71,10 +71,13 @@ class Outside:
         if self._control is not None and self._axis.rank == 0:
             self._control.close()
 
-    def wanted(self, workers: int, step: int) -> int | None:
-        """How many workers there shall be, if that is news.  The first worker asks, after each step."""
+    def wanted(self, workers: int, step: int, waits: bool) -> int | None:
+        """How many workers there shall be, if that is news.  The first worker asks, after each step.
+
+        `waits`: whether workers are on their way.
+        """
         found = None if self._discovery is None else self._discovery.news()
         if found is not None:
             found = min(max(found, self._limits[0]), self._limits[1])
-        asked = None if self._control is None else self._control.poll(workers, step)
+        asked = None if self._control is None else self._control.poll(workers, step, waits)
         return found if asked is None else asked

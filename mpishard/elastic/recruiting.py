@@ -43,10 +43,10 @@ _START_S = 60
 _ANSWER_S = 10.0
 _MEETING_S = 20.0
 # MPI comes first: what is imported after it, and what the script does, holds nobody up.  If the leader dies meanwhile
-# MPI_Init may wait for ever, and no thread of Python runs in it: then the kernel ends the process.
+# (ULFM), MPI_Init may wait for ever, and no thread of Python runs in it: then the kernel ends the process.
 BOOT = (
-    f"import signal; signal.setitimer(signal.ITIMER_REAL, {_START_S}); from mpi4py import MPI; "
-    "signal.setitimer(signal.ITIMER_REAL, 0); from mpishard.elastic.newcomer import run_script; run_script()"
+    "import os, signal; signal.alarm(20 * (os.environ.get('OMPI_MCA_mpi_ft_enable') == '1')); from mpi4py import MPI; "
+    "signal.alarm(0); from mpishard.elastic.newcomer import run_script; run_script()"
 )
 _FLAGS = "[bBdEhiIOPqRsSuvVx]*"
 
@@ -118,6 +118,7 @@ class Recruitment:
 
     Attributes
     ----------
+    processes : int
     here : bool
         Whether all wait to be called in.
     problem : str
@@ -127,7 +128,7 @@ class Recruitment:
     def __init__(self, processes: int, cell: tuple[int, int]) -> None:
         self.here = False
         self.problem = ""
-        self._processes = processes
+        self.processes = processes
         self._inter: MPI.Intercomm | None = None
         self._port = b""
         self._end = threading.Event()
@@ -152,16 +153,16 @@ class Recruitment:
         assert self.here and inter is not None
         limit = time.monotonic() + _ANSWER_S
         try:
-            for newcomer in range(self._processes):
+            for newcomer in range(self.processes):
                 inter.Send(CALL, newcomer, WORD)
-            while len(coming) < self._processes and time.monotonic() < limit:
+            while len(coming) < self.processes and time.monotonic() < limit:
                 time.sleep(_CALL_NAP_S)
                 coming |= {each.source for each in messages(inter, tag=COMES)}
         except MPI.Exception as error:
             self._fail(_dead(error))
         else:
-            if len(coming) < self._processes:
-                self._fail(f"{self._processes - len(coming)} of them do not answer")
+            if len(coming) < self.processes:
+                self._fail(f"{self.processes - len(coming)} of them do not answer")
         return "" if self.problem else self._port.decode()
 
     def close(self) -> None:
@@ -186,7 +187,7 @@ class Recruitment:
         started.daemon = True
         started.start()
         try:
-            inter = MPI.COMM_SELF.Spawn(sys.executable, self._command, self._processes, _info())
+            inter = MPI.COMM_SELF.Spawn(sys.executable, self._command, self.processes, _info())
         except MPI.Exception as error:
             self.problem = f"MPI cannot start them: {error.Get_error_string()}"
             return
@@ -198,13 +199,13 @@ class Recruitment:
             return
         here = set[int]()
         try:
-            while len(here) < self._processes:
+            while len(here) < self.processes:
                 for who, tag, text in messages(inter):
                     if tag == HERE:
                         here.add(who)
                         self._port = text or self._port
                     if tag == FAILED:
-                        self._fail(f"number {who} of {self._processes}: {text.decode(errors='replace')}")
+                        self._fail(f"number {who} of {self.processes}: {text.decode(errors='replace')}")
                         return
                 if self._end.wait(NAP_S):
                     self._fail("nobody is wanted any more")
@@ -226,7 +227,7 @@ class Recruitment:
         """Tell all to go: those that die from it or have died do not hear it."""
         inter, self._inter = self._inter, None
         assert inter is not None
-        for newcomer in range(self._processes):
+        for newcomer in range(self.processes):
             with contextlib.suppress(MPI.Exception):
                 inter.Send(GO, newcomer, WORD)
         with contextlib.suppress(MPI.Exception):

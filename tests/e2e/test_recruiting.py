@@ -40,7 +40,8 @@ def step(comm):
     time.sleep(0.001)
 
 def say(*words):
-    print(*words, flush=True)
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one piece
+    sys.stdout.flush()
 
 def recruit(comm):
     '''Take steps until newcomers are here or have failed; the new communicator, or None.'''
