@@ -197,8 +197,9 @@ def child(name: str, *arguments: str) -> None:
     from mpishard.elastic.crew import is_newcomer
 
     parts: dict[str, Callable[..., Any]] = {"resize": resize, "grow": grow, "cost": cost}
+    founder = not is_newcomer()
     found = parts[name](*map(int, arguments))
-    if MPI.COMM_WORLD.rank == 0 and not is_newcomer():
+    if MPI.COMM_WORLD.rank == 0 and founder:
         print(json.dumps(found), flush=True)
 
 

@@ -86,7 +86,8 @@ def abort_on_exception(
     """From now on an exception that nobody catches, in any thread of this process, aborts the job of several ranks.
 
     Importing mpishard does this, since a rank may fail before it has a mesh; a mesh adds its ledger, which knows the
-    step.  Sessions at a prompt are left alone, and so is a rank without others unless somebody wants a note.
+    step.  Sessions at a prompt are left alone, and so is a rank without others, not spawned by any, unless somebody
+    wants a note.
 
     Parameters
     ----------
@@ -94,7 +95,8 @@ def abort_on_exception(
         Called first, with the exception and the step, 0 if it is not known.
     """
     known = isinstance(sys.excepthook, _AbortOnException)
-    if hasattr(sys, "ps1") or (MPI.COMM_WORLD.size == 1 and note is None and not known):
+    alone = MPI.COMM_WORLD.size == 1 and MPI.Comm.Get_parent() == MPI.COMM_NULL
+    if hasattr(sys, "ps1") or (alone and note is None and not known):
         return
     if not isinstance(sys.excepthook, _AbortOnException):
         hook = _AbortOnException()

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-STEPS, SAVE_EVERY = 7, 4
+STEPS, SAVE_EVERY = 9, 4
 SHRUNK_AFTER, GROWN_AFTER = 2, 4
 # Seconds after which a stopped process counts as dead.
 FAILURE_TIMEOUT = 0.7
-# The victim is not one of the processes that were there at the start.
+# The victim is the first process that was not there at the start; those after it have numbers below.
 SPAWNED = -1
+# Moments of a recruitment: spawned processes start, run the script, wait, have been called in, meet the others, have.
+RECRUITING = ("started", "import", "here", "called", "meeting", "joined")
 PATIENCE = 20.0
 
 
@@ -42,7 +44,8 @@ class Case:
     """A run and what happens to it.
 
     `processes` are there at the start, and up to `workers` replicas of the model train, of tensor x pipeline processes
-    each; with `spawns` the run begins with fewer.  `lost`: that state which nobody keeps is lost, so that it must end.
+    each; with `spawns` the run begins with fewer, and with `respawn` others are spawned for the dead.  `lost`: that it
+    must end, since nobody is left who has some state, or who could be told of a death.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Case:
     workers: int = 3
     processes: int = 4
     spawns: bool = False
+    respawn: bool = False
     lost: bool = False
 
     @classmethod
@@ -78,6 +82,13 @@ class Notes:
     def read(self, name: str) -> str:
         return (self.folder / name).read_text()
 
+    def take_numbers(self, count: int) -> int:
+        """The first of so many numbers that nobody else takes."""
+        first = len(list(self.folder.glob("taken-*")))
+        for number in range(first, first + count):
+            self.leave(f"taken-{number}")
+        return first
+
     def wait(self, *names: str, limit: float = PATIENCE) -> None:
         end = time.monotonic() + limit
         while not all(map(self.has, names)) and time.monotonic() < end:
@@ -89,19 +100,27 @@ def run(case: Case, folder: Path) -> None:
     notes.leave(f"process-{os.getpid()}")
     sys.modules["scipy"] = None  # type: ignore[assignment]  # Numba would load it, which takes its time
 
+    from mpi4py import MPI
+
+    me, newcomer = MPI.COMM_WORLD.rank, MPI.Comm.Get_parent() != MPI.COMM_NULL
+    if newcomer:
+        me = SPAWNED - MPI.COMM_WORLD.bcast(notes.take_numbers(MPI.COMM_WORLD.size) if me == 0 else 0) - me
+        notes.leave("spawned")
+        for number, fault in enumerate(case.faults):
+            if (fault.victim, fault.phase) == (me, "import"):
+                notes.leave(f"fault-{number}")
+                fail(fault.kind)
+
     import hashlib
 
     import numpy as np
-    from mpi4py import MPI
 
     import mpishard
     from mpishard import nn
     from mpishard.checkpoint import Checkpoints
-    from mpishard.elastic.crew import is_newcomer
+    from mpishard.elastic import loop
+    from mpishard.elastic.recruiting import Recruitment
 
-    newcomer = is_newcomer()
-    first = MPI.COMM_WORLD.rank == 0
-    me = (SPAWNED if first else SPAWNED - 1) if newcomer else MPI.COMM_WORLD.rank
     notes.leave(f"rank-{me}", str(os.getpid()))
     tokens = np.random.default_rng(1).integers(0, 11, (45, 9))
     strategy: Any = getattr(mpishard, f"{case.strategy}Optimizer")
@@ -111,8 +130,11 @@ def run(case: Case, folder: Path) -> None:
         model = nn.GPT(11, 8, 16, 2, 2, np.float32, mesh=mesh, microbatches=case.pipeline)
         config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=0.5, reproducible=True)
         inner = strategy(mpishard.AdamW(lr=0.01), config)
-        elastic = mpishard.ElasticOptimizer(inner, max_workers=case.workers, failure_timeout=FAILURE_TIMEOUT)
+        elastic = mpishard.ElasticOptimizer(
+            inner, max_workers=case.workers, failure_timeout=FAILURE_TIMEOUT, respawn=case.respawn
+        )
         hits: list[Callable[[str], None]] = []
+        recruitments: list[Recruitment] = []
 
         def batch(samples: Any) -> Any:
             for hit in hits if case.tensor == case.pipeline == 1 else []:
@@ -124,23 +146,35 @@ def run(case: Case, folder: Path) -> None:
                 notes.leave("resizes")
                 elastic.resize(case.workers - (state.step == SHRUNK_AFTER))
 
+        def recruit(*arguments: Any) -> Recruitment:
+            recruitments.append(Recruitment(*arguments))
+            notes.leave("recruits")
+            return recruitments[-1]
+
+        loop.Recruitment = recruit  # type: ignore[assignment, misc]
+
         def grow(state: Any) -> None:
-            if state.step == 1:
+            """Training does not wait for those who are on their way; here it does, or it would end before."""
+            if case.spawns and state.step == 1:
                 notes.leave("resizes")
                 elastic.resize(case.workers)
-            elif elastic.current_workers < case.workers and not newcomer:
-                notes.wait("spawned")
-                hits[0]("spawn")
-                time.sleep(0.1)
+            if not notes.has("recruits") or elastic.agreed_size <= elastic.current_workers:
+                return
+            hits[0]("started")
+            notes.wait("spawned")
+            hits[0]("import")
+            end = time.monotonic() + PATIENCE
+            while recruitments and not (recruitments[-1].here or recruitments[-1].problem) and time.monotonic() < end:
+                time.sleep(0.001)
+            if any(fault.phase == "here" for fault in case.faults):
+                notes.wait("here")
+            hits[0]("here")
 
         options = {"samples": 45, "batch_size": 16, "tokens_per_sample": 8, "steps": STEPS}
         problem = mpishard.OptimizationProblem.for_model(model, batch, micro_batch_size=2 * case.pipeline, **options)
         with Checkpoints(folder / "checkpoints", mesh, every=SAVE_EVERY) as checkpoints:
             hits.append(strike(case, me, notes, mesh, checkpoints, lambda: inner.clock + 1))
-            if newcomer and first:
-                notes.leave("spawned")
-                hits[0]("spawn")
-            callback = grow if case.spawns else resize if resizes else None
+            callback = grow if case.spawns or case.respawn else resize if resizes else None
             result = elastic.optimize(problem, callback=callback, progress=False, checkpoints=checkpoints, resume=True)
         full = mpishard.as_distributed(model, mesh).gather_full_parameters()
         found = {
@@ -171,7 +205,7 @@ def strike(
     A spare is in no phase of a step: the first process strikes it as soon as that is in the phase itself.
     """
     from mpishard.checkpoint import saver
-    from mpishard.elastic import loop
+    from mpishard.elastic import crew, loop, newcomer, recruiting
     from mpishard.optim import optimizer
 
     together = ("resize", "heal")  # in which spares take part
@@ -239,6 +273,26 @@ def strike(
     before(checkpoints, "save", "save", lambda **_: all(fault.kind in ("exception", "exit") for _, fault in here))
     healing = []
     before(loop, "reshard_state", "resize", lambda **_: notes.has("resizes") and not healing)
+    if me == 0:
+        within(recruiting.Recruitment, "call", "called")
+    else:
+        before(crew.Crew, "call_in", "called")
+    before(crew.Crew, "take_in", "meeting")
+    within(crew, "meet", "joined")
+    within(newcomer.Newcomer, "join", "joined")
+    tell = newcomer.Newcomer._tell
+
+    def telling(self: Any, tag: int, text: str = "") -> None:
+        if tag == recruiting.COMES:
+            hit("called")
+        tell(self, tag, text)
+        if tag == recruiting.HERE:
+            notes.leave("here")
+            hit("here")
+        if tag == recruiting.COMES:
+            hit("meeting")
+
+    newcomer.Newcomer._tell = telling  # type: ignore[method-assign]
     before(loop, "reshard_state", "heal", lambda **_: bool(healing))
     bury = loop.ElasticLoop._bury
 

@@ -4,7 +4,7 @@
 
 Each case is a run of its own, by Open MPI's ``mpirun --with-ft ulfm``: three or four workers and a spare train a small
 GPT, one of them fails, and the run must end by itself with the parameters and losses of a run without faults, to the
-last bit.  Without arguments the whole grid is run, which takes about an hour on two cores.  ``--several``: the cases
+last bit.  Without arguments the whole grid is run, which takes over an hour on two cores.  ``--several``: the cases
 with more than one failure.  Prints each case as it ends, and a table.  With ``--resume FILE`` each is noted there, and
 those that are there already are not run again.
 
@@ -35,12 +35,13 @@ from pathlib import Path
 from typing import Any
 
 import fault_run
-from fault_run import SPAWNED, Case, Fault
+from fault_run import RECRUITING, SPAWNED, Case, Fault
 
 VICTIMS = ("first", "middle", "last", "spawned", "spare")
 PHASES = (
     *("forward", "reduction", "all-gather", "update", "buddy", "agreement", "committed", "save"),
-    *("resize", "heal", "spawn"),
+    *("resize", "heal"),
+    *RECRUITING,
 )
 KINDS = ("kill", "exception", "stop", "exit")
 # Strategy, tensor and pipeline size.
@@ -87,11 +88,17 @@ def process(case: Case, replica: int, place: int = 0) -> int:
 
 def single(victim: str, phase: str, kind: str, layout: str) -> Case | None:
     """A case of the grid; None where there is no such thing."""
-    if (layout == "DDP" and phase == "buddy") or (victim == "spare" and phase == "spawn"):
-        return None  # every rank has all of the state; with a spare there is nobody to be spawned yet
+    if layout == "DDP" and phase == "buddy":
+        return None  # every rank has all of the state
+    if phase in RECRUITING and (
+        layout not in ("ZeRO1", "tensor")  # who knows no strategy
+        or victim == "spare"  # with one nobody is spawned yet
+        or (victim == "spawned" and (phase == "started" or kind == "stop"))  # it is not watched yet
+    ):
+        return None
     strategy, tensor, pipeline = LAYOUTS[layout]
     hybrid = tensor * pipeline > 1
-    spawns = victim == "spawned" or phase == "spawn"
+    spawns = victim == "spawned" or phase in RECRUITING
     case = plain(f"{victim} {phase} {kind}", layout, 5 if phase == "heal" and not hybrid else 4)
     if spawns:  # the last worker comes later, and there is no spare
         case = replace(case, spawns=True, processes=(case.workers - 1) * tensor * pipeline)
@@ -116,8 +123,9 @@ def single(victim: str, phase: str, kind: str, layout: str) -> Case | None:
             before = process(case, 1, 0) if victim == "middle" else process(case, 0, 0)
         faults = (Fault(before, "forward", "kill"), Fault(who, phase, kind, 0))
     else:
-        faults = (Fault(who, phase, kind, 0 if phase in ("resize", "spawn") else 4),)
-    return replace(case, faults=faults)
+        faults = (Fault(who, phase, kind, 0 if phase == "resize" or phase in RECRUITING else 4),)
+    # Nothing wakes those who meet a process that has died.
+    return replace(case, faults=faults, lost=(victim, phase) == ("spawned", "meeting"))
 
 
 def grid() -> list[Case]:
@@ -132,24 +140,34 @@ def several(layout: str) -> list[Case]:
     one, other = (process(after, 0), process(after, 1, 1)) if hybrid else (0, 2)
     neighbour = process(after, 1)
     at_once = replace(after, name=f"two-at-once {layout}")
+    respawned = plain("respawned", layout)
+    respawned = replace(respawned, processes=respawned.workers * after.tensor * after.pipeline, respawn=True)
+    founder = Fault(process(respawned, 1), "forward", "kill", 3)
     neighbours = replace(after, name=f"neighbours-at-once {layout}", lost=layout != "DDP")
     return [
         replace(after, faults=(Fault(other, "forward", "kill", 2), Fault(one, "update", "kill", 5))),
         replace(at_once, faults=(Fault(one, "reduction", "kill"), Fault(other, "reduction", "kill"))),
         replace(neighbours, faults=(Fault(one, "forward", "kill", 6), Fault(neighbour, "forward", "kill", 6))),
+        replace(respawned, faults=(founder, Fault(SPAWNED, "update", "kill", 7))),
     ]
 
 
 def results_of(case: Case) -> int:
     """How many processes have the result: all survivors that are in a whole replica."""
+    if case.respawn:
+        return case.workers * case.tensor * case.pipeline
     places = Counter[int]()
+    # Without `respawn` those on their way are sent away after a death, and go if one of them dies.
+    comes = case.spawns and not any(fault.phase in RECRUITING for fault in case.faults)
     replicas = case.processes // (case.tensor * case.pipeline)
     for number in range(case.processes):
         places[number % case.tensor if case.pipeline == 1 else number // replicas] += 1
     for place in range(case.tensor * case.pipeline):
-        places[place] += case.spawns
+        places[place] += comes
     for fault in case.faults:
         who = fault.victim
+        if who == SPAWNED and not comes:
+            continue
         if who == SPAWNED:
             places[0] -= 1
         else:

@@ -37,7 +37,8 @@ class Checkpoints:
     every slot of the optimizer whole, by name.  It appears under its name when all of it is on the disk; a run that
     dies at any moment leaves the checkpoint before or the new one.  ``latest`` points to the newest.
 
-    All methods but `adopt` are collective over the mesh, creation too.  As a context manager it is closed at the end.
+    All methods but `adopt` and `revoke` are collective over the mesh, creation too.  As a context manager it is closed
+    at the end.
 
     Parameters
     ----------

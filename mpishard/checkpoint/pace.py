@@ -54,6 +54,7 @@ class Pace:
         self._began = self._ended = 0.0
         self._saved: int | None = None
         self._next = 1
+        self._asked = 0
 
     def note(self, step: int, began: float) -> None:
         """A save of this step, which began then, is over."""
@@ -66,6 +67,9 @@ class Pace:
 
     def asks(self, step: int) -> bool:
         """Whether the ranks are to tell each other what they have measured after this step; the same on all."""
+        if step < self._asked:  # of another run, which begins
+            self.ask_soon()
+        self._asked = step
         return step >= self._next
 
     def measured(self, step: int) -> Measured | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +29,7 @@ def run(
         bool, typer.Option("--elastic", help="Start the job again when it fails, on the hosts that answer.")
     ] = False,
     replace: Annotated[
-        bool, typer.Option(help="Start lost ranks again too, where the hosts have room; or go on on those left.")
+        bool, typer.Option(help="Start again with as many ranks, where the hosts have room; or on those left.")
     ] = True,
     min_workers: Annotated[int, typer.Option(help="Fewest ranks to go on with.")] = 1,
     multiple_of: Annotated[int, typer.Option(help="Ranks are a multiple of this: tensor x pipeline sizes.")] = 1,
@@ -71,6 +72,8 @@ def run(
     )
     # The supervisor takes the place of this process, without MPI.
     MPI.Finalize()
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup had it, before MPI took the signal
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     sys.stdout.flush()
     sys.stderr.flush()
     arguments = [sys.executable, "-I", bare.__file__, json.dumps(asdict(job))]

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from mpi4py import MPI
 
@@ -33,7 +33,13 @@ def watch_script() -> None:
     """
     run = RunFolder.from_environment()
     if run is not None:
-        Completion(run)
+        Completion.this = Completion(run)
+
+
+def leave_to_others() -> None:
+    """From now on others speak for the job: the script of this process ends without what it is for.  Not collective."""
+    if Completion.this is not None:
+        Completion.this.is_silent = True
 
 
 class Completion:
@@ -42,7 +48,10 @@ class Completion:
     Rank 0 of the founders speaks for the job; once that has healed, every rank does, since rank 0 may be gone.
     """
 
+    this: ClassVar[Completion | None] = None
+
     def __init__(self, run: RunFolder) -> None:
+        self.is_silent = False
         self._run = run
         self._process = os.getpid()
         self._is_first = MPI.COMM_WORLD.rank == 0 and MPI.Comm.Get_parent() == MPI.COMM_NULL
@@ -60,7 +69,7 @@ class Completion:
         self._thread.start()
 
     def _speaks(self) -> bool:
-        return self._is_first or self._run.healed > 0
+        return not self.is_silent and (self._is_first or self._run.healed > 0)
 
     def _note_exit(self, status: Any = None, /) -> NoReturn:
         self._exit = status

@@ -2,14 +2,12 @@
 
 ``control`` in the run's folder is made when the run begins and removed when it ends.  The run writes ``run`` there: its
 limits, its workers, and what came of the last request.  Who wants another number of workers writes ``request``; the run
-looks for it between steps and removes it with its answer.  Each file appears whole: it is written under another name
-and renamed.  Nothing here needs MPI.
+looks for it between steps and removes it with its answer.  Nothing here needs MPI.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import stat
 import time
@@ -17,6 +15,8 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from mpishard.elastic.notes import read_note, write_note
 
 _POLL_S = 0.2
 _WAIT_POLL_S = 0.05
@@ -84,27 +84,32 @@ class ControlFolder:
             self.path.rmdir()
 
     def write(self, name: str, content: Any) -> None:
-        beside = self.path / f".{name}-{os.uname().nodename}-{os.getpid()}"
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(content, file)
-        beside.rename(self.path / name)
+        write_note(self.path / name, content)
 
-    def read(self, name: str) -> Any:
-        """What is in a file; None if it is not there."""
+    @property
+    def request(self) -> tuple[str, int | None] | None:
+        """Id and number of the request that is there; no number if it is not one."""
         try:
-            return json.loads((self.path / name).read_text())
-        except FileNotFoundError:
+            found = read_note(self.path / "request")
+        except ValueError:
+            return "", None
+        if found is None:
             return None
+        if not isinstance(found, dict) or type(found.get("workers")) is not int:
+            return "", None
+        return str(found.get("id")), found["workers"]
 
-    def take_back(self) -> None:
-        """Remove the request, if it is still there."""
-        with contextlib.suppress(FileNotFoundError):
-            (self.path / "request").unlink()
+    def take_back(self, id: str) -> None:
+        """Remove the request, unless another one is there by now."""
+        request = self.request
+        if request is not None and request[0] == id:
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / "request").unlink()
 
     @property
     def standing(self) -> Standing | None:
         """What the run says of itself; None if there is no run."""
-        found = self.read("run")
+        found = read_note(self.path / "run")
         if found is None:
             return None
         answer = found.pop("answer")
@@ -152,18 +157,18 @@ class Control:
         if self._taken is not None:
             id, before = self._taken
             answer, self._taken = Answer(id, before, workers, step), None
-            self._folder.take_back()
-        elif (request := self._request()) is not None:
+            self._folder.take_back(id)
+        elif (request := self._folder.request) is not None:
             id, wanted = request
             if answer is not None and answer.id == id:  # answered, and then it could not be removed
-                self._folder.take_back()
+                self._folder.take_back(id)
                 wanted = None
             elif wanted is None or not self._limits[0] <= wanted <= self._limits[1]:
                 refused = (
                     f"{wanted} workers are outside of min_workers={self._limits[0]} to max_workers={self._limits[1]}"
                 )
                 answer, wanted = Answer(id, workers, workers, step, refused), None
-                self._folder.take_back()
+                self._folder.take_back(id)
             else:
                 self._taken = id, workers
         standing = Standing(*self._limits, workers, answer)
@@ -171,18 +176,6 @@ class Control:
             self._folder.write("run", asdict(standing))
             self._standing = standing
         return wanted
-
-    def _request(self) -> tuple[str, int | None] | None:
-        """Id and number of the request that is there; no number if it is not one."""
-        try:
-            found = self._folder.read("request")
-        except ValueError:
-            return "", None
-        if found is None:
-            return None
-        if not isinstance(found, dict) or type(found.get("workers")) is not int:
-            return "", None
-        return str(found.get("id")), found["workers"]
 
     def close(self) -> None:
         """The run has ended."""
@@ -232,8 +225,9 @@ def request_resize(run: Path, workers: int, wait: float) -> Answer:
                 raise ValueError(f"the run in {run} has refused: {standing.answer.refused}")
             return standing.answer
         time.sleep(_WAIT_POLL_S)
-    folder.take_back()
+    folder.take_back(id)
     raise TimeoutError(
         f"the run in {run} has not taken the request over within {wait:g} s, and it is taken back.  A run does so "
-        "between steps: give a longer --wait if its steps are long.  A run that was killed leaves its folder behind"
+        "between steps: give a longer --wait if its steps are long.  A run that was killed leaves its folder behind.  "
+        "Of two requests at the same time the later one counts"
     )

@@ -34,24 +34,24 @@ class Course:
         self.has_ended = False
         self._folder = folder
         self._limits = end_limit, heal_limit
-        self._left = 0
+        self._healed_at = 0.0
         self._heals = False
         self._longest = 0.0
         self._since = time.monotonic()
 
     def look(self) -> str:
         """Why the job must be ended; empty if it need not."""
-        now, step, left = time.monotonic(), self._folder.step, self._folder.healed
+        now, step, healed_at = time.monotonic(), self._folder.step, self._folder.healed_at
         has_ended = self._folder.ended is not None
         if step != self.step:
             if self.step and not self._heals:
                 self._longest = max(self._longest, now - self._since)
             self._since, self._heals = now, False
-        if left != self._left:
+        if healed_at != self._healed_at:
             self._since, self._heals = now, True
         if has_ended and not self.has_ended:
             self._since = now
-        self.step, self._left, self.has_ended = step, left, has_ended
+        self.step, self._healed_at, self.has_ended = step, healed_at, has_ended
         end_limit, heal_limit = self._limits
         heal_limit = max(heal_limit, _STEPS * self._longest)
         if has_ended and now - self._since > end_limit:

@@ -21,8 +21,9 @@ from mpi4py import MPI
 
 from mpishard.collectives import Axis
 from mpishard.elastic.newcomer import Newcomer
-from mpishard.elastic.recruiting import Recruitment, meet
+from mpishard.elastic.recruiting import Recruitment, in_time, meet
 from mpishard.elastic.watch import Fellow, this_process
+from mpishard.guard import die
 from mpishard.layout import Place
 from mpishard.ledger import Ledger
 from mpishard.mesh import newcomer_cell
@@ -40,8 +41,8 @@ def heals_in_place() -> bool:
 
 
 def is_newcomer() -> bool:
-    """Whether this process was spawned by a run that wanted more workers."""
-    return newcomer_cell() is not None
+    """Whether this process was spawned by a run that wanted more workers, and has not been taken in yet."""
+    return newcomer_cell() is not None and Newcomer.this.waits
 
 
 def agree(comm: MPI.Intracomm, sound: bool) -> None:
@@ -52,6 +53,20 @@ def agree(comm: MPI.Intracomm, sound: bool) -> None:
     """
     if heals_in_place() and not comm.Agree(int(sound)):
         raise MPI.Exception(MPI.ERR_PROC_FAILED)
+
+
+def _shared_axis(comm: MPI.Intracomm) -> Axis:
+    """The axis of a crew and its newcomers, on all of them or on none: MPI.Exception if one dies.  Collective."""
+    with in_time():
+        agree(comm, True)  # a communicator must not be revoked where it is still being made
+        try:
+            axis = Axis("crew", comm, Ledger())
+        except MPI.Exception:
+            comm.Revoke()
+            agree(comm, False)
+            raise
+        agree(comm, True)
+    return axis
 
 
 class Order(NamedTuple):
@@ -115,7 +130,10 @@ class Crew:
         self._free = 0
         self._leaves = False
         if is_newcomer():
-            self.axis = Axis("crew", Newcomer.this.join(), Ledger())
+            try:
+                self.axis = _shared_axis(Newcomer.this.join())
+            except MPI.Exception:
+                die("mpishard: another process has died while this one came to the run, which goes on without both")
             self._line_up(0)
         else:
             self.axis = Axis("crew", comm.Dup(), Ledger())
@@ -231,9 +249,11 @@ class Crew:
         return told
 
     def take_in(self, port: str, workers: int) -> None:
-        """Meet newcomers, who are the last of the crew from now on, and hear so from it.  Collective."""
-        comm = meet(self.axis.comm, port, root=self._ranks[0])
-        before, self.axis = self.axis, Axis("crew", comm, Ledger())
+        """Meet newcomers, who are the last of the crew from now on, and hear so from it.  Collective.
+
+        If somebody dies meanwhile it raises MPI.Exception, and the crew stays what it was.
+        """
+        before, self.axis = self.axis, _shared_axis(meet(self.axis.comm, port, root=self._ranks[0]))
         before.free()
         self._line_up(workers)
 

@@ -88,6 +88,6 @@ def _ask_file(path: Path) -> int:
     if not os.access(path, os.X_OK):
         return count_slots(path.read_text())
     done = subprocess.run(
-        [path], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=True
+        [str(path)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=True
     )
     return count_slots(done.stdout)

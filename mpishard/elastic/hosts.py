@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
+import shutil
 import socket
 import subprocess
 import time
@@ -52,6 +53,13 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     if len({host.name for host in found}) < len(found):
         raise ValueError(f"hosts {text!r} name one twice; give its slots as NAME:SLOTS")
     return tuple(found)
+
+
+def check_shell(hosts: Sequence[Host], shell: str | None) -> None:
+    """Raise ValueError if there is no such program to reach the hosts with."""
+    program = shlex.split(shell or _SHELL)[0]
+    if not all(host.is_local for host in hosts) and shutil.which(program) is None:
+        raise ValueError(f"there is no {program} to reach the hosts with; give another one as --remote-shell")
 
 
 class Probe:

@@ -3,10 +3,10 @@
 ==========  ==========================================================================================================
 running     workers take steps, each of which ends in an agreement; spares wait; where processes are missing for the
             workers that are wanted, rank 0 recruits some meanwhile
-resizing    all processes have heard of a new number of workers: the mesh is split again, and the committed state moves
-            to its new places; recruits who are here are taken in first
+resizing    all processes have heard of a new number of workers: recruits who are here are taken in, the mesh is split
+            again, and the committed state moves to its new places
 healing     somebody has died: survivors wake those who wait, shrink the crew, agree on the last committed step, and
-            resize to the workers that are left, with spares in the place of the dead
+            resize to the workers that are left, with spares in the place of the dead; then others are recruited
 stopping    the run is over: all that live become workers once more, so that each has the result
 ==========  ==========================================================================================================
 
@@ -21,13 +21,14 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from mpi4py import MPI
 
 from mpishard.checkpoint import Checkpoints
 from mpishard.elastic.committed import Committed
+from mpishard.elastic.completion import leave_to_others
 from mpishard.elastic.crew import Crew, Order, agree, heals_in_place, is_newcomer
 from mpishard.elastic.recruiting import Recruitment
 from mpishard.elastic.run_folder import RunFolder, RunLost
@@ -48,6 +49,8 @@ _WORKERS, _CREW = "workers", "crew"
 class ElasticLoop(Loop):
     """One run of the training loop on workers that come and go."""
 
+    runs: ClassVar[int] = 0  # that this process has begun
+
     def __init__(
         self,
         elastic: ElasticOptimizer,
@@ -60,8 +63,9 @@ class ElasticLoop(Loop):
         resume: bool,
     ) -> None:
         # Alone until it meets the crew, which has the state, and shows how far it is.
-        newcomer = is_newcomer()
+        self.comes = newcomer = is_newcomer()
         fail_alone(newcomer and heals_in_place())
+        ElasticLoop.runs += 1
         scaling = Scaling(elastic.scaling, max(1, min(elastic.agreed_size, elastic.current_workers)))
         shown, resume = progress and not newcomer, resume and not newcomer
         super().__init__(problem, optimizer, callback, shown, watching, checkpoints, resume, scaling)
@@ -80,21 +84,21 @@ class ElasticLoop(Loop):
         # Of rank 0: who is on the way; of all workers: how many of them have come and are taken in now.
         self.recruitment: Recruitment | None = None
         self.recruits = 0
-        self.mourned = -1  # the last step before the last death
+        self.upset = -1  # the last step before somebody died or came
         self.all_know = False  # that the run is over, spares too
         self.saved = False
         # The agreements that others may be waiting in, which this process takes part in before it heals.
         self.owed = {_WORKERS, _CREW}
         self.whole = True
         self.committed: Committed | None = None
-        if not is_newcomer():
+        if not newcomer:
             self.committed = self._commit_anew()
 
     def run(self) -> OptimizationResult:
         self.optimizer.measure_norm |= self.problem.tolerance is not None
         fail_alone(self.heals)
         atexit.register(self._leave)
-        wanted = Order(self.crew.workers) if is_newcomer() else self._change()
+        wanted = Order(self.crew.workers) if self.comes else self._change()
         while True:
             try:
                 if wanted is not None:
@@ -114,6 +118,7 @@ class ElasticLoop(Loop):
         self.crew.end()
         if not self.crew.works:
             print(f"mpishard: process {self.crew.identity} is in no whole replica of the model and ends", flush=True)
+            leave_to_others()
             raise SystemExit(0)
         return self.result(self.reason)
 
@@ -215,19 +220,25 @@ class ElasticLoop(Loop):
         """Rank 0: see to it that processes come where workers are missing; how many workers wait to be taken in."""
         crew, elastic, recruitment = self.crew, self.elastic, self.recruitment
         missing = elastic.agreed_size - crew.able
-        if recruitment is not None and recruitment.problem:
-            self._say_none_come(recruitment.problem)
-            self.recruitment = None
-            if elastic.request <= elastic.agreed:  # who has asked again since is not overruled
-                elastic.resize(crew.able)
-        elif recruitment is not None and missing <= 0:
+        if missing <= 0:
             self._dismiss()
+        elif recruitment is not None and recruitment.problem:
+            self.recruitment = None
+            self._do_without(recruitment.problem)
         elif recruitment is not None:
             return recruitment.processes // crew.cell if recruitment.here else 0
-        elif missing > 0:
+        elif ElasticLoop.runs > 1:
+            self._do_without("they would begin with the first call of `optimize` in their script, and this is another")
+        else:
             place = self.mesh.place
             self.recruitment = Recruitment(missing * crew.cell, (place.tensor_size, place.pipeline_size))
         return 0
+
+    def _do_without(self, problem: str) -> None:
+        """Rank 0: want no more workers than there are, unless somebody has asked again since."""
+        self._say_none_come(problem)
+        if self.elastic.request <= self.elastic.agreed:
+            self.elastic.resize(self.crew.able)
 
     def _say_none_come(self, problem: str) -> None:
         workers = self.crew.able
@@ -313,6 +324,7 @@ class ElasticLoop(Loop):
     def _take_in(self, workers: int) -> None:
         """Let those into the crew who were recruited and are here, if they still are.  Collective over the crew."""
         recruitment, self.recruitment, self.recruits = self.recruitment, None, 0
+        self.upset = self.done
         try:
             port, problem = self.crew.call_in(recruitment)
             if port:
@@ -374,7 +386,7 @@ class ElasticLoop(Loop):
         crew.revoke()
         self._settle()
         crew.bury()
-        own = self.committed is not None, self.done, self.decided, self.reason, self.elastic.agreed, self.mourned
+        own = self.committed is not None, self.done, self.decided, self.reason, self.elastic.agreed, self.upset
         told = crew.axis.exchange(own)
         known = [each for each in told if each[0]]
         if not known:
@@ -397,8 +409,8 @@ class ElasticLoop(Loop):
             print(f"mpishard: process {dead} has died; {crew.size} are left, step {done} is the last", flush=True)
         if crew.able < self.elastic.min_workers:
             raise RunLost(f"{crew.able} whole workers are left, and min_workers={self.elastic.min_workers}")
-        # A fault that comes again with every worker would otherwise have new ones spawned for ever.
+        # A fault that comes with a step, or with every worker, would otherwise have new ones spawned for ever.
         if not self.elastic.respawn or done <= max(each[5] for each in told):
             self.elastic.settle_for(crew.able)
-        self.mourned, self.recruits = done, 0
+        self.upset, self.recruits = done, 0
         return Order(crew.most if self.reason else min(self.elastic.agreed_size, crew.able))

@@ -72,7 +72,7 @@ class Newcomer:
     def __init__(self) -> None:
         Newcomer.this = self
         self.waits = True
-        self._leaves = False
+        self._leaves = self._bereaved = False
         self._leader = MPI.Comm.Get_parent()
         self._called = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="mpishard-newcomer", daemon=True)
@@ -124,9 +124,19 @@ class Newcomer:
                     if word != CALL:
                         self._send_away()
                     self._called.set()
+                self._mind_others()
                 time.sleep(NAP_S)
         except MPI.Exception:
             _vanish()
+
+    def _mind_others(self) -> None:
+        """Tell the leader if one of those who were spawned together has died, of which it may not hear itself."""
+        try:
+            if not self._bereaved:
+                MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE)
+        except MPI.Exception:
+            self._bereaved = True
+            self._tell(FAILED, "one of those that were spawned with it has died")
 
     def _send_away(self) -> NoReturn:
         """End in order, whatever the script is doing.

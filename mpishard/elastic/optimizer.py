@@ -46,8 +46,8 @@ class ElasticOptimizer:
         Seconds after which a process that is stopped (SIGSTOP) counts as failed and is ended by those on its host,
         where deaths are survived in place.
     respawn : bool
-        After a death, with no spare left, whether another process is spawned while the others go on; but not again
-        before they have taken a step.
+        After a death, with no spare left, whether another process is spawned while the others go on; not if they have
+        taken no step since the last death or arrival.  Without, the run also lets those go who are on their way.
     scaling : {"constant", "linear", "square_root"}
         What a step is with other workers than the run began with.  By default the same: the global batch and the
         learning rate stay.  Else the batch is in proportion to the workers (with c of n at the beginning:
@@ -145,7 +145,11 @@ class ElasticOptimizer:
         return self.current_workers > self.min_workers
 
     def resize(self, workers: int) -> None:
-        """Train with so many workers from the next step on; not collective, the last request counts.
+        """Train with so many workers; not collective, the last request counts.
+
+        From the next step on, as far as there are processes; others are spawned, which takes seconds, and come in
+        between two steps once all of them are there.  If they cannot, the run says why and wants no more than it has.
+        They run the script from its beginning, and can come to its first call of `optimize` only.
 
         Raises
         ------

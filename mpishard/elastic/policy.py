@@ -154,7 +154,7 @@ def decide(
     if not policy.elastic:
         return Stop(code, what)
     if not outcome.started and not history.step and tuple(answering) == tuple(hosts):
-        return Stop(code, f"{what}; the script did not start, or never imported mpishard")
+        return Stop(code, what)
     failure = outcome.failure
     if failure is not None and failure.same_as(history.failure):
         return Stop(code, f"{what}: the same failure twice, so another start would end like this one")
@@ -186,6 +186,8 @@ def _what(outcome: Outcome, hosts_lost: bool) -> str:
         return f"failed by {outcome.failure}"
     if outcome.code < 0:
         return f"lost its launcher to signal {-outcome.code}"
+    if not outcome.started:
+        return f"did not start, or its script never imported mpishard (the launcher reports {outcome.code})"
     if outcome.code == 0:
         return "ended without its completion marker, though the launcher reports success"
     return f"lost ranks (the launcher reports {outcome.code})"

@@ -62,6 +62,25 @@ def descendants() -> set[int]:
     return found
 
 
+class Offspring:
+    """Notices when a child of this process has outlived all that it has started, for so many seconds."""
+
+    def __init__(self, child: int, limit: float) -> None:
+        self._child = child
+        self._limit = limit
+        self._looked = self._seen = time.monotonic()
+        self._had_any = False
+
+    def is_gone(self) -> bool:
+        """Whether it is so; looks about once a second.  Other descendants of this process count too."""
+        now = time.monotonic()
+        if now - self._looked >= min(1.0, self._limit / 4):
+            self._looked = now
+            if descendants() - {self._child}:
+                self._had_any, self._seen = True, now
+        return self._had_any and now - self._seen > self._limit
+
+
 def end_descendants(limit: float = 10.0) -> set[int]:
     """Kill them all, and those that they start meanwhile; returns those that are left after `limit` seconds.
 

@@ -197,16 +197,21 @@ class Recruitment:
         if self.problem:
             self._fail(self.problem)
             return
-        here = set[int]()
+        heard, here, limit = set[int](), set[int](), time.monotonic() + _START_S
         try:
             while len(here) < self.processes:
                 for who, tag, text in messages(inter):
+                    heard.add(who)
                     if tag == HERE:
                         here.add(who)
                         self._port = text or self._port
                     if tag == FAILED:
                         self._fail(f"number {who} of {self.processes}: {text.decode(errors='replace')}")
                         return
+                # MPI would not hear of the death of one whose first message has not come.
+                if len(heard) < self.processes and time.monotonic() > limit:
+                    self._fail(f"{self.processes - len(heard)} of them have not said hello within {_START_S} s")
+                    return
                 if self._end.wait(NAP_S):
                     self._fail("nobody is wanted any more")
                     return
@@ -219,9 +224,7 @@ class Recruitment:
         """MPI waits for processes that have ended before they called MPI_Init, and cannot be told not to."""
         self.problem = f"they have not started within {_START_S} s"
         if MPI.get_vendor()[0] != "Open MPI":  # other threads cannot communicate meanwhile
-            die(
-                f"mpishard: spawned processes have not started within {_START_S:g} s, for which this MPI makes all wait"
-            )
+            die(f"mpishard: spawned processes have not started within {_START_S} s; under this MPI all wait for that")
 
     def _fail(self, problem: str) -> None:
         """Tell all to go: those that die from it or have died do not hear it."""
@@ -245,20 +248,27 @@ def meet(comm: MPI.Intracomm, port: str, root: int = 0, newcomer: bool = False) 
     port : str
         As `Recruitment.call` says; on rank `root`.
     """
-    late = threading.Timer(
-        _MEETING_S,
-        die,
-        [f"mpishard: spawned processes and the run have not met in {_MEETING_S:g} s; one may have died"],
-    )
-    late.daemon = True
-    late.start()
-    try:
+    with in_time():
         bridge = comm.Accept(port, root=root) if newcomer else comm.Connect(port, root=root)
         crew = bridge.Merge(high=newcomer)
         bridge.Free()
+    return crew
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    """End this process if a meeting takes much longer than it can, so that nobody waits for ever."""
+    why = (
+        f"mpishard: the run and spawned processes have not met within {_MEETING_S:g} s, one may have died; start it "
+        "again from its newest checkpoint, as `mpishard run --elastic` does"
+    )
+    late = threading.Timer(_MEETING_S, die, [why])
+    late.daemon = True
+    late.start()
+    try:
+        yield
     finally:
         late.cancel()
-    return crew
 
 
 def _dead(error: MPI.Exception) -> str:

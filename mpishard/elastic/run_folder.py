@@ -1,19 +1,20 @@
 """What the processes of a job tell the supervisor of their run, as small files in a folder that only the owner reads.
 
-The path of the folder and the number of the start are in the environment of every process of a supervised job.  Each
-file appears whole: it is written under another name and renamed.  Nothing here needs MPI.
+The path of the folder and the number of the start are in the environment of every process of a supervised job.  Nothing
+here needs MPI.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from mpishard.elastic.notes import read_note, write_note
 
 _FOLDER, _ATTEMPT = "MPISHARD_RUN", "MPISHARD_ATTEMPT"
 
@@ -82,9 +83,9 @@ class RunFolder:
 
     def next(self) -> RunFolder:
         """The same folder for another start; from now on the one before is over."""
-        before = self._read_file("start")
+        before = read_note(self.path / "start")
         following = replace(self, attempt=self.attempt + 1 if before is None else before + 1)
-        self._write_file("start", following.attempt)
+        write_note(self.path / "start", following.attempt)
         return following
 
     @classmethod
@@ -130,7 +131,7 @@ class RunFolder:
         OSError
             If the folder cannot be looked into.
         """
-        return self._read_file("start") != self.attempt
+        return read_note(self.path / "start") != self.attempt
 
     @property
     def started(self) -> bool:
@@ -145,6 +146,13 @@ class RunFolder:
     def healed(self) -> int:
         """How many processes were left after the last death that others have survived; 0 if there was none."""
         return self._read("healed") or 0
+
+    @property
+    def healed_at(self) -> float:
+        """When that was noted, in seconds since 1970; 0 if there was no death."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._path("healed").stat().st_mtime
+        return 0.0
 
     @property
     def ended(self) -> Ended | None:
@@ -162,20 +170,10 @@ class RunFolder:
         return None if found is None else Failure(**found)
 
     def _write(self, name: str, content: Any) -> None:
-        self._write_file(f"{name}-{self.attempt}", content)
+        write_note(self._path(name), content)
 
     def _read(self, name: str) -> Any:
-        return self._read_file(f"{name}-{self.attempt}")
+        return read_note(self._path(name))
 
-    def _write_file(self, name: str, content: Any) -> None:
-        path = self.path / name
-        beside = path.with_name(f".{path.name}-{os.uname().nodename}-{os.getpid()}")
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(content, file)
-        beside.rename(path)
-
-    def _read_file(self, name: str) -> Any:
-        try:
-            return json.loads((self.path / name).read_text())
-        except FileNotFoundError:
-            return None
+    def _path(self, name: str) -> Path:
+        return self.path / f"{name}-{self.attempt}"

@@ -21,16 +21,17 @@ from pathlib import Path
 from types import FrameType
 
 from mpishard.elastic.course import Course
-from mpishard.elastic.hosts import Host, Patrol, parse_hosts, sweep
+from mpishard.elastic.hosts import Host, Patrol, check_shell, parse_hosts, sweep
 from mpishard.elastic.launchers import Launcher, find_launcher
 from mpishard.elastic.policy import History, Outcome, Policy, Start, Stop, decide
-from mpishard.elastic.processes import adopt_orphans, descendants, die_with_parent, end_descendants
+from mpishard.elastic.processes import Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
 from mpishard.elastic.run_folder import RunFolder
 
 _POLL_S = 0.02
 _LOOK_S = 0.2  # from one look into the run's folder to the next
 _END_S = 3.0  # that a launcher gets to end its job
 _END_WITHOUT_S = 0.5  # and where it cannot, since it waits for a host that does not answer
+_ALONE_S = 10.0  # and when all that it has started is gone: Open MPI's was seen to wait for ever after an abort
 _STOP, _PASS_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1
 
 
@@ -96,6 +97,7 @@ class Supervisor:
             raise ValueError(f"{ranks} ranks were asked for, which is not {wanted}")
         if self.hosts and ranks > self.slots:
             raise ValueError(f"{ranks} ranks do not fit the {self.slots} slots of {job.hosts}; give NAME:SLOTS")
+        check_shell(self.hosts, job.shell)
         self.ranks = ranks
         self.launcher: Launcher = find_launcher(job.launcher)
         self._signals: list[int] = []
@@ -106,7 +108,8 @@ class Supervisor:
         """Returns the exit code of the run."""
         adopt_orphans()
         for number in (*_STOP, _PASS_ON):
-            signal.signal(number, self._take_signal)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._take_signal)
         temporary = None
         path = self.job.folder
         if path is None:
@@ -180,6 +183,7 @@ class Supervisor:
         job = self.job
         patrol = Patrol(hosts, job.shell, job.probe_every, job.probe_limit)
         course = Course(folder, job.end_limit, job.heal_limit)
+        offspring = Offspring(process.pid, _ALONE_S)
         looked = time.monotonic()
         awaited = step > 0
         while process.poll() is None:
@@ -192,10 +196,14 @@ class Supervisor:
                 reason = course.look()
                 if awaited and course.step:
                     awaited = False
-                    self._say(f"at step {course.step} of {step} seen before, {now - ended:.2f} s after the end")
+                    self._say(f"step {course.step}, {now - ended:.2f} s after the end; step {step} was seen before it")
                 if reason:
                     self._say(reason)
                     return set()
+            # Ranks on other hosts descend from nothing here.
+            if not hosts and not course.has_ended and offspring.is_gone():
+                self._say(f"all ranks are gone; the launcher is not after {_ALONE_S:g} s and is ended")
+                return set()
             lost = set() if course.has_ended else patrol.look()
             if lost:
                 self._say(f"{', '.join(sorted(host.name for host in lost))} does not answer; the job is ended")

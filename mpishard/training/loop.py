@@ -48,6 +48,7 @@ class Loop:
         self.watching = watching
         self.sampler = Sampler(problem.samples, problem.batch_size, problem.seed)
         self.scaling = scaling or Scaling("constant", self.axis.size)
+        workers = self.scaling.first
         # How many samples came before the next step, and those of the step that is being taken.
         self.position = self.sampler.consumed(optimizer.clock)
         self.batch = np.empty(0, np.int64)
@@ -67,10 +68,10 @@ class Loop:
             self.check(checkpoints)
             if resume:
                 self.resume(checkpoints)
-        if self.batch_size < self.axis.size:
+        if self.scaling.batch_size(problem.batch_size, workers) < workers:
             raise ValueError(
-                f"batch_size={problem.batch_size} gives some of the {self.axis.size} data-parallel ranks no sample; "
-                f"use at least {self.axis.size}, or fewer ranks"
+                f"batch_size={problem.batch_size} gives some of the {workers} data-parallel ranks no sample; "
+                f"use at least {workers}, or fewer ranks"
             )
         self.resumed = len(self.losses)
         self.before = optimizer.clock - self.resumed

@@ -23,8 +23,11 @@ SAMPLE = [
     ("first", "heal", "kill", "ZeRO1"),
     ("last", "forward", "exit", "pipeline"),
     ("spawned", "update", "kill", "tensor"),
+    ("middle", "called", "kill", "ZeRO1"),
+    ("last", "joined", "kill", "ZeRO1"),
+    ("spawned", "joined", "exception", "ZeRO1"),
 ]
-AT_ONCE, NEIGHBOURS = 1, 2
+AT_ONCE, NEIGHBOURS, RESPAWNED = 1, 2, 3
 
 
 @functools.cache
@@ -44,6 +47,10 @@ def test_one_process_fails(parts):
 
 def test_two_processes_fail_at_once():
     outlives(faults.several("ZeRO3")[AT_ONCE])
+
+
+def test_one_fails_who_came_for_another():
+    outlives(faults.several("ZeRO2")[RESPAWNED])
 
 
 def test_neighbours_fail_at_once_and_the_run_begins_again(tmp_path):

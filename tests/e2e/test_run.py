@@ -249,6 +249,18 @@ def test_the_job_ends_with_its_supervisor(run, stopped):
     watched.wait_for(lambda: watched.left() == [])
 
 
+def test_nohup(run):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        kept = run(["-n", 1], TRAINING, "time.sleep(1)")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    kept.wait_for(lambda: (kept.folder / "fault").exists())
+    kept.process.send_signal(signal.SIGHUP)
+    assert kept.code() == 0, kept.errors
+    assert kept.steps[-1] == (1, 20)
+
+
 @pytest.mark.parametrize(("how", "code"), [("leave", 75), ("stay", 128 + signal.SIGTERM)])
 def test_signals(run, how, code):
     script = """

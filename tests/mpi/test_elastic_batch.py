@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,18 @@ def test_a_step_that_is_taken_back_takes_its_samples_again(mesh, monkeypatch):
     run.go(resizes)
     assert bits(run.result) == plain(taken, rates)
     assert run.result.samples == sum(map(len, taken))
+
+
+def test_spares_need_no_sample(mesh):
+    """A batch that is too small for all processes, but not for those that train."""
+    few = max(1, mesh.size - 1)
+    small = replace(problem(steps=2), batch_size=few)
+    options = {"max_workers": few, "min_workers": 1}
+    result = Run(mesh, "constant", **options).elastic.optimize(small, progress=False)
+    assert result.samples == 2 * few
+    if mesh.size > 1:
+        with pytest.raises(ValueError, match=f"batch_size={few} gives some of the {mesh.size} .* no sample"):
+            Run(mesh, "constant").elastic.optimize(small, progress=False)
 
 
 def test_what_has_no_sense_is_refused(mesh):

@@ -105,6 +105,16 @@ def test_other_ranks_than_before():
     assert new.decide(8, [None, None])
 
 
+def test_another_run_of_the_loop_counts_its_steps_from_the_beginning():
+    ranks = Ranks(0.25, [0.0])
+    for step in range(1, 100):
+        ranks.step(step, 1.0, [1.5])
+    before, ranks.saved = ranks.saved[-1], []
+    for step in range(1, 20):
+        ranks.step(step, 1.0, [1.5])
+    assert ranks.saved == [step for step in range(1, 20) if (99 - before + step) % 5 == 0]
+
+
 @pytest.mark.parametrize("elapsed", [4.0, 9.0])
 def test_exactly_due(elapsed):
     assert Pace(0.5).decide(3, [Measured(2.0, elapsed, 1.0)])

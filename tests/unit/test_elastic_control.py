@@ -118,6 +118,18 @@ class TestControl:
         assert successor.poll(3, 2) is None and successor.poll(3, 3) is None
         assert folder.standing.answer.after == 3
 
+    def test_a_request_that_comes_while_another_is_carried_out_is_not_lost(self, folder):
+        control = Control(folder, *LIMITS)
+        folder.write("request", {"id": "x", "workers": 3})
+        assert control.poll(4, 1) == 3
+        folder.write("request", {"id": "y", "workers": 5})
+        assert control.poll(3, 2) is None and folder.standing.answer.id == "x"
+        assert control.poll(3, 3) == 5
+        folder.take_back("x")
+        assert folder.request == ("y", 5)
+        assert control.poll(5, 4) is None and folder.standing.answer.id == "y"
+        assert folder.request is None
+
     def test_the_end_of_the_run_is_said(self, folder):
         thread = threading.Timer(0.2, Control(folder, *LIMITS).close)
         thread.start()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -18,9 +20,10 @@ import pytest
 import mpishard
 from mpishard.elastic import course
 from mpishard.elastic.completion import _exit_code, _main_frame, _ran_to_its_end, _Unknown
-from mpishard.elastic.hosts import Host, Patrol, Probe, parse_hosts, sweep
+from mpishard.elastic.hosts import Host, Patrol, Probe, check_shell, parse_hosts, sweep
 from mpishard.elastic.launchers import Launcher, find_launcher
 from mpishard.elastic.policy import History, Outcome, Policy, Start, Stop, decide
+from mpishard.elastic.processes import Offspring
 from mpishard.elastic.run_folder import Ended, Failure, RunFolder
 
 KILLED = Outcome(code=137, step=10)
@@ -148,8 +151,10 @@ def test_the_same_failure_twice():
 
 
 def test_a_job_that_never_started():
-    follows = after(Outcome(127, started=False))
-    assert isinstance(follows, Stop) and "did not start" in follows.why
+    for policy in (ELASTIC, Policy()):
+        follows = after(Outcome(127, started=False), policy)
+        assert isinstance(follows, Stop) and follows.code == 127
+        assert follows.why == "did not start, or its script never imported mpishard (the launcher reports 127)"
     later = after(Outcome(127, started=False), history=History(4, 4, step=3))
     assert isinstance(later, Start)
     hosts_gone = after(Outcome(1, started=False), hosts=HOSTS, answering=HOSTS[:1])
@@ -188,6 +193,19 @@ def test_notes_of_a_run(tmp_path):
     assert second.is_over and not again.is_over
     (first.path / "start").unlink()
     assert again.is_over
+
+
+def test_a_note_that_does_not_fit_on_the_disk(tmp_path):
+    folder = RunFolder.create(tmp_path / "run")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            folder.note_step(7)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.filename == str(folder.path / "step-0") and caught.value.errno == errno.EFBIG
+    assert [path.name for path in folder.path.iterdir()] == ["start"]
 
 
 def test_a_folder_that_others_may_open(tmp_path):
@@ -255,6 +273,13 @@ def test_hosts_that_answer(shell):
     assert Probe(parse_hosts("a"), shell, 1.0, "exit 3").wait() == ()
 
 
+def test_hosts_that_nothing_reaches(shell):
+    check_shell(parse_hosts("a,b"), f"{shell} -o option")
+    check_shell(parse_hosts("localhost"), "/nowhere/ssh")
+    with pytest.raises(ValueError, match="no /nowhere/ssh .* --remote-shell"):
+        check_shell(parse_hosts("localhost,a"), "/nowhere/ssh -q")
+
+
 def test_a_host_that_is_silent_twice_is_lost(tmp_path):
     path = tmp_path / "shell"
     path.write_text(f'#!/bin/sh\nfor f in {tmp_path}/$1-*; do [ -e "$f" ] && rm "$f" && exit 255; done; exit 0\n')
@@ -291,6 +316,11 @@ def test_a_job_that_is_stuck(tmp_path, monkeypatch):
     assert after(0) == "" and after(2999) == "" and "no step for 3000 s after a death" in after(2)
     folder.note_step(3)
     assert after(0) == "" and after(5000) == "" and watched.step == 3
+    folder.note_healed(3)  # of four again, one of which was spawned
+    os.utime(folder.path / "healed-0", (1, 1))
+    assert after(0) == "" and "after a death" in after(3001)
+    folder.note_step(4)
+    assert after(0) == "" and after(5000) == ""
     folder.note_ended(Ended(0))
     assert after(0) == "" and watched.has_ended and after(5) == "" and "launcher has not for 5 s" in after(1)
 
@@ -332,7 +362,10 @@ def test_environments():
     assert open_mpi.environment({"HOME": "h"}, 8, 2)["HOME"] == "h"
     assert open_mpi.environment({}, 8, 2)[mapping] == "slot:oversubscribe"
     assert mapping not in open_mpi.environment({}, 2, 2)
-    assert open_mpi.environment({}, 2, 2, elastic=True)[mapping] == "slot:oversubscribe"
+    elastic = open_mpi.environment({}, 2, 2, elastic=True)
+    assert elastic[mapping] == "slot:oversubscribe"
+    deaths = {"PRTE_MCA_state_base_recoverable", "OMPI_MCA_async_mpi_finalize"}
+    assert {elastic[name] for name in deaths} == {"1"} and not deaths & set(open_mpi.environment({}, 8, 2))
     assert open_mpi.environment({mapping: "node"}, 8, 2)[mapping] == "node"
     assert open_mpi.environment({mapping: ":oversubscribe"}, 2, 2)[mapping] == "slot:oversubscribe"
 
@@ -375,6 +408,24 @@ def test_no_descendant_is_left(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_child_that_outlives_all_that_it_started():
+    with subprocess.Popen(["sh", "-c", "sleep 0.5; read line; exec sleep 60"], stdin=subprocess.PIPE) as child:
+        offspring = Offspring(child.pid, 0.2)
+        try:
+            assert not offspring.is_gone()
+            time.sleep(0.25)
+            assert not offspring.is_gone()  # it has a child
+            began = time.monotonic()
+            while not offspring.is_gone():
+                assert time.monotonic() - began < 10
+                time.sleep(0.02)
+            young = Offspring(child.pid, 0.01)
+            time.sleep(0.05)
+            assert not young.is_gone()  # it has not seen any
+        finally:
+            child.kill()
+
+
 def test_a_rank_that_nobody_can_end_ends_itself(tmp_path):
     """With the launcher's daemon, once its start is over; another parent is left alone."""
     folder = RunFolder.create(tmp_path / "run")
@@ -395,6 +446,17 @@ def test_a_rank_that_nobody_can_end_ends_itself(tmp_path):
     folder.next()
     assert [shell.communicate(timeout=20)[0] for shell in shells] == ["", "after\n"]
     assert shells[0].returncode == -signal.SIGKILL
+
+
+def test_who_ends_without_a_part_in_the_run_leaves_its_exit_code_to_others(tmp_path):
+    folder = RunFolder.create(tmp_path / "run")
+    folder.note_healed(3)
+    folder.note_ended(Ended(75))
+    script = "import mpishard.elastic.completion as completion\ncompletion.leave_to_others()\nraise SystemExit(0)"
+    environment = {**os.environ, **folder.environment(), "PYTHONPATH": str(Path(mpishard.__file__).parents[1])}
+    for lines, ended in ((script, Ended(75)), (script.replace("completion.leave_to_others()\n", ""), Ended(None))):
+        subprocess.run([sys.executable, "-c", lines], env=environment, timeout=60, check=True)
+        assert folder.ended == ended
 
 
 def test_the_supervisor_never_loads_mpi():
