@@ -85,6 +85,7 @@ class _Member(NamedTuple):
     workers: int
     leaves: bool
     ends: bool
+    lost: bool
     fellow: Fellow
 
 
@@ -147,9 +148,10 @@ class Crew:
         """
         place = self._place
         post = place.pipeline_rank * place.tensor_size + place.tensor_rank
-        own = _Member(self._identity, self._free, post, workers, self._leaves, ends, this_process())
+        own = _Member(self._identity, self._free, post, workers, self._leaves, ends, Crew.lost, this_process())
         crew: list[_Member] = self.axis.exchange(own)
         self._free = max(member.free for member in crew)
+        Crew.lost |= any(member.lost for member in crew)  # newcomers too must finalize in time
         identities = []
         for member in crew:
             identities.append(self._free if member.identity is None else member.identity)

@@ -25,7 +25,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from mpi4py import MPI
@@ -153,16 +153,16 @@ class Recruitment:
         assert self.here and inter is not None
         limit = time.monotonic() + _ANSWER_S
         try:
-            for newcomer in range(self.processes):
-                inter.Send(CALL, newcomer, WORD)
-            while len(coming) < self.processes and time.monotonic() < limit:
-                time.sleep(_CALL_NAP_S)
-                coming |= {each.source for each in messages(inter, tag=COMES)}
+            if not self._have_failed(messages(inter)):
+                for newcomer in range(self.processes):
+                    inter.Send(CALL, newcomer, WORD)
+                while len(coming) < self.processes and time.monotonic() < limit:
+                    time.sleep(_CALL_NAP_S)
+                    coming |= {each.source for each in messages(inter, tag=COMES)}
+                if len(coming) < self.processes:
+                    self._fail(f"{self.processes - len(coming)} of them do not answer")
         except MPI.Exception as error:
             self._fail(_dead(error))
-        else:
-            if len(coming) < self.processes:
-                self._fail(f"{self.processes - len(coming)} of them do not answer")
         return "" if self.problem else self._port.decode()
 
     def close(self) -> None:
@@ -200,14 +200,14 @@ class Recruitment:
         heard, here, limit = set[int](), set[int](), time.monotonic() + _START_S
         try:
             while len(here) < self.processes:
-                for who, tag, text in messages(inter):
-                    heard.add(who)
+                come = list(messages(inter))
+                heard |= {each.source for each in come}
+                for who, tag, text in come:
                     if tag == HERE:
                         here.add(who)
                         self._port = text or self._port
-                    if tag == FAILED:
-                        self._fail(f"number {who} of {self.processes}: {text.decode(errors='replace')}")
-                        return
+                if self._have_failed(come):
+                    return
                 # MPI would not hear of the death of one whose first message has not come.
                 if len(heard) < self.processes and time.monotonic() > limit:
                     self._fail(f"{self.processes - len(heard)} of them have not said hello within {_START_S} s")
@@ -219,6 +219,14 @@ class Recruitment:
             self._fail(_dead(error))
             return
         self.here = True
+
+    def _have_failed(self, come: Iterable[Message]) -> bool:
+        """Whether one of them says so; then all are told to go."""
+        for who, tag, text in come:
+            if tag == FAILED:
+                self._fail(f"number {who} of {self.processes}: {text.decode(errors='replace')}")
+                return True
+        return False
 
     def _not_started(self) -> None:
         """MPI waits for processes that have ended before they called MPI_Init, and cannot be told not to."""
