@@ -41,6 +41,7 @@ NAP_S, _CALL_NAP_S = 0.02, 0.0005
 _START_S = 60
 # From the call until all newcomers have answered; and for the meeting itself.
 _ANSWER_S = 10.0
+_SAYING_S = 2.0
 _MEETING_S = 20.0
 # MPI comes first: what is imported after it, and what the script does, holds nobody up.  If the leader dies meanwhile
 # (ULFM), MPI_Init may wait for ever, and no thread of Python runs in it: then the kernel ends the process.
@@ -154,8 +155,7 @@ class Recruitment:
         limit = time.monotonic() + _ANSWER_S
         try:
             if not self._have_failed(messages(inter)):
-                for newcomer in range(self.processes):
-                    inter.Send(CALL, newcomer, WORD)
+                self._say(inter, CALL)
                 while len(coming) < self.processes and time.monotonic() < limit:
                     time.sleep(_CALL_NAP_S)
                     coming |= {each.source for each in messages(inter, tag=COMES)}
@@ -220,6 +220,18 @@ class Recruitment:
             return
         self.here = True
 
+    def _say(self, inter: MPI.Intercomm, word: bytes) -> None:
+        """Tell all newcomers that live; Open MPI would wait for ever for one that has just died."""
+        dead, sends = _dead_ranks(inter), []
+        with contextlib.suppress(MPI.Exception):
+            sends = [inter.Isend(word, who, WORD) for who in range(self.processes) if who not in dead]
+        limit = time.monotonic() + _SAYING_S
+        while time.monotonic() < limit:
+            with contextlib.suppress(MPI.Exception):
+                if MPI.Request.Testall(sends):
+                    return
+            time.sleep(_CALL_NAP_S)
+
     def _have_failed(self, come: Iterable[Message]) -> bool:
         """Whether one of them says so; then all are told to go."""
         for who, tag, text in come:
@@ -238,9 +250,7 @@ class Recruitment:
         """Tell all to go: those that die from it or have died do not hear it."""
         inter, self._inter = self._inter, None
         assert inter is not None
-        for newcomer in range(self.processes):
-            with contextlib.suppress(MPI.Exception):
-                inter.Send(GO, newcomer, WORD)
+        self._say(inter, GO)
         with contextlib.suppress(MPI.Exception):
             inter.Free()
         self.problem, self.here = problem, False
@@ -277,6 +287,13 @@ def in_time() -> Iterator[None]:
         yield
     finally:
         late.cancel()
+
+
+def _dead_ranks(inter: MPI.Intercomm) -> list[int]:
+    """Who has died at the other end, as far as this MPI tells."""
+    with contextlib.suppress(MPI.Exception, NotImplementedError):
+        return MPI.Group.Translate_ranks(inter.Get_failed(), None, inter.Get_remote_group())
+    return []
 
 
 def _dead(error: MPI.Exception) -> str:
