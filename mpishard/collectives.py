@@ -75,6 +75,8 @@ class Axis:
     members : list of int
         Ranks of the whole mesh that are on it.
     ledger : Ledger
+    revoked : bool
+        Whether this rank has called `revoke` since the axis last moved.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Axis:
         Collective over `comm`, of which `later` is a duplicate, by default made here.
         """
         self.comm = comm
+        self.revoked = False
         self.rank = comm.rank
         self.size = comm.size
         self.members = list(range(comm.size) if members is None else members)
@@ -111,6 +114,7 @@ class Axis:
 
     def revoke(self) -> None:
         """Make every operation on its communicators fail, on all ranks, those under way too.  Not collective (ULFM)."""
+        self.revoked = True
         for part in self._among.values():
             if part is not None:
                 part.revoke()
