@@ -39,9 +39,9 @@ CALL, GO = b"call", b"go"
 NAP_S, _CALL_NAP_S = 0.02, 0.0005
 # From asking for processes until they have called MPI_Init, which takes seconds on a busy machine.
 _START_S = 60
-# From the call until all newcomers have answered; and for the meeting itself.
-_ANSWER_S = 10.0
+# Until newcomers that live have been told; from the call until all have answered; and for the meeting itself.
 _SAYING_S = 2.0
+_ANSWER_S = 10.0
 _MEETING_S = 20.0
 # MPI comes first: what is imported after it, and what the script does, holds nobody up.  If the leader dies meanwhile
 # (ULFM), MPI_Init may wait for ever, and no thread of Python runs in it: then the kernel ends the process.
@@ -223,8 +223,10 @@ class Recruitment:
     def _say(self, inter: MPI.Intercomm, word: bytes) -> None:
         """Tell all newcomers that live; Open MPI would wait for ever for one that has just died."""
         dead, sends = _dead_ranks(inter), []
-        with contextlib.suppress(MPI.Exception):
-            sends = [inter.Isend(word, who, WORD) for who in range(self.processes) if who not in dead]
+        for who in range(self.processes):
+            if who not in dead:
+                with contextlib.suppress(MPI.Exception):
+                    sends.append(inter.Isend(word, who, WORD))
         limit = time.monotonic() + _SAYING_S
         while time.monotonic() < limit:
             with contextlib.suppress(MPI.Exception):

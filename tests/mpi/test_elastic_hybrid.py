@@ -37,8 +37,6 @@ def shape(request, comm):
     """Of the meshes that have at least two workers on these ranks."""
     if comm.size % cell_of(request.param) or comm.size < 2 * cell_of(request.param):
         pytest.skip("no two whole workers on so many ranks")
-    if comm.size == 8 and cell_of(request.param) == 2:
-        pytest.skip("four ranks show as much, sooner")
     return request.param
 
 
@@ -117,8 +115,8 @@ def test_sums_in_another_order(comm, strategy):
     """ZeRO-2 and 3 on a pipeline: not the same bits, but the same numbers."""
     found = []
     for sizes in ({}, {1: 1, 3: 2, 5: 1}):
-        if comm.size != 4:
-            pytest.skip("shown on four ranks")
+        if comm.size % 2:
+            pytest.skip("no two whole workers on so many ranks")
         with Mesh(comm, pipeline=2) as mesh:
             model = make_model(mesh, np.float64)
             optimizer = ElasticOptimizer(inner(strategy, mesh, reproducible=False), max_workers=2)
