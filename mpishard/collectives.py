@@ -30,7 +30,10 @@ _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
 _NOTHING = np.empty(0, np.uint8)
 _RECORD_BYTES = 400
 # What `agree` can raise on a rank whose own check passed.
-_KNOWN_ERRORS = {error.__name__: error for error in (ValueError, TypeError, FloatingPointError, RuntimeError)}
+_FILE_ERRORS = (OSError, PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+_KNOWN_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (ValueError, TypeError, FloatingPointError, RuntimeError, *_FILE_ERRORS)
+}
 
 
 class CollectiveMismatchError(RuntimeError):

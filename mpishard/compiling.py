@@ -11,7 +11,21 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.core.caching import FunctionCache
 from numba.core.registry import cpu_target
+from numba.core.runtime.nrt import rtsys
+
+
+class _Cache(FunctionCache):
+    """Numba's cache, that loads without what only compiling needs: imports that take each process a third of a second.
+
+    The compiler itself refreshes the context before it compiles.
+    """
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        rtsys.initialize(target_context)  # arrays are counted
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
@@ -21,17 +35,16 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
     vectorised.
     """
     options = {"nogil": True, "error_model": "numpy", **options}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:
-        # Neither the folder of the source nor the user's cache folder is writable.
-        return numba.njit(**options)(function)
+    dispatcher = numba.njit(**options)(function)
+    # RuntimeError: neither the folder of the source nor the user's cache folder is writable.
+    with contextlib.suppress(RuntimeError):
+        dispatcher._cache = _Cache(function)
+    return dispatcher
 
 
 def prepare() -> None:
-    """Do now what the first call of a compiled function does once a process: imports of Numba, a third of a second."""
-    cpu_target.typing_context.refresh()
-    cpu_target.target_context.refresh()
+    """Do now what the first call of a compiled function does once a process, in some hundredths of a second."""
+    rtsys.initialize(cpu_target.target_context)
 
 
 class HostFunction:
@@ -46,8 +59,6 @@ class HostFunction:
         arguments = (*arrays, *scalars)
         key = (arrays[0].dtype, *(a.flags.writeable for a in arrays))
         if key not in self._compiled:
-            # Most of the time of a first call with a warm cache, and nothing to wait for.
-            self._dispatcher.targetctx.refresh()
             # Without a cache, waiting for another process gains nothing.
             cached = self._dispatcher.stats.cache_path is not None
             with _one_compiler(self._name) if cached else contextlib.nullcontext():

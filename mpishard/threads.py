@@ -13,6 +13,11 @@ _RANKS_ON_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS
 _CHOSEN_BY_USER = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
+def own_cores() -> set[int]:
+    """The cores that this process may run on, by number."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
     """Limit BLAS to this rank's share of the cores it may run on, at least one thread.  Collective over `comm`.
 
@@ -20,13 +25,13 @@ def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
     each.  Eight ranks on two cores with two threads each were seen 6 to 8 times slower than with one.  Where one of the
     usual environment variables is set the user's choice stands; it is returned.
     """
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    told = comm.allgather(sorted(cores))
+    cores = own_cores()
+    told = comm.allgather(sum(1 << core for core in cores))  # a bit a core: all ranks hold this for a moment
     everybody = [told[rank] for rank in node]
     for variable in _CHOSEN_BY_USER:
         if os.environ.get(variable, "").isdigit():
             return int(os.environ[variable])
-    share = sum(1 / sum(core in theirs for theirs in everybody) for core in cores)
+    share = sum(1 / sum(theirs >> core & 1 for theirs in everybody) for core in cores)
     ranks = max(int(os.environ.get(variable, "").strip() or 1) for variable in _RANKS_ON_NODE)
     if ranks > len(node):
         share = min(share, len(cores) / ranks)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -38,12 +39,15 @@ from mpishard.optim.run_state import facts_of
 from mpishard.progress import Progress
 from mpishard.reshard import reshard_state
 from mpishard.state import RunState
+from mpishard.threads import own_cores
 from mpishard.training import Loop, OptimizationProblem, OptimizationResult, Scaling, TrainingState
 
 if TYPE_CHECKING:
     from mpishard.elastic.optimizer import ElasticOptimizer
 
 _WORKERS, _CREW = "workers", "crew"
+# Steps' time that workers sleep for after each while others start on cores that they share, and its limit.
+_GIVE_WAY, _GIVE_WAY_MOST_S = 3, 0.1
 
 
 class ElasticLoop(Loop):
@@ -84,6 +88,7 @@ class ElasticLoop(Loop):
         # Of rank 0: who is on the way; of all workers: how many of them have come and are taken in now.
         self.recruitment: Recruitment | None = None
         self.recruits = 0
+        self.awaited = False  # whether some are on the way
         self.upset = -1  # the last step before somebody died or came
         self.all_know = False  # that the run is over, spares too
         self.saved = False
@@ -166,6 +171,7 @@ class ElasticLoop(Loop):
         if self.decided < self.done:  # the workers that were to decide have not come to it
             self._decide()
             return
+        began = time.perf_counter()
         committed.begin(self.optimizer.run_state().facts)
         loss, rate = self.advance(step)
         committed.send_copies()
@@ -176,6 +182,15 @@ class ElasticLoop(Loop):
         self._decide()
         if not self.reason:
             self.save(last=False)
+            self._give_way(time.perf_counter() - began)
+
+    def _give_way(self, seconds: float) -> None:
+        """After a step of so many seconds: where workers share cores, leave these to those who start there.
+
+        That is no loss: the cores have as much to do in all, and those who start come in sooner.
+        """
+        if self.awaited and self.mesh.node.size > len(own_cores()):
+            time.sleep(min(_GIVE_WAY * seconds, _GIVE_WAY_MOST_S))
 
     def _agree(self) -> None:
         """Return when all workers are here; if one survivor does, all of them know that all were."""
@@ -205,10 +220,11 @@ class ElasticLoop(Loop):
             elastic.look_outside(self.done)
             come = self._recruit()
         asked = elastic.outside.signals.report()
-        wishes = np.array([self.own_wish, elastic.request, asked, -asked, come], np.int64)
-        wish, request, most, least, come = world.all_reduce(wishes, op="max", label="control").tolist()
+        awaited = self.recruitment is not None and not come
+        wishes = np.array([self.own_wish, elastic.request, asked, -asked, come, awaited], np.int64)
+        wish, request, most, least, come, awaited = world.all_reduce(wishes, op="max", label="control").tolist()
         elastic.heed(request)
-        self.recruits = come
+        self.recruits, self.awaited = come, bool(awaited)
         self.reason = self.why_stop(wish) or ("signal" if -least > 0 else "")
         if most == 2 and not self.reason:
             self.crew.let_go(world.exchange(asked > 0))
@@ -280,6 +296,7 @@ class ElasticLoop(Loop):
         if self.committed is not None:
             facts = {**facts_of(optimizer), "loss": np.array(self.losses), "reason": self.reason, "done": self.done}
             facts |= {"decided": self.decided, "request": self.elastic.agreed, "before": self.before}
+            facts |= {"skipped_before": self.skipped_before, "resumed": self.resumed}
             facts |= {"position": self.position, "first": self.scaling.first}
             source = replace(self.committed.source(crew.identities), facts=facts)
         if self.whole:
@@ -308,6 +325,7 @@ class ElasticLoop(Loop):
             self.losses = heard["loss"].tolist()
             self.done, self.decided = heard["done"], heard["decided"]
             self.before, self.position = heard["before"], heard["position"]
+            self.skipped_before, self.resumed = heard["skipped_before"], heard["resumed"]
             self.scaling = replace(self.scaling, first=heard["first"])
             self.elastic.heed(heard["request"])
             if self.mesh.rank == 0 and not self.progress.shown:

@@ -75,10 +75,10 @@ class Loop:
             )
         self.resumed = len(self.losses)
         self.before = optimizer.clock - self.resumed
+        self.skipped_before = optimizer.skipped_steps
         self.shows = progress
         self.progress = Progress(problem.steps, shown=progress and optimizer.mesh.rank == 0, done=self.resumed)
         self.began = time.perf_counter()
-        self.skipped = 0
 
     def attach(self) -> None:
         """Let the optimizer reduce the gradients; all ranks start from the parameters of the first."""
@@ -117,7 +117,7 @@ class Loop:
             steps=len(self.losses),
             samples=self.consumed(),
             resumed_steps=self.resumed,
-            skipped_steps=self.skipped,
+            skipped_steps=self.optimizer.skipped_steps - self.skipped_before,
             seconds=time.perf_counter() - self.began,
             stop_reason=reason,
             communication=self.optimizer.config.mesh.ledger.summary(),
@@ -209,7 +209,7 @@ class Loop:
         loss = tree_sum(losses.tolist()) / count
         factor = self.rate_factor
         rate = factor * self.optimizer.rule.learning_rate(self.optimizer.steps + 1)
-        self.skipped += not self.optimizer.update(count, rate_factor=factor)
+        self.optimizer.update(count, rate_factor=factor)
         return loss, rate
 
     def conclude(self, step: int, loss: float, rate: float) -> str:

@@ -116,6 +116,29 @@ def test_a_function_of_flat_arrays(mesh):
     assert found == alone(lambda _: own_problem())
 
 
+def test_steps_that_are_left_out_count_once_wherever_they_were_taken(mesh):
+    ranks = mesh.size
+
+    def function(parameters, samples, gradients):
+        residual = DATA[samples] @ parameters - TARGETS[samples]
+        gradients += np.nan if 7 in samples else DATA[samples].T @ residual
+        return 0.5 * float(residual @ residual)
+
+    def run(mesh, wrap, **options):
+        problem = OptimizationProblem(function, np.zeros(300, np.float32), 45, batch_size=16, steps=STEPS)
+        config = ShardingConfiguration(mesh, nonfinite_gradients="skip", reproducible=True)
+        optimizer = wrap(mpishard.ZeRO1Optimizer(AdamW(lr=0.01), config))
+        if "callback" in options:
+            options["callback"] = options["callback"](optimizer)
+        result = optimizer.optimize(problem, progress=False, **options)
+        return *bits(result), result.skipped_steps, result.resumed_steps
+
+    found = run(mesh, ElasticOptimizer, callback=lambda optimizer: resizing(optimizer, sizes_after(ranks), {}))
+    with mpishard.Mesh(MPI.COMM_SELF) as one:
+        assert found == run(one, lambda optimizer: optimizer)
+    assert found[-2:] == (STEPS // 3, 0)  # three steps an epoch
+
+
 def test_spares_of_the_start_take_part_later(mesh):
     """More than `max_workers` never train; of `min_workers` and more those who are asked for do."""
     most, noted = max(1, mesh.size - 1), {}
