@@ -19,8 +19,8 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import nn
+from mpishard.capabilities import heals_in_place
 from mpishard.data.text import Windows, standard_library_text, windows
-from mpishard.elastic.crew import heals_in_place
 
 CONTEXT = 32
 # Numbers of workers, one after the other, and for how many steps each stays once it is reached; after the last one a

@@ -31,6 +31,11 @@ print(bool((a == b).all()), flush=True)
 """
 
 
+def heals_in_place() -> bool:
+    """Whether this MPI tells survivors of a death and lets them go on: Open MPI under ``mpirun --with-ft ulfm``."""
+    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """Facts about the MPI library in use.

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard import array as arrays
-from mpishard.capabilities import probe
+from mpishard.capabilities import heals_in_place, probe
 from mpishard.layout import counts as run_lengths
 from mpishard.layout import split
 from mpishard.ledger import Call, Ledger, all_reduce_elements, ring_elements
@@ -78,8 +78,6 @@ class Axis:
     members : list of int
         Ranks of the whole mesh that are on it.
     ledger : Ledger
-    revoked : bool
-        Whether this rank has called `revoke` since the axis last moved.
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class Axis:
         Collective over `comm`, of which `later` is a duplicate, by default made here.
         """
         self.comm = comm
-        self.revoked = False
+        self._revoked = False
         self.rank = comm.rank
         self.size = comm.size
         self.members = list(range(comm.size) if members is None else members)
@@ -117,12 +115,17 @@ class Axis:
 
     def revoke(self) -> None:
         """Make every operation on its communicators fail, on all ranks, those under way too.  Not collective (ULFM)."""
-        self.revoked = True
+        self._revoked = True
         for part in self._among.values():
             if part is not None:
                 part.revoke()
         for lane in (self._now, self._later):
             lane.revoke()
+
+    @property
+    def revoked(self) -> bool:
+        """Whether some rank has called `revoke` since the axis last moved, and this one has heard of it."""
+        return self._revoked or (heals_in_place() and self._later.comm.Is_revoked())
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank={self.rank}, size={self.size})"

@@ -39,7 +39,7 @@ from fault_run import RECRUITING, SPAWNED, Case, Fault
 
 VICTIMS = ("first", "middle", "last", "spawned", "spare")
 PHASES = (
-    *("forward", "reduction", "all-gather", "update", "buddy", "agreement", "committed", "save"),
+    *("forward", "reduction", "all-gather", "update", "buddy", "agreement", "committed", "save", "last-save"),
     *("resize", "heal"),
     *RECRUITING,
 )
@@ -122,6 +122,8 @@ def single(victim: str, phase: str, kind: str, layout: str) -> Case | None:
         else:
             before = process(case, 1, 0) if victim == "middle" else process(case, 0, 0)
         faults = (Fault(before, "forward", "kill"), Fault(who, phase, kind, 0))
+    elif phase == "last-save":
+        faults = (Fault(who, "save", kind, fault_run.STEPS + 1),)
     else:
         faults = (Fault(who, phase, kind, 0 if phase == "resize" or phase in RECRUITING else 4),)
     # Nothing wakes those who meet a process that has died.
@@ -282,6 +284,7 @@ def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: flo
         output, how = execute(command, limit, lambda: len(list(Path(folder).glob("result-*"))) >= results)
         seconds = time.monotonic() - began
         found = _results(folder)
+        newest = Path(folder, "checkpoints", "latest").resolve().name
         happened = len(list(Path(folder).glob("fault-*")))
         alive = _alive(folder)
         for number in alive:
@@ -301,6 +304,8 @@ def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: flo
         problem = f"{len(found)} of {results} processes came to the end"
     elif any(each != reference for each in found):
         problem = f"other bits: {found} instead of {reference}"
+    elif not newest.startswith(f"step-{fault_run.STEPS:08d}"):
+        problem = f"the newest checkpoint is {newest}, and the last step was {fault_run.STEPS}"
     return Ended(case, problem, how, seconds, output)
 
 

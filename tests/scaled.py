@@ -19,8 +19,9 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import AdamW, ElasticOptimizer, OptimizationProblem, ShardingConfiguration
+from mpishard.capabilities import heals_in_place
 from mpishard.data.sampling import Sampler, micro_batches
-from mpishard.elastic.crew import heals_in_place, is_newcomer
+from mpishard.elastic.crew import is_newcomer
 from mpishard.tree_sum import tree_sum
 
 SAMPLES, BATCH, MICRO, STEPS, SEED = 45, 16, 2, 12, 3

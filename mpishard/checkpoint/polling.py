@@ -21,7 +21,8 @@ _FIRST_S, _LONGEST_S = 0.0005, 0.02
 def finish(axis: Axis, pending: Pending) -> Any:
     """What `pending.wait` returns, waited for asleep.
 
-    If the axis is revoked meanwhile that raises MPI.Exception; Open MPI's test of a request does not see it, ever.
+    If the axis is revoked meanwhile, by any rank, that raises MPI.Exception; Open MPI's test of a request does not see
+    it, ever.
     """
     pause_s = _FIRST_S
     while not axis.revoked and not pending.test():

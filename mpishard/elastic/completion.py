@@ -36,16 +36,26 @@ def watch_script() -> None:
         Completion.this = Completion(run)
 
 
-def leave_to_others() -> None:
-    """From now on others speak for the job: the script of this process ends without what it is for.  Not collective."""
+def leave_to_others(silent: bool = True) -> None:
+    """Whether from now on others speak for the job, if it has healed or this process is none of the first.
+
+    Not collective.
+    """
     if Completion.this is not None:
-        Completion.this.is_silent = True
+        Completion.this.is_silent = silent
+
+
+def give_up() -> None:
+    """Note the exit code of the script, which has ended in the middle of a run, if it is another than 0."""
+    if Completion.this is not None:
+        Completion.this.give_up()
 
 
 class Completion:
     """Notes of this process in the folder of the run.
 
-    Rank 0 of the founders speaks for the job; once that has healed, every rank does, since rank 0 may be gone.
+    Rank 0 of the founders speaks for the job; once that has healed, every rank does, since rank 0 may be gone, until
+    they have come to the end of the run together: then the first of them does.
     """
 
     this: ClassVar[Completion | None] = None
@@ -69,7 +79,7 @@ class Completion:
         self._thread.start()
 
     def _speaks(self) -> bool:
-        return not self.is_silent and (self._is_first or self._run.healed > 0)
+        return not self.is_silent if self._run.healed else self._is_first
 
     def _note_exit(self, status: Any = None, /) -> NoReturn:
         self._exit = status
@@ -92,9 +102,10 @@ class Completion:
             with contextlib.suppress(OSError):  # of a disk that comes back
                 if self._run.is_over:  # on a host that was cut off, where nobody could end it
                     end_with_daemon()
-                if step > noted and self._speaks():
-                    self._run.note_step(step)
+                if step > noted:
                     noted = step
+                    if self._speaks():
+                        self._run.note_step(step)
 
     def _end(self) -> None:
         """At the end of the script, after those who were registered later."""
@@ -104,14 +115,22 @@ class Completion:
         self._thread.join()
         if hasattr(sys, "last_value"):  # an exception that was printed
             return
-        code = _exit_code(self._exit, _ran_to_its_end(self._main))
         if self._speaks():
             step = _step()
             if step:
                 self._run.note_step(step)
-            self._run.note_ended(Ended(code))
-        elif code:
-            self._run.note_given_up(Ended(code))
+            self._run.note_ended(Ended(self._code))
+        else:
+            self.give_up()
+
+    def give_up(self) -> None:
+        if self._code:
+            self._run.note_given_up(Ended(self._code))
+
+    @property
+    def _code(self) -> int | None:
+        """The exit code of the script, which has ended."""
+        return _exit_code(self._exit, _ran_to_its_end(self._main))
 
 
 class _Unknown:

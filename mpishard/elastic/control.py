@@ -35,12 +35,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a run says of itself."""
+    """What a run says of itself; `taken` is the id of the request that it carries out, as soon as workers come."""
 
     min_workers: int
     max_workers: int
     workers: int
     answer: Answer | None = None
+    taken: str = ""
 
 
 class ControlFolder:
@@ -138,27 +139,28 @@ class Control:
         """Say how many workers there are after this step, and return how many are asked for, if it is news.
 
         A request is answered by a poll after the one that returned it, when the run has had its chance to change, and
-        no longer waits for workers to come.  It stays until then, so that it is not lost if this rank dies.
+        no longer waits for workers to come, unless another one has come meanwhile.  It stays until then, so that it is
+        not lost if this rank dies.
         """
-        if waits and self._taken is not None:
-            return None
         now = time.monotonic()
-        if self._taken is None and now < self._next:
+        if (waits or self._taken is None) and now < self._next:
             return None
         self._next = now + _POLL_S
         with contextlib.suppress(OSError):  # of a disk that comes back, or of a folder removed by its owner
-            return self._poll(workers, step)
+            return self._poll(workers, step, waits)
         return None
 
-    def _poll(self, workers: int, step: int) -> int | None:
+    def _poll(self, workers: int, step: int, waits: bool) -> int | None:
         known = self._standing
         answer = None if known is None else known.answer
         wanted: int | None = None
-        if self._taken is not None:
+        request = self._folder.request
+        if self._taken is not None and not (waits and request is not None and request[0] != self._taken[0]):
             id, before = self._taken
-            answer, self._taken = Answer(id, before, workers, step), None
-            self._folder.take_back(id)
-        elif (request := self._folder.request) is not None:
+            if not waits:
+                answer, self._taken = Answer(id, before, workers, step), None
+                self._folder.take_back(id)
+        elif request is not None:
             id, wanted = request
             if answer is not None and answer.id == id:  # answered, and then it could not be removed
                 self._folder.take_back(id)
@@ -171,7 +173,7 @@ class Control:
                 self._folder.take_back(id)
             else:
                 self._taken = id, workers
-        standing = Standing(*self._limits, workers, answer)
+        standing = Standing(*self._limits, workers, answer, "" if self._taken is None else self._taken[0])
         if standing != known:
             self._folder.write("run", asdict(standing))
             self._standing = standing
@@ -197,7 +199,8 @@ def request_resize(run: Path, workers: int, wait: float) -> Answer:
     ValueError
         If the folder is another user's, or the run cannot have so many workers.
     TimeoutError
-        If it has not been taken over in time; the request is taken back.
+        If it has not been taken over in time; the request is taken back.  Or if it has, and the workers that it needs
+        have not come yet.
     """
     folder = ControlFolder(run)
     try:
@@ -225,6 +228,11 @@ def request_resize(run: Path, workers: int, wait: float) -> Answer:
                 raise ValueError(f"the run in {run} has refused: {standing.answer.refused}")
             return standing.answer
         time.sleep(_WAIT_POLL_S)
+    if standing is not None and standing.taken == id:
+        raise TimeoutError(
+            f"the run in {run} has taken the request over and goes on with {standing.workers} workers until the others "
+            f"are there, which has taken more than {wait:g} s; another request takes its place"
+        )
     folder.take_back(id)
     raise TimeoutError(
         f"the run in {run} has not taken the request over within {wait:g} s, and it is taken back.  A run does so "

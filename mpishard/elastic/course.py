@@ -18,8 +18,8 @@ class Course:
     end_limit : float
         Seconds that the launcher gets to end once the script has.
     heal_limit : float
-        Seconds in which a step follows after a death, or thrice the longest step so far: an MPI that has lost processes
-        may lose a message too, and then all wait for ever.
+        Seconds in which a step follows after a death, if one is to come, or thrice the longest step so far: an MPI that
+        has lost processes may lose a message too, and then all wait for ever.
 
     Attributes
     ----------
@@ -34,28 +34,32 @@ class Course:
         self.has_ended = False
         self._folder = folder
         self._limits = end_limit, heal_limit
-        self._healed_at = 0.0
-        self._heals = False
+        self._heal: tuple[float, int | None] = 0.0, None
+        # What a step must be beyond to tell of progress after a death, if it is waited for: the one after the last that
+        # was committed may have been noted before the death.
+        self._beyond: int | None = None
         self._longest = 0.0
         self._since = time.monotonic()
 
     def look(self) -> str:
         """Why the job must be ended; empty if it need not."""
-        now, step, healed_at = time.monotonic(), self._folder.step, self._folder.healed_at
+        now, step, heal = time.monotonic(), self._folder.step, self._folder.heal
         has_ended = self._folder.ended is not None
         if step != self.step:
-            if self.step and not self._heals:
+            if self.step and self._beyond is None:
                 self._longest = max(self._longest, now - self._since)
-            self._since, self._heals = now, False
-        if healed_at != self._healed_at:
-            self._since, self._heals = now, True
+            self._since = now
+            if self._beyond is not None and step > self._beyond:
+                self._beyond = None
+        if heal != self._heal:
+            self._since, self._beyond = now, None if heal[1] is None else heal[1] + 1
         if has_ended and not self.has_ended:
             self._since = now
-        self.step, self._healed_at, self.has_ended = step, healed_at, has_ended
+        self.step, self._heal, self.has_ended = step, heal, has_ended
         end_limit, heal_limit = self._limits
         heal_limit = max(heal_limit, _STEPS * self._longest)
         if has_ended and now - self._since > end_limit:
             return f"the script has ended; its launcher has not for {end_limit:g} s and is killed"
-        if self._heals and not has_ended and now - self._since > heal_limit:
+        if self._beyond is not None and not has_ended and now - self._since > heal_limit:
             return f"no step for {heal_limit:g} s after a death; the job is ended"
         return ""

@@ -8,7 +8,6 @@ mesh is split from its workers again and again.  Bland et al., "Post-failure rec
 from __future__ import annotations
 
 import atexit
-import os
 import signal
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.capabilities import heals_in_place
 from mpishard.collectives import Axis
 from mpishard.elastic.newcomer import Newcomer
 from mpishard.elastic.recruiting import Recruitment, in_time, meet
@@ -33,11 +33,6 @@ _ORDER = 1
 _NAP_S = 0.002
 _END_NAP_S = 0.02
 _FINALIZE_S = 3.0
-
-
-def heals_in_place() -> bool:
-    """Whether this MPI tells survivors of a death and lets them go on: Open MPI under ``mpirun --with-ft ulfm``."""
-    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
 
 
 def is_newcomer() -> bool:

@@ -31,6 +31,7 @@ class Discovery:
         else:
             path = Path(source).absolute()  # a script may change its directory
             self._ask = lambda: _ask_file(path)
+        self.known = -1  # what the run has heard already
         self._news: int | None = None
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -43,6 +44,8 @@ class Discovery:
             self._thread.start()
         with self._lock:
             news, self._news = self._news, None
+        if news is not None:
+            self.known = news
         return news
 
     def close(self) -> None:
@@ -50,7 +53,7 @@ class Discovery:
         self._end.set()
 
     def _run(self) -> None:
-        known, problem = None, ""
+        known, problem = self.known, ""
         while not self._end.is_set():
             try:
                 found = int(self._ask())

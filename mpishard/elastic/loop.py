@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.capabilities import heals_in_place
 from mpishard.checkpoint import Checkpoints
 from mpishard.elastic.committed import Committed
-from mpishard.elastic.completion import leave_to_others
-from mpishard.elastic.crew import Crew, Order, agree, heals_in_place, is_newcomer
+from mpishard.elastic.completion import give_up, leave_to_others
+from mpishard.elastic.crew import Crew, Order, agree, is_newcomer
 from mpishard.elastic.recruiting import Recruitment
 from mpishard.elastic.run_folder import RunFolder, RunLost
 from mpishard.guard import die, fail_alone
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from mpishard.elastic.optimizer import ElasticOptimizer
 
 _WORKERS, _CREW = "workers", "crew"
+# What MPI says where a process has died, or others have seen that one has.
+_DEATH = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
 # Steps' time that workers sleep for after each while others start on cores that they share, and its limit.
 _GIVE_WAY, _GIVE_WAY_MOST_S = 3, 0.1
 
@@ -91,7 +94,7 @@ class ElasticLoop(Loop):
         self.awaited = False  # whether some are on the way
         self.upset = -1  # the last step before somebody died or came
         self.all_know = False  # that the run is over, spares too
-        self.saved = False
+        self.saved = bool(self.reason)  # what there is at the end of the run
         # The agreements that others may be waiting in, which this process takes part in before it heals.
         self.owed = {_WORKERS, _CREW}
         self.whole = True
@@ -102,6 +105,7 @@ class ElasticLoop(Loop):
     def run(self) -> OptimizationResult:
         self.optimizer.measure_norm |= self.problem.tolerance is not None
         fail_alone(self.heals)
+        leave_to_others(False)
         atexit.register(self._leave)
         wanted = Order(self.crew.workers) if self.comes else self._change()
         while True:
@@ -113,28 +117,34 @@ class ElasticLoop(Loop):
                     break
                 wanted = self._take_turn() if self.crew.works else self.crew.wait_for_order()
             except MPI.Exception as error:
-                if not self.heals:
+                own = _WORKERS in self.owed and error.Get_error_class() not in _DEATH  # in a step, by the script
+                if own or not self.heals:
                     raise
                 wanted = self._heal(error)
         self.buckets.hold = not self.optimizer.config.auto_sync_gradients
         self.progress.close()
         fail_alone(False)
         atexit.unregister(self._leave)
+        if Crew.lost:
+            self._note_healed(step=None)
+        leave_to_others(self.crew.rank > 0)
         self.crew.end()
         if not self.crew.works:
             print(f"mpishard: process {self.crew.identity} is in no whole replica of the model and ends", flush=True)
-            leave_to_others()
             raise SystemExit(0)
         return self.result(self.reason)
 
     def _leave(self) -> None:
         """A script that ends in the middle of the run: not in MPI_Finalize, where it would wait for the others."""
         if self.heals:
+            give_up()
             die(f"mpishard: process {self.crew.identity} leaves the run, its script has ended")
 
     def _is_over(self) -> bool:
         crew = self.crew
-        return bool(self.reason) and crew.workers == crew.most and (self.all_know or crew.working == crew.size)
+        if not (self.reason and self.saved and crew.workers == crew.most):
+            return False
+        return self.all_know or crew.working == crew.size
 
     def _take_turn(self) -> Order | None:
         """A worker: take a step, unless the run is over; returns what is to change."""
@@ -220,9 +230,11 @@ class ElasticLoop(Loop):
             elastic.look_outside(self.done)
             come = self._recruit()
         asked = elastic.outside.signals.report()
-        awaited = self.recruitment is not None and not come
-        wishes = np.array([self.own_wish, elastic.request, asked, -asked, come, awaited], np.int64)
-        wish, request, most, least, come, awaited = world.all_reduce(wishes, op="max", label="control").tolist()
+        awaited = self.recruitment is not None and not come and self.recruitment.is_new
+        discovered = elastic.outside.discovered if world.rank == 0 else -1
+        wishes = np.array([self.own_wish, elastic.request, asked, -asked, come, awaited, discovered], np.int64)
+        heard = world.all_reduce(wishes, op="max", label="control").tolist()
+        wish, request, most, least, come, awaited, elastic.outside.discovered = heard
         elastic.heed(request)
         self.recruits, self.awaited = come, bool(awaited)
         self.reason = self.why_stop(wish) or ("signal" if -least > 0 else "")
@@ -288,15 +300,16 @@ class ElasticLoop(Loop):
     def _regroup(self, order: Order) -> None:
         """Let so many of the crew be the workers, with the committed state.  Collective over the crew."""
         crew, optimizer = self.crew, self.optimizer
+        self.owed = {_CREW}  # in that of the workers nobody is
         if order.recruits:
             self._take_in(order.workers)
-        self._check_models()
+        self._check_scripts()
         source = target = None
-        self.owed = {_CREW}
         if self.committed is not None:
             facts = {**facts_of(optimizer), "loss": np.array(self.losses), "reason": self.reason, "done": self.done}
             facts |= {"decided": self.decided, "request": self.elastic.agreed, "before": self.before}
-            facts |= {"skipped_before": self.skipped_before, "resumed": self.resumed}
+            facts |= {"skipped_before": self.skipped_before, "resumed": self.resumed, "saved": self.saved}
+            facts |= {"discovered": self.elastic.outside.discovered}
             facts |= {"position": self.position, "first": self.scaling.first}
             source = replace(self.committed.source(crew.identities), facts=facts)
         if self.whole:
@@ -317,7 +330,8 @@ class ElasticLoop(Loop):
             self.attach()
             target = optimizer.run_state()
         heard = self._reshard(source, target)
-        self.reason = heard["reason"]
+        self.reason, self.saved = heard["reason"], heard["saved"]
+        self.elastic.outside.discovered = heard["discovered"]
         self.all_know = bool(self.reason)
         committed = None
         if comm is not None:
@@ -359,16 +373,26 @@ class ElasticLoop(Loop):
             if recruitment is not None:
                 self._say_none_come(problem)
 
-    def _check_models(self) -> None:
-        """Raise on all of the crew if those who have come have another model.  Collective."""
-        told = self.crew.axis.exchange((self.parameters.fingerprint, self.parameters.description))
-        other = next((each for each in told if each != told[0]), None)
-        if other is not None:
-            raise ValueError(
-                f"spawned processes have made another model than the others: {told[0][1]} and {other[1]}, or cut into "
-                "stages elsewhere; the script must make the same everywhere: give stage_costs as numbers, not to be "
-                "measured"
-            )
+    def _check_scripts(self) -> None:
+        """Raise on all of the crew if those who have come have another model or problem.  Collective."""
+        model = self.parameters.fingerprint, self.parameters.description
+        rule = self.optimizer.rule
+        settings = {name: value for name, value in rule.configuration().items() if not callable(getattr(rule, name, 0))}
+        settings |= self.problem.settings
+        told = self.crew.axis.exchange((model, {name: str(value) for name, value in settings.items()}))
+        for other, theirs in told:
+            if other != told[0][0]:
+                raise ValueError(
+                    f"spawned processes have made another model than the others: {told[0][0][1]} and {other[1]}, or "
+                    "cut into stages elsewhere; the script must make the same everywhere: give stage_costs as numbers, "
+                    "not to be measured"
+                )
+            for name, value in told[0][1].items():
+                if theirs.get(name) != value:
+                    raise ValueError(
+                        f"spawned processes have {name}={theirs.get(name)} and the others {name}={value}; the script "
+                        "must come to the same whenever it is started, also from what it reads or draws"
+                    )
 
     def _reshard(self, source: RunState | None, target: RunState | None) -> Mapping[str, Any]:
         """Move the committed state to its new places; returns its facts.  Collective over the crew."""
@@ -396,6 +420,7 @@ class ElasticLoop(Loop):
     def _bury(self, error: MPI.Exception) -> Order:
         crew = self.crew
         before = crew.identities
+        self._note_healed(self.done)
         self.mesh.revoke()
         if self.checkpoints is not None:
             self.checkpoints.revoke()
@@ -404,7 +429,15 @@ class ElasticLoop(Loop):
         crew.revoke()
         self._settle()
         crew.bury()
-        own = self.committed is not None, self.done, self.decided, self.reason, self.elastic.agreed, self.upset
+        own = (
+            self.committed is not None,
+            self.done,
+            self.decided,
+            self.reason,
+            self.elastic.agreed,
+            self.upset,
+            self.saved,
+        )
         told = crew.axis.exchange(own)
         known = [each for each in told if each[0]]
         if not known:
@@ -419,9 +452,8 @@ class ElasticLoop(Loop):
             decided, self.reason = max((each[2], each[3]) for each in known)
             if decided == done:
                 self.decided = done
-        run_folder = RunFolder.from_environment()
-        if run_folder is not None:
-            run_folder.note_healed(crew.size)
+            self.saved = all(each[6] for each in known)
+        self._note_healed(done)
         dead = [who for who in before if who not in crew.identities]
         if crew.rank == 0:
             print(f"mpishard: process {dead} has died; {crew.size} are left, step {done} is the last", flush=True)
@@ -430,5 +462,12 @@ class ElasticLoop(Loop):
         # A fault that comes with a step, or with every worker, would otherwise have new ones spawned for ever.
         if not self.elastic.respawn or done <= max(each[5] for each in told):
             self.elastic.settle_for(crew.able)
-        self.upset, self.recruits = done, 0
+        self.upset, self.recruits, self.awaited = done, 0, False
         return Order(crew.most if self.reason else min(self.elastic.agreed_size, crew.able))
+
+    def _note_healed(self, step: int | None) -> None:
+        """Let the supervisor know that a step is to follow on this one, after a death, or None if no other is."""
+        folder = RunFolder.from_environment()
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                folder.note_healed(self.crew.size, step)

@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from mpishard.elastic.crew import heals_in_place, is_newcomer
+from mpishard.capabilities import heals_in_place
+from mpishard.elastic.crew import is_newcomer
 from mpishard.elastic.loop import ElasticLoop
 from mpishard.elastic.outside import Outside
 from mpishard.elastic.run_folder import RunFolder
@@ -202,7 +203,7 @@ class ElasticOptimizer:
         with ExitStack() as stack:
             limits = self.min_workers, self.max_workers
             folder = self._folder(options.get("checkpoints"))
-            self.outside = stack.enter_context(Outside(self.mesh.world, *limits, folder, self.discover, is_newcomer()))
+            self.outside = stack.enter_context(Outside(self.mesh.world, *limits, folder, self.discover))
             self.watch = Watch(self.failure_timeout)
             if heals_in_place():
                 stack.enter_context(self.watch)

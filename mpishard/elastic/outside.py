@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from mpishard.capabilities import heals_in_place
 from mpishard.collectives import Axis
 from mpishard.elastic.control import Control, ControlFolder
+from mpishard.elastic.crew import is_newcomer
 from mpishard.elastic.discovery import Discovery
 from mpishard.elastic.signals import Signals
 
@@ -25,8 +27,6 @@ class Outside:
         Of the run, for requests from other shells.
     discover : callable or path or None
         See `Discovery`.
-    joins : bool
-        Whether this process comes to a run that is under way, and is alone on the axis.
 
     Raises
     ------
@@ -41,7 +41,6 @@ class Outside:
         max_workers: int,
         folder: Path | None,
         discover: Callable[[], int] | str | os.PathLike[str] | None,
-        joins: bool,
     ) -> None:
         self.signals = Signals()
         self._axis = axis
@@ -50,7 +49,7 @@ class Outside:
         self._control: Control | None = None
         if folder is not None:
             control, problem = ControlFolder(folder), None
-            if axis.rank == 0 and not joins:
+            if axis.rank == 0 and not is_newcomer():
                 try:
                     control.make()
                 except (ValueError, OSError) as error:
@@ -68,8 +67,20 @@ class Outside:
         self.signals.__exit__(kind, error, trace)
         if self._discovery is not None:
             self._discovery.close()
-        if self._control is not None and self._axis.rank == 0:
+        if self._control is None or self._axis.rank or is_newcomer():
+            return
+        if kind is None or not heals_in_place():  # else the others go on
             self._control.close()
+
+    @property
+    def discovered(self) -> int:
+        """The last number that `discover` gave and the run has heard of, -1 if none; who asks next must know it."""
+        return -1 if self._discovery is None else self._discovery.known
+
+    @discovered.setter
+    def discovered(self, number: int) -> None:
+        if self._discovery is not None:
+            self._discovery.known = number
 
     def wanted(self, workers: int, step: int, waits: bool) -> int | None:
         """How many workers there shall be, if that is news.  The first worker asks, after each step.

@@ -39,6 +39,7 @@ CALL, GO = b"call", b"go"
 NAP_S, _CALL_NAP_S = 0.02, 0.0005
 # From asking for processes until they have called MPI_Init, which takes seconds on a busy machine.
 _START_S = 60
+_STARTING_S = 5.0
 # Until newcomers that live have been told; from the call until all have answered; and for the meeting itself.
 _SAYING_S = 2.0
 _ANSWER_S = 10.0
@@ -130,6 +131,7 @@ class Recruitment:
         self.here = False
         self.problem = ""
         self.processes = processes
+        self._began = time.monotonic()
         self._inter: MPI.Intercomm | None = None
         self._port = b""
         self._end = threading.Event()
@@ -143,6 +145,11 @@ class Recruitment:
             self.problem = str(error)
         else:
             self._thread.start()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether they may still be starting up, which takes the cores; afterwards they are in the user's script."""
+        return time.monotonic() - self._began < _STARTING_S
 
     def call(self) -> str:
         """Call the newcomers in once they are `here`; returns the port where they are met from now on.

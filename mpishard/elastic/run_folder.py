@@ -106,9 +106,12 @@ class RunFolder:
         """The run is at this step."""
         self._write("step", step)
 
-    def note_healed(self, left: int) -> None:
-        """Processes of the job have died and so many go on: those may end the run in order without them."""
-        self._write("healed", left)
+    def note_healed(self, left: int, step: int | None) -> None:
+        """Processes of the job have died and so many go on: those may end the run in order without them.
+
+        `step` is the last that they have committed, None if no other is to come.
+        """
+        self._write("healed", [left, step])
 
     def note_ended(self, ended: Ended) -> None:
         """The script came to its end."""
@@ -145,14 +148,16 @@ class RunFolder:
     @property
     def healed(self) -> int:
         """How many processes were left after the last death that others have survived; 0 if there was none."""
-        return self._read("healed") or 0
+        found = self._read("healed")
+        return 0 if found is None else int(found[0])
 
     @property
-    def healed_at(self) -> float:
-        """When that was noted, in seconds since 1970; 0 if there was no death."""
+    def heal(self) -> tuple[float, int | None]:
+        """When that was noted, in seconds since 1970, and the step; 0 and None if there was no death."""
+        found = self._read("healed")
         with contextlib.suppress(FileNotFoundError):
-            return self._path("healed").stat().st_mtime
-        return 0.0
+            return self._path("healed").stat().st_mtime, None if found is None else found[1]
+        return 0.0, None
 
     @property
     def ended(self) -> Ended | None:

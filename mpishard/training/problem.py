@@ -208,11 +208,16 @@ class OptimizationProblem:
 
         return (loop or Loop)(self, optimizer, callback, progress, watching, checkpoints, resume).run()
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same on all ranks, but for where they start."""
+        names = ("samples", "batch_size", "micro_batch_size", "steps", "tolerance", "seed", "tokens_per_sample")
+        return {name: getattr(self, name) for name in names}
+
     def _agree_on_problem(self, axis: Axis, callback: bool) -> bool:
         """Raise on all ranks if they solve different problems; whether any rank may wish to stop by itself."""
         start = self.start if isinstance(self.start, FlatParameters) else FlatParameters.over(self.start)
-        names = ("samples", "batch_size", "micro_batch_size", "steps", "tolerance", "seed", "tokens_per_sample")
-        own = {name: getattr(self, name) for name in names} | {"start": f"{start.description} ({start.fingerprint:x})"}
+        own = self.settings | {"start": f"{start.description} ({start.fingerprint:x})"}
         told = axis.exchange((own, callback or self.seconds is not None))
         for name in own:
             values = [problem[name] for problem, _ in told]

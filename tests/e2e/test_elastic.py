@@ -26,6 +26,7 @@ SAMPLE = [
     ("middle", "called", "kill", "ZeRO1"),
     ("last", "joined", "kill", "ZeRO1"),
     ("spawned", "joined", "exception", "ZeRO1"),
+    ("first", "last-save", "kill", "ZeRO1"),
 ]
 AT_ONCE, NEIGHBOURS, RESPAWNED = 1, 2, 3
 
@@ -51,6 +52,27 @@ def test_two_processes_fail_at_once():
 
 def test_one_fails_who_came_for_another():
     outlives(faults.several("ZeRO2")[RESPAWNED])
+
+
+def test_an_error_of_mpi_that_tells_of_no_death_ends_the_run(tmp_path):
+    script = """
+import numpy as np
+from mpi4py import MPI
+import mpishard
+
+def function(parameters, samples, gradients):
+    return 0.5 * parameters @ parameters
+
+def callback(state):
+    raise MPI.Exception(MPI.ERR_TRUNCATE)
+
+with mpishard.Mesh() as mesh:
+    optimizer = mpishard.ElasticOptimizer(mpishard.SGD(lr=0.1), mesh)
+    problem = mpishard.OptimizationProblem(function, np.ones(3), samples=8, batch_size=8, steps=10)
+    optimizer.optimize(problem, callback=callback, progress=False)
+"""
+    output, how = faults.execute([*LAUNCH, "-n", "2", sys.executable, "-c", script], 60)
+    assert how == "in order" and "in callback" in output and "MPI_ERR_TRUNCATE" in output, output
 
 
 def test_neighbours_fail_at_once_and_the_run_begins_again(tmp_path):

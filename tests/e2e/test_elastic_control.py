@@ -126,7 +126,8 @@ def test_a_stopped_rank_counts_as_dead(run, mpirun, tmp_path):
     os.kill(going.process_of(1), signal.SIGSTOP)
     output, _ = going.process.communicate(timeout=60)
     assert "has been stopped for" in output
-    assert [step for _, step, _ in going.steps] == list(range(1, 41)) and going.steps[-1][0] == 2
+    assert [step for _, step, _ in going.steps] == list(range(1, 41))
+    assert 2 in [workers for workers, _, _ in going.steps]  # until another one comes in its place
     (tmp_path / "alone").mkdir()
     mpirun(1, going.folder / "script.py", tmp_path / "alone", 40, 0)
     assert (going.folder / "parameters").read_bytes() == (tmp_path / "alone" / "parameters").read_bytes()

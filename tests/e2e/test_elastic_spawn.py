@@ -44,9 +44,11 @@ def train(mesh, elastic, callback=None, **options):
     if elastic:
         optimizer = mpishard.ElasticOptimizer(optimizer, max_workers=8, folder=folder)
     problem = mpishard.OptimizationProblem.for_model(
-        model, batch, samples=45, batch_size=16, tokens_per_sample=8, micro_batch_size=2, **options)
+        model, batch, samples=45, seed=int(spawned and case == "other seed"), batch_size=16,
+        tokens_per_sample=8, micro_batch_size=2, **options)
     act = None if callback is None else lambda state: callback(optimizer, state)
-    result = optimizer.optimize(problem, callback=act, progress=False)
+    fails = spawned and case == "failing inside"  # it goes on from no checkpoint
+    result = optimizer.optimize(problem, callback=act, progress=False, resume=fails)
     return model.parameters.gather().tobytes(), result
 
 seen, after = [], []
@@ -58,7 +60,7 @@ def callback(elastic, state):
     workers = elastic.current_workers
     seen.append(workers)
     time.sleep(0.005)
-    if case in ("grow", "short", "failing", "leaving", "failing later"):
+    if case in ("grow", "short", "failing", "leaving", "failing later", "failing inside", "other seed"):
         if state.step == 3:
             elastic.resize(3)
     elif case in ("respawn", "replica", "comes back") and state.step == 4 and founder == 1:
@@ -71,6 +73,7 @@ def callback(elastic, state):
         "grow": workers == 3,
         "shell": workers == 3,
         "failing": elastic.agreed_size == 2 and state.step > 9,
+        "failing inside": elastic.agreed_size == 2 and state.step > 9 and (folder / "control" / "run").exists(),
         "leaving": workers == 1,
         "respawn": 2 in seen and workers == 3,
         "replica": 1 in seen and workers == 2,
@@ -133,6 +136,7 @@ def test_training_goes_on_until_they_are_there(mpirun, script, tmp_path):
     [
         ("short", "workers: 2 steps"),
         ("failing", "goes on with 2 workers, no more could be spawned: "),
+        ("failing inside", "goes on with 2 workers, no more could be spawned: "),
         ("leaving", "workers: 2 1 steps"),
     ],
 )
@@ -140,7 +144,8 @@ def test_the_run_does_not_need_those_who_do_not_come(mpirun, script, tmp_path, c
     """It ends before they are there, their script fails, or who has called them leaves."""
     done = mpirun(2, script, case, tmp_path, timeout=90)
     assert done.code == 0 and "same: True" in done.output and word in done.output, done.all
-    assert done.output.count("could be spawned") == (case == "failing"), done.all
+    assert done.output.count("could be spawned") == case.startswith("failing"), done.all
+    assert "late" not in done.output, done.all
     assert none_is_left(tmp_path)
 
 
@@ -148,6 +153,12 @@ def test_one_fails_once_it_has_come(mpirun, script, tmp_path):
     """The others do not wait for ever, though it was alone in its MPI_COMM_WORLD."""
     done = mpirun(2, script, "failing later", tmp_path, timeout=90)
     assert done.code != 0 and "a fault of a newcomer" in done.all and "ends the job" in done.all, done.all
+    assert none_is_left(tmp_path)
+
+
+def test_they_must_take_the_same_samples(mpirun, script, tmp_path):
+    done = mpirun(2, script, "other seed", tmp_path, timeout=90)
+    assert done.code != 0 and "spawned processes have seed=1 and the others seed=0" in done.all, done.all
     assert none_is_left(tmp_path)
 
 

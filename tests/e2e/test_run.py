@@ -178,6 +178,31 @@ def test_state_that_is_lost(run, expected):
     assert "start 2, 3 ranks" in lost.errors and "failed by" not in lost.errors
 
 
+ELASTIC = TRAINING.replace("mpishard.ZeRO2Optimizer", "mpishard.ElasticOptimizer")
+
+
+def test_the_first_rank_speaks_for_a_job_that_has_healed(run, expected):
+    """The others end before it does, and no step is to come any more."""
+    slow = "        time.sleep(4)\n        np.save"
+    script = ELASTIC.replace("        np.save", slow)
+    options = ["--elastic", "--end-limit", 1, "--heal-limit", 3, "-n", 3]
+    healed = run(options, script, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert healed.code() == 0, healed.errors
+    np.testing.assert_allclose(np.load(healed.folder / "parameters.npy"), expected, rtol=0, atol=1e-12)
+    assert "the job is ended" not in healed.errors and "is killed" not in healed.errors, healed.errors
+
+
+def test_a_script_that_handles_an_error_of_the_run_ends_in_order(run):
+    script = (
+        ELASTIC.replace("gradients += rows", "gradients += np.nan if (here / 'fault').exists() else rows")
+        .replace("    result = optimizer.optimize(", "    try:\n        result = optimizer.optimize(")
+        .replace("resume=True)\n", "resume=True)\n    except FloatingPointError:\n        sys.exit(3)\n")
+    )
+    handled = run(["--elastic", "-n", 2], script, "pass")
+    assert handled.code() == 3, handled.errors
+    assert "start 2" not in handled.errors, handled.errors
+
+
 def test_a_failure_that_comes_back_ends_the_run(run):
     failing = run(["--elastic", "-n", 2], TRAINING, "raise ArithmeticError('spoilt')", "again")
     assert failing.code() == 1, failing.errors
@@ -224,7 +249,7 @@ import mpishard
 from mpishard.elastic.run_folder import RunFolder
 folder = RunFolder.from_environment()
 if folder.attempt == 0:
-    folder.note_healed(1)
+    folder.note_healed(1, 0)
     time.sleep(1000)
 """
     stuck = run(["--elastic", "--heal-limit", 1, "-n", 2], script)

@@ -130,6 +130,36 @@ class TestControl:
         assert control.poll(5, 4) is None and folder.standing.answer.id == "y"
         assert folder.request is None
 
+    def test_a_request_that_waits_for_workers_gives_way_to_another(self, folder):
+        control = Control(folder, *LIMITS)
+        assert control.poll(4, 0) is None
+        folder.write("request", {"id": "x", "workers": 6})
+        assert control.poll(4, 1) == 6
+        assert folder.standing.taken == "x"
+        assert control.poll(4, 2, waits=True) is None and folder.standing.answer is None
+        folder.write("request", {"id": "y", "workers": 3})
+        assert control.poll(4, 3, waits=True) == 3
+        assert folder.standing.taken == "y"
+        assert control.poll(3, 4) is None
+        assert (folder.standing.answer.id, folder.standing.answer.after, folder.standing.taken) == ("y", 3, "")
+
+    def test_a_request_that_waits_for_workers_is_not_taken_back(self, folder):
+        control, end = Control(folder, *LIMITS), threading.Event()
+
+        def go():
+            while not end.wait(0.01):
+                control.poll(4, 1, waits=folder.standing is not None and bool(folder.standing.taken))
+
+        thread = threading.Thread(target=go)
+        thread.start()
+        try:
+            with pytest.raises(TimeoutError, match="goes on with 4 workers until the others are there"):
+                request_resize(folder.path.parent, 6, 0.5)
+        finally:
+            end.set()
+            thread.join()
+        assert folder.request is not None
+
     def test_the_end_of_the_run_is_said(self, folder):
         thread = threading.Timer(0.2, Control(folder, *LIMITS).close)
         thread.start()
@@ -161,6 +191,25 @@ class TestDiscovery:
         assert discovery.news() is None
         wanted[0] = 5
         until(lambda: discovery.news() == 5)
+        discovery.close()
+
+    def test_what_the_run_has_heard_already_is_no_news(self, monkeypatch):
+        monkeypatch.setattr("mpishard.elastic.discovery._POLL_S", 0.01)
+        wanted, asked = [3], threading.Semaphore(0)
+
+        def ask():
+            asked.release()
+            return wanted[0]
+
+        discovery = Discovery(ask)
+        discovery.known = 3
+        assert discovery.news() is None
+        for _ in range(3):
+            assert asked.acquire(timeout=10)
+        assert discovery.news() is None
+        wanted[0] = 4
+        until(lambda: discovery.news() == 4)
+        assert discovery.known == 4
         discovery.close()
 
     def test_a_file_a_program_and_a_failure(self, tmp_path, monkeypatch, capfd):

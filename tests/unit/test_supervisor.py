@@ -180,7 +180,7 @@ def test_notes_of_a_run(tmp_path):
     other.note_ended(Ended(None))
     other.note_given_up(Ended(3))
     other.note_failure(FAILURE)
-    other.note_healed(3)
+    other.note_healed(3, 7)
     assert (first.started, first.step, first.ended, first.given_up, first.failure, first.healed) == (
         *(True, 7, Ended(None), Ended(3), FAILURE, 3),
     )
@@ -312,14 +312,22 @@ def test_a_job_that_is_stuck(tmp_path, monkeypatch):
     assert after(0) == "" and after(1000) == ""
     folder.note_step(2)
     assert after(0) == ""  # a step of 1000 s
-    folder.note_healed(3)
+    folder.note_healed(3, 1)
     assert after(0) == "" and after(2999) == "" and "no step for 3000 s after a death" in after(2)
     folder.note_step(3)
     assert after(0) == "" and after(5000) == "" and watched.step == 3
-    folder.note_healed(3)  # of four again, one of which was spawned
+    folder.note_healed(3, 2)  # of four again, one of which was spawned
     os.utime(folder.path / "healed-0", (1, 1))
     assert after(0) == "" and "after a death" in after(3001)
     folder.note_step(4)
+    assert after(0) == "" and after(5000) == ""
+    folder.note_healed(2, 4)
+    assert after(0) == ""
+    folder.note_step(5)  # that was under way
+    assert after(0) == "" and "after a death" in after(3001)
+    folder.note_healed(2, 5)
+    assert after(0) == ""
+    folder.note_healed(2, None)  # the run is over, and the script may go on for long
     assert after(0) == "" and after(5000) == ""
     folder.note_ended(Ended(0))
     assert after(0) == "" and watched.has_ended and after(5) == "" and "launcher has not for 5 s" in after(1)
@@ -450,7 +458,7 @@ def test_a_rank_that_nobody_can_end_ends_itself(tmp_path):
 
 def test_who_ends_without_a_part_in_the_run_leaves_its_exit_code_to_others(tmp_path):
     folder = RunFolder.create(tmp_path / "run")
-    folder.note_healed(3)
+    folder.note_healed(3, 1)
     folder.note_ended(Ended(75))
     script = "import mpishard.elastic.completion as completion\ncompletion.leave_to_others()\nraise SystemExit(0)"
     environment = {**os.environ, **folder.environment(), "PYTHONPATH": str(Path(mpishard.__file__).parents[1])}
