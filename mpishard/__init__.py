@@ -7,7 +7,7 @@
 
 from mpishard import nn
 from mpishard.checkpoint import Checkpoints
-from mpishard.collectives import Axis, CollectiveMismatchError
+from mpishard.collectives import Axis
 from mpishard.distributed import (
     HybridShardedModel,
     ShardedModel,
@@ -18,6 +18,7 @@ from mpishard.distributed import (
 from mpishard.elastic.completion import watch_script
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.guard import abort_on_exception
+from mpishard.lane import CollectiveMismatchError
 from mpishard.layout import ParameterSpec
 from mpishard.mesh import Mesh
 from mpishard.optim import (

@@ -17,9 +17,10 @@ from mpi4py import MPI
 
 from mpishard import array as arrays
 from mpishard.capabilities import heals_in_place, probe
+from mpishard.lane import Lane
 from mpishard.layout import counts as run_lengths
 from mpishard.layout import split
-from mpishard.ledger import Call, Ledger, all_reduce_elements, ring_elements
+from mpishard.ledger import Ledger, all_reduce_elements, ring_elements
 from mpishard.pending import Fields, Pending
 from mpishard.wire import from_wire, to_wire
 
@@ -28,35 +29,11 @@ Counts = Sequence[int] | None
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
 _NOTHING = np.empty(0, np.uint8)
-_RECORD_BYTES = 400
 # What `agree` can raise on a rank whose own check passed.
 _FILE_ERRORS = (OSError, PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _KNOWN_ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ValueError, TypeError, FloatingPointError, RuntimeError, *_FILE_ERRORS)
 }
-
-
-class CollectiveMismatchError(RuntimeError):
-    """The ranks of an axis are not in the same collective."""
-
-
-class _Lane:
-    """A communicator on which calls must come in one order on all ranks, with their number so far."""
-
-    def __init__(self, comm: MPI.Intracomm, debug: bool) -> None:
-        self.comm = comm
-        self.check_comm = comm.Dup() if debug and comm.size > 1 else None
-        self.calls = 0
-
-    def free(self) -> None:
-        if self.check_comm is not None:
-            self.check_comm.Free()
-        self.comm.Free()
-
-    def revoke(self) -> None:
-        for comm in (self.comm, self.check_comm):
-            if comm is not None and comm != MPI.COMM_NULL and not comm.Is_revoked():
-                comm.Revoke()
 
 
 class Axis:
@@ -109,8 +86,8 @@ class Axis:
         self.rank = comm.rank
         self.size = comm.size
         self.members = list(range(comm.size) if members is None else members)
-        self._now = _Lane(comm, self._debug)
-        self._later = _Lane(comm.Dup() if later is None else later, self._debug)
+        self._now = Lane(comm, self._debug)
+        self._later = Lane(comm.Dup() if later is None else later, self._debug)
         self._among: dict[tuple[int, ...], Axis | None] = {}
 
     def revoke(self) -> None:
@@ -312,7 +289,7 @@ class Axis:
 
     # -- how --------------------------------------------------------------------------------------------------------
 
-    def _all_reduce(self, lane: _Lane, buffer: Array, out: Array | None, op: str, label: str) -> Pending:
+    def _all_reduce(self, lane: Lane, buffer: Array, out: Array | None, op: str, label: str) -> Pending:
         call = self._begin(lane, "all_reduce", buffer, label, op)
         if out is None:
             out = buffer
@@ -330,7 +307,7 @@ class Axis:
         return Pending(self.ledger, call, sent, requests, lambda: from_wire(target, out), sources)
 
     def _reduce_scatter(
-        self, lane: _Lane, buffer: Array, out: Array | None, counts: Counts, op: str, label: str
+        self, lane: Lane, buffer: Array, out: Array | None, counts: Counts, op: str, label: str
     ) -> Pending:
         call = self._begin(lane, "reduce_scatter", buffer, label, op, counts)
         counts = self._counts(buffer, counts)
@@ -352,7 +329,7 @@ class Axis:
             requests.append(lane.comm.Ireduce_scatter(wire, target, counts, _OPS[op]))
         return Pending(self.ledger, call, sent, requests, lambda: from_wire(target, out), [wire])
 
-    def _all_gather(self, lane: _Lane, buffer: Array, piece: Array | None, counts: Counts, label: str) -> Pending:
+    def _all_gather(self, lane: Lane, buffer: Array, piece: Array | None, counts: Counts, label: str) -> Pending:
         call = self._begin(lane, "all_gather", buffer, label, "", counts)
         counts = self._counts(buffer, counts)
         starts = _starts(counts)
@@ -378,7 +355,7 @@ class Axis:
 
     def _all_to_all(
         self,
-        lane: _Lane,
+        lane: Lane,
         buffer: Array,
         out: Array,
         counts: Counts,
@@ -404,7 +381,7 @@ class Axis:
         sent = ring_elements("all_to_all", counts, self.rank) * buffer.itemsize
         return Pending(self.ledger, call, sent, requests, lambda: from_wire(target, out), [wire])
 
-    def _broadcast(self, lane: _Lane, buffer: Array, root: int, label: str) -> Pending:
+    def _broadcast(self, lane: Lane, buffer: Array, root: int, label: str) -> Pending:
         if not 0 <= root < self.size:
             raise ValueError(f"broadcast from rank {root} of axis {self.name!r}, which has {self.size} ranks")
         call = self._begin(lane, "broadcast", buffer, label, f"root {root}")
@@ -415,7 +392,7 @@ class Axis:
         return Pending(self.ledger, call, sent, requests, lambda: from_wire(wire, buffer))
 
     def _reduce_pieces(
-        self, lane: _Lane, call: Fields, wire: Array, target: Array, counts: Sequence[int], op: str, in_place: bool
+        self, lane: Lane, call: Fields, wire: Array, target: Array, counts: Sequence[int], op: str, in_place: bool
     ) -> None:
         """Reduce_scatter past the count limit: piece after piece, each reduced to its owner by parts."""
         self.ledger.active = call
@@ -436,7 +413,7 @@ class Axis:
     def _fits(self, count: int) -> bool:
         return self.largest_count is None or count <= self.largest_count
 
-    def _all_fit(self, call: Fields, lane: _Lane, count: int) -> bool:
+    def _all_fit(self, call: Fields, lane: Lane, count: int) -> bool:
         """The same on all ranks of the axis, for calls whose buffers differ in size between ranks.  Collective."""
         if self.largest_count is None:
             return True
@@ -463,9 +440,7 @@ class Axis:
             )
         return list(counts)
 
-    def _begin(
-        self, lane: _Lane, op: str, buffer: Array, label: str, detail: str = "", counts: Counts = None
-    ) -> Fields:
+    def _begin(self, lane: Lane, op: str, buffer: Array, label: str, detail: str = "", counts: Counts = None) -> Fields:
         """Check what can be checked without the other ranks, and describe the call."""
         if type(buffer) is not np.ndarray and not arrays.is_array(buffer):
             raise TypeError(f"{op} needs a NumPy or CuPy array, got {type(buffer).__name__}")
@@ -475,30 +450,9 @@ class Axis:
             raise ValueError(f"{op} knows the operations {', '.join(_OPS)}, got {detail!r}")
         lane.calls += 1
         call = self.ledger.begin(self.name, lane.calls, op, buffer.dtype, buffer.size, label, self.members)
-        if lane.check_comm is not None and op not in ("send", "recv"):
-            self._check(lane.check_comm, call, detail, counts)
+        if op not in ("send", "recv"):
+            lane.compare(self.ledger, call, detail, counts)
         return call
-
-    def _check(self, comm: MPI.Intracomm, fields: Fields, detail: str, counts: Counts) -> None:
-        """Debug: all ranks tell what they are about to do, and all raise where they differ.  Collective."""
-        call = Call(*fields)
-        # Runs of an all_to_all differ in length between ranks, and so may its buffers.
-        size = "" if call.op == "all_to_all" else f"{call.elements} x "
-        cut = "" if counts is None else f" cut as {list(counts)}"
-        what = f"{call.op}({size}{call.dtype}{f', {detail}' if detail else ''}{cut})"
-        own = np.zeros(_RECORD_BYTES, np.uint8)
-        text = f"{what}\t{call.site}".encode()[:_RECORD_BYTES]
-        own[: len(text)] = np.frombuffer(text, np.uint8)
-        told = np.empty((self.size, _RECORD_BYTES), np.uint8)
-        self.ledger.active = fields
-        comm.Allgather(own, told)
-        self.ledger.active = None
-        said = [row.tobytes().rstrip(b"\0").decode(errors="replace").partition("\t") for row in told]
-        if any(other[0] != said[self.rank][0] for other in said):
-            lines = [f"  rank {rank}: {doing} called at {site}" for rank, (doing, _, site) in enumerate(said)]
-            raise CollectiveMismatchError(
-                f"call #{call.sequence} on axis {self.name!r} differs between its ranks:\n" + "\n".join(lines)
-            )
 
 
 def _starts(counts: Sequence[int]) -> list[int]:

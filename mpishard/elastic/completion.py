@@ -37,10 +37,7 @@ def watch_script() -> None:
 
 
 def leave_to_others(silent: bool = True) -> None:
-    """Whether from now on others speak for the job, if it has healed or this process is none of the first.
-
-    Not collective.
-    """
+    """Whether from now on others speak for the job, if it has healed.  Not collective."""
     if Completion.this is not None:
         Completion.this.is_silent = silent
 

@@ -22,7 +22,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -51,6 +51,18 @@ _WORKERS, _CREW = "workers", "crew"
 _DEATH = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
 # Steps' time that workers sleep for after each while others start on cores that they share, and its limit.
 _GIVE_WAY, _GIVE_WAY_MOST_S = 3, 0.1
+
+
+class _Survivor(NamedTuple):
+    """What a process tells the others after a death; it `knows` if it has taken a part in the run yet."""
+
+    knows: bool
+    done: int
+    decided: int
+    reason: str
+    saved: bool
+    agreed: int
+    upset: int
 
 
 class ElasticLoop(Loop):
@@ -429,30 +441,24 @@ class ElasticLoop(Loop):
         crew.revoke()
         self._settle()
         crew.bury()
-        own = (
-            self.committed is not None,
-            self.done,
-            self.decided,
-            self.reason,
-            self.elastic.agreed,
-            self.upset,
-            self.saved,
-        )
-        told = crew.axis.exchange(own)
-        known = [each for each in told if each[0]]
+        knows = self.committed is not None
+        agreed = self.elastic.agreed
+        own = _Survivor(knows, self.done, self.decided, self.reason, self.saved, agreed, self.upset)
+        told: list[_Survivor] = crew.axis.exchange(own)
+        known = [each for each in told if each.knows]
         if not known:
             raise RunLost("all workers have died; start the run again from its newest checkpoint")
-        done = max(each[1] for each in known)
-        self.elastic.heed(max(each[4] for each in known))
+        done = max(each.done for each in known)
+        self.elastic.heed(max(each.agreed for each in known))
         if self.committed is not None:
             if done > self.done:
                 self._commit()
             else:
                 self._roll_back()
-            decided, self.reason = max((each[2], each[3]) for each in known)
+            decided, self.reason = max((each.decided, each.reason) for each in known)
             if decided == done:
                 self.decided = done
-            self.saved = all(each[6] for each in known)
+            self.saved = all(each.saved for each in known)
         self._note_healed(done)
         dead = [who for who in before if who not in crew.identities]
         if crew.rank == 0:
@@ -460,7 +466,7 @@ class ElasticLoop(Loop):
         if crew.able < self.elastic.min_workers:
             raise RunLost(f"{crew.able} whole workers are left, and min_workers={self.elastic.min_workers}")
         # A fault that comes with a step, or with every worker, would otherwise have new ones spawned for ever.
-        if not self.elastic.respawn or done <= max(each[5] for each in told):
+        if not self.elastic.respawn or done <= max(each.upset for each in told):
             self.elastic.settle_for(crew.able)
         self.upset, self.recruits, self.awaited = done, 0, False
         return Order(crew.most if self.reason else min(self.elastic.agreed_size, crew.able))

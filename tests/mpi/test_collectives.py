@@ -12,7 +12,7 @@ from standin import empty as empty_on_device
 import mpishard
 from mpishard import array as arrays
 from mpishard import wire
-from mpishard.collectives import CollectiveMismatchError
+from mpishard.lane import CollectiveMismatchError
 
 SIZES = (0, 1, 7, 57)
 

@@ -16,8 +16,8 @@ from steps import STRATEGIES
 import mpishard
 from mpishard import AdamW, OptimizationProblem, ShardingConfiguration, nn
 from mpishard.checkpoint import Checkpoints
-from mpishard.collectives import _Lane
 from mpishard.elastic.optimizer import ElasticOptimizer
+from mpishard.lane import Lane
 from mpishard.parameters import FlatParameters
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
@@ -212,7 +212,7 @@ def test_a_hundred_resizes_leave_nothing_behind(mesh, tmp_path, monkeypatch):
     if mesh.size > 4:  # slow where cores are few, and nothing new
         return
     ranks, steps, noted, lanes = mesh.size, 104, {}, Counter()
-    make, free = _Lane.__init__, _Lane.free
+    make, free = Lane.__init__, Lane.free
 
     def counted_make(lane, comm, debug):
         lanes["open"] += 1
@@ -222,8 +222,8 @@ def test_a_hundred_resizes_leave_nothing_behind(mesh, tmp_path, monkeypatch):
         lanes["open"] -= 1
         free(lane)
 
-    monkeypatch.setattr(_Lane, "__init__", counted_make)
-    monkeypatch.setattr(_Lane, "free", counted_free)
+    monkeypatch.setattr(Lane, "__init__", counted_make)
+    monkeypatch.setattr(Lane, "free", counted_free)
     folder = mesh.world.exchange(str(tmp_path))[0]
     optimizer = elastic(STRATEGIES[1], mesh)
 

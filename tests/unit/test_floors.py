@@ -12,7 +12,7 @@ import pytest
 FLOORS = [
     {"compiling", "formula", "layout", "progress", "randomness", "schedule", "version", "witness"},
     {"array", "capabilities", "ledger", "threads"},
-    {"gradients", "pending", "state", "summation", "tree_sum", "wire"},
+    {"gradients", "lane", "pending", "state", "summation", "tree_sum", "wire"},
     {"collectives", "guard"},
     {"mesh", "reshard", "sharding"},
     {"parameters"},
@@ -30,7 +30,18 @@ TOP = "__init__"  # the public face, which may import every room and which no ro
 # Heavy or optional packages, and the only places that may import them. A room stands for all of its files.
 OUTSIDERS = {
     "cupy": {"array"},
-    "mpi4py": {"capabilities", "threads", "pending", "collectives", "guard", "mesh", "witness", "elastic", "cli"},
+    "mpi4py": {
+        "capabilities",
+        "threads",
+        "pending",
+        "lane",
+        "collectives",
+        "guard",
+        "mesh",
+        "witness",
+        "elastic",
+        "cli",
+    },
     "matplotlib": {"cli"},
     "rich": {"cli"},
     "typer": {"cli"},
