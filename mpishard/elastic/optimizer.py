@@ -75,6 +75,9 @@ class ElasticOptimizer:
     of the run end their scripts there, with exit code 0.  Deaths are survived in place under Open MPI's
     ``mpirun --with-ft ulfm``; under other MPIs `mpishard run --elastic` starts the job again from the newest
     checkpoint.  With ``reproducible=True`` the run has the same bits whatever happens to its workers.
+
+    Where fewer workers are left each computes more of a batch: ``micro_batch_size`` of the problem limits how much at a
+    time, and so the memory that it takes.
     """
 
     def __init__(
