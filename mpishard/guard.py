@@ -146,6 +146,13 @@ class Watchdog:
             self._witness.close()
         self._comm.Free()
 
+    def stop(self) -> None:
+        """No time limits any more; a rank that is killed is still named.  Not collective."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
     def _end_of_script(self) -> None:
         self._leave("has ended its script")
 
@@ -159,10 +166,7 @@ class Watchdog:
             deadline = time.monotonic() + self.limit + 4 * _ANSWER_S
             while not request.Test() and time.monotonic() < deadline:
                 time.sleep(0.0005)
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self.stop()
 
     def _run(self) -> None:
         poll = min(_POLL_S, self.limit / 4)

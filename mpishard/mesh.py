@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.capabilities import heals_in_place
 from mpishard.collectives import Axis
 from mpishard.guard import Watchdog, abort_on_exception
 from mpishard.layout import Place
@@ -193,7 +194,7 @@ class Mesh:
         ValueError
             On every rank, if the number of ranks is no multiple of the tensor and pipeline sizes.
         """
-        assert not self.is_reshaped and self._watchdog is None
+        assert not self.is_reshaped
         self._split(comm, *_sizes(comm.size, data=-1, tensor=self.shape["tensor"], pipeline=self.shape["pipeline"]))
 
     def release(self) -> None:
@@ -207,10 +208,14 @@ class Mesh:
             axis.revoke()
 
     def unwatch(self) -> None:
-        """No time limits, and no end of the job when a rank dies, from now on.  Collective."""
-        if self._watchdog is not None:
+        """No time limits from now on; who dies is named only where the others do not outlive it.  Collective."""
+        if self._watchdog is None:
+            return
+        if heals_in_place():
             self._watchdog.close()
             self._watchdog = None
+        else:
+            self._watchdog.stop()
 
     def __enter__(self) -> Mesh:
         return self

@@ -126,8 +126,7 @@ def single(victim: str, phase: str, kind: str, layout: str) -> Case | None:
         faults = (Fault(who, "save", kind, fault_run.STEPS + 1),)
     else:
         faults = (Fault(who, phase, kind, 0 if phase == "resize" or phase in RECRUITING else 4),)
-    # Nothing wakes those who meet a process that has died.
-    return replace(case, faults=faults, lost=(victim, phase) == ("spawned", "meeting"))
+    return replace(case, faults=faults)
 
 
 def grid() -> list[Case]:

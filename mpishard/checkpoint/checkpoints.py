@@ -6,7 +6,7 @@ import atexit
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -236,6 +236,15 @@ class Checkpoints:
         """Let `keep` count all that is in the folder when the next save begins, whoever saved it.  Not collective."""
         self._adopts = True
 
+    @property
+    def own(self) -> list[str]:
+        """Ids of those that `keep` counts, for ranks that come to the run."""
+        return sorted(self._own)
+
+    @own.setter
+    def own(self, ids: Iterable[str]) -> None:
+        self._own = set(ids)
+
     def wait(self) -> None:
         """Return when the save under way has ended; raise or warn as `save` would have."""
         self._settle()
@@ -317,6 +326,7 @@ class Checkpoints:
             if self._adopts:
                 self._own |= unfinished.others
             self._adopts = False
+            self._own.add(unfinished.id)  # now: a death may leave nobody who knows that it was finished
         return unfinished, Fault.first([told["fault"]]), int(step)
 
     def _settle(self) -> None:
@@ -330,7 +340,6 @@ class Checkpoints:
     def _conclude(self, outcome: Outcome, step: int, unfinished: Unfinished | None) -> Path | None:
         if outcome.fault is None:
             assert unfinished is not None
-            self._own.add(unfinished.id)
             for remark in outcome.remarks:
                 self._warn(remark)
             return unfinished.target

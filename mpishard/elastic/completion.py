@@ -10,6 +10,7 @@ import contextlib
 import opcode
 import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,9 @@ from mpishard.elastic.run_folder import Ended, Failure, RunFolder, RunLost
 from mpishard.guard import abort_on_exception
 
 _POLL_S = 0.25
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+# Where Python and its packages are, this one, and what was made of a text.
+_NOT_THE_USERS = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),)
+_NOT_THE_USERS += (str(Path(__file__).parents[1]) + os.sep, "<")
 
 
 def watch_script() -> None:
@@ -173,7 +176,7 @@ def _where(error: BaseException) -> str:
     place, trace = "?", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if place == "?" or not file.startswith(_PACKAGE):
+        if place == "?" or not file.startswith(_NOT_THE_USERS):
             place = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place

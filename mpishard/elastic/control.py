@@ -58,10 +58,17 @@ class ControlFolder:
         ValueError
             If it is not the user's own, or others may open it.
         OSError
+            With word of what is to be done.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            self.path.mkdir(mode=0o700)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir(mode=0o700)
+        except OSError as error:
+            raise type(error)(
+                f"the run needs a folder {self.path}, which cannot be made: {error.strerror}; give it a folder that "
+                "all processes may write to, as ElasticOptimizer(..., folder=...) or that of its checkpoints"
+            ) from None
         self.check()
         for file in self.path.iterdir():
             file.unlink()
@@ -205,7 +212,7 @@ def request_resize(run: Path, workers: int, wait: float) -> Answer:
     folder = ControlFolder(run)
     try:
         folder.check()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"there is no elastic run in {run}; name the folder of its checkpoints, or the one given to "
             "ElasticOptimizer(..., folder=...)"

@@ -20,8 +20,9 @@ from mpi4py import MPI
 
 from mpishard.capabilities import heals_in_place
 from mpishard.collectives import Axis
+from mpishard.elastic.meeting import in_time
 from mpishard.elastic.newcomer import Newcomer
-from mpishard.elastic.recruiting import Recruitment, in_time, meet
+from mpishard.elastic.recruiting import Recruitment, meet
 from mpishard.elastic.watch import Fellow, this_process
 from mpishard.guard import die
 from mpishard.layout import Place
@@ -52,15 +53,14 @@ def agree(comm: MPI.Intracomm, sound: bool) -> None:
 
 def _shared_axis(comm: MPI.Intracomm) -> Axis:
     """The axis of a crew and its newcomers, on all of them or on none: MPI.Exception if one dies.  Collective."""
-    with in_time():
-        agree(comm, True)  # a communicator must not be revoked where it is still being made
-        try:
-            axis = Axis("crew", comm, Ledger())
-        except MPI.Exception:
-            comm.Revoke()
-            agree(comm, False)
-            raise
-        agree(comm, True)
+    agree(comm, True)  # a communicator must not be revoked where it is still being made
+    try:
+        axis = Axis("crew", comm, Ledger())
+    except MPI.Exception:
+        comm.Revoke()
+        agree(comm, False)
+        raise
+    agree(comm, True)
     return axis
 
 
@@ -126,11 +126,14 @@ class Crew:
         self._free = 0
         self._leaves = False
         if is_newcomer():
+            atexit.register(_leave)
             try:
-                self.axis = _shared_axis(Newcomer.this.join())
+                met = Newcomer.this.join()
+                self.axis = in_time(lambda: _shared_axis(met))
             except MPI.Exception:
                 die("mpishard: another process has died while this one came to the run, which goes on without both")
             self._line_up(0)
+            atexit.unregister(_leave)
         else:
             self.axis = Axis("crew", comm.Dup(), Ledger())
             self._line_up(workers)
@@ -245,12 +248,20 @@ class Crew:
         told: tuple[str, str] = self.axis.exchange((port, problem))[self._ranks[0]]
         return told
 
-    def take_in(self, port: str, workers: int) -> None:
+    def take_in(self, port: str, workers: int, recruitment: Recruitment | None) -> None:
         """Meet newcomers, who are the last of the crew from now on, and hear so from it.  Collective.
 
-        If somebody dies meanwhile it raises MPI.Exception, and the crew stays what it was.
+        If somebody dies meanwhile it raises MPI.Exception, and the crew stays what it was.  `recruitment`: see
+        `call_in`.
         """
-        before, self.axis = self.axis, _shared_axis(meet(self.axis.comm, port, root=self._ranks[0]))
+        before, root = self.axis, self._ranks[0]
+
+        def check() -> None:
+            before.comm.Iprobe()
+            if recruitment is not None:
+                recruitment.check()
+
+        self.axis = in_time(lambda: _shared_axis(meet(before.comm, port, root)), check)
         before.free()
         self._line_up(workers)
 
@@ -299,6 +310,12 @@ class Crew:
                 time.sleep(_END_NAP_S)
         except MPI.Exception:  # somebody has died, which the others may not have seen
             self.axis.revoke()
+
+
+def _leave() -> None:
+    """A script that ends where others wait for this process: not in MPI_Finalize, where it would wait for them."""
+    if heals_in_place():
+        die("mpishard: this process leaves the run that it has come to, its script has ended")
 
 
 def _finalize_in_time() -> None:

@@ -313,6 +313,7 @@ class ElasticLoop(Loop):
         """Let so many of the crew be the workers, with the committed state.  Collective over the crew."""
         crew, optimizer = self.crew, self.optimizer
         self.owed = {_CREW}  # in that of the workers nobody is
+        was = self.mesh.data.size
         if order.recruits:
             self._take_in(order.workers)
         self._check_scripts()
@@ -322,6 +323,7 @@ class ElasticLoop(Loop):
             facts |= {"decided": self.decided, "request": self.elastic.agreed, "before": self.before}
             facts |= {"skipped_before": self.skipped_before, "resumed": self.resumed, "saved": self.saved}
             facts |= {"discovered": self.elastic.outside.discovered}
+            facts |= {"checkpoints": [] if self.checkpoints is None else self.checkpoints.own}
             facts |= {"position": self.position, "first": self.scaling.first}
             source = replace(self.committed.source(crew.identities), facts=facts)
         if self.whole:
@@ -344,6 +346,8 @@ class ElasticLoop(Loop):
         heard = self._reshard(source, target)
         self.reason, self.saved = heard["reason"], heard["saved"]
         self.elastic.outside.discovered = heard["discovered"]
+        if self.checkpoints is not None:
+            self.checkpoints.own = heard["checkpoints"]
         self.all_know = bool(self.reason)
         committed = None
         if comm is not None:
@@ -359,6 +363,8 @@ class ElasticLoop(Loop):
             committed = self._commit_anew()
         self._agree_as_crew()  # until all have what they shall have, nobody lets go of what was before
         self.committed = committed
+        if crew.rank == 0 and self.shows and not self.reason and self.mesh.data.size != was:
+            print(f"mpishard: {was} -> {self.mesh.data.size} workers after step {self.done}", flush=True)
         self.whole = committed is not None
         if self.whole:
             self.owed.add(_WORKERS)
@@ -373,7 +379,7 @@ class ElasticLoop(Loop):
             port, problem = self.crew.call_in(recruitment)
             if port:
                 self._agree_as_crew()  # who meets them alone, after a death, could not be woken
-                self.crew.take_in(port, workers)
+                self.crew.take_in(port, workers, recruitment)
         except MPI.Exception:
             if recruitment is not None:
                 recruitment.give_up()
@@ -460,9 +466,16 @@ class ElasticLoop(Loop):
                 self.decided = done
             self.saved = all(each.saved for each in known)
         self._note_healed(done)
-        dead = [who for who in before if who not in crew.identities]
+        dead = [str(who) for who in before if who not in crew.identities]
         if crew.rank == 0:
-            print(f"mpishard: process {dead} has died; {crew.size} are left, step {done} is the last", flush=True)
+            who = (
+                f"processes {', '.join(dead)} have"
+                if len(dead) > 1
+                else f"process {dead[0]} has"
+                if dead
+                else "one has"
+            )
+            print(f"mpishard: {who} died; {crew.size} are left, step {done} is the last", flush=True)
         if crew.able < self.elastic.min_workers:
             raise RunLost(f"{crew.able} whole workers are left, and min_workers={self.elastic.min_workers}")
         # A fault that comes with a step, or with every worker, would otherwise have new ones spawned for ever.

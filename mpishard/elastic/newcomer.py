@@ -19,6 +19,7 @@ from typing import ClassVar, NoReturn
 from mpi4py import MPI
 
 from mpishard.compiling import prepare
+from mpishard.elastic.meeting import in_time
 from mpishard.elastic.recruiting import CALL, COMES, FAILED, HELLO, HERE, NAP_S, WORD, meet, messages
 
 _LEAVE_S = 5.0
@@ -93,7 +94,7 @@ class Newcomer:
         self._called.wait()
         self._tell(COMES)
         try:
-            crew = meet(world, port, newcomer=True)
+            crew = in_time(lambda: meet(world, port, newcomer=True), world.Iprobe)
         except MPI.Exception:
             _vanish()
         self.waits = False
@@ -120,7 +121,7 @@ class Newcomer:
     def _listen(self) -> None:
         try:
             while self.waits:
-                for _, _, word in messages(self._leader, 0, WORD):
+                for _, _, word in messages(self._leader, WORD):
                     if word != CALL:
                         self._send_away()
                     self._called.set()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from mpishard.capabilities import heals_in_place
 from mpishard.elastic.crew import is_newcomer
@@ -17,6 +18,7 @@ from mpishard.elastic.run_folder import RunFolder
 from mpishard.elastic.watch import Watch
 from mpishard.mesh import Mesh
 from mpishard.optim import DDPOptimizer, Rule, ShardedOptimizer, ShardingConfiguration
+from mpishard.optim.optimizer import check_problem
 from mpishard.training import Scaling
 
 _NUMBER = 2**24
@@ -109,17 +111,22 @@ class ElasticOptimizer:
                 f"the mesh {mesh.sizes} shares its ranks with one of another shape, made by reshaped(); an elastic run "
                 f"needs one of its own, made as Mesh({sizes})"
             )
+        for name, number in (("min_workers", min_workers), ("max_workers", max_workers)):
+            if not isinstance(number, int | np.integer):
+                raise TypeError(f"{name}={number!r} must be a whole number")
         if not 1 <= min_workers <= max_workers:
             raise ValueError(f"min_workers={min_workers} and max_workers={max_workers} must be 1 <= min <= max")
+        if not (discover is None or callable(discover) or isinstance(discover, str | os.PathLike)):
+            raise TypeError(f"discover={discover!r} must be a function, or the path of a file")
         there = mesh.data.size
         if min_workers > there and not is_newcomer():
             raise ValueError(
-                f"min_workers={min_workers}, but the {mesh.size} processes make {there} of them; start more of them"
+                f"min_workers={min_workers}, but only {there} can be made of the {mesh.size} processes; start more of them"
             )
         if not failure_timeout > 0:
             raise ValueError(f"failure_timeout={failure_timeout} must be above 0 seconds")
         self.min_workers = min_workers
-        self.max_workers = max_workers
+        self.max_workers = self._most = max_workers
         self.folder = None if folder is None else Path(folder).absolute()  # a script may change its directory
         self.discover = discover
         self.failure_timeout = failure_timeout
@@ -141,7 +148,7 @@ class ElasticOptimizer:
     @property
     def can_scale_up(self) -> bool:
         """Whether more may train than do now."""
-        return self.current_workers < self.max_workers
+        return self.current_workers < self._most
 
     @property
     def can_scale_down(self) -> bool:
@@ -158,15 +165,21 @@ class ElasticOptimizer:
         Raises
         ------
         ValueError
-            If it is below `min_workers` or above `max_workers`.
+            If it is below `min_workers` or above `max_workers`, or would leave some workers without a sample.
         """
+        if not isinstance(workers, int | np.integer):
+            raise TypeError(f"resize({workers!r}) needs a whole number of workers")
         if not self.min_workers <= workers <= self.max_workers:
             raise ValueError(
                 f"resize({workers}) is outside of min_workers={self.min_workers} to max_workers={self.max_workers}"
             )
+        if workers > self._most:
+            raise ValueError(
+                f"resize({workers}): batch_size={self._most} gives some of them no sample; ask for at most {self._most}"
+            )
         # Requests are numbered, so that the last one counts, whichever rank it came from; in even numbers, so that one
         # from before deaths is not taken for older than what the run settles for after them.
-        self.request = (max(self.request, self.agreed) // _NUMBER // 2 + 1) * 2 * _NUMBER + operator.index(workers)
+        self.request = (max(self.request, self.agreed) // _NUMBER // 2 + 1) * 2 * _NUMBER + int(workers)
 
     @property
     def agreed_size(self) -> int:
@@ -199,12 +212,16 @@ class ElasticOptimizer:
         ValueError, OSError
             On every rank, if the run's folder cannot hold a ``control`` folder that is the user's own.
         """
+        check_problem(problem)
+        # With a batch that stays the same, more workers than samples would have nothing to do.
+        constant = self.scaling == "constant"
+        self._most = min(self.max_workers, problem.batch_size) if constant else self.max_workers
 
         def loop(*arguments: Any) -> ElasticLoop:
             return ElasticLoop(self, *arguments)
 
         with ExitStack() as stack:
-            limits = self.min_workers, self.max_workers
+            limits = self.min_workers, self._most
             folder = self._folder(options.get("checkpoints"))
             self.outside = stack.enter_context(Outside(self.mesh.world, *limits, folder, self.discover))
             self.watch = Watch(self.failure_timeout)
@@ -214,7 +231,8 @@ class ElasticOptimizer:
 
     def _folder(self, checkpoints: Any) -> Path | None:
         """Where the run is found from other shells."""
-        if self.folder is not None or checkpoints is not None:
-            return self.folder or checkpoints.folder
+        folder: Path | None = self.folder or getattr(checkpoints, "folder", None)
+        if folder is not None:
+            return folder
         run = RunFolder.from_environment()
         return None if run is None else run.path

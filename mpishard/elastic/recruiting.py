@@ -14,7 +14,7 @@ failed      they could not be started, or one of them has ended: the others are 
 Of MPI's ways to one communicator this is the one by which Open MPI 5 tells all processes who shares memory with whom:
 with `Create_intercomm` over the leader they would not agree on that, and its coll/han would wait for ever.  Nothing
 wakes a process in `Connect`, `Accept` or `Merge` when another dies there, not even Revoke of ULFM; as a meeting takes
-milliseconds, who is in it much longer ends.
+milliseconds, who is in it much longer gives it up, see `meeting`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ NAP_S, _CALL_NAP_S = 0.02, 0.0005
 # From asking for processes until they have called MPI_Init, which takes seconds on a busy machine.
 _START_S = 60
 _STARTING_S = 5.0
-# Until newcomers that live have been told; from the call until all have answered; and for the meeting itself.
+# Until newcomers that live have been told, and from the call until all have answered.
 _SAYING_S = 2.0
 _ANSWER_S = 10.0
-_MEETING_S = 20.0
 # MPI comes first: what is imported after it, and what the script does, holds nobody up.  If the leader dies meanwhile
 # (ULFM), MPI_Init may wait for ever, and no thread of Python runs in it: then the kernel ends the process.
 BOOT = (
@@ -59,10 +58,10 @@ class Message(NamedTuple):
     text: bytes
 
 
-def messages(inter: MPI.Intercomm, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> Iterator[Message]:
+def messages(inter: MPI.Intercomm, tag: int = MPI.ANY_TAG) -> Iterator[Message]:
     """What has come in by now.  Raises MPI.Exception if somebody at the other end has died (ULFM)."""
     status = MPI.Status()
-    while inter.Iprobe(source, tag, status):
+    while inter.Iprobe(MPI.ANY_SOURCE, tag, status):
         buffer = bytearray(status.Get_count(MPI.BYTE))
         inter.Recv([buffer, MPI.BYTE], status.Get_source(), status.Get_tag())
         yield Message(status.Get_source(), status.Get_tag(), bytes(buffer))
@@ -163,14 +162,21 @@ class Recruitment:
         try:
             if not self._have_failed(messages(inter)):
                 self._say(inter, CALL)
-                while len(coming) < self.processes and time.monotonic() < limit:
+                while len(coming) < self.processes and not self.problem and time.monotonic() < limit:
                     time.sleep(_CALL_NAP_S)
-                    coming |= {each.source for each in messages(inter, tag=COMES)}
-                if len(coming) < self.processes:
+                    come = list(messages(inter))
+                    coming |= {each.source for each in come if each.tag == COMES}
+                    self._have_failed(come)
+                if len(coming) < self.processes and not self.problem:
                     self._fail(f"{self.processes - len(coming)} of them do not answer")
         except MPI.Exception as error:
             self._fail(_dead(error))
         return "" if self.problem else self._port.decode()
+
+    def check(self) -> None:
+        """Raise MPI.Exception if one of them has died or failed since the call."""
+        if self._inter is not None and any(message.tag == FAILED for message in messages(self._inter)):
+            raise MPI.Exception(MPI.ERR_PROC_FAILED)
 
     def close(self) -> None:
         """The newcomers have been met.  Not collective among the crew."""
@@ -266,7 +272,7 @@ class Recruitment:
 
 
 def meet(comm: MPI.Intracomm, port: str, root: int = 0, newcomer: bool = False) -> MPI.Intracomm:
-    """Make one communicator of the crew and the newcomers, who come last.  Collective over both.
+    """Make one communicator of the crew and the newcomers, who come last.  Collective over both; see `in_time`.
 
     Parameters
     ----------
@@ -275,27 +281,10 @@ def meet(comm: MPI.Intracomm, port: str, root: int = 0, newcomer: bool = False) 
     port : str
         As `Recruitment.call` says; on rank `root`.
     """
-    with in_time():
-        bridge = comm.Accept(port, root=root) if newcomer else comm.Connect(port, root=root)
-        crew = bridge.Merge(high=newcomer)
-        bridge.Free()
+    bridge = comm.Accept(port, root=root) if newcomer else comm.Connect(port, root=root)
+    crew = bridge.Merge(high=newcomer)
+    bridge.Free()
     return crew
-
-
-@contextlib.contextmanager
-def in_time() -> Iterator[None]:
-    """End this process if a meeting takes much longer than it can, so that nobody waits for ever."""
-    why = (
-        f"mpishard: the run and spawned processes have not met within {_MEETING_S:g} s, one may have died; start it "
-        "again from its newest checkpoint, as `mpishard run --elastic` does"
-    )
-    late = threading.Timer(_MEETING_S, die, [why])
-    late.daemon = True
-    late.start()
-    try:
-        yield
-    finally:
-        late.cancel()
 
 
 def _dead_ranks(inter: MPI.Intercomm) -> list[int]:

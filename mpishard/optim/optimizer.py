@@ -190,8 +190,7 @@ class ShardedOptimizer:
 
     def optimize(self, problem: Any, **options: Any) -> Any:
         """Minimise an `OptimizationProblem`; see `OptimizationProblem.minimize` for the options and the result."""
-        if not hasattr(problem, "minimize"):
-            raise TypeError(f"optimize takes an OptimizationProblem, got {type(problem).__name__}")
+        check_problem(problem)
         return problem.minimize(self, **options)
 
     def bind(self, parameters: FlatParameters) -> Strategy:
@@ -499,3 +498,9 @@ class ShardedOptimizer:
                 'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'
             )
         return mode == "ignore"
+
+
+def check_problem(problem: Any) -> None:
+    """Raise TypeError unless it is what `optimize` takes."""
+    if not hasattr(problem, "minimize"):
+        raise TypeError(f"optimize takes an OptimizationProblem, got {type(problem).__name__}")

@@ -199,6 +199,8 @@ class OptimizationProblem:
             On every rank and before the first step, if the problem differs between ranks, nothing would stop the loop,
             checkpoints cannot hold `facts`, or the checkpoint is of other tensors, another rule or other samples.
         """
+        if not (checkpoints is None or hasattr(checkpoints, "due")):
+            raise TypeError(f"checkpoints must be Checkpoints(folder, mesh), got {type(checkpoints).__name__}")
         if resume and checkpoints is None:
             raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
         watching = self._agree_on_problem(optimizer.world, callback is not None)

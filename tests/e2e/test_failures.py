@@ -81,6 +81,25 @@ def test_killed_rank(failing: Callable[..., Any]) -> None:
     assert finished.seconds < SOON
 
 
+def test_killed_rank_of_an_elastic_run(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+    script = """
+import os
+import numpy as np
+import mpishard
+
+def callback(state):
+    if mesh.rank == 1 and state.step == 3:
+        os.kill(os.getpid(), 9)
+
+with mpishard.Mesh() as mesh:
+    problem = mpishard.OptimizationProblem(lambda p, s, g: 0.0, np.ones(3), samples=9, batch_size=9, steps=9)
+    mpishard.ElasticOptimizer(mpishard.SGD(lr=0.1), mesh).optimize(problem, callback=callback, progress=False)
+"""
+    finished = mpirun(3, "-c", script)
+    assert finished.code != 0 and "rank 1 of 3" in finished.errors and "has died" in finished.errors, finished.all
+    assert finished.seconds < SOON
+
+
 def test_rank_that_leaves_early(failing: Callable[..., Any]) -> None:
     finished = failing("sys.exit(0)")
     assert "rank 1 has ended its script" in finished.errors

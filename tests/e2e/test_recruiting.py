@@ -26,6 +26,7 @@ if spawned and case == "ends":
 import numpy as np
 from mpi4py import MPI
 from mpishard.elastic.newcomer import Newcomer
+from mpishard.elastic.meeting import in_time
 from mpishard.elastic.recruiting import Recruitment, meet
 
 world = MPI.COMM_WORLD
@@ -66,7 +67,7 @@ def recruit(comm):
         if leads:
             say("problem:", recruitment.problem)
         return None
-    crew = meet(comm, port)
+    crew = in_time(lambda: meet(comm, port))
     if leads:
         recruitment.close()
         say("met", crew.size, "after", steps)

@@ -184,11 +184,13 @@ ELASTIC = TRAINING.replace("mpishard.ZeRO2Optimizer", "mpishard.ElasticOptimizer
 def test_the_first_rank_speaks_for_a_job_that_has_healed(run, expected):
     """The others end before it does, and no step is to come any more."""
     slow = "        time.sleep(4)\n        np.save"
-    script = ELASTIC.replace("        np.save", slow)
+    script = ELASTIC.replace("        np.save", slow).replace("every=4", "every=4, asynchronous=True")
     options = ["--elastic", "--end-limit", 1, "--heal-limit", 3, "-n", 3]
     healed = run(options, script, "os.kill(os.getpid(), signal.SIGKILL)")
     assert healed.code() == 0, healed.errors
     np.testing.assert_allclose(np.load(healed.folder / "parameters.npy"), expected, rtol=0, atol=1e-12)
+    left = sorted(path.name for path in (healed.folder / "checkpoints").glob("step-*"))
+    assert left == ["step-00000016", "step-00000020"], healed.errors
     assert "the job is ended" not in healed.errors and "is killed" not in healed.errors, healed.errors
 
 

@@ -116,6 +116,27 @@ def test_a_function_of_flat_arrays(mesh):
     assert found == alone(lambda _: own_problem())
 
 
+def test_no_more_workers_than_samples_in_a_step(mesh):
+    ranks, refused = mesh.size, []
+    optimizer = elastic(STRATEGIES[1], mesh)
+
+    def callback(state):
+        for workers, message in (
+            (ranks + 1, f"batch_size={ranks} gives some of them no sample"),
+            ("2", "whole number"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=message):
+                optimizer.resize(workers)
+            refused.append(workers)
+
+    optimizer.optimize(own_problem(batch_size=ranks, micro_batch_size=1, steps=1), callback=callback, progress=False)
+    assert len(refused) == 2
+    for wrong, message in ((3, "optimize takes an OptimizationProblem, got int"), ("ck", "checkpoints must be")):
+        problem, options = (wrong, {}) if wrong == 3 else (own_problem(), {"checkpoints": wrong})
+        with pytest.raises(TypeError, match=message):
+            optimizer.optimize(problem, progress=False, **options)
+
+
 def test_steps_that_are_left_out_count_once_wherever_they_were_taken(mesh):
     ranks = mesh.size
 

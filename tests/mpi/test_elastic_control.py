@@ -193,6 +193,25 @@ def test_the_control_folder_is_gone_after_the_run(folder):
 
 
 @pytest.mark.mpi
-def test_bad_time_limit():
-    with pytest.raises(ValueError, match="failure_timeout=0 must be above 0"):
-        Run(failure_timeout=0).go()
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"failure_timeout": 0}, ValueError, "failure_timeout=0 must be above 0"),
+        ({"min_workers": "a"}, TypeError, "min_workers='a' must be a whole number"),
+        ({"max_workers": 2.5}, TypeError, "max_workers=2.5 must be a whole number"),
+        ({"discover": 3}, TypeError, "discover=3 must be a function, or the path of a file"),
+    ],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        Run(**options).go()
+
+
+@pytest.mark.mpi
+def test_a_place_where_no_control_folder_can_be_made(folder):
+    if MPI.COMM_WORLD.rank == 0:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.touch()
+    MPI.COMM_WORLD.barrier()
+    with pytest.raises(FileExistsError, match="cannot be made: File exists; give it a folder that"):
+        Run(folder=folder).go()

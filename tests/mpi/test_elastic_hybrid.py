@@ -206,7 +206,7 @@ def test_a_mesh_of_another_shape_with_the_same_ranks_is_refused(comm, shape):
 
 
 def test_too_few_processes_for_the_workers(comm, shape):
-    with Mesh(comm, **shape) as mesh, pytest.raises(ValueError, match=f"the {comm.size} processes make"):
+    with Mesh(comm, **shape) as mesh, pytest.raises(ValueError, match=f"of the {comm.size} processes; start more"):
         ElasticOptimizer(AdamW(lr=0.01), mesh, min_workers=mesh.data.size + 1)
 
 
