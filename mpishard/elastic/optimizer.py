@@ -121,7 +121,8 @@ class ElasticOptimizer:
         there = mesh.data.size
         if min_workers > there and not is_newcomer():
             raise ValueError(
-                f"min_workers={min_workers}, but only {there} can be made of the {mesh.size} processes; start more of them"
+                f"min_workers={min_workers}, but only {there} can be made of the {mesh.size} processes; "
+                "start more of them"
             )
         if not failure_timeout > 0:
             raise ValueError(f"failure_timeout={failure_timeout} must be above 0 seconds")
