@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from mpishard.compression import Int8Compressor, PieceCompressor
 from mpishard.mesh import Mesh
 
 NONFINITE = ("raise", "skip", "ignore")
@@ -46,6 +47,11 @@ class ShardingConfiguration:
         the same number of ranks, with any MPI.  Sums inside a data coordinate, over tensor ranks and over the stages of
         a tie, stay the MPI's own: the same bits on the same tensor and pipeline sizes where it adds alike, as it must
         with two ranks.  What a model makes of one micro-batch, as a pipeline does, adds up as it comes.
+    enable_gradient_compression : bool
+        Send gradients over the data axis compressed, with error feedback: DDP, ZeRO-1 and ZeRO-2.  What is left over is
+        no part of the saved state yet: a run that goes on from a checkpoint, or is resized, begins without.
+    gradient_compressor : PieceCompressor, optional
+        What compresses them, of `mpishard.compression`; given, it is used.  Default: `Int8Compressor`.
     """
 
     mesh: Mesh
@@ -56,6 +62,8 @@ class ShardingConfiguration:
     nonfinite_gradients: str = field(default="raise", kw_only=True)
     loss_scale: float | str | None = field(default=None, kw_only=True)
     reproducible: bool = field(default=False, kw_only=True)
+    enable_gradient_compression: bool = field(default=False, kw_only=True)
+    gradient_compressor: PieceCompressor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -72,6 +80,11 @@ class ShardingConfiguration:
                 "reproducible=True orders the sum over the micro-batches of each step, auto_sync_gradients=False adds "
                 "them up as they come; use one of the two"
             )
+        if self.reproducible and self.compressor is not None:
+            raise ValueError(
+                "reproducible=True gives the same bits on any number of ranks, and what compression leaves out depends "
+                "on that number; use one of the two"
+            )
         scale = self.loss_scale
         if scale is not None and scale != "dynamic":
             if isinstance(scale, str) or isinstance(scale, bool) or not 0 < scale < math.inf:
@@ -82,9 +95,16 @@ class ShardingConfiguration:
                 'use "raise" or "skip"'
             )
 
+    @property
+    def compressor(self) -> PieceCompressor | None:
+        """What makes gradients smaller on their way, if anything does."""
+        return self.gradient_compressor or (Int8Compressor() if self.enable_gradient_compression else None)
+
     def settings(self) -> dict[str, Any]:
         """All but the mesh, as plain values."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "mesh"}
+        plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "mesh"}
+        compressor = self.gradient_compressor
+        return plain | {"gradient_compressor": None if compressor is None else repr(compressor)}
 
     @classmethod
     def create_for_high_bandwidth(cls, mesh: Mesh, **options: Any) -> ShardingConfiguration:

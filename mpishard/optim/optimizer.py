@@ -73,6 +73,11 @@ class ShardedOptimizer:
                     "micro-batches cannot be told apart; use ZeRO-1 or DDP there"
                 )
             fix_blas_threads()
+        if self.config.compressor is not None and self.strategy.shards_parameters:
+            raise ValueError(
+                f"gradient compression is for DDP, ZeRO-1 and ZeRO-2, not for {type(self).__name__}, which sends "
+                "parameters most of the time"
+            )
         self.axis = self.config.mesh.data
         self.world = self.config.mesh.world
         self.steps = 0
@@ -253,6 +258,7 @@ class ShardedOptimizer:
             slots = list(self._slots.values())
             take_step(self.rule.scaled(rate_factor), strategy, slots, self.steps, divisor=divisor, clip=clip)
             strategy.publish()
+            strategy.keep_errors()
             self.scaling.succeeded()
         else:
             self.skipped_steps += 1
@@ -367,13 +373,7 @@ class ShardedOptimizer:
 
     def _make_state(self, parameters: FlatParameters) -> None:
         config = self.config
-        self._strategy = self.strategy.fitting(parameters)(
-            config.mesh,
-            parameters,
-            config.minimum_parameter_group_size,
-            config.overlap_communication,
-            config.reproducible,
-        )
+        self._strategy = self.strategy.fitting(parameters)(config, parameters)
         self._strategy.buckets.on_reset.append(self._forget_gradients)
         self._inspection = Inspection(self._strategy, parameters)
         if config.nonfinite_gradients == "ignore":

@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 from mpishard import array as arrays
 from mpishard.gradients import Bucket, GradientBuckets, accumulate
 from mpishard.layout import counts, split
-from mpishard.mesh import Mesh
+from mpishard.optim.compressed import CompressedSums, Transfer
+from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.ordered import Exchange, OrderedSums
 from mpishard.optim.replicas import Replicas
 from mpishard.optim.tensor_norms import Part, parts_of
@@ -39,20 +40,16 @@ class Strategy(ABC):
 
     Parameters
     ----------
-    mesh : Mesh
+    config : ShardingConfiguration
     parameters : FlatParameters
         Gets the gradient buckets of this strategy.
-    minimum : int
-        Least number of elements in a bucket.
-    overlap : bool
-        Whether `reduce` returns before the transfer over the data axis is done.
-    reproducible : bool
-        Whether to sum over the data axis in the order of a fixed tree over the step's micro-batches.
 
     Attributes
     ----------
     ordered : OrderedSums or None
-        What does so.
+        What sums over the data axis in the order of a fixed tree over the step's micro-batches, if it is to.
+    compressed : CompressedSums or None
+        What sends gradients compressed, if they are to be.
     own : list of (start, stop)
         Ranges of the flat parameters that this rank updates, ascending; its state arrays are these ranges end to end.
     counted : list of (start, stop)
@@ -62,13 +59,12 @@ class Strategy(ABC):
     gradients_on_demand: ClassVar[bool] = False
     shards_parameters: ClassVar[bool] = False
 
-    def __init__(
-        self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool, reproducible: bool = False
-    ) -> None:
-        self.mesh = mesh
+    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
+        self.mesh = mesh = config.mesh
         self.axis = mesh.data
-        self.overlap = overlap
-        self.ordered = OrderedSums(self.axis, parameters.like) if reproducible else None
+        self.overlap = config.overlap_communication
+        self.ordered = OrderedSums(self.axis, parameters.like) if config.reproducible else None
+        self.compressed: CompressedSums | None = None
         Replicas(mesh, parameters).spread()
         self.attach(parameters)
         # Slices of an uneven cut differ in size between tensor ranks, which sum partial gradients bucket by bucket:
@@ -77,20 +73,24 @@ class Strategy(ABC):
         self.buckets = GradientBuckets(
             parameters.pieces,
             parameters.like,
-            minimum,
+            config.minimum_parameter_group_size,
             runs=parameters.gradient_runs(by_unit=self.shards_parameters),
             sizes=[piece.size for piece in first],
             reduce=self.reduce,
-            settle=self.settle if reproducible else None,
+            settle=self.settle if config.reproducible else None,
             drain=self.drain,
             on_demand=self.gradients_on_demand,
         )
         self.own: list[Range] = []
         self.counted: list[Range] = []
         self._counts = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets.buckets]
-        self._pending: list[tuple[Bucket, Pending | Exchange]] = []
+        self._pending: list[tuple[Bucket, Pending | Exchange | Transfer]] = []
         if self.ordered is not None:
             self.buckets.on_reset.append(self.ordered.reset)
+        if config.compressor is not None:
+            own = [pieces[self.axis.rank] for pieces in self._counts]
+            self.compressed = CompressedSums(self.axis, config.compressor, parameters.size, own, parameters.like)
+            self.buckets.on_reset.append(self.compressed.reset)
 
     @classmethod
     def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
@@ -113,12 +113,16 @@ class Strategy(ABC):
             self.settle(bucket, gradient)
         for _, earlier in self._pending:
             earlier.test()  # MPI moves data only while it is called
-        if self.ordered is None:
-            self._pending.append((bucket, self.start(bucket, gradient)))
-        else:
+        pieces = self._counts[bucket.index]
+        transfer: Pending | Exchange | Transfer
+        if self.ordered is not None:
             partial = [*self.buckets.earlier(bucket), gradient]
-            target = self.target(bucket, gradient)
-            self._pending.append((bucket, self.ordered.start(bucket, partial, self._counts[bucket.index], target)))
+            transfer = self.ordered.start(bucket, partial, pieces, self.target(bucket, gradient))
+        elif self.compressed is not None:
+            transfer = self.compressed.start(bucket, gradient, pieces, self.target(bucket, gradient))
+        else:
+            transfer = self.start(bucket, gradient)
+        self._pending.append((bucket, transfer))
         if not self.overlap:
             self.drain()
 
@@ -132,7 +136,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def target(self, bucket: Bucket, gradient: Array) -> Array:
-        """Where an ordered sum of this rank's part of a bucket goes: this part of `gradient`, its front, or else."""
+        """Where an ordered or compressed sum of this rank's part of a bucket goes, which may lie in `gradient`."""
 
     def drain(self) -> None:
         """Wait until no reduction is under way."""
@@ -150,6 +154,11 @@ class Strategy(ABC):
     def arrived(self, bucket: Bucket, result: Array) -> None:
         """Take in what the reduction of a bucket returned; here it may stay in the gradient buffer."""
         return
+
+    def keep_errors(self) -> None:
+        """The step is taken, and what compression has left of it goes into the next."""
+        if self.compressed is not None:
+            self.compressed.keep()
 
     @abstractmethod
     def gradients(self) -> list[Array]:
@@ -199,16 +208,15 @@ class Strategy(ABC):
     @property
     def gradient_bytes(self) -> int:
         """Most bytes of gradient memory that this rank has held."""
-        return self.buckets.peak_bytes + (0 if self.ordered is None else self.ordered.nbytes)
+        kept = self.ordered or self.compressed
+        return self.buckets.peak_bytes + (0 if kept is None else kept.nbytes)
 
 
 class DataParallel(Strategy):
     """DDP: every rank of the data axis holds everything; gradients are all-reduced."""
 
-    def __init__(
-        self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool, reproducible: bool = False
-    ) -> None:
-        super().__init__(mesh, parameters, minimum, overlap, reproducible)
+    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
+        super().__init__(config, parameters)
         for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True):
             start = bucket.start + sum(pieces[: self.axis.rank])
             self.own.append((bucket.start, bucket.stop))
@@ -222,16 +230,17 @@ class DataParallel(Strategy):
         return gradient[start - bucket.start : stop - bucket.start]
 
     def drain(self) -> None:
-        arriving = [bucket for bucket, _ in self._pending] if self.ordered is not None else []
+        arriving = [bucket for bucket, _ in self._pending]
         super().drain()
-        gathers = [
-            self.axis.start_all_gather(
-                self.buckets.of_bucket(bucket), counts=self._counts[bucket.index], label="gradients"
-            )
-            for bucket in arriving
-        ]
-        for gather in gathers:
-            gather.wait()
+        if self.ordered is not None or self.compressed is not None:
+            for gather in [self._start_gather(bucket) for bucket in arriving]:
+                gather.wait()
+
+    def _start_gather(self, bucket: Bucket) -> Pending | Transfer:
+        gradient, pieces = self.buckets.of_bucket(bucket), self._counts[bucket.index]
+        if self.compressed is not None:
+            return self.compressed.start_gather(bucket, gradient, pieces)
+        return self.axis.start_all_gather(gradient, counts=pieces, label="gradients")
 
     def gradients(self) -> list[Array]:
         return [self.buckets.of_bucket(bucket) for bucket in self.buckets.buckets]
@@ -250,10 +259,8 @@ class ShardedState(Strategy):
     A rank owns an even part of every bucket, which arrives at the front of the bucket's place in the gradient buffer.
     """
 
-    def __init__(
-        self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool, reproducible: bool = False
-    ) -> None:
-        super().__init__(mesh, parameters, minimum, overlap, reproducible)
+    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
+        super().__init__(config, parameters)
         for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True):
             start = bucket.start + sum(pieces[: self.axis.rank])
             self.own.append((start, start + pieces[self.axis.rank]))
@@ -300,10 +307,8 @@ class ShardedGradients(ShardedState):
 
     gradients_on_demand = True
 
-    def __init__(
-        self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool, reproducible: bool = False
-    ) -> None:
-        super().__init__(mesh, parameters, minimum, overlap, reproducible)
+    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
+        super().__init__(config, parameters)
         self._shard = arrays.zeros(self.owned, parameters.dtype, like=parameters.like)
         self._summed: set[int] = set()
         self.buckets.on_reset.append(self._summed.clear)
@@ -314,7 +319,7 @@ class ShardedGradients(ShardedState):
         super().reduce(bucket, gradient)
 
     def target(self, bucket: Bucket, gradient: Array) -> Array:
-        return self.gradients()[bucket.index]
+        return super().target(bucket, gradient) if self.ordered is None else self.gradients()[bucket.index]
 
     def arrived(self, bucket: Bucket, result: Array) -> None:
         if self.ordered is not None:
@@ -343,12 +348,10 @@ class ShardedParameters(ShardedGradients):
 
     shards_parameters = True
 
-    def __init__(
-        self, mesh: Mesh, parameters: FlatParameters, minimum: int, overlap: bool, reproducible: bool = False
-    ) -> None:
+    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
         # As large as can be: a bucket then is a whole unit, and its owners are the unit's.
         whole = max(1, sum(spec.size for spec in parameters.specs))
-        super().__init__(mesh, parameters, whole, overlap, reproducible)
+        super().__init__(replace(config, minimum_parameter_group_size=whole), parameters)
         assert self.sharded.own == self.own
 
     @classmethod

@@ -12,7 +12,7 @@ import pytest
 FLOORS = [
     {"compiling", "formula", "layout", "progress", "randomness", "schedule", "version", "witness"},
     {"array", "capabilities", "ledger", "threads"},
-    {"gradients", "lane", "pending", "state", "summation", "tree_sum", "wire"},
+    {"compression", "gradients", "lane", "pending", "state", "summation", "tree_sum", "wire"},
     {"collectives", "guard"},
     {"mesh", "reshard", "sharding"},
     {"parameters"},
