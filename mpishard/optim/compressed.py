@@ -9,7 +9,7 @@ both directions Tang et al., "DoubleSqueeze", 2019).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from mpishard import array as arrays
 from mpishard.collectives import Axis
 from mpishard.compression import PieceCompressor
 from mpishard.gradients import Bucket, accumulate
-from mpishard.pending import Pending
+from mpishard.optim.ordered import Exchange
 
 Array = Any
 
@@ -84,7 +84,7 @@ class CompressedSums:
         self._sent.clear()
         self._received.clear()
 
-    def start(self, bucket: Bucket, gradient: Array, pieces: Sequence[int], target: Array) -> Transfer:
+    def start(self, bucket: Bucket, gradient: Array, pieces: Sequence[int], target: Array) -> Exchange:
         """Start to send each owner its part of a bucket.  Collective over the axis.
 
         Parameters
@@ -131,9 +131,9 @@ class CompressedSums:
             target[...] = total
             return target
 
-        return Transfer(pending, finish)
+        return Exchange(pending, finish)
 
-    def start_gather(self, bucket: Bucket, gradient: Array, pieces: Sequence[int]) -> Transfer:
+    def start_gather(self, bucket: Bucket, gradient: Array, pieces: Sequence[int]) -> Exchange:
         """Start to fill `gradient` with everybody's part of the sum, of which this rank's is there.  Collective."""
         compressor, rank = self._compressor, self._axis.rank
         sizes = [compressor.nbytes(count, self._like.dtype) for count in pieces]
@@ -155,24 +155,4 @@ class CompressedSums:
                 place, first = place + nbytes, first + count
             return gradient
 
-        return Transfer(pending, finish)
-
-
-class Transfer:
-    """A bucket on its way; `wait` does what is to be done with what has arrived.  Once only."""
-
-    def __init__(self, pending: Pending, finish: Callable[[], Array]) -> None:
-        self._pending = pending
-        self._finish = finish
-
-    def test(self) -> bool:
-        """Whether all has arrived."""
-        return self._pending.test()
-
-    def abandon(self) -> None:
-        """As `Pending.abandon`."""
-        self._pending.abandon()
-
-    def wait(self) -> Array:
-        """What the transfer was for."""
-        return self._finish()
+        return Exchange(pending, finish)

@@ -182,7 +182,7 @@ class OrderedSums:
 
 
 class Exchange:
-    """One bucket's partial sums on their way to the owners of its parts, who add them up in `wait`."""
+    """One bucket on its way to the owners of its parts, or from them; `wait` does the rest of the work."""
 
     def __init__(self, pending: Pending, finish: Callable[[], Array]) -> None:
         self._pending = pending
@@ -197,5 +197,5 @@ class Exchange:
         self._pending.abandon()
 
     def wait(self) -> Array:
-        """Add up; returns the target, which has the sum after the last exchange of the step.  Once only."""
+        """Finish; returns the array that was to be filled.  Once only."""
         return self._finish()

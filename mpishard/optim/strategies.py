@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from mpishard import array as arrays
 from mpishard.gradients import Bucket, GradientBuckets, accumulate
 from mpishard.layout import counts, split
-from mpishard.optim.compressed import CompressedSums, Transfer
+from mpishard.optim.compressed import CompressedSums
 from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.ordered import Exchange, OrderedSums
 from mpishard.optim.replicas import Replicas
@@ -84,7 +84,7 @@ class Strategy(ABC):
         self.own: list[Range] = []
         self.counted: list[Range] = []
         self._counts = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets.buckets]
-        self._pending: list[tuple[Bucket, Pending | Exchange | Transfer]] = []
+        self._pending: list[tuple[Bucket, Pending | Exchange]] = []
         if self.ordered is not None:
             self.buckets.on_reset.append(self.ordered.reset)
         if config.compressor is not None:
@@ -114,7 +114,7 @@ class Strategy(ABC):
         for _, earlier in self._pending:
             earlier.test()  # MPI moves data only while it is called
         pieces = self._counts[bucket.index]
-        transfer: Pending | Exchange | Transfer
+        transfer: Pending | Exchange
         if self.ordered is not None:
             partial = [*self.buckets.earlier(bucket), gradient]
             transfer = self.ordered.start(bucket, partial, pieces, self.target(bucket, gradient))
@@ -236,7 +236,7 @@ class DataParallel(Strategy):
             for gather in [self._start_gather(bucket) for bucket in arriving]:
                 gather.wait()
 
-    def _start_gather(self, bucket: Bucket) -> Pending | Transfer:
+    def _start_gather(self, bucket: Bucket) -> Pending | Exchange:
         gradient, pieces = self.buckets.of_bucket(bucket), self._counts[bucket.index]
         if self.compressed is not None:
             return self.compressed.start_gather(bucket, gradient, pieces)
