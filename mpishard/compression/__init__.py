@@ -1,13 +1,12 @@
 """What gradients look like on the wire, and the error that they leave behind.  No MPI."""
 
 from mpishard.compression.casts import BFloat16Compressor, Float16Compressor
-from mpishard.compression.compressor import Compressor, PieceCompressor
+from mpishard.compression.compressor import PieceCompressor
 from mpishard.compression.quantized import Int8Compressor, SignCompressor
 from mpishard.compression.top_k import TopKCompressor
 
 __all__ = [
     "BFloat16Compressor",
-    "Compressor",
     "Float16Compressor",
     "Int8Compressor",
     "PieceCompressor",

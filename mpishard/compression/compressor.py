@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -11,16 +11,11 @@ Array = Any
 _ALIGNMENT = 4  # bytes; what is sent begins with 4-byte numbers
 
 
-class Compressor(ABC):
-    """A frozen description of how a gradient is made smaller; it holds no state."""
-
-    name: ClassVar[str]
-
-
-class PieceCompressor(Compressor):
+class PieceCompressor(ABC):
     """Makes bytes of any run of a flat gradient, and numbers of these again, without the other runs or ranks.
 
-    How many bytes follows from the number of elements alone, so that ranks need not tell each other.
+    A frozen value without state.  How many bytes follows from the number of elements alone, so that ranks need not tell
+    each other.
     """
 
     @abstractmethod

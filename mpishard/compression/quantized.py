@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,16 @@ _LEVELS = 127.0
 
 
 @dataclass(frozen=True)
-class Int8Compressor(PieceCompressor):
+class _Blockwise(PieceCompressor):
+    block: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block, int | np.integer) or self.block < 1:
+            raise ValueError(f"block={self.block!r} must be a whole number of at least 1")
+
+
+@dataclass(frozen=True)
+class Int8Compressor(_Blockwise):
     """Whole numbers from -127 to 127 times a scale a block, its largest magnitude / 127 (Dettmers, 2016).
 
     Parameters
@@ -24,11 +33,7 @@ class Int8Compressor(PieceCompressor):
         Elements that share a scale.
     """
 
-    name: ClassVar[str] = "int8"
     block: int = 256
-
-    def __post_init__(self) -> None:
-        _check_block(self.block)
 
     def nbytes(self, size: int, dtype: np.dtype) -> int:
         return 4 * -(-size // self.block) + padded(size)
@@ -54,7 +59,7 @@ class Int8Compressor(PieceCompressor):
 
 
 @dataclass(frozen=True)
-class SignCompressor(PieceCompressor):
+class SignCompressor(_Blockwise):
     """One bit an element, times the mean magnitude of its block (Karimireddy et al., "EF-SignSGD", 2019).
 
     Parameters
@@ -63,11 +68,7 @@ class SignCompressor(PieceCompressor):
         Elements that share a scale.
     """
 
-    name: ClassVar[str] = "sign"
     block: int = 1024
-
-    def __post_init__(self) -> None:
-        _check_block(self.block)
 
     def nbytes(self, size: int, dtype: np.dtype) -> int:
         return 4 * -(-size // self.block) + padded(-(-size // 8))
@@ -88,11 +89,6 @@ class SignCompressor(PieceCompressor):
         positive = module.unpackbits(rest[: -(-values.size // 8)])[: values.size]
         values[...] = 2.0 * positive - 1.0
         values *= scales.astype(values.dtype).repeat(self.block)[: values.size]
-
-
-def _check_block(block: int) -> None:
-    if not isinstance(block, int | np.integer) or block < 1:
-        raise ValueError(f"block={block!r} must be a whole number of at least 1")
 
 
 def _parts(wire: Array, size: int, block: int) -> tuple[Array, Array]:

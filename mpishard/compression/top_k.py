@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,6 @@ class TopKCompressor(PieceCompressor):
         Of the elements of each run that are sent, rounded up; above 0 and at most 1.
     """
 
-    name: ClassVar[str] = "top-k"
     fraction: float = 0.01
 
     def __post_init__(self) -> None:

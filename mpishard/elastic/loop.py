@@ -468,14 +468,7 @@ class ElasticLoop(Loop):
         self._note_healed(done)
         dead = [str(who) for who in before if who not in crew.identities]
         if crew.rank == 0:
-            who = (
-                f"processes {', '.join(dead)} have"
-                if len(dead) > 1
-                else f"process {dead[0]} has"
-                if dead
-                else "one has"
-            )
-            print(f"mpishard: {who} died; {crew.size} are left, step {done} is the last", flush=True)
+            print(f"mpishard: {_have(dead)} died; {crew.size} are left, step {done} is the last", flush=True)
         if crew.able < self.elastic.min_workers:
             raise RunLost(f"{crew.able} whole workers are left, and min_workers={self.elastic.min_workers}")
         # A fault that comes with a step, or with every worker, would otherwise have new ones spawned for ever.
@@ -490,3 +483,10 @@ class ElasticLoop(Loop):
         if folder is not None:
             with contextlib.suppress(OSError):
                 folder.note_healed(self.crew.size, step)
+
+
+def _have(dead: list[str]) -> str:
+    """Who has died, in words; nobody of the crew if it was one on the way to it."""
+    if not dead:
+        return "one has"
+    return f"process {dead[0]} has" if len(dead) == 1 else f"processes {', '.join(dead)} have"

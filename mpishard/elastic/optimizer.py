@@ -18,7 +18,7 @@ from mpishard.elastic.run_folder import RunFolder
 from mpishard.elastic.watch import Watch
 from mpishard.mesh import Mesh
 from mpishard.optim import DDPOptimizer, Rule, ShardedOptimizer, ShardingConfiguration
-from mpishard.optim.optimizer import check_problem
+from mpishard.optim.agreement import check_problem
 from mpishard.training import Scaling
 
 _NUMBER = 2**24

@@ -82,3 +82,9 @@ def agree_on_step(
         raise ValueError(f"all ranks must have the same parameters in the same order; here: {told}")
     if facts[3] != -facts[4]:
         raise ValueError(f"count must be the global number, the same on all ranks; got {world.exchange(count)}")
+
+
+def check_problem(problem: Any) -> None:
+    """Raise TypeError unless it is what `optimize` takes."""
+    if not hasattr(problem, "minimize"):
+        raise TypeError(f"optimize takes an OptimizationProblem, got {type(problem).__name__}")

@@ -12,7 +12,7 @@ from mpishard import array as arrays
 from mpishard.gradients import accumulate
 from mpishard.mesh import Mesh
 from mpishard.optim import image
-from mpishard.optim.agreement import agree_on_step, check_gradients, check_layout, check_same_model
+from mpishard.optim.agreement import agree_on_step, check_gradients, check_layout, check_problem, check_same_model
 from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.inspection import Inspection
 from mpishard.optim.loss_scale import LossScale
@@ -498,9 +498,3 @@ class ShardedOptimizer:
                 'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'
             )
         return mode == "ignore"
-
-
-def check_problem(problem: Any) -> None:
-    """Raise TypeError unless it is what `optimize` takes."""
-    if not hasattr(problem, "minimize"):
-        raise TypeError(f"optimize takes an OptimizationProblem, got {type(problem).__name__}")
