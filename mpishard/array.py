@@ -317,3 +317,10 @@ def empty(size: int | tuple[int, ...], dtype: Any, like: Array) -> Array:
 def zeros(size: int | tuple[int, ...], dtype: Any, like: Array) -> Array:
     """A new array of zeros on the device of `like`."""
     return _backend(like).zeros(size, dtype, like)
+
+
+@elementwise
+def accumulate(total, addend, /):  # type: ignore[no-untyped-def]
+    """``total += addend``, for flat arrays of both kinds."""
+    total = total + addend
+    return total

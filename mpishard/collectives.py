@@ -88,7 +88,7 @@ class Axis:
         self.members = list(range(comm.size) if members is None else members)
         self._now = Lane(comm, self._debug)
         self._later = Lane(comm.Dup() if later is None else later, self._debug)
-        self._among: dict[tuple[int, ...], Axis | None] = {}
+        self._among: dict[tuple[int, ...] | str, Axis | None] = {}
 
     def revoke(self) -> None:
         """Make every operation on its communicators fail, on all ranks, those under way too.  Not collective (ULFM)."""
@@ -118,6 +118,21 @@ class Axis:
             self._groups.setdefault(key, name)
             self._among[key] = self._part(key, self.comm, 0)
         return self._among[key]
+
+    def divided(self, name: str, color: int) -> Axis:
+        """The axis of those ranks of this one that give the same color.  Collective over this axis.
+
+        The same name gets the same axis again, until this one moves; it is freed with this one.
+        """
+        part = self._among.get(name)
+        if part is None:
+            now, later = (self.comm.Split(color, self.rank) for _ in range(2))
+            assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
+            ranks = MPI.Group.Translate_ranks(now.group, None, self.comm.group)
+            members = [self.members[rank] for rank in ranks]
+            part = Axis(name, now, self.ledger, members=members, later=later, debug=self._debug)
+            self._among[name] = part
+        return part
 
     def regain_parts(self, parent: MPI.Intracomm, color: int) -> None:
         """Make anew what `among` had made before `move`.  Collective over `parent`; those of a color are one axis."""

@@ -8,7 +8,7 @@ from mpishard import array as arrays
 from mpishard.gradients import GradientBuckets
 from mpishard.layout import split
 from mpishard.mesh import Mesh
-from mpishard.optim import DDPOptimizer, Rule, ShardedOptimizer, ShardingConfiguration
+from mpishard.optim import Rule, ShardedOptimizer, ShardingConfiguration, optimizer_of
 from mpishard.optim.agreement import check_place
 from mpishard.optim.ordered import OrderedSums
 from mpishard.optim.replicas import Replicas
@@ -148,13 +148,14 @@ def as_distributed(model_or_rule: Any, mesh_or_config: Mesh | ShardingConfigurat
     Parameters
     ----------
     model_or_rule : Rule or model
-        A rule such as ``AdamW(lr=1e-3)`` becomes a `DDPOptimizer`, a model becomes a `ShardedModel`, or on a mesh with
-        tensor or pipeline ranks a `HybridShardedModel`.
+        A rule such as ``AdamW(lr=1e-3)`` becomes a `DDPOptimizer`, or with a configuration whose `sync_every` is above
+        1 a `LocalSGDOptimizer`; a model becomes a `ShardedModel`, or on a mesh with tensor or pipeline ranks a
+        `HybridShardedModel`.
     mesh_or_config : Mesh or ShardingConfiguration
 
     Returns
     -------
-    DDPOptimizer, ShardedModel or HybridShardedModel
+    DDPOptimizer, LocalSGDOptimizer, ShardedModel or HybridShardedModel
 
     Raises
     ------
@@ -163,18 +164,18 @@ def as_distributed(model_or_rule: Any, mesh_or_config: Mesh | ShardingConfigurat
     """
     config = ShardingConfiguration.of(mesh_or_config)
     if isinstance(model_or_rule, Rule):
-        return DDPOptimizer(model_or_rule, config)
+        return optimizer_of(model_or_rule, config)
     if isinstance(model_or_rule, ShardedOptimizer | ShardedModel):
         raise TypeError(f"this {type(model_or_rule).__name__} is distributed already")
     hybrid = config.mesh.data.size < config.mesh.size
     return (HybridShardedModel if hybrid else ShardedModel)(model_or_rule, config)
 
 
-def as_distributed_for_high_bandwidth(model_or_rule: Any, mesh: Mesh) -> Any:
-    """`as_distributed` with `ShardingConfiguration.create_for_high_bandwidth`."""
-    return as_distributed(model_or_rule, ShardingConfiguration.create_for_high_bandwidth(mesh))
+def as_distributed_for_high_bandwidth(model_or_rule: Any, mesh: Mesh, **options: Any) -> Any:
+    """`as_distributed` with `ShardingConfiguration.create_for_high_bandwidth`, which gets the options."""
+    return as_distributed(model_or_rule, ShardingConfiguration.create_for_high_bandwidth(mesh, **options))
 
 
-def as_distributed_for_low_bandwidth(model_or_rule: Any, mesh: Mesh) -> Any:
-    """`as_distributed` with `ShardingConfiguration.create_for_low_bandwidth`."""
-    return as_distributed(model_or_rule, ShardingConfiguration.create_for_low_bandwidth(mesh))
+def as_distributed_for_low_bandwidth(model_or_rule: Any, mesh: Mesh, **options: Any) -> Any:
+    """`as_distributed` with `ShardingConfiguration.create_for_low_bandwidth`, which gets the options."""
+    return as_distributed(model_or_rule, ShardingConfiguration.create_for_low_bandwidth(mesh, **options))

@@ -13,16 +13,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mpishard import array as arrays
+from mpishard.array import accumulate
 from mpishard.layout import Piece
 
 Array = Any
-
-
-@arrays.elementwise
-def accumulate(total, addend, /):  # type: ignore[no-untyped-def]
-    """``total += addend``, for flat arrays of both kinds."""
-    total = total + addend
-    return total
 
 
 class Run(NamedTuple):

@@ -279,8 +279,11 @@ class Holders:
                     held[piece.name][piece.box].append((rank, piece))
         self._tensors = {name: _Boxes(boxes) for name, boxes in held.items()}
 
-    def moves_to(self, rank: int, holding: Holding) -> list[Move]:
-        """The moves of `moves` whose target is this rank, which is to hold `holding`; raises as that does."""
+    def moves_to(self, rank: int, holding: Holding, lost: list[tuple[Piece, Box]] | None = None) -> list[Move]:
+        """The moves of `moves` whose target is this rank, which is to hold `holding`.
+
+        Boxes of its pieces that nobody holds are added to `lost`; without it, it raises as `moves` does.
+        """
         plan: list[Move] = []
         for piece in holding:
             if not piece.size:
@@ -306,7 +309,9 @@ class Holders:
                 missing = uncovered
                 if not missing:
                     break
-            if missing:
+            if missing and lost is not None:
+                lost += [(piece, box) for box in missing]
+            elif missing:
                 raise ValueError(f"no rank of the source layout holds {missing[0]} of tensor {piece.name!r}")
         return plan
 

@@ -52,6 +52,8 @@ class Mesh:
     world, data, tensor, pipeline : Axis
     node : Axis
         The ranks that share memory with this one.
+    nodes : list of int
+        For each rank of the world the first one that shares memory with it.
     device : int or None
         Number of the GPU for this rank, its place on the node modulo the GPUs it can see; None without a GPU.  Make
         it current with ``cupy.cuda.Device(mesh.device).use()``.
@@ -118,6 +120,7 @@ class Mesh:
         self.pipeline = axis("pipeline", *split(pipelines, stage))
         self.pipeline.regain_parts(world, pipelines)  # ties between stages, which stay whatever the data size is
         self.node = axis("node", *(world.Split_type(MPI.COMM_TYPE_SHARED, rank) for _ in range(2)))
+        self.nodes: list[int] = world.allgather(min(self.node.members))
         self.blas_threads = limit_blas_threads(world, self.node.members)
         self._children: dict[tuple[int, int, int], Mesh] = {}
         self._freed = False

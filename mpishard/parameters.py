@@ -112,15 +112,18 @@ class FlatParameters:
             self._views = sharded.views
         self.gradients = GradientBuckets(self.pieces, self._like, minimum=max(1, self.size), runs=self.gradient_runs())
 
-    def gradient_runs(self, *, by_unit: bool = False) -> list[Run]:
+    def gradient_runs(self, *, by_unit: bool = False, replicas_apart: bool = False) -> list[Run]:
         """Runs of pieces whose gradients are complete at different times, so that no bucket may span two of them.
 
         Tensors of one stage are a run, or with `by_unit` those of one unit; a tied tensor is a run of its own, which
-        waits for the end of the step.
+        waits for the end of the step.  With `replicas_apart`, tensors that all tensor ranks hold whole are not in one
+        run with others, whose values differ between these ranks.
         """
-        return make_runs(
-            (spec.stage, self._unit_of[spec.name] if by_unit else spec.stage, bool(spec.copies)) for spec in self.local
-        )
+
+        def key(spec: ParameterSpec) -> object:
+            return self._unit_of[spec.name] if by_unit else spec.stage, replicas_apart and spec.tensor_dim is None
+
+        return make_runs((spec.stage, key(spec), bool(spec.copies)) for spec in self.local)
 
     @functools.cached_property
     def size(self) -> int:

@@ -69,3 +69,23 @@ class Pending:
                 self._ledger.active = None
             self._ledger.enter(call, self._sent, self._started_s + time.perf_counter() - began)
         return self._result
+
+
+class Exchange:
+    """One bucket on its way to the owners of its parts, or from them; `wait` does the rest of the work."""
+
+    def __init__(self, pending: Pending | Exchange, finish: Callable[[], Array]) -> None:
+        self._pending = pending
+        self._finish = finish
+
+    def test(self) -> bool:
+        """Whether all has arrived."""
+        return self._pending.test()
+
+    def abandon(self) -> None:
+        """As `Pending.abandon`."""
+        self._pending.abandon()
+
+    def wait(self) -> Array:
+        """Finish; returns the array that was to be filled.  Once only."""
+        return self._finish()

@@ -48,23 +48,27 @@ def reshard(axis: Axis, source: Shard | None, target: Shard | None, *, bucket_by
     Raises
     ------
     ValueError, TypeError
-        On every rank and before anything is written, if kinds or dtypes differ, no rank holds an element of a target,
-        or any rank's arrays do not fit their holdings.
+        On every rank and before anything is written, if kinds or dtypes differ, no rank holds an element of a target
+        that is required, or any rank's arrays do not fit their holdings.
     """
     told = axis.exchange((_told(source), _told(target), int(bucket_bytes)))
     plan: list[Move] = []
+    lost: list[tuple[Piece, Box]] = []
     problem: Exception | None = None
     try:
         _check_alike(told)
         _check_arrays(source, target)
         if target is not None:
             holders = Holders([_holding(side) for side, _, _ in told])
-            plan = holders.moves_to(axis.rank, target.holding)
+            plan = holders.moves_to(axis.rank, target.holding, None if target.required else lost)
         if source is not None and target is not None:
             _check_sharing(source, target, [move for move in plan if move.source_rank == axis.rank])
     except (ValueError, TypeError) as error:
         problem = error
     axis.agree(problem)
+    for piece, box in lost:
+        assert target is not None
+        _view(target.array, piece, box)[...] = 0
     if source is not None and target is not None and source.array is not target.array:
         for move in plan:
             if move.source_rank == axis.rank:

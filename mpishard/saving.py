@@ -49,12 +49,14 @@ def save_checkpoint(
     Raises
     ------
     OSError
-        On every rank if the disk fails or is full; earlier checkpoints are whole, and nothing in memory has changed.
+        On every rank if the disk fails or is full; earlier checkpoints are whole, and in memory nothing has changed but
+        what `ShardedOptimizer.prepare_save` does.
     ValueError, TypeError
         On every rank if any cannot take its parameters or facts, or parameters differ between ranks.
     """
     facts = facts or {}
     optimizer.bind(_agreed(parameters, optimizer, optimizer.mesh, facts))
+    optimizer.prepare_save()
     state = optimizer.run_state().with_facts(facts)
     with _for_once(folder, optimizer.mesh, keep=keep, compression=compression) as checkpoints:
         checkpoints.adopt()

@@ -17,6 +17,9 @@ Range = tuple[int, int]
 # What parameters and a slot of optimizer state are called among the arrays of a run.
 PARAMETERS = "parameters"
 SLOT = "optimizer/{}"
+# What compression has left over, of gradients and of averages of parameters.
+GRADIENT_ERRORS = "gradient_errors"
+AVERAGE_ERRORS = "average_errors"
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,15 @@ class Shard:
     counted : tuple of Piece
         Those of them, or parts of those, that this rank stands for: between all ranks each element of each tensor is
         counted once, whatever is replicated.
+    required : bool
+        If False, what it is filled from may lack this kind, or elements of it: they become zero.
     """
 
     kind: str
     array: Array
     holding: Holding
     counted: Holding
+    required: bool = True
 
 
 @dataclass(frozen=True)

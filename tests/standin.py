@@ -122,6 +122,12 @@ class DeviceArray:
             return self._view(self._host.reshape(*shape))
         return compute(type(self), np.ndarray.reshape, self, *shape)
 
+    def view(self, dtype: Any) -> Any:
+        host = self._host.view(dtype)
+        if not host.flags.aligned:
+            raise ValueError(f"a device reads no {host.dtype} at an address that is not a multiple of its size")
+        return self._view(host)
+
     @property
     def T(self) -> Any:
         return self._view(self._host.T)
@@ -184,7 +190,7 @@ def _flat(argument: Any) -> list[Any]:
     return [each for part in argument for each in _flat(part)] if isinstance(argument, tuple) else [argument]
 
 
-def enqueue(function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+def enqueue(function: Callable[..., Any], /, *arguments: Any, **options: Any) -> list[Any]:
     """Queue ``function`` of the content of `arguments`; its result will be in the list."""
     given = _flat((*arguments, *options.values()))
     if function not in (np.asarray, np.array) and any(isinstance(each, np.ndarray) for each in given):
@@ -206,7 +212,7 @@ def enqueue(function: Callable[..., Any], *arguments: Any, **options: Any) -> li
     return results
 
 
-def compute(kind: type[DeviceArray], function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def compute(kind: type[DeviceArray], function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
     """``function`` of the content of `arguments`, as new arrays of `kind`; or into ``out=``, like other queued work."""
     results = enqueue(function, *arguments, **options)
     if "out" in options:
@@ -228,8 +234,14 @@ def _operator(function: Callable[..., Any], *, swapped: bool = False, in_place: 
     return method
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow"):
-    _function = {"sub": np.subtract, "mul": np.multiply, "truediv": np.divide, "pow": np.power}.get(_name, np.add)
+for _name, _function in {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "matmul": np.matmul,
+    "truediv": np.divide,
+    "pow": np.power,
+}.items():
     setattr(DeviceArray, f"__{_name}__", _operator(_function))
     setattr(DeviceArray, f"__r{_name}__", _operator(_function, swapped=True))
     setattr(DeviceArray, f"__i{_name}__", _operator(_function, in_place=True))
@@ -283,6 +295,11 @@ class Module:
         self.ndarray = kind
         self.empty = functools.partial(empty, kind=kind)
         self.zeros = functools.partial(zeros, kind=kind)
+        self.linalg = SimpleNamespace(qr=self._qr)
+
+    def _qr(self, matrix: DeviceArray) -> tuple[Any, Any]:
+        q, r = (compute(self.ndarray, lambda host, part=part: np.linalg.qr(host)[part], matrix) for part in range(2))
+        return q, r
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(np, name)

@@ -117,12 +117,15 @@ class PieceReader:
 def check_fits(contents: Contents, state: RunState) -> None:
     """Raise ValueError unless a checkpoint has all that a state is made of.
 
-    The same tensors, in whatever order, all kinds of arrays (it may have more), and those of the same dtypes.
+    The same tensors, in whatever order, all kinds of arrays that are required (it may have more), and those of the same
+    dtypes.
     """
     what = f"the checkpoint {contents.folder}"
     check_same_tensors(what, list(contents.tensors.items()), [(spec.name, spec.shape) for spec in state.specs])
     for shard in state.shards:
         dtype = contents.kinds.get(shard.kind)
+        if dtype is None and not shard.required:
+            continue
         if dtype is None:
             raise ValueError(
                 f"{what} has no {shard.kind}, but {', '.join(contents.kinds)}; make the optimizer as it was when "
@@ -156,7 +159,10 @@ def fill(contents: Contents, state: RunState, axis: Axis) -> None:
     try:
         with PieceReader(contents) as reader:
             for shard in state.shards:
-                _read_counted(reader, contents, shard)
+                if shard.kind in contents.kinds:
+                    _read_counted(reader, contents, shard)
+                else:
+                    shard.array[...] = 0
     except ValueError as error:
         problem = error
     axis.agree(problem)

@@ -2,6 +2,7 @@
 
 from mpishard.compression.casts import BFloat16Compressor, Float16Compressor
 from mpishard.compression.compressor import PieceCompressor
+from mpishard.compression.power_sgd import PowerSGDCompressor
 from mpishard.compression.quantized import Int8Compressor, SignCompressor
 from mpishard.compression.top_k import TopKCompressor
 
@@ -10,6 +11,7 @@ __all__ = [
     "Float16Compressor",
     "Int8Compressor",
     "PieceCompressor",
+    "PowerSGDCompressor",
     "SignCompressor",
     "TopKCompressor",
 ]

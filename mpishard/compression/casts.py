@@ -1,51 +1,67 @@
-"""Sixteen bits an element."""
+"""Sixteen bits an element, rounded to nearest even; float64 is rounded to float32 first, here as on a device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 
 from mpishard import array as arrays
-from mpishard.compression.compressor import PieceCompressor, padded
+from mpishard.compiling import HostFunction
+from mpishard.compression import kernels
+from mpishard.compression.compressor import FusedCompressor, padded
 
 Array = Any
-_LARGEST_HALF = float(np.finfo(np.float16).max)
 
 
-class _Cast(PieceCompressor):
-    dtype: ClassVar[Any]
+class _Cast(FusedCompressor):
+    _to: ClassVar[HostFunction]
+    _from: ClassVar[HostFunction]
 
     def nbytes(self, size: int, dtype: np.dtype) -> int:
         return padded(2 * size)
 
-    def compress(self, values: Array, wire: Array) -> None:
-        self._view(values, wire)[...] = values
+    def _compress_on_host(self, values: np.ndarray, wire: np.ndarray, rest: np.ndarray) -> None:
+        self._to((values, _bits(wire, values.size), rest))
 
-    def decompress(self, wire: Array, values: Array) -> None:
-        values[...] = self._view(values, wire)
-
-    def _view(self, values: Array, wire: Array) -> Array:
-        return wire[: 2 * values.size].view(self.dtype)
+    def _decompress_on_host(self, wire: np.ndarray, values: np.ndarray, add: bool) -> None:
+        self._from((values, _bits(wire, values.size)), (add,))
 
 
 @dataclass(frozen=True)
 class Float16Compressor(_Cast):
     """IEEE half precision: 11 bits, up to 65504; larger values are sent as that, and the rest later."""
 
-    dtype: ClassVar[Any] = np.float16
+    _to, _from = kernels.to_float16, kernels.from_float16
 
-    def compress(self, values: Array, wire: Array) -> None:
-        half, module = self._view(values, wire), arrays.module_of(values)
-        half[...] = module.clip(values, -_LARGEST_HALF, _LARGEST_HALF)
-        infinite = module.isinf(values)
-        half[infinite] = values[infinite]
+    def _compress_on_device(self, values: Array, wire: Array) -> None:
+        module, largest = arrays.module_of(values), kernels.LARGEST_HALF
+        kept = module.where(module.isfinite(values), module.clip(values, -largest, largest), values)
+        _bits(wire, values.size).view(np.float16)[...] = kept.astype(np.float32)
+
+    def _decompress_on_device(self, wire: Array, values: Array) -> None:
+        values[...] = _bits(wire, values.size).view(np.float16)
 
 
 @dataclass(frozen=True)
 class BFloat16Compressor(_Cast):
     """The upper half of a float32: 8 bits, and its range."""
 
-    dtype: ClassVar[Any] = ml_dtypes.bfloat16
+    _to, _from = kernels.to_bfloat16, kernels.from_bfloat16
+
+    # In whole numbers, since CuPy does not know the type.
+    def _compress_on_device(self, values: Array, wire: Array) -> None:
+        module, singles = arrays.module_of(values), values.astype(np.float32)
+        bits = singles.view(np.uint32)
+        odd = module.right_shift(bits, 16) & 1
+        rounded = module.where(module.isnan(singles), bits | 0x400000, bits + odd + 0x7FFF)
+        _bits(wire, values.size)[...] = module.right_shift(rounded, 16)
+
+    def _decompress_on_device(self, wire: Array, values: Array) -> None:
+        upper = _bits(wire, values.size).astype(np.uint32)
+        values[...] = arrays.module_of(values).left_shift(upper, 16).view(np.float32)
+
+
+def _bits(wire: Array, size: int) -> Array:
+    return wire[: 2 * size].view(np.uint16)

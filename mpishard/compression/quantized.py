@@ -8,24 +8,44 @@ from typing import Any
 import numpy as np
 
 from mpishard import array as arrays
-from mpishard.compression.compressor import PieceCompressor, padded
+from mpishard.compression import kernels
+from mpishard.compression.compressor import FusedCompressor, padded
 
 Array = Any
-_LEVELS = 127.0
 
 
 @dataclass(frozen=True)
-class _Blockwise(PieceCompressor):
+class _Blockwise(FusedCompressor):
     block: int
 
     def __post_init__(self) -> None:
         if not isinstance(self.block, int | np.integer) or self.block < 1:
             raise ValueError(f"block={self.block!r} must be a whole number of at least 1")
 
+    def _parts(self, wire: Array, size: int) -> tuple[Array, Array]:
+        """The scales, and what follows."""
+        scales = 4 * -(-size // self.block)
+        return wire[:scales].view(np.float32), wire[scales:]
+
+    def _rows(self, values: Array) -> Array:
+        """One row a block, the last filled up with zeros."""
+        rows = -(-values.size // self.block)
+        if values.size == rows * self.block:
+            return values.reshape(rows, self.block)
+        filled = arrays.zeros(rows * self.block, values.dtype, like=values)
+        filled[: values.size] = values
+        return filled.reshape(rows, self.block)
+
+    def _for_each(self, scales: Array, values: Array) -> Array:
+        """The scale of each element."""
+        return arrays.module_of(values).repeat(scales.astype(values.dtype), self.block)[: values.size]
+
 
 @dataclass(frozen=True)
 class Int8Compressor(_Blockwise):
     """Whole numbers from -127 to 127 times a scale a block, its largest magnitude / 127 (Dettmers, 2016).
+
+    A block with NaN or an infinity has such a scale, and arrives as that.
 
     Parameters
     ----------
@@ -38,24 +58,31 @@ class Int8Compressor(_Blockwise):
     def nbytes(self, size: int, dtype: np.dtype) -> int:
         return 4 * -(-size // self.block) + padded(size)
 
-    def compress(self, values: Array, wire: Array) -> None:
-        module = arrays.module_of(values)
-        scales, rest = _parts(wire, values.size, self.block)
-        rows = _blocks(values, self.block)
-        scales[...] = module.abs(rows).max(axis=1) / _LEVELS
-        # By the scale that is sent; a block of zeros has zeros, and one whose scale is not finite anything but zeros,
-        # so that it is not finite at the other end.
-        usable = module.isfinite(scales) & (scales > 0)
-        factors = 1 / module.where(usable, scales, 1).astype(values.dtype)
-        levels = module.where(usable[:, None], rows, ~module.isfinite(scales)[:, None])
-        levels = module.rint(levels * factors[:, None]).clip(-_LEVELS, _LEVELS)
-        rest[: values.size].view(np.int8)[...] = levels.reshape(-1)[: values.size]
+    def _compress_on_host(self, values: np.ndarray, wire: np.ndarray, rest: np.ndarray) -> None:
+        scales, codes = self._parts(wire, values.size)
+        bits, mask = kernels.bits(values)
+        kernels.to_int8((values, bits, scales, codes.view(np.int8), rest), (int(self.block), mask))
 
-    def decompress(self, wire: Array, values: Array) -> None:
-        scales, rest = _parts(wire, values.size, self.block)
-        codes = rest[: values.size].view(np.int8)
-        values[...] = codes
-        values *= scales.astype(values.dtype).repeat(self.block)[: values.size]
+    def _decompress_on_host(self, wire: np.ndarray, values: np.ndarray, add: bool) -> None:
+        scales, codes = self._parts(wire, values.size)
+        kernels.from_int8((values, scales, codes.view(np.int8)), (int(self.block), add))
+
+    def _compress_on_device(self, values: Array, wire: Array) -> None:
+        module = arrays.module_of(values)
+        scales, codes = self._parts(wire, values.size)
+        rows = self._rows(values)
+        scales[...] = module.abs(rows).max(axis=1) / 127
+        finite = module.isfinite(scales)
+        # By the scale that is sent.
+        divisors = module.where(finite & (scales > 0), scales, 1).astype(values.dtype)
+        levels = module.clip(module.rint(rows / divisors[:, None]), -127, 127)
+        levels = module.where(finite[:, None], levels, 1)
+        codes[: values.size].view(np.int8)[...] = levels.reshape(-1)[: values.size]
+
+    def _decompress_on_device(self, wire: Array, values: Array) -> None:
+        scales, codes = self._parts(wire, values.size)
+        values[...] = codes[: values.size].view(np.int8)
+        values *= self._for_each(scales, values)
 
 
 @dataclass(frozen=True)
@@ -73,35 +100,23 @@ class SignCompressor(_Blockwise):
     def nbytes(self, size: int, dtype: np.dtype) -> int:
         return 4 * -(-size // self.block) + padded(-(-size // 8))
 
-    def compress(self, values: Array, wire: Array) -> None:
+    def _compress_on_host(self, values: np.ndarray, wire: np.ndarray, rest: np.ndarray) -> None:
+        kernels.to_signs((values, *self._parts(wire, values.size), rest), (int(self.block),))
+
+    def _decompress_on_host(self, wire: np.ndarray, values: np.ndarray, add: bool) -> None:
+        kernels.from_signs((values, *self._parts(wire, values.size)), (int(self.block), add))
+
+    def _compress_on_device(self, values: Array, wire: Array) -> None:
         module = arrays.module_of(values)
-        scales, rest = _parts(wire, values.size, self.block)
-        rows = _blocks(values, self.block)
-        sizes = np.full(len(rows), self.block)
-        if values.size:
-            sizes[-1] = values.size - (len(rows) - 1) * self.block
-        scales[...] = module.abs(rows).sum(axis=1) / module.asarray(sizes)
-        rest[: -(-values.size // 8)] = module.packbits(values >= 0)
+        scales, signs = self._parts(wire, values.size)
+        sums = module.abs(self._rows(values)).sum(axis=1, dtype=np.float64)
+        scales[...] = sums / self.block
+        scales[-1:] = sums[-1:] / (values.size - (len(scales) - 1) * self.block)
+        signs[: -(-values.size // 8)] = module.packbits(values >= 0)
 
-    def decompress(self, wire: Array, values: Array) -> None:
+    def _decompress_on_device(self, wire: Array, values: Array) -> None:
         module = arrays.module_of(values)
-        scales, rest = _parts(wire, values.size, self.block)
-        positive = module.unpackbits(rest[: -(-values.size // 8)])[: values.size]
-        values[...] = 2.0 * positive - 1.0
-        values *= scales.astype(values.dtype).repeat(self.block)[: values.size]
-
-
-def _parts(wire: Array, size: int, block: int) -> tuple[Array, Array]:
-    """The scales, and what follows."""
-    scales = 4 * -(-size // block)
-    return wire[:scales].view(np.float32), wire[scales:]
-
-
-def _blocks(values: Array, block: int) -> Array:
-    """Rows of one block each, the last filled up with zeros."""
-    rows = -(-values.size // block)
-    if values.size == rows * block:
-        return values.reshape(rows, block)
-    filled = arrays.zeros(rows * block, values.dtype, like=values)
-    filled[: values.size] = values
-    return filled.reshape(rows, block)
+        scales, signs = self._parts(wire, values.size)
+        positive = module.unpackbits(signs[: -(-values.size // 8)])[: values.size]
+        scale = self._for_each(scales, values)
+        values[...] = module.where(positive, scale, -scale)

@@ -9,14 +9,18 @@ from typing import Any
 import numpy as np
 
 from mpishard import array as arrays
+from mpishard.compression import kernels
 from mpishard.compression.compressor import PieceCompressor
 
 Array = Any
+_SAMPLE = 1 << 14
 
 
 @dataclass(frozen=True)
 class TopKCompressor(PieceCompressor):
     """A fraction of the elements, those of largest magnitude, as values and indices (Lin et al., "DGC", 2018).
+
+    Of equal magnitudes the first are sent.  NaN counts as largest, so that it reaches the others.
 
     Parameters
     ----------
@@ -27,7 +31,7 @@ class TopKCompressor(PieceCompressor):
     fraction: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
+        if not isinstance(self.fraction, int | float | np.floating) or not 0 < self.fraction <= 1:
             raise ValueError(f"fraction={self.fraction!r} must be above 0 and at most 1")
 
     def count(self, size: int) -> int:
@@ -38,20 +42,71 @@ class TopKCompressor(PieceCompressor):
         return self.count(size) * (4 + np.dtype(dtype).itemsize)
 
     def compress(self, values: Array, wire: Array) -> None:
-        count = self.count(values.size)
-        indices, chosen = self._parts(wire, count, values.dtype)
-        if count == 0:
-            return
-        # NaN counts as largest, so that it reaches the others.
-        where = arrays.module_of(values).argpartition(abs(values), values.size - count)[values.size - count :]
-        where.sort()  # neighbours in memory for whoever adds them up
-        indices[...] = where
-        chosen[...] = values[where]
+        if values.size:
+            self._send(values, wire)
 
     def decompress(self, wire: Array, values: Array) -> None:
-        indices, chosen = self._parts(wire, self.count(values.size), values.dtype)
         values[...] = 0
-        values[indices] = chosen
+        if values.size:
+            places, chosen = self._received(wire, values)
+            values[places] = chosen
 
-    def _parts(self, wire: Array, count: int, dtype: np.dtype) -> tuple[Array, Array]:
-        return wire[: 4 * count].view(np.uint32), wire[4 * count :].view(dtype)
+    def split(self, values: Array, wire: Array, rest: Array) -> None:
+        rest[...] = values
+        if values.size:
+            places, chosen = self._send(values, wire)
+            with np.errstate(invalid="ignore"):
+                rest[places] = chosen - chosen  # zero, unless it is not finite
+
+    def add(self, wire: Array, total: Array) -> None:
+        if total.size:
+            places, chosen = self._received(wire, total)
+            with np.errstate(invalid="ignore"):
+                total[places] += chosen
+
+    def _send(self, values: Array, wire: Array) -> tuple[Array, Array]:
+        count = self.count(values.size)
+        places = (_largest_on_device if arrays.is_device(values) else _largest)(values, count)
+        chosen = values[places]
+        # Four bytes at a time: eight that follow an odd number of places are at no address for a float64.
+        words = wire.view(np.uint32)
+        words[:count] = places
+        words[count:] = chosen.view(np.uint32)
+        return places, chosen
+
+    def _received(self, wire: Array, values: Array) -> tuple[Array, Array]:
+        count, words = self.count(values.size), wire.view(np.uint32)
+        return words[:count], words[count:].copy().view(values.dtype)
+
+
+def _largest_on_device(values: Array, count: int) -> Array:
+    """Ascending places of so many values of largest magnitude."""
+    module, (bits, mask) = arrays.module_of(values), kernels.bits(values)
+    return module.sort(module.argsort(-(bits & mask), kind="stable")[:count])
+
+
+def _largest(values: np.ndarray, count: int) -> np.ndarray:
+    bits, mask = kernels.bits(values)
+    places = np.empty(values.size, np.uint32)
+    least = spare = 0
+    for low in dict.fromkeys((_safe_guess(bits, mask, count), 0)):
+        found = kernels.above((bits, places), (mask, low))
+        if found >= count:
+            magnitudes = bits[places[:found]] & mask
+            magnitudes.partition(found - count)
+            least = int(magnitudes[found - count])
+            spare = count - int(np.count_nonzero(magnitudes > least))
+            break
+    else:  # zeros are among the largest
+        spare = count - found
+        found = kernels.above((bits, places), (mask, -1))
+    kernels.pick((bits, places[:found]), (mask, least, spare))
+    return places[:count]
+
+
+def _safe_guess(bits: np.ndarray, mask: int, count: int) -> int:
+    """A magnitude that probably a few more than `count` exceed, from a sample whose odd stride is no row's length."""
+    sample = bits[:: bits.size // _SAMPLE | 1] & mask
+    expected = count / bits.size * sample.size
+    rank = math.ceil(expected + 4 * math.sqrt(expected)) + 1
+    return int(np.partition(sample, -rank)[-rank]) if rank <= sample.size else -1

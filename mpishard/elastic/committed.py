@@ -47,7 +47,10 @@ class Committed:
         sizes = tuple(sum(piece.size for piece in shard.holding) for shard in state.shards)
         told = axis.exchange((sizes, tuple(shard.holding for shard in state.shards)))
         # By kind: whether some rank lacks what another has, so that its neighbour must keep a copy.
-        self._scattered = [any(each[kind] != own for _, each in told) for kind, own in enumerate(told[0][1])]
+        self._scattered = [
+            shard.required and any(each[kind] != told[0][1][kind] for _, each in told)
+            for kind, shard in enumerate(state.shards)
+        ]
         to = buddies(nodes)
         self._to, self._source = to[axis.rank], to.index(axis.rank)
         self.neighbour = identities[self._source]

@@ -69,6 +69,7 @@ class ElasticLoop(Loop):
     """One run of the training loop on workers that come and go."""
 
     runs: ClassVar[int] = 0  # that this process has begun
+    meets_always: ClassVar[bool] = True  # in the agreement that ends a step
 
     def __init__(
         self,
@@ -168,11 +169,22 @@ class ElasticLoop(Loop):
             self._dismiss()
         order = self._change()
         if order is not None:
+            if self.optimizer.prepares_saves:
+                self._prepare_move()
             self._agree()  # all workers go on to the resizing, or none
             self.owed = {_CREW}
             if self.crew.rank == 0:
                 self.crew.order(order)
         return order
+
+    def _prepare_move(self) -> None:
+        """Commit a state in which no worker has anything that only it needs."""
+        committed = self._committed()
+        committed.begin(self.optimizer.run_state().facts)
+        self.optimizer.prepare_save()
+        committed.send_copies()
+        self._agree()
+        committed.commit()
 
     def _change(self) -> Order | None:
         """What brings the workers to the number that is wanted; the same on all of them."""
@@ -343,6 +355,8 @@ class ElasticLoop(Loop):
             optimizer.remake(self.parameters)
             self.attach()
             target = optimizer.run_state()
+        if self.optimizer.config.hierarchical:
+            self._agree_as_crew()  # the same: sums by nodes have communicators of their own
         heard = self._reshard(source, target)
         self.reason, self.saved = heard["reason"], heard["saved"]
         self.elastic.outside.discovered = heard["discovered"]
@@ -352,6 +366,7 @@ class ElasticLoop(Loop):
         committed = None
         if comm is not None:
             optimizer.take_over(heard)
+            optimizer.mend()
             self.losses = heard["loss"].tolist()
             self.done, self.decided = heard["done"], heard["decided"]
             self.before, self.position = heard["before"], heard["position"]

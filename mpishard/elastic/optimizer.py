@@ -17,7 +17,7 @@ from mpishard.elastic.outside import Outside
 from mpishard.elastic.run_folder import RunFolder
 from mpishard.elastic.watch import Watch
 from mpishard.mesh import Mesh
-from mpishard.optim import DDPOptimizer, Rule, ShardedOptimizer, ShardingConfiguration
+from mpishard.optim import Rule, ShardedOptimizer, ShardingConfiguration, optimizer_of
 from mpishard.optim.agreement import check_problem
 from mpishard.training import Scaling
 
@@ -32,7 +32,7 @@ class ElasticOptimizer:
     Parameters
     ----------
     optimizer : Rule or ShardedOptimizer
-        A rule becomes a `DDPOptimizer`, with ``reproducible=True`` where `config` is a mesh.
+        A rule becomes what `as_distributed` makes of it, with ``reproducible=True`` where `config` is a mesh.
     config : ShardingConfiguration or Mesh, optional
         For a rule.
     min_workers, max_workers : int
@@ -100,7 +100,7 @@ class ElasticOptimizer:
                 raise TypeError("ElasticOptimizer of a rule needs a Mesh or a ShardingConfiguration")
             if isinstance(config, Mesh):
                 config = ShardingConfiguration(config, reproducible=True)
-            optimizer = DDPOptimizer(optimizer, config)
+            optimizer = optimizer_of(optimizer, config)
         elif config is not None:
             raise TypeError("an optimizer has its configuration; leave config out")
         self.optimizer = optimizer

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from mpishard.mesh import Mesh
 from mpishard.optim.configuration import ShardingConfiguration
+from mpishard.optim.local_sgd import LocalSGDOptimizer
 from mpishard.optim.optimizer import ShardedOptimizer
 from mpishard.optim.rules import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop, Rule
 from mpishard.optim.strategies import DataParallel, ShardedGradients, ShardedParameters, ShardedState
@@ -44,6 +45,11 @@ class ZeRO3Optimizer(ShardedOptimizer):
     """
 
     strategy = ShardedParameters
+
+
+def optimizer_of(rule: Rule, config: ShardingConfiguration) -> ShardedOptimizer:
+    """What a rule becomes with a configuration, where nobody has said more."""
+    return (LocalSGDOptimizer if config.sync_every > 1 else DDPOptimizer)(rule, config)
 
 
 # By ZeRO stage.
@@ -105,6 +111,7 @@ __all__ = [
     "DDPOptimizer",
     "HybridShardedOptimizer",
     "Lion",
+    "LocalSGDOptimizer",
     "RMSprop",
     "Rule",
     "ShardedOptimizer",

@@ -10,6 +10,7 @@ from mpishard import array as arrays
 from mpishard.collectives import Axis
 from mpishard.mesh import Mesh
 from mpishard.optim.strategies import Strategy
+from mpishard.optim.team import Team
 from mpishard.parameters import FlatParameters, check_flat
 
 Array = Any
@@ -67,21 +68,22 @@ def check_gradients(parameters: FlatParameters, gradients: Array) -> None:
 
 
 def agree_on_step(
-    world: Axis, parameters: FlatParameters | None, count: float | None, problem: Exception | None
+    ranks: Axis | Team, parameters: FlatParameters | None, count: float | None, problem: Exception | None
 ) -> None:
-    """Raise on all ranks if any has a problem, or if they are about to take different steps."""
+    """Raise on all of `ranks` if any has a problem, or if they are about to take different steps."""
     model = -1 if parameters is None else parameters.fingerprint
     number = -1 if count is None else int(np.float64(count).view(np.int64))
     facts = np.array([problem is not None, model, -model, number, -number], np.int64)
-    world.all_reduce(facts, op="max", label="control")
+    ranks.all_reduce(facts, op="max", label="control")
     if facts[0]:
-        world.raise_together(problem)
+        ranks.raise_together(problem)
     assert parameters is not None
     if facts[1] != -facts[2]:
-        told = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(world.exchange(parameters.description)))
+        described = zip(ranks.members, ranks.exchange(parameters.description), strict=True)
+        told = ", ".join(f"rank {rank} {what}" for rank, what in described)
         raise ValueError(f"all ranks must have the same parameters in the same order; here: {told}")
     if facts[3] != -facts[4]:
-        raise ValueError(f"count must be the global number, the same on all ranks; got {world.exchange(count)}")
+        raise ValueError(f"count must be the global number, the same on all ranks; got {ranks.exchange(count)}")
 
 
 def check_problem(problem: Any) -> None:

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from mpishard.compression import Int8Compressor, PieceCompressor
+from mpishard.compression import Int8Compressor, PieceCompressor, PowerSGDCompressor
 from mpishard.mesh import Mesh
+from mpishard.optim import traffic
+from mpishard.parameters import FlatParameters
 
 NONFINITE = ("raise", "skip", "ignore")
 
@@ -49,9 +51,21 @@ class ShardingConfiguration:
         with two ranks.  What a model makes of one micro-batch, as a pipeline does, adds up as it comes.
     enable_gradient_compression : bool
         Send gradients over the data axis compressed, with error feedback: DDP, ZeRO-1 and ZeRO-2.  What is left over is
-        no part of the saved state yet: a run that goes on from a checkpoint, or is resized, begins without.
-    gradient_compressor : PieceCompressor, optional
+        state: a save or a resize hands it to the ranks that own it, uncompressed, and so takes the time of about half a
+        step without compression.  A death in an elastic run may lose it.
+    gradient_compressor : PieceCompressor or PowerSGDCompressor, optional
         What compresses them, of `mpishard.compression`; given, it is used.  Default: `Int8Compressor`.
+    compress_after : int
+        Updates that send gradients as they are before compression begins.  Rules that divide by the size of gradients
+        need them: what a compressor sends is rare and large, or the same for all of a block, until it has sent enough.
+        Not for `LocalSGDOptimizer`, where compression comes after the rule.
+    hierarchical : bool or int
+        Sum by nodes, so that gradients cross the network once a node, compressed only there: DDP and Local SGD, where
+        all nodes have equally many data ranks, and more than one.  A number: so many neighbours on the data axis count
+        as a node, such as those on one socket.  `PowerSGDCompressor` sums what little there is over all ranks at once.
+    sync_every : int
+        Steps between two averages of `LocalSGDOptimizer`, unless it is given another number; above 1, `as_distributed`
+        makes that of a rule.
     """
 
     mesh: Mesh
@@ -63,7 +77,10 @@ class ShardingConfiguration:
     loss_scale: float | str | None = field(default=None, kw_only=True)
     reproducible: bool = field(default=False, kw_only=True)
     enable_gradient_compression: bool = field(default=False, kw_only=True)
-    gradient_compressor: PieceCompressor | None = field(default=None, kw_only=True)
+    gradient_compressor: PieceCompressor | PowerSGDCompressor | None = field(default=None, kw_only=True)
+    compress_after: int = field(default=0, kw_only=True)
+    hierarchical: bool | int = field(default=False, kw_only=True)
+    sync_every: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -85,6 +102,28 @@ class ShardingConfiguration:
                 "reproducible=True gives the same bits on any number of ranks, and what compression leaves out depends "
                 "on that number; use one of the two"
             )
+        if not (self.compressor is None or isinstance(self.compressor, PieceCompressor | PowerSGDCompressor)):
+            raise TypeError(
+                f"gradient_compressor={self.gradient_compressor!r} must be one of mpishard.compression, such as "
+                "Int8Compressor()"
+            )
+        for name, least in (("sync_every", 1), ("compress_after", 0)):
+            steps = getattr(self, name)
+            if isinstance(steps, bool) or not isinstance(steps, int) or steps < least:
+                raise ValueError(f"{name}={steps!r} must be a whole number of at least {least}")
+        if self.compress_after and self.compressor is None:
+            raise ValueError(
+                f"compress_after={self.compress_after} without anything that compresses; give gradient_compressor, or "
+                "enable_gradient_compression=True"
+            )
+        nodes = self.hierarchical
+        if not isinstance(nodes, bool) and not (isinstance(nodes, int) and nodes > 1):
+            raise ValueError(f"hierarchical={nodes!r} must be True, False, or a number of ranks above 1")
+        if self.reproducible and nodes:
+            raise ValueError(
+                "reproducible=True sums in one order, whatever the nodes are, hierarchical=True by nodes; use one of "
+                "the two"
+            )
         scale = self.loss_scale
         if scale is not None and scale != "dynamic":
             if isinstance(scale, str) or isinstance(scale, bool) or not 0 < scale < math.inf:
@@ -96,9 +135,21 @@ class ShardingConfiguration:
             )
 
     @property
-    def compressor(self) -> PieceCompressor | None:
+    def compressor(self) -> PieceCompressor | PowerSGDCompressor | None:
         """What makes gradients smaller on their way, if anything does."""
-        return self.gradient_compressor or (Int8Compressor() if self.enable_gradient_compression else None)
+        if self.gradient_compressor is not None:
+            return self.gradient_compressor
+        return Int8Compressor() if self.enable_gradient_compression else None
+
+    def describe(self, parameters: FlatParameters | int | None = None) -> str:
+        """What will happen with gradients, in words.  Not collective.
+
+        Parameters
+        ----------
+        parameters : FlatParameters or int, optional
+            Of a model, or how many float32 values there are: then also how many bytes a step will cost this rank.
+        """
+        return traffic.describe(self, parameters)
 
     def settings(self) -> dict[str, Any]:
         """All but the mesh, as plain values."""
@@ -108,13 +159,29 @@ class ShardingConfiguration:
 
     @classmethod
     def create_for_high_bandwidth(cls, mesh: Mesh, **options: Any) -> ShardingConfiguration:
-        """For shared memory and fast interconnects: buckets of 2**18 elements, sent while the backward still runs."""
-        return replace(cls(mesh, minimum_parameter_group_size=2**18, overlap_communication=True), **options)
+        """For shared memory and fast interconnects.
+
+        Gradients are summed every step as they are, in buckets of 2**18 elements, while the backward pass still runs.
+        """
+        return replace(cls(mesh, minimum_parameter_group_size=2**18), **options)
 
     @classmethod
     def create_for_low_bandwidth(cls, mesh: Mesh, **options: Any) -> ShardingConfiguration:
-        """For slow networks, where each message costs: all gradients in buckets of 2**23 elements, sent at the end."""
-        return replace(cls(mesh, minimum_parameter_group_size=2**23, overlap_communication=False), **options)
+        """For networks that are slower than the model, such as Ethernet, where each message costs.
+
+        Few messages, in buckets of 2**23 elements after the backward pass; compressed to 8 bits, between nodes only
+        where these have equally many data ranks; and for `LocalSGDOptimizer`, which `as_distributed` makes of a rule
+        with this, every 8 steps.
+        """
+        preset = cls(
+            mesh,
+            minimum_parameter_group_size=2**23,
+            overlap_communication=False,
+            enable_gradient_compression=True,
+            hierarchical=True,
+            sync_every=8,
+        )
+        return replace(preset, **options)
 
     @classmethod
     def of(cls, mesh_or_config: Mesh | ShardingConfiguration) -> ShardingConfiguration:

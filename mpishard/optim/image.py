@@ -14,7 +14,7 @@ import itertools
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import h5py
@@ -34,7 +34,8 @@ _DIGEST = slice(_HEADER.size, _HEADER.size + 32)
 class State:
     """The state of an optimizer, whole: `slots` maps a slot's name to its flat array over all tensors in `specs`.
 
-    `loss_scale` is a dynamic one, with the number of steps since it last changed.
+    `loss_scale` is a dynamic one, with the number of steps since it last changed.  `outer_rule` has taken `outer_steps`
+    along averages of the parameters.  `others` are further flat arrays over all tensors, by kind.
     """
 
     rule: str
@@ -45,6 +46,9 @@ class State:
     dtype: np.dtype
     slots: Mapping[str, np.ndarray]
     loss_scale: tuple[float, int] | None = None
+    outer_rule: str = ""
+    outer_steps: int = 0
+    others: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def check_parameters(self, specs: Sequence[ParameterSpec], dtype: np.dtype) -> None:
         """Raise ValueError unless it is of parameters of these names, shapes and dtype, in this order."""
@@ -76,16 +80,23 @@ def encode(state: State) -> bytes:
         names = [spec.name for spec in state.specs]
         h5.create_dataset("names", data=names, dtype=h5py.string_dtype())
         h5.create_dataset("shapes", data=[json.dumps(spec.shape) for spec in state.specs], dtype=h5py.string_dtype())
+        if state.outer_rule:
+            h5.attrs["outer_rule"], h5.attrs["outer_steps"] = state.outer_rule, state.outer_steps
         for slot, flat in state.slots.items():
-            group = h5.create_group(f"slots/{slot}")
-            start = 0
-            for spec in state.specs:
-                group.create_dataset(link_name(spec.name), data=flat[start : start + spec.size].reshape(spec.shape))
-                start += spec.size
+            _write(h5.create_group(f"slots/{slot}"), flat, state.specs)
+        for kind, flat in state.others.items():
+            _write(h5.create_group(f"others/{link_name(kind)}"), flat, state.specs)
     image = bytearray(file.getvalue())
     _HEADER.pack_into(image, 0, _MARK, _VERSION, len(image))
     image[_DIGEST] = _digest(image)
     return bytes(image)
+
+
+def _write(group: h5py.Group, flat: np.ndarray, specs: Sequence[ParameterSpec]) -> None:
+    start = 0
+    for spec in specs:
+        group.create_dataset(link_name(spec.name), data=flat[start : start + spec.size].reshape(spec.shape))
+        start += spec.size
 
 
 def _digest(image: bytes | bytearray | memoryview) -> bytes:
@@ -131,10 +142,10 @@ def _read(h5: h5py.File, length: int) -> State:
     dtype = np.dtype(h5.attrs["dtype"])
     if dtype not in (np.float32, np.float64):
         raise ValueError(f"state of dtype {dtype}")
-    groups = h5.get("slots", {})
-    size = sum(spec.size for spec in specs)
-    if size * dtype.itemsize * len(groups) > length:
-        raise ValueError(f"{len(groups)} slots of {size} values do not fit in {length} bytes")
+    groups, others = h5.get("slots", {}), h5.get("others", {})
+    size, count = sum(spec.size for spec in specs), len(groups) + len(others)
+    if size * dtype.itemsize * count > length:
+        raise ValueError(f"{count} arrays of {size} values do not fit in {length} bytes")
     scale = None
     if "loss_scale" in h5.attrs:
         scale = float(h5.attrs["loss_scale"]), int(h5.attrs["good_steps"])
@@ -147,6 +158,9 @@ def _read(h5: h5py.File, length: int) -> State:
         dtype=dtype,
         slots={slot: _flat(group, specs, dtype) for slot, group in groups.items()},
         loss_scale=scale,
+        outer_rule=str(h5.attrs.get("outer_rule", "")),
+        outer_steps=int(h5.attrs.get("outer_steps", 0)),
+        others={kind.replace("%2F", "/"): _flat(group, specs, dtype) for kind, group in others.items()},
     )
 
 

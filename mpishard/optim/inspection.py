@@ -28,7 +28,7 @@ class Inspection:
 
     def __init__(self, strategy: Strategy, parameters: FlatParameters) -> None:
         self._strategy = strategy
-        self._world = strategy.mesh.world
+        self._team = strategy.team
         self._pieces = parameters.pieces
         self._elements = sum(spec.size for spec in parameters.specs)
         self._spans = spans_of(strategy.counted_parts)
@@ -57,7 +57,7 @@ class Inspection:
         Returns
         -------
         float
-            Infinite if they are not; their 2-norm over all ranks, every logical element counted once, if `measure`;
+            Infinite if they are not; their 2-norm over the team, every logical element counted once, if `measure`;
             else NaN.
         """
         gradients = self._strategy.gradients()
@@ -66,18 +66,18 @@ class Inspection:
         finite = not self._nonfinite and all(map(math.isfinite, tops))
         # Maximum and NaN do not go together in MPI: infinity stands for both.
         shared = np.array([max(tops, default=0.0) if finite else math.inf])
-        self._world.all_reduce(shared, op="max", label="control")
+        self._team.all_reduce(shared, op="max", label="control")
         top = float(shared[0])
         if not math.isfinite(top) or not measure:
             return math.nan if math.isfinite(top) else math.inf
         squares = np.zeros(2)
         for part in counted:
             squares += summation.sum_of_squares(part, top, self._elements)
-        self._world.all_reduce(squares, label="control")
+        self._team.all_reduce(squares, label="control")
         return summation.norm(squares, top)
 
     def culprits(self) -> str:
         """Which tensors were not finite on which ranks, in words.  Collective."""
-        told = self._world.exchange(self._nonfinite)
-        named = [f"{name!r} on rank {rank}" for rank, name in enumerate(told) if name]
+        told = zip(self._team.members, self._team.exchange(self._nonfinite), strict=True)
+        named = [f"{name!r} on rank {rank}" for rank, name in told if name]
         return ", ".join(named) or "the sum over ranks overflowed, each rank's own was finite"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpishard import array as arrays
-from mpishard.gradients import accumulate
+from mpishard.array import accumulate
+from mpishard.collectives import Axis
 from mpishard.mesh import Mesh
 from mpishard.optim import image
 from mpishard.optim.agreement import agree_on_step, check_gradients, check_layout, check_problem, check_same_model
@@ -19,6 +20,7 @@ from mpishard.optim.loss_scale import LossScale
 from mpishard.optim.rules import Rule
 from mpishard.optim.run_state import check_rule, facts_of, shards
 from mpishard.optim.strategies import Strategy
+from mpishard.optim.team import Team
 from mpishard.optim.update import take_step
 from mpishard.optim.whole import cut_whole, gather_whole
 from mpishard.parameters import FlatParameters, check_flat
@@ -76,7 +78,8 @@ class ShardedOptimizer:
         if self.config.compressor is not None and self.strategy.shards_parameters:
             raise ValueError(
                 f"gradient compression is for DDP, ZeRO-1 and ZeRO-2, not for {type(self).__name__}, which sends "
-                "parameters most of the time"
+                "parameters most of the time; use one of these, or a configuration with gradient_compressor=None and "
+                "enable_gradient_compression=False"
             )
         self.axis = self.config.mesh.data
         self.world = self.config.mesh.world
@@ -153,7 +156,7 @@ class ShardedOptimizer:
             self._strategy.buckets.end_pass(last=automatic)
         named, problem = self._checked(parameters, gradients, count)
         if automatic or synchronized or self._parameters is None:
-            agree_on_step(self.world, named, count, problem)
+            agree_on_step(self._who_agrees(), named, count, problem)
         elif problem is not None:
             raise problem
         assert named is not None
@@ -232,8 +235,8 @@ class ShardedOptimizer:
                 written.end_pass()
             self._strategy.buckets.adopt(written.flat)
         parameters.gradients = self._strategy.buckets
-        parameters.loss_scale = self.loss_scale
         self._parameters = parameters
+        self._prepare_step()
         return self._strategy
 
     def update(self, count: float, *, rate_factor: float = 1.0) -> bool:
@@ -262,7 +265,7 @@ class ShardedOptimizer:
             self.scaling.succeeded()
         else:
             self.skipped_steps += 1
-        self._parameters.loss_scale = self.loss_scale
+        self._prepare_step()
         strategy.buckets.reset()
         if config.mesh.debug:
             self._check_copies()
@@ -286,19 +289,8 @@ class ShardedOptimizer:
             if self._restored is not None:
                 return image.encode(self._restored)
             raise ValueError("there is no optimizer state before the first step")
-        slots = {name: self._whole(slot) for name, slot in self._slots.items()}
-        return image.encode(
-            image.State(
-                rule=type(self.rule).__name__,
-                configuration=self.rule.configuration(),
-                steps=self.steps,
-                skipped_steps=self.skipped_steps,
-                specs=self._parameters.specs,
-                dtype=self._parameters.dtype,
-                slots=slots,
-                loss_scale=self.scaling.state,
-            )
-        )
+        self.prepare_save()
+        return image.encode(self._whole_state(self._parameters))
 
     def deserialize(self, data: bytes) -> None:
         """Take over the state that `serialize` returned, from this or another number of ranks, mesh or strategy.
@@ -314,7 +306,7 @@ class ShardedOptimizer:
         state, problem = None, None
         try:
             state = image.decode(data)
-            check_rule(self.rule, state.rule, state.slots)
+            self._check_state(state)
             if self._parameters is not None:
                 state.check_parameters(self._parameters.specs, self._parameters.dtype)
         except (ValueError, TypeError) as error:
@@ -326,8 +318,41 @@ class ShardedOptimizer:
         if self._parameters is None:
             self._restored = state
         else:
-            self._parameters.loss_scale = self.loss_scale
             self._restore(state)
+            self._prepare_step()
+
+    def prepare_save(self) -> None:
+        """Make the state one that can be saved, or go on on other ranks: no rank has anything that only it needs.
+
+        Call it before `run_state` where that is for a save.  Collective.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if a backward pass has begun to send compressed gradients of which no step was taken.
+        """
+        if self._parameters is not None and self._strategy.compressed is not None:
+            compressed, problem = self._strategy.compressed, None
+            if compressed.sending:
+                problem = ValueError(
+                    "compressed gradients of a backward pass are on their way, and what they leave out belongs to no "
+                    "step yet; take the step, or call parameters.reset_gradients(), before the state is saved"
+                )
+            self.world.agree(problem)
+            compressed.fold()
+
+    def mend(self) -> None:
+        """Make alike what should be alike on all ranks, after they have moved.  Collective."""
+
+    @property
+    def meets(self) -> bool:
+        """Whether the next update waits for the other data ranks.  The same on all ranks."""
+        return True
+
+    @property
+    def prepares_saves(self) -> bool:
+        """Whether `prepare_save` has something to do.  The same on all ranks."""
+        return self.config.compressor is not None
 
     def run_state(self) -> RunState:
         """What the run needs to go on: the live arrays, and the numbers.  Not collective.
@@ -341,6 +366,11 @@ class ShardedOptimizer:
             raise ValueError("there is no optimizer state before the first step")
         return RunState(self._parameters.specs, shards(self._strategy, self._slots), facts_of(self))
 
+    @property
+    def further_facts(self) -> dict[str, Any]:
+        """What `run_state` tells besides what all optimizers do."""
+        return {}
+
     def check_facts(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless this optimizer can go on with the state that these facts belong to."""
         check_rule(self.rule, facts.get("rule", "none"), facts.get("slots.json", ()))
@@ -352,7 +382,9 @@ class ShardedOptimizer:
         self.gradient_norm = float(facts.get("gradient_norm", math.nan))
         if "good_steps" in facts:
             self.scaling.restore((float(facts["loss_scale"]), int(facts["good_steps"])))
-        self._parameters.loss_scale = self.loss_scale
+        if self._strategy.compressed is not None:
+            self._strategy.compressed.forget(self._strategy.error_scale(float(facts["loss_scale"])))
+        self._prepare_step()
         self._parameters.reset_gradients()
         if self._parameters.sharded is not None:
             self._parameters.sharded.drop()
@@ -389,12 +421,38 @@ class ShardedOptimizer:
             self._restored = None
 
     def _restore(self, state: image.State) -> None:
+        strategy = self._strategy
         for name, slot in self._slots.items():
-            own = cut_whole(state.slots[name], self._strategy.parameters, self._strategy.own)
-            if arrays.is_device(slot):
-                arrays.copy_to_device(own, slot)
+            self._take_own(state.slots[name], strategy.own, slot)
+        if strategy.compressed is not None:
+            left = strategy.compressed.owned
+            if strategy.errors_kind in state.others:
+                self._take_own(state.others[strategy.errors_kind], strategy.error_ranges, left)
             else:
-                slot[...] = own
+                left[...] = 0
+            strategy.compressed.forget(scale=1.0)
+
+    def _take_own(self, whole: np.ndarray, ranges: Sequence[tuple[int, int]], target: Array) -> None:
+        """Fill a state array, which has these ranges of the flat parameters, from one of the whole model."""
+        own = cut_whole(whole, self._strategy.parameters, ranges)
+        if arrays.is_device(target):
+            arrays.copy_to_device(own, target)
+        else:
+            target[...] = own
+
+    def _whole_state(self, parameters: FlatParameters) -> image.State:
+        """All of the state, on every rank.  Collective."""
+        return image.State(
+            rule=type(self.rule).__name__,
+            configuration=self.rule.configuration(),
+            steps=self.steps,
+            skipped_steps=self.skipped_steps,
+            specs=parameters.specs,
+            dtype=parameters.dtype,
+            slots={name: self._whole(slot) for name, slot in self._slots.items()},
+            loss_scale=self.scaling.state,
+            others=self._whole_others(),
+        )
 
     def _whole(self, slot: Array) -> np.ndarray:
         """A state array of the whole model, on every rank.  Collective."""
@@ -403,11 +461,36 @@ class ShardedOptimizer:
         values = np.concatenate([np.empty(0, slot.dtype), *map(arrays.to_host, counted)])
         return gather_whole(self.world, strategy.parameters, strategy.counted, values)
 
+    def _whole_others(self) -> dict[str, np.ndarray]:
+        """Other arrays of the state, of the whole model, by kind.  Collective."""
+        compressed = self._strategy.compressed
+        if compressed is None:
+            return {}
+        left = arrays.to_host(compressed.owned) / compressed.scale
+        strategy = self._strategy
+        return {strategy.errors_kind: gather_whole(self.world, strategy.parameters, strategy.error_ranges, left)}
+
+    def _prepare_step(self) -> None:
+        """Let those who make and sum the gradients of the next step know what it takes."""
+        assert self._parameters is not None
+        self._parameters.loss_scale = self.loss_scale
+        self._strategy.compresses = self.steps >= self.config.compress_after
+        if self._strategy.compressed is not None:
+            self._strategy.compressed.rescale(self._strategy.error_scale(self.loss_scale))
+
     def _forget_gradients(self) -> None:
         self._passes = 0
         self._accumulated = None
 
     # -- checks -----------------------------------------------------------------------------------------------------
+
+    def _who_agrees(self) -> Axis | Team:
+        """The ranks that must agree on the arguments of `step` before it is taken."""
+        return self.world
+
+    def _check_state(self, state: image.State) -> None:
+        """Raise ValueError unless this optimizer can go on with a state."""
+        check_rule(self.rule, state.rule, state.slots)
 
     def _checked(
         self, parameters: Array | FlatParameters, gradients: Array | None, count: float | None

@@ -8,14 +8,15 @@ along the tree over the step's micro-batches (`mpishard.tree_sum`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpishard import array as arrays
+from mpishard.array import accumulate
 from mpishard.collectives import Axis
-from mpishard.gradients import Bucket, accumulate
+from mpishard.gradients import Bucket
 from mpishard.layout import counts, split
-from mpishard.pending import Pending
+from mpishard.pending import Exchange
 from mpishard.tree_sum import Deal, Node, add_by_tree, merges, nodes
 
 Array = Any
@@ -179,23 +180,3 @@ class OrderedSums:
         block = arrays.empty(size, self._like.dtype, like=self._like)
         self.nbytes += block.nbytes
         return block
-
-
-class Exchange:
-    """One bucket on its way to the owners of its parts, or from them; `wait` does the rest of the work."""
-
-    def __init__(self, pending: Pending, finish: Callable[[], Array]) -> None:
-        self._pending = pending
-        self._finish = finish
-
-    def test(self) -> bool:
-        """Whether all has arrived."""
-        return self._pending.test()
-
-    def abandon(self) -> None:
-        """As `Pending.abandon`."""
-        self._pending.abandon()
-
-    def wait(self) -> Array:
-        """Finish; returns the array that was to be filled.  Once only."""
-        return self._finish()

@@ -22,7 +22,7 @@ Range = tuple[int, int]
 
 
 def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
-    """Parameters and slots of this rank."""
+    """Parameters and slots of this rank, and what compression has left over of the sums that it owns."""
     parameters = strategy.parameters
     own = cut_holding(parameters.pieces, strategy.own)
     pairs = zip(strategy.own, strategy.counted, _starts(strategy.own), strict=True)
@@ -32,7 +32,13 @@ def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
     else:
         places = [start for start, _ in strategy.counted]
         values = Shard(PARAMETERS, parameters.flat, parameters.pieces, _counted(parameters, strategy.counted, places))
-    return (values, *(Shard(SLOT.format(name), slot, own, counted) for name, slot in slots.items()))
+    found = [values, *(Shard(SLOT.format(name), slot, own, counted) for name, slot in slots.items())]
+    if strategy.compressed is not None:
+        ranges = strategy.error_ranges
+        left = pieces_of_ranges(parameters.pieces, ranges, _starts(ranges))
+        counted = counted_pieces(left, parameters.specs, parameters.place)
+        found.append(Shard(strategy.errors_kind, strategy.compressed.owned, left, counted, required=False))
+    return tuple(found)
 
 
 def facts_of(optimizer: ShardedOptimizer) -> dict[str, Any]:
@@ -53,7 +59,7 @@ def facts_of(optimizer: ShardedOptimizer) -> dict[str, Any]:
         facts["good_steps"] = optimizer.scaling.good_steps
     if not math.isnan(optimizer.gradient_norm):
         facts["gradient_norm"] = optimizer.gradient_norm
-    return facts
+    return facts | optimizer.further_facts
 
 
 def check_rule(rule: Rule, saved: str, saved_slots: Collection[str]) -> None:

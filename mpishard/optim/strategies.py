@@ -18,16 +18,25 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from mpishard import array as arrays
-from mpishard.gradients import Bucket, GradientBuckets, accumulate
+from mpishard.array import accumulate
+from mpishard.collectives import Axis
+from mpishard.compression import PowerSGDCompressor
+from mpishard.gradients import Bucket, GradientBuckets
 from mpishard.layout import counts, split
-from mpishard.optim.compressed import CompressedSums
+from mpishard.optim.buckets import bucket_layout
+from mpishard.optim.compressed import PieceSums
 from mpishard.optim.configuration import ShardingConfiguration
-from mpishard.optim.ordered import Exchange, OrderedSums
+from mpishard.optim.error_feedback import CompressedSums
+from mpishard.optim.hierarchical import HierarchicalSums, node_axes
+from mpishard.optim.low_rank import LowRankSums
+from mpishard.optim.ordered import OrderedSums
 from mpishard.optim.replicas import Replicas
+from mpishard.optim.team import Team
 from mpishard.optim.tensor_norms import Part, parts_of
 from mpishard.parameters import FlatParameters
-from mpishard.pending import Pending
+from mpishard.pending import Exchange, Pending
 from mpishard.sharding import ShardedUnits
+from mpishard.state import GRADIENT_ERRORS
 
 Array = Any
 Range = tuple[int, int]
@@ -50,32 +59,36 @@ class Strategy(ABC):
         What sums over the data axis in the order of a fixed tree over the step's micro-batches, if it is to.
     compressed : CompressedSums or None
         What sends gradients compressed, if they are to be.
+    compresses : bool
+        Whether those of this step are.
+    team : Axis or Team
+        The ranks that take a step together: between them they have every element of the model once in `counted_parts`.
     own : list of (start, stop)
         Ranges of the flat parameters that this rank updates, ascending; its state arrays are these ranges end to end.
     counted : list of (start, stop)
         The part of each of these that this rank stands for among the ranks of the data axis.
     """
 
+    errors_kind: ClassVar[str] = GRADIENT_ERRORS
     gradients_on_demand: ClassVar[bool] = False
     shards_parameters: ClassVar[bool] = False
+    gathers_gradients: ClassVar[bool] = False
 
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
         self.mesh = mesh = config.mesh
         self.axis = mesh.data
+        self.team: Axis | Team = mesh.world
         self.overlap = config.overlap_communication
         self.ordered = OrderedSums(self.axis, parameters.like) if config.reproducible else None
-        self.compressed: CompressedSums | None = None
         Replicas(mesh, parameters).spread()
         self.attach(parameters)
-        # Slices of an uneven cut differ in size between tensor ranks, which sum partial gradients bucket by bucket:
-        # all of them cut buckets by the slices of the first.
-        first = replace(parameters.place, tensor_rank=0).holding(parameters.specs)
+        runs, sizes = bucket_layout(config, parameters, by_unit=self.shards_parameters)
         self.buckets = GradientBuckets(
             parameters.pieces,
             parameters.like,
             config.minimum_parameter_group_size,
-            runs=parameters.gradient_runs(by_unit=self.shards_parameters),
-            sizes=[piece.size for piece in first],
+            runs=runs,
+            sizes=sizes,
             reduce=self.reduce,
             settle=self.settle if config.reproducible else None,
             drain=self.drain,
@@ -87,10 +100,19 @@ class Strategy(ABC):
         self._pending: list[tuple[Bucket, Pending | Exchange]] = []
         if self.ordered is not None:
             self.buckets.on_reset.append(self.ordered.reset)
-        if config.compressor is not None:
-            own = [pieces[self.axis.rank] for pieces in self._counts]
-            self.compressed = CompressedSums(self.axis, config.compressor, parameters.size, own, parameters.like)
+        self.compresses = True
+        self.compressed = self._make_compressed(config, parameters)
+        if self.compressed is not None:
             self.buckets.on_reset.append(self.compressed.reset)
+
+    def _make_compressed(self, config: ShardingConfiguration, parameters: FlatParameters) -> CompressedSums | None:
+        """What sums compressed gradients, if anything is to.  Collective over the data axis."""
+        compressor = config.compressor
+        layout: dict[str, Any] = {"axis": self.axis, "buckets": self.buckets.buckets, "counts": self._counts}
+        layout |= {"like": parameters.like, "scale": parameters.loss_scale}
+        if isinstance(compressor, PowerSGDCompressor):
+            return LowRankSums(compressor, parameters.pieces, self.gathers_gradients, **layout)
+        return None if compressor is None else PieceSums(compressor, **layout)
 
     @classmethod
     def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
@@ -113,16 +135,7 @@ class Strategy(ABC):
             self.settle(bucket, gradient)
         for _, earlier in self._pending:
             earlier.test()  # MPI moves data only while it is called
-        pieces = self._counts[bucket.index]
-        transfer: Pending | Exchange
-        if self.ordered is not None:
-            partial = [*self.buckets.earlier(bucket), gradient]
-            transfer = self.ordered.start(bucket, partial, pieces, self.target(bucket, gradient))
-        elif self.compressed is not None:
-            transfer = self.compressed.start(bucket, gradient, pieces, self.target(bucket, gradient))
-        else:
-            transfer = self.start(bucket, gradient)
-        self._pending.append((bucket, transfer))
+        self._pending.append((bucket, self.start(bucket, gradient)))
         if not self.overlap:
             self.drain()
 
@@ -130,9 +143,19 @@ class Strategy(ABC):
         """Sum the gradient of a bucket over what is inside a data coordinate."""
         self.replicas.sum(bucket, gradient)
 
+    def start(self, bucket: Bucket, gradient: Array) -> Pending | Exchange:
+        """Start to sum the gradient of a bucket over the data axis."""
+        pieces = self._counts[bucket.index]
+        if self.ordered is not None:
+            partial = [*self.buckets.earlier(bucket), gradient]
+            return self.ordered.start(bucket, partial, pieces, self.target(bucket, gradient))
+        if self.compressed is not None and self.compresses:
+            return self.compressed.start(bucket, gradient, self.target(bucket, gradient))
+        return self.start_plain(bucket, gradient)
+
     @abstractmethod
-    def start(self, bucket: Bucket, gradient: Array) -> Pending:
-        """Start the collective that sums the gradient of a bucket."""
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Pending:
+        """The same by the one collective of MPI that does so."""
 
     @abstractmethod
     def target(self, bucket: Bucket, gradient: Array) -> Array:
@@ -154,11 +177,6 @@ class Strategy(ABC):
     def arrived(self, bucket: Bucket, result: Array) -> None:
         """Take in what the reduction of a bucket returned; here it may stay in the gradient buffer."""
         return
-
-    def keep_errors(self) -> None:
-        """The step is taken, and what compression has left of it goes into the next."""
-        if self.compressed is not None:
-            self.compressed.keep()
 
     @abstractmethod
     def gradients(self) -> list[Array]:
@@ -189,6 +207,20 @@ class Strategy(ABC):
         ranges = zip(owned, self.own, self.counted, strict=True)
         return [array[start - origin : stop - origin] for array, (origin, _), (start, stop) in ranges]
 
+    @property
+    def error_ranges(self) -> list[Range]:
+        """Ranges of the flat parameters that ``compressed.owned`` is of, end to end."""
+        return self.counted
+
+    def error_scale(self, loss_scale: float) -> float:
+        """What multiplies the errors where gradients are multiplied by this."""
+        return loss_scale
+
+    def keep_errors(self) -> None:
+        """The step is taken, and what compression has left of it goes into the next."""
+        if self.compressed is not None and self.compresses:
+            self.compressed.keep()
+
     @functools.cached_property
     def owned_parts(self) -> list[Part]:
         """The ranges in `own`, cut at tensors."""
@@ -196,7 +228,7 @@ class Strategy(ABC):
 
     @functools.cached_property
     def counted_parts(self) -> list[Part]:
-        """What this rank contributes to sums over the model: every logical element is on one rank of the world."""
+        """What this rank contributes to sums over the model: every logical element is on one rank of the team."""
         specs, place = self.parameters.specs, self.parameters.place
         return [part for part in self._parts(self.counted) if place.counts(specs[part.tensor])]
 
@@ -215,6 +247,8 @@ class Strategy(ABC):
 class DataParallel(Strategy):
     """DDP: every rank of the data axis holds everything; gradients are all-reduced."""
 
+    gathers_gradients = True
+
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
         super().__init__(config, parameters)
         for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True):
@@ -222,7 +256,26 @@ class DataParallel(Strategy):
             self.own.append((bucket.start, bucket.stop))
             self.counted.append((start, start + pieces[self.axis.rank]))
 
-    def start(self, bucket: Bucket, gradient: Array) -> Pending:
+    def _make_compressed(self, config: ShardingConfiguration, parameters: FlatParameters) -> CompressedSums | None:
+        compressor = config.compressor
+        axes = node_axes(self.mesh, config.hierarchical)
+        self.hierarchical: HierarchicalSums | None = None
+        if axes is None or isinstance(compressor, PowerSGDCompressor):
+            return super()._make_compressed(config, parameters)
+        buckets, scale = self.buckets.buckets, parameters.loss_scale
+        self.hierarchical = HierarchicalSums(axes, buckets, parameters.like, compressor, scale)
+        return self.hierarchical.compressed
+
+    @property
+    def error_ranges(self) -> list[Range]:
+        return self.counted if self.hierarchical is None else self.hierarchical.owned
+
+    def start(self, bucket: Bucket, gradient: Array) -> Pending | Exchange:
+        if self.hierarchical is not None:
+            return self.hierarchical.start(bucket, gradient)
+        return super().start(bucket, gradient)
+
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Pending:
         return self.axis.start_all_reduce(gradient, label="gradients")
 
     def target(self, bucket: Bucket, gradient: Array) -> Array:
@@ -230,16 +283,25 @@ class DataParallel(Strategy):
         return gradient[start - bucket.start : stop - bucket.start]
 
     def drain(self) -> None:
-        arriving = [bucket for bucket, _ in self._pending]
-        super().drain()
-        if self.ordered is not None or self.compressed is not None:
-            for gather in [self._start_gather(bucket) for bucket in arriving]:
+        pending = [(bucket, self.buckets.of_bucket(bucket), transfer) for bucket, transfer in self._pending]
+        self.complete(pending)
+        for bucket, _ in self._pending:
+            self.buckets.release(bucket)
+        self._pending.clear()
+
+    def complete(self, pending: Sequence[tuple[Bucket, Array, Pending | Exchange]]) -> None:
+        """Finish the sums that `start` began, of a bucket and its gradient each, in the gradients."""
+        arrived = [(bucket, gradient, transfer.wait()) for bucket, gradient, transfer in pending]
+        if self.hierarchical is not None:
+            self.hierarchical.complete(arrived, compresses=self.compresses)
+        elif self.ordered is not None or (self.compressed is not None and self.compresses):
+            for gather in [self._start_gather(bucket, gradient) for bucket, gradient, _ in arrived]:
                 gather.wait()
 
-    def _start_gather(self, bucket: Bucket) -> Pending | Exchange:
-        gradient, pieces = self.buckets.of_bucket(bucket), self._counts[bucket.index]
+    def _start_gather(self, bucket: Bucket, gradient: Array) -> Pending | Exchange:
+        pieces = self._counts[bucket.index]
         if self.compressed is not None:
-            return self.compressed.start_gather(bucket, gradient, pieces)
+            return self.compressed.start_gather(bucket, gradient)
         return self.axis.start_all_gather(gradient, counts=pieces, label="gradients")
 
     def gradients(self) -> list[Array]:
@@ -266,7 +328,7 @@ class ShardedState(Strategy):
             self.own.append((start, start + pieces[self.axis.rank]))
         self.counted = self.own
 
-    def start(self, bucket: Bucket, gradient: Array) -> Pending:
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Pending:
         return self.axis.start_reduce_scatter(gradient, counts=self._counts[bucket.index], label="gradients")
 
     def target(self, bucket: Bucket, gradient: Array) -> Array:

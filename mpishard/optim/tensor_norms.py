@@ -10,6 +10,7 @@ import numpy as np
 from mpishard import summation
 from mpishard.collectives import Axis
 from mpishard.layout import ParameterSpec, Piece
+from mpishard.optim.team import Team
 
 Array = Any
 Range = tuple[int, int]
@@ -57,11 +58,13 @@ def spans_of(parts: Sequence[Part]) -> list[Span]:
     return spans
 
 
-def norms(axis: Axis, specs: Sequence[ParameterSpec], parts: Sequence[Part], arrays: Sequence[Array]) -> list[float]:
+def norms(
+    axis: Axis | Team, specs: Sequence[ParameterSpec], parts: Sequence[Part], arrays: Sequence[Array]
+) -> list[float]:
     """The 2-norm of every tensor over all ranks, the same bits for any cut into parts.
 
     `parts` must name every element on exactly one rank of the axis; `arrays` has one array for each owned range.
-    Collective over `axis`, the world of a mesh.
+    Collective over `axis`, the team of a strategy.
     """
     tops = np.zeros(len(specs))
     for tensor, owned, start, stop in parts:

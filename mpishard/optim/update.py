@@ -18,7 +18,7 @@ def take_step(
 ) -> None:
     """Take step `step` along the gradients that the strategy has summed; `divisor` and `clip` as for `Rule.update`.
 
-    Collective over the mesh for rules that need norms of whole tensors, else not.
+    Collective over the strategy's team for rules that need norms of whole tensors, else not.
     """
     owned, gradients = strategy.values(), strategy.gradients()
     views = [strategy.state_views(slot) for slot in slots]
@@ -46,9 +46,9 @@ def _take_step_by_norms(
     for values, gradient, state, out in zip(owned, gradients, states, directions, strict=True):
         if values.size:
             rule.direction(values, gradient, state, step, divisor=divisor, clip=clip, out=out)
-    world, specs = strategy.mesh.world, strategy.parameters.specs
-    before = norms(world, specs, strategy.counted_parts, owned)
-    after = norms(world, specs, strategy.counted_parts, directions)
+    team, specs = strategy.team, strategy.parameters.specs
+    before = norms(team, specs, strategy.counted_parts, owned)
+    after = norms(team, specs, strategy.counted_parts, directions)
     for tensor, place, start, stop in strategy.owned_parts:
         ratio = rule.trust_ratio(before[tensor], after[tensor])
         rule.apply(owned[place][start:stop], directions[place][start:stop], step, ratio)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,7 +28,13 @@ Array = Any
 
 
 class Loop:
-    """One run of the training loop."""
+    """One run of the training loop.
+
+    Ranks meet in the steps in which their optimizer does.  Between them a rank knows its own loss only, and its wish to
+    stop waits.
+    """
+
+    meets_always: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -63,6 +69,11 @@ class Loop:
             )
         self.attach()
         self.losses: list[float] = []
+        # Whether ranks met in the last step; this rank's summed losses of steps before in which they did not, with the
+        # number of terms that all have together; and its strongest wish to stop since.
+        self.meets = True
+        self.untold: list[tuple[float, int]] = []
+        self.wished = 0
         self.checkpoints = checkpoints
         if checkpoints is not None:
             self.check(checkpoints)
@@ -187,10 +198,14 @@ class Loop:
         return self.optimizer.run_state().with_facts({**self.order(), **own}).with_facts(self.problem.facts)
 
     def save(self, last: bool) -> None:
-        """Save if it is time to."""
+        """Save if it is time to; after the last step all ranks are alike, saved or not."""
+        due = last or (self.checkpoints is not None and self.checkpoints.due(self.optimizer.clock))
+        if due:
+            self.tell_losses()
+            self.optimizer.prepare_save()
         if self.checkpoints is None:
             return
-        if last or self.checkpoints.due(self.optimizer.clock):
+        if due:
             self.checkpoints.save(self.state())
         if last:
             self.checkpoints.wait()
@@ -205,8 +220,13 @@ class Loop:
         self.optimizer.config.mesh.ledger.step = step
         self.batch = self.sampler.following(self.position, self.batch_size)
         losses, count = self.losses_and_gradient(self.batch)
-        self.axis.all_reduce(losses, label="loss")
-        loss = tree_sum(losses.tolist()) / count
+        self.meets = self.meets_always or self.optimizer.meets
+        if self.meets:
+            self.axis.all_reduce(losses, label="loss")
+            loss = tree_sum(losses.tolist()) / count
+        else:
+            self.untold.append((float(losses[0]), count))
+            loss = float(losses[0]) * self.axis.size / count
         factor = self.rate_factor
         rate = factor * self.optimizer.rule.learning_rate(self.optimizer.steps + 1)
         self.optimizer.update(count, rate_factor=factor)
@@ -309,10 +329,23 @@ class Loop:
 
     def decide(self, wish: int) -> str:
         """Why all ranks stop now, if they do."""
+        self.wished = max(self.wished, wish)
+        if not self.meets:
+            return self.why_stop(0)
+        self.tell_losses()
         if self.watching:
-            wishes = np.array([wish], np.int64)
-            wish = int(self.optimizer.world.all_reduce(wishes, op="max", label="control")[0])
-        return self.why_stop(wish)
+            wishes = np.array([self.wished], np.int64)
+            self.wished = int(self.optimizer.world.all_reduce(wishes, op="max", label="control")[0])
+        return self.why_stop(self.wished)
+
+    def tell_losses(self) -> None:
+        """Make the losses of steps in which ranks did not meet those of all ranks.  Collective."""
+        if self.untold:
+            sums = self.axis.all_reduce(np.array([loss for loss, _ in self.untold]), label="loss")
+            stop = len(self.losses) - (1 if self.meets else 0)
+            told = [loss / count for loss, (_, count) in zip(sums.tolist(), self.untold, strict=True)]
+            self.losses[stop - len(told) : stop] = told
+            self.untold.clear()
 
     def why_stop(self, wish: int) -> str:
         """Why to stop if this is the strongest wish of any rank; empty if there is no reason."""

@@ -28,7 +28,8 @@ class TrainingState:
     step : int
         Steps that the optimizer has behind it; they go on where a restored state stopped, and so do the samples.
     loss : float
-        Mean loss over the samples of this step, before its update.
+        Mean loss over the samples of this step, before its update; in steps in which ranks do not meet, as between the
+        averages of `LocalSGDOptimizer`, over those of this rank.
     learning_rate : float
         Of this step.
     gradient_norm : float

@@ -23,6 +23,7 @@ from mpishard import (
     ZeRO3Optimizer,
     nn,
 )
+from mpishard.compression import Int8Compressor
 from mpishard.data.sampling import Sampler, share
 
 STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]
@@ -313,11 +314,7 @@ def test_nonfinite_loss_gradients_end_the_loop_on_all_ranks(mesh, strategy):
 
 
 def test_sharded_model_and_rule_in_one_line_each(mesh, same_on_all):
-    for make in (
-        mpishard.as_distributed,
-        mpishard.as_distributed_for_high_bandwidth,
-        mpishard.as_distributed_for_low_bandwidth,
-    ):
+    for make in (mpishard.as_distributed, mpishard.as_distributed_for_high_bandwidth):
         model = make(gpt(), mesh)
         optimizer = make(SGD(lr=0.1), mesh)
         assert isinstance(optimizer, DDPOptimizer)
@@ -336,6 +333,30 @@ def test_sharded_model_and_rule_in_one_line_each(mesh, same_on_all):
         shards = mesh.world.comm.allgather(model.local_parameter_shard)
         assert np.array_equal(np.concatenate(shards), model.parameters.flat)
         assert same_on_all(model.gather_full_parameters())
+
+
+def test_low_bandwidth_is_local_sgd_with_compressed_averages(mesh, same_on_all):
+    model = mpishard.as_distributed_for_low_bandwidth(gpt(), mesh)
+    optimizer = mpishard.as_distributed_for_low_bandwidth(AdamW(lr=0.01), mesh, max_gradient_norm=0.5)
+    assert isinstance(model, mpishard.ShardedModel)
+    assert isinstance(optimizer, mpishard.LocalSGDOptimizer)
+    config = optimizer.config
+    assert (optimizer.sync_every, config.hierarchical, config.max_gradient_norm) == (8, True, 0.5)
+    assert config.compressor == Int8Compressor()
+    task = OptimizationProblem.for_model(
+        model.model,
+        lambda samples: (TOKENS[samples, :-1], TOKENS[samples, 1:]),
+        samples=45,
+        batch_size=15,
+        steps=20,
+        tokens_per_sample=TOKENS.shape[1] - 1,
+    )
+    result = optimizer.optimize(task, progress=False)
+    assert same_on_all(model.gather_full_parameters())
+    assert result.loss_history[-1] < result.loss_history[0]
+    assert optimizer.outer_steps == 3  # after 8 steps, 16, and the last
+    high = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh)
+    assert (high.compressor, high.hierarchical, high.sync_every) == (None, False, 1)
 
 
 @pytest.mark.parametrize("thing", [3, "model", None, np.zeros(3)])

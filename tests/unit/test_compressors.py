@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
+import standin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpishard import array as arrays
 from mpishard.compression import (
     BFloat16Compressor,
     Float16Compressor,
     Int8Compressor,
+    PieceCompressor,
     SignCompressor,
     TopKCompressor,
 )
@@ -44,6 +48,134 @@ def sent(compressor, values):
 def random(size, dtype, seed=0):
     generator = np.random.default_rng(seed)
     return (generator.standard_normal(size) * np.exp(generator.standard_normal(size))).astype(dtype)
+
+
+def special(size, dtype):
+    """Numbers of all kinds, in runs and mixed: not finite, zeros, not normal, rounded up, too large, equal."""
+    limits = np.finfo(np.float16), np.finfo(np.float32), np.finfo(dtype)
+    kinds = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 65519.0, 65520.0, 1 + 2**-11, 1 + 2**-11 + 2**-20, -1 - 2**-8]
+    kinds += [
+        sign * getattr(kind, name) for kind in limits for name in ("tiny", "smallest_subnormal") for sign in (1, -3)
+    ]
+    kinds += [kind.max for kind in limits] + [1.0] * 5
+    values = random(size, dtype)
+    where = np.random.default_rng(1).random(size) < 0.4
+    where[: size // 4] = False
+    with np.errstate(over="ignore"):
+        values[where] = np.random.default_rng(2).choice(np.array(kinds, dtype), int(where.sum()))
+    values[size // 2 : size // 2 + 16] = 0
+    values[size // 2 + 16 : size // 2 + 32] = (
+        np.finfo(np.float32).smallest_subnormal * np.arange(16)[: values[size // 2 + 16 :].size]
+    )
+    return values
+
+
+def on_device(host):
+    device = standin.empty(host.shape, host.dtype)
+    arrays.copy_to_device(host, device)
+    return device
+
+
+MANY = [*ALL, SignCompressor(block=5), SignCompressor(block=1), SignCompressor(), Int8Compressor(block=1)]
+each_of_many = pytest.mark.parametrize("compressor", MANY, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+each_size = pytest.mark.parametrize("size", [0, 1, 5, 64, 1003])
+
+
+def filled(make, size, dtype, compressor):
+    values = make(size, dtype)
+    return values, np.full(compressor.nbytes(size, values.dtype), 77, np.uint8)
+
+
+@each_of_many
+@each_dtype
+@each_size
+@pytest.mark.parametrize("make", [random, special])
+@np.errstate(all="ignore")
+def test_device_and_host_make_the_same_of_it(compressor, make, dtype, size):
+    """The same bytes, and the same bits of these, what is left, and sums.  The wire begins at an odd word."""
+    values, wire = filled(make, size, dtype, compressor)
+    whole = on_device(np.full(wire.size + 4, 77, np.uint8))
+    device_values, device_wire = on_device(values), whole[4:]
+    compressor.compress(values, wire)
+    compressor.compress(device_values, device_wire)
+    assert arrays.to_host(whole).tobytes() == bytes([77] * 4) + wire.tobytes()
+    assert arrays.to_host(device_values).tobytes() == values.tobytes()
+    for function in (compressor.decompress, compressor.add):
+        found = random(size, dtype, seed=3)
+        device_found = on_device(found)
+        function(wire, found)
+        function(device_wire, device_found)
+        np.testing.assert_array_equal(arrays.to_host(device_found), found, strict=True)
+    rest, device_rest, again = np.empty(size, dtype), on_device(np.empty(size, dtype)), np.full_like(wire, 77)
+    compressor.split(values, again, rest)
+    compressor.split(device_values, device_wire, device_rest)
+    assert arrays.to_host(device_wire).tobytes() == again.tobytes() == wire.tobytes()
+    np.testing.assert_array_equal(arrays.to_host(device_rest), rest, strict=True)
+
+
+@each_of_many
+@each_dtype
+@pytest.mark.parametrize("make", [random, special])
+def test_one_pass_is_as_good_as_two(compressor, make, dtype):
+    values, wire = filled(make, 1001, dtype, compressor)
+    rest, total, other = np.empty_like(values), random(values.size, dtype, seed=3), np.empty_like(values)
+    sums = total.copy()
+    compressor.split(values, wire, rest)
+    compressor.add(wire, total)
+    PieceCompressor.split(compressor, values, wire, other)
+    PieceCompressor.add(compressor, wire, sums)
+    np.testing.assert_array_equal(rest, other)
+    np.testing.assert_array_equal(total, sums)
+
+
+@pytest.mark.parametrize("make", [random, special])
+@pytest.mark.parametrize(
+    ("compressor", "dtype"), [(Float16Compressor(), np.float16), (BFloat16Compressor(), ml_dtypes.bfloat16)], ids=str
+)
+def test_casts_round_as_others_do(compressor, dtype, make):
+    values = make(10_000, np.float32)
+    if dtype == np.float16:
+        values = np.where(np.isinf(values), values, values.clip(-65504, 65504))
+    np.testing.assert_array_equal(sent(compressor, values), values.astype(dtype).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("compressor", "dtype"), [(Float16Compressor(), np.float16), (BFloat16Compressor(), ml_dtypes.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("wide", [np.float32, np.float64])
+@np.errstate(invalid="ignore")
+def test_all_halves_arrive(compressor, dtype, wide):
+    every = np.arange(1 << 16, dtype=np.uint16).view(dtype).astype(wide)
+    np.testing.assert_array_equal(sent(compressor, every), every)
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.01, 0.3])
+@pytest.mark.parametrize("kind", ["random", "zeros", "sparse", "equal", "rows", "nan"])
+@each_dtype
+def test_top_k_counts_exactly_however_they_lie(kind, fraction, dtype):
+    """More elements than its sample has."""
+    size = 100_003
+    values = random(size, dtype)
+    if kind != "random":
+        values *= {"zeros": 0, "sparse": np.arange(size) % 400 == 7, "rows": 1.0 + 99 * (np.arange(size) % 7 == 0)}.get(
+            kind, 1
+        )
+    if kind == "equal":
+        values = np.copysign(dtype(2), values)
+    if kind == "nan":
+        values[5000:90_000] = np.nan
+    compressor = TopKCompressor(fraction)
+    wire = np.zeros(compressor.nbytes(size, values.dtype), np.uint8)
+    compressor.compress(values, wire)
+    count = compressor.count(size)
+    ordered = np.argsort(np.where(np.isnan(values), -np.inf, -np.abs(values)), kind="stable")
+    np.testing.assert_array_equal(wire[: 4 * count].view(np.uint32), np.sort(ordered[:count]))
+
+
+def test_eight_bits_of_numbers_that_are_not_normal():
+    values = np.arange(-127, 128, dtype=np.float32) * np.finfo(np.float32).smallest_subnormal * 5
+    np.testing.assert_array_equal(sent(Int8Compressor(), values), values)
 
 
 @each

@@ -18,13 +18,15 @@ SPECS = (ParameterSpec("a/b", (3, 5)), ParameterSpec("none", (0, 2)), ParameterS
 def state(**changes):
     slots = {"exp_avg": np.linspace(-1, 1, 16), "exp_avg_sq": np.linspace(0, 1, 16)}
     facts = {"rule": "AdamW", "configuration": {"lr": 0.1}, "steps": 7, "skipped_steps": 1, "loss_scale": (2.0, 3)}
+    facts |= {"outer_rule": "SGD", "outer_steps": 2, "others": {"outer/momentum_buffer": np.linspace(2, 3, 16)}}
     return State(**{**facts, "specs": SPECS, "dtype": np.dtype(np.float64), "slots": slots, **changes})
 
 
 def same(one, other):
-    plain = ("rule", "configuration", "steps", "skipped_steps", "dtype", "loss_scale", "specs")
-    return all(getattr(one, name) == getattr(other, name) for name in plain) and all(
-        np.array_equal(one.slots[name], other.slots[name]) for name in {*one.slots, *other.slots}
+    plain = ("rule", "configuration", "steps", "skipped_steps", "dtype", "loss_scale", "specs", "outer_rule")
+    return all(getattr(one, name) == getattr(other, name) for name in (*plain, "outer_steps")) and all(
+        mine.keys() == theirs.keys() and all(np.array_equal(mine[name], theirs[name]) for name in mine)
+        for mine, theirs in ((one.slots, other.slots), (one.others, other.others))
     )
 
 
@@ -58,7 +60,8 @@ def mutated(data, other, random):
 def test_mutated_images_are_refused_or_read_as_they_were():
     whole = state()
     data = encode(whole)
-    other = encode(state(steps=8, slots={name: -slot for name, slot in whole.slots.items()}))
+    changed = {which: {name: -slot for name, slot in getattr(whole, which).items()} for which in ("slots", "others")}
+    other = encode(state(steps=8, **changed))
     random = np.random.default_rng(0)
     refused = 0
     for _ in range(10_000):
@@ -122,6 +125,8 @@ def virtual(h5):
         replace("shapes", data=["[3, 5]", "[0, 2]", "[-1]"], dtype=h5py.string_dtype()),
         replace("shapes", data=["[1000000, 10000000000]", "[0, 2]", "[]"], dtype=h5py.string_dtype()),
         replace("slots", data=1.0),
+        replace("others", data=1.0),
+        replace("others/outer%2Fmomentum_buffer/a%2Fb", data=np.zeros((5, 3))),
         replace("slots/exp_avg", data=1.0),
         replace("slots/exp_avg/%2E"),
         replace("slots/exp_avg/a%2Fb", data=np.zeros((5, 3))),
@@ -134,6 +139,7 @@ def virtual(h5):
         set_attribute("dtype", "no dtype"),
         set_attribute("steps", "seven"),
         set_attribute("steps", np.arange(3)),
+        set_attribute("outer_steps", "two"),
         set_attribute("loss_scale", "large"),
         set_attribute("configuration", "{"),
         lambda h5: h5.attrs.__delitem__("rule"),

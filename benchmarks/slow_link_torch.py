@@ -1,0 +1,108 @@
+"""What slow_link.py measures, in PyTorch: one rank of a DDP run over gloo, with its communication hooks.
+
+    RANK=0 WORLD_SIZE=4 MASTER_ADDR=h1 MASTER_PORT=29500 python benchmarks/slow_link_torch.py KIND FOLDER STEPS TARGET
+
+The samples of each step are in FOLDER; the ranks' losses, which DDP does not need, are averaged every few steps.  Rank
+0 prints the result as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from slow_link import BETAS, CLIP, CONTEXT, HEADS, LAYERS, LEARNING_RATE, VOCABULARY, WARM_UP, WIDTH, Record
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn import functional
+
+TOLD_EVERY = 10  # steps
+INITIAL = 0.02  # standard deviation
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.expand, self.contract = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        return x + self.contract(functional.gelu(self.expand(self.mlp_norm(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """As `mpishard.nn.GPT`, and with initial values of the same distribution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for name, values in self.named_parameters():
+            if values.ndim == 2:
+                residual = name.endswith(("output.weight", "contract.weight"))
+                nn.init.normal_(values, std=INITIAL / (2 * LAYERS) ** 0.5 if residual else INITIAL)
+            elif name.endswith("bias"):
+                nn.init.zeros_(values)
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+def main() -> None:
+    kind, folder, steps, target = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    samples = np.load(Path(folder, "batches.npy"))
+    own = torch.from_numpy(np.array_split(samples, ranks, axis=1)[rank].astype(np.int64))
+    # A limit that is given holds for the first bucket too, so that there is one.  Of two, the hook for PowerSGD starts
+    # the sums as they come, in another order on each rank, and gloo hangs or fails (PyTorch 2.13).
+    limits = {"bucket_cap_mb": 25} if kind == "torch-power-sgd" else {}
+    model = nn.parallel.DistributedDataParallel(GPT(), gradient_as_bucket_view=True, **limits)
+    if kind == "torch-float16":
+        model.register_comm_hook(None, fp16_compress_hook)
+    if kind == "torch-power-sgd":
+        state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
+        model.register_comm_hook(state, powerSGD_hook)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / WARM_UP))
+    record = Record(target)
+    dist.barrier()
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        logits = model(own[step, :, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), own[step, :, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        record.note(float(loss.detach()))
+        if (step + 1) % TOLD_EVERY == 0:
+            told = torch.tensor(record.losses[-TOLD_EVERY:])
+            dist.all_reduce(told)
+            record.losses[-TOLD_EVERY:] = (told / ranks).tolist()
+            if any(record.is_reached(step + 1 - earlier) for earlier in range(TOLD_EVERY)):
+                break
+    if rank == 0:
+        blas = f"torch {torch.__version__}, {torch.get_num_threads()} thread(s)"
+        print(json.dumps(record.result() | {"blas": blas}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Compressed gradients in memory that the host cannot touch: the same training as with NumPy arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import standin
+from steps import STRATEGIES
+
+from mpishard import AdamW, FlatParameters, ParameterSpec, ShardingConfiguration
+from mpishard import array as arrays
+from mpishard.compression import (
+    BFloat16Compressor,
+    Float16Compressor,
+    Int8Compressor,
+    PowerSGDCompressor,
+    SignCompressor,
+    TopKCompressor,
+)
+
+COMPRESSORS = [
+    Float16Compressor(),
+    BFloat16Compressor(),
+    Int8Compressor(block=16),
+    SignCompressor(block=12),
+    TopKCompressor(0.05),
+]
+SIZE, STEPS = 211, 6
+
+
+def on_device(host, kind):
+    device = standin.empty(host.shape, host.dtype, kind=kind)
+    arrays.copy_to_device(host, device)
+    return device
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "kind", "dtype"),
+    [(STRATEGIES[0], standin.DeviceArray, np.float64), (STRATEGIES[2], standin.AwareArray, np.float32)],
+)
+def test_the_same_as_on_the_host(mesh, strategy, compressor, dtype, kind):
+    """Several buckets, uneven parts; a step whose gradient is not finite is skipped."""
+    found = []
+    for place in (np.copy, lambda host: on_device(host, kind)):
+        configuration = ShardingConfiguration(
+            mesh, gradient_compressor=compressor, minimum_parameter_group_size=50, nonfinite_gradients="skip"
+        )
+        optimizer = strategy(AdamW(lr=0.01), configuration)
+        parameters = place(np.ones(SIZE, dtype))
+        for step in range(STEPS):
+            gradient = np.random.default_rng([step, mesh.rank]).standard_normal(SIZE).astype(dtype)
+            if step == 3 and mesh.rank == mesh.size - 1:
+                gradient[17] = np.inf
+            optimizer.step(parameters, place(gradient))
+        assert optimizer.skipped_steps == 1
+        found.append(arrays.to_host(parameters))
+    np.testing.assert_array_equal(*found)
+    assert (found[0] != 1).all()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [(STRATEGIES[0], standin.DeviceArray), (STRATEGIES[2], standin.AwareArray)]
+)
+def test_products_of_thin_matrices(mesh, strategy, kind):
+    """PowerSGD, whose products are those of the arrays' own library."""
+    specs = [ParameterSpec("matrix", (12, 10)), ParameterSpec("vector", (SIZE - 120,))]
+    found = []
+    for place in (np.copy, lambda host: on_device(host, kind)):
+        configuration = ShardingConfiguration(mesh, gradient_compressor=PowerSGDCompressor(2))
+        optimizer, parameters = strategy(AdamW(lr=0.01), configuration), place(np.ones(SIZE))
+        named = FlatParameters.over(parameters, specs)
+        optimizer.bind(named)
+        for step in range(STEPS):
+            optimizer.step(named, place(np.random.default_rng([step, mesh.rank]).standard_normal(SIZE)))
+        found.append(arrays.to_host(parameters))
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-12)
+    assert (found[0] != 1).all()
