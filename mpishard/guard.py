@@ -132,7 +132,7 @@ class Watchdog:
         self._replies: dict[int, str] = {}
         self._sends: list[Any] = []
         self._thread: threading.Thread | None = None
-        self._witness = Witness(comm) if comm.size > 1 else None
+        self._witness = Witness.over(comm) if comm.size > 1 else None
         if comm.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._thread = threading.Thread(target=self._run, name="mpishard-watchdog", daemon=True)
             self._thread.start()

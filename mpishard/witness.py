@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import ClassVar
 
 from mpi4py import MPI
 
@@ -43,21 +44,36 @@ sys.exit(f"mpishard: rank {who} of {size} (process {process} on {host}) has died
 """
 
 
-# Process numbers of the witnesses of this node that are on duty.
-_on_duty: set[int] = set()
-
-
 def silence_witnesses() -> None:
     """The job is about to be ended by this rank, which has said why: what dies now is no news.  Not collective."""
-    for number in _on_duty:
-        with contextlib.suppress(OSError):
-            os.kill(number, signal.SIGKILL)
+    for witness in Witness._on_duty:
+        if witness._number:
+            with contextlib.suppress(OSError):
+                os.kill(witness._number, signal.SIGKILL)
 
 
 class Witness:
-    """Watches the ranks of `comm` that share a node with this one.  Creation is collective."""
+    """Watches the ranks of `comm` that share a node with this one.  Get one by `Witness.over`."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    _on_duty: ClassVar[list[Witness]] = []
+
+    @classmethod
+    def over(cls, comm: MPI.Intracomm) -> Witness:
+        """The one on duty for these ranks, or a new one: to start a process takes longer than to make a mesh.
+
+        Whoever gets it dismisses and closes it.  Collective, as `dismiss` and `close` are, and in one order.
+        """
+        group = comm.Get_group()
+        for known in cls._on_duty:
+            if MPI.Group.Compare(group, known._group) == MPI.IDENT:
+                group.Free()
+                known._users += 1
+                return known
+        return cls(comm, group)
+
+    def __init__(self, comm: MPI.Intracomm, group: MPI.Group) -> None:
+        self._group, self._users = group, 1
+        self._on_duty.append(self)
         node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -67,7 +83,6 @@ class Witness:
                 address, number = self._start(comm.size, node.size)
         address, self._number = node.bcast((address, number))
         if self._number:
-            _on_duty.add(self._number)
             with contextlib.suppress(OSError):
                 self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 self._socket.connect(address)
@@ -91,8 +106,13 @@ class Witness:
             return listener.getsockname(), self._process.pid
 
     def dismiss(self) -> None:
-        """Deaths are no longer news.  Ranks may end once all of them have come to a barrier after this."""
-        _on_duty.discard(self._number)
+        """Deaths are no longer news to this user.  Ranks may end once all have come to a barrier after this."""
+        self._users -= 1
+        if self._users:
+            return
+        self._on_duty.remove(self)
+        if not MPI.Is_finalized():
+            self._group.Free()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -100,6 +120,6 @@ class Witness:
 
     def close(self) -> None:
         """Let go of the socket, after that barrier."""
-        if self._socket is not None:
+        if not self._users and self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ import pytest
 HERE = Path(__file__).parent
 AFTER_FAILURE = 20.0  # seconds that the other ranks get to reach the agreement once one has failed
 QUIET = 2.0  # seconds after which a failed rank that is still alone says so itself
+WHOLE = 3  # ranks at which all variants of a test run: the number that finds most
+SHARE = 3  # elsewhere one of so many does
 
 # Ranks must draw the same examples, and a run must be repeatable.
 hypothesis.settings.register_profile("mpishard", derandomize=True, database=None, deadline=None)
@@ -36,10 +39,13 @@ class Agreement:
     """A pytest plugin for runs on several ranks: each phase of a test has one outcome, the worst of all."""
 
     def __init__(self, config: pytest.Config, world: Any) -> None:
+        from mpishard.witness import Witness
+
         self.world = world.Dup()  # a communicator of its own: a test's leftovers cannot match its messages
         self.rank, self.size = world.rank, world.size
         self.limit = float(config.getini("faulthandler_timeout") or 120)
         self.collection_errors: list[str] = []
+        self.witness = Witness.over(world)  # on duty for all meshes of these ranks, which need not start theirs
         # The true stderr; later, pytest captures file descriptor 2.
         self.stderr = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
 
@@ -103,6 +109,7 @@ class Agreement:
     def pytest_unconfigure(self) -> None:
         # Open MPI ends the job at the first rank that exits with an error: let rank 0 have its say first.
         sys.stdout.flush()
+        self.witness.dismiss()
         request, start = self.world.Ibarrier(), time.monotonic()
         while not request.Test() and time.monotonic() - start < AFTER_FAILURE:
             time.sleep(0.001)
@@ -114,6 +121,7 @@ def with_mpi(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"every_variant: its variants follow the ranks, or need more than {WHOLE}")
     if with_mpi(config):
         from mpi4py import MPI
 
@@ -134,8 +142,36 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return lines
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = f"all variants of a test at any number of ranks, not at {WHOLE} alone"
+    parser.addoption("--every-variant", action="store_true", help=text)
+
+
+def chosen(items: list[pytest.Item], ranks: int) -> set[str]:
+    """Of each test in ``tests/mpi`` the variants that so many ranks run, at least one: others at other numbers.
+
+    By a hash of their names, since a fixed stride would leave out whole values of a parameter.
+    """
+    variants: dict[str, list[str]] = {}
+    for item in items:
+        apart = HERE / "mpi" not in item.path.parents or item.get_closest_marker("every_variant")
+        variants.setdefault(item.nodeid if apart else item.nodeid.partition("[")[0], []).append(item.nodeid)
+    return {
+        name
+        for names in variants.values()
+        for name in sorted(names, key=lambda name: zlib.crc32(f"{ranks} {name}".encode()))[: -(-len(names) // SHARE)]
+    }
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if with_mpi(config) and not config.getoption("--every-variant"):
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.size != WHOLE:
+            kept = chosen(items, MPI.COMM_WORLD.size)
+            config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+            items[:] = [item for item in items if item.nodeid in kept]
     for item in items:
         if HERE / "mpi" in item.path.parents:
             item.add_marker(pytest.mark.mpi)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 TESTS = Path(__file__).parents[1]
-KILLS = 10  # of each of the five runs
+KILLS = 5  # of each of the five runs
 LONGEST_S = 0.2  # to the kill; a save takes about a tenth of it
 
 # Loads, looks at every value, and saves over and over until a process outside kills one rank.  The time to the kill

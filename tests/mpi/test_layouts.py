@@ -8,6 +8,7 @@ import grid
 import pytest
 from mpi4py import MPI
 
+pytestmark = pytest.mark.every_variant
 SIZE = MPI.COMM_WORLD.size
 # Many ranks on few cores take long over a step; `tests/grid.py` takes all of them everywhere.
 STEPS = grid.STEPS if SIZE <= 4 else 10

@@ -6,6 +6,7 @@ import moves
 import pytest
 from mpi4py import MPI
 
+pytestmark = pytest.mark.every_variant
 SIZE = MPI.COMM_WORLD.size
 POSSIBLE = [layout for layout in moves.LAYOUTS if layout.ranks <= SIZE]
 LARGEST = max(POSSIBLE, key=lambda layout: (layout.ranks, layout.pipeline))

@@ -166,6 +166,7 @@ def test_a_model_of_ones_own_loop_adds_by_data_rank(mesh):
         optimizer.step(parameters)
 
 
+@pytest.mark.every_variant
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_number_of_data_ranks_does_not_matter_to_tensor_and_pipeline_ranks(comm, strategy):
