@@ -169,8 +169,9 @@ def main() -> int:
             seed=options.seed,
         )
         folder = options.output / "checkpoints"
+        record = mpishard.RunRecord(options.output, mesh)
         with mpishard.Checkpoints(folder, mesh, every=options.checkpoint_every, asynchronous=True) as checkpoints:
-            result = optimizer.optimize(problem, checkpoints=checkpoints, resume=options.resume)
+            result = optimizer.optimize(problem, checkpoints=checkpoints, resume=options.resume, record=record)
 
         loss = held_out_loss(mesh, model, held_out, count=256)
         parameters = mpishard.as_distributed(model, mesh).gather_full_parameters()

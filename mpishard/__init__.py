@@ -40,6 +40,7 @@ from mpishard.optim import (
 from mpishard.optim.schedules import constant, cosine, inverse_square_root, linear, warmup
 from mpishard.parameters import FlatParameters
 from mpishard.pending import Pending
+from mpishard.record import RunRecord
 from mpishard.reshard import reshard_state
 from mpishard.saving import load_checkpoint, save_checkpoint
 from mpishard.training import OptimizationProblem, OptimizationResult, TrainingState
@@ -72,6 +73,7 @@ __all__ = [
     "ParameterSpec",
     "Pending",
     "RMSprop",
+    "RunRecord",
     "ShardedModel",
     "ShardingConfiguration",
     "TrainingState",

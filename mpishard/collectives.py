@@ -174,7 +174,9 @@ class Axis:
         finally:
             ledger.active = None
         sent = all_reduce_elements(buffer.size, self.size, self.rank) * buffer.itemsize
-        ledger.enter(call, sent, time.perf_counter() - call[0])
+        seconds = time.perf_counter() - call[0]
+        ledger.seconds += seconds
+        ledger.enter(call, sent, seconds)
         return buffer
 
     def start_all_reduce(self, buffer: Array, out: Array | None = None, op: str = "sum", *, label: str = "") -> Pending:
@@ -282,7 +284,9 @@ class Axis:
             values = self.comm.allgather(value)
         finally:
             self.ledger.active = None
-        self.ledger.enter(call, 0, time.perf_counter() - call[0])
+        seconds = time.perf_counter() - call[0]
+        self.ledger.seconds += seconds
+        self.ledger.enter(call, 0, seconds)
         return values
 
     def agree(self, problem: Exception | None) -> None:

@@ -73,11 +73,14 @@ class Ledger:
         The fields of the `Call` in which this rank may be waiting now; read by the watchdog from another thread.
     step : int
         The training step under way, for messages.
+    seconds : float
+        Time spent inside all calls until now, those too that have only begun; whoever makes a call adds to it.
     """
 
     def __init__(self) -> None:
         self.active: tuple[Any, ...] | None = None
         self.step = 0
+        self.seconds = 0.0
         self._entries: list[tuple[tuple[Any, ...], int, float]] = []
         self._summed = 0
         self._totals: dict[tuple[str, str, str], Total] = {}

@@ -40,6 +40,7 @@ class Pending:
         self._read = read
         self._result: Array = None
         self._started_s = time.perf_counter() - call[0]
+        ledger.seconds += self._started_s
 
     def test(self) -> bool:
         """Whether `wait` would return at once."""
@@ -67,7 +68,9 @@ class Pending:
                 self._read = ()
             finally:
                 self._ledger.active = None
-            self._ledger.enter(call, self._sent, self._started_s + time.perf_counter() - began)
+            waited = time.perf_counter() - began
+            self._ledger.seconds += waited
+            self._ledger.enter(call, self._sent, self._started_s + waited)
         return self._result
 
 

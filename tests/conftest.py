@@ -24,7 +24,7 @@ import pytest
 HERE = Path(__file__).parent
 AFTER_FAILURE = 20.0  # seconds that the other ranks get to reach the agreement once one has failed
 QUIET = 2.0  # seconds after which a failed rank that is still alone says so itself
-WHOLE = 3  # ranks at which all variants of a test run: the number that finds most
+WHOLE = 3  # ranks at which, under MPICH, all variants of a test run: the number that finds most
 SHARE = 3  # elsewhere one of so many does
 
 # Ranks must draw the same examples, and a run must be repeatable.
@@ -143,12 +143,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = f"all variants of a test at any number of ranks, not at {WHOLE} alone"
+    text = f"all variants of a test at any number of ranks, not at {WHOLE} under MPICH alone"
     parser.addoption("--every-variant", action="store_true", help=text)
 
 
-def chosen(items: list[pytest.Item], ranks: int) -> set[str]:
-    """Of each test in ``tests/mpi`` the variants that so many ranks run, at least one: others at other numbers.
+def chosen(items: list[pytest.Item], where: str) -> set[str]:
+    """Of each test in ``tests/mpi`` the variants that run `where` (an MPI and its ranks), at least one: others elsewhere.
 
     By a hash of their names, since a fixed stride would leave out whole values of a parameter.
     """
@@ -159,7 +159,7 @@ def chosen(items: list[pytest.Item], ranks: int) -> set[str]:
     return {
         name
         for names in variants.values()
-        for name in sorted(names, key=lambda name: zlib.crc32(f"{ranks} {name}".encode()))[: -(-len(names) // SHARE)]
+        for name in sorted(names, key=lambda name: zlib.crc32(f"{where} {name}".encode()))[: -(-len(names) // SHARE)]
     }
 
 
@@ -168,8 +168,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if with_mpi(config) and not config.getoption("--every-variant"):
         from mpi4py import MPI
 
-        if MPI.COMM_WORLD.size != WHOLE:
-            kept = chosen(items, MPI.COMM_WORLD.size)
+        library, ranks = MPI.get_vendor()[0], MPI.COMM_WORLD.size
+        if (library, ranks) != ("MPICH", WHOLE):
+            kept = chosen(items, f"{library} {ranks}")
             config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
             items[:] = [item for item in items if item.nodeid in kept]
     for item in items:

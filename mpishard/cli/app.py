@@ -10,6 +10,7 @@ import typer
 from mpishard.cli.bench import bench
 from mpishard.cli.checkpoint import convert, diff, export, import_, inspect, verify
 from mpishard.cli.estimate import estimate
+from mpishard.cli.plot import plot
 from mpishard.cli.resize import resize
 from mpishard.cli.run import run
 from mpishard.cli.schedule import schedule
@@ -25,6 +26,7 @@ app.command()(estimate)
 app.command()(bench)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(resize)
+app.command()(plot)
 app.command()(inspect)
 app.command()(verify)
 app.command()(convert)

@@ -38,6 +38,7 @@ from mpishard.guard import die, fail_alone
 from mpishard.optim import ShardedOptimizer
 from mpishard.optim.run_state import facts_of
 from mpishard.progress import Progress
+from mpishard.record import RunRecord
 from mpishard.reshard import reshard_state
 from mpishard.state import RunState
 from mpishard.threads import own_cores
@@ -81,14 +82,16 @@ class ElasticLoop(Loop):
         watching: bool,
         checkpoints: Checkpoints | None,
         resume: bool,
+        record: RunRecord | None = None,
     ) -> None:
         # Alone until it meets the crew, which has the state, and shows how far it is.
         self.comes = newcomer = is_newcomer()
+        self.begins = not newcomer
         fail_alone(newcomer and heals_in_place())
         ElasticLoop.runs += 1
         scaling = Scaling(elastic.scaling, max(1, min(elastic.agreed_size, elastic.current_workers)))
         shown, resume = progress and not newcomer, resume and not newcomer
-        super().__init__(problem, optimizer, callback, shown, watching, checkpoints, resume, scaling)
+        super().__init__(problem, optimizer, callback, shown, watching, checkpoints, resume, record, scaling)
         self.shows = progress
         self.elastic = elastic
         self.mesh = elastic.mesh
@@ -304,7 +307,8 @@ class ElasticLoop(Loop):
 
     def _commit(self) -> None:
         assert self.ready is not None
-        self._committed().commit()
+        with self.phase("commit"):
+            self._committed().commit()
         self.done += 1
         self.note(self.ready)
         self.ready = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from mpishard.optim import ShardedOptimizer
 from mpishard.optim.ordered import OrderedSums
 from mpishard.parameters import FlatParameters
 from mpishard.progress import Progress
+from mpishard.record import RunRecord
 from mpishard.state import RunState
 from mpishard.threads import fix_blas_threads
 from mpishard.training.problem import OptimizationProblem, OptimizationResult, TrainingState
@@ -35,6 +37,7 @@ class Loop:
     """
 
     meets_always: ClassVar[bool] = False
+    begins = True  # False for who comes to a run that goes on
 
     def __init__(
         self,
@@ -45,6 +48,7 @@ class Loop:
         watching: bool,
         checkpoints: Checkpoints | None,
         resume: bool,
+        record: RunRecord | None = None,
         scaling: Scaling | None = None,
     ) -> None:
         self.problem = problem
@@ -74,6 +78,8 @@ class Loop:
         self.meets = True
         self.untold: list[tuple[float, int]] = []
         self.wished = 0
+        self.rate = math.nan  # of the last step
+        self.record = record
         self.checkpoints = checkpoints
         if checkpoints is not None:
             self.check(checkpoints)
@@ -90,6 +96,8 @@ class Loop:
         self.shows = progress
         self.progress = Progress(problem.steps, shown=progress and optimizer.mesh.rank == 0, done=self.resumed)
         self.began = time.perf_counter()
+        if record is not None and self.begins:
+            record.begin(self.told())
 
     def attach(self) -> None:
         """Let the optimizer reduce the gradients; all ranks start from the parameters of the first."""
@@ -122,6 +130,8 @@ class Loop:
 
     def result(self, reason: str) -> OptimizationResult:
         """What has come of the run, which ended for this reason."""
+        if self.record is not None:
+            self.record.close()
         return OptimizationResult(
             parameters=self.parameters if self.split else self.parameters.flat,
             loss_history=np.array(self.losses),
@@ -192,6 +202,20 @@ class Loop:
             "seed": seed if seed.bit_length() < 64 else str(seed),  # attributes of HDF5 end at 64 bits
         }
 
+    def told(self) -> dict[str, Any]:
+        """What the record of the run says of this start."""
+        optimizer = self.optimizer
+        return {
+            "optimizer": type(optimizer).__name__,
+            "rule": optimizer.rule.configuration(),
+            "configuration": optimizer.config,
+            "problem": self.problem.settings,
+            "parameters": sum(spec.size for spec in self.parameters.specs),
+            "dtype": str(self.parameters.dtype),
+            "resumed_steps": self.resumed,
+            **self.problem.facts,
+        }
+
     def state(self) -> RunState:
         """What a checkpoint holds now."""
         own = {"samples_consumed": self.position, "first_workers": self.scaling.first, "loss": np.array(self.losses)}
@@ -200,15 +224,16 @@ class Loop:
     def save(self, last: bool) -> None:
         """Save if it is time to; after the last step all ranks are alike, saved or not."""
         due = last or (self.checkpoints is not None and self.checkpoints.due(self.optimizer.clock))
-        if due:
-            self.tell_losses()
-            self.optimizer.prepare_save()
-        if self.checkpoints is None:
-            return
-        if due:
-            self.checkpoints.save(self.state())
-        if last:
-            self.checkpoints.wait()
+        with self.phase("saving"):
+            if due:
+                self.tell_losses()
+                self.optimizer.prepare_save()
+            if self.checkpoints is None:
+                return
+            if due:
+                self.checkpoints.save(self.state())
+            if last:
+                self.checkpoints.wait()
 
     def step(self, step: int) -> str:
         """Take one step; returns why to stop, or nothing."""
@@ -229,7 +254,9 @@ class Loop:
             loss = float(losses[0]) * self.axis.size / count
         factor = self.rate_factor
         rate = factor * self.optimizer.rule.learning_rate(self.optimizer.steps + 1)
-        self.optimizer.update(count, rate_factor=factor)
+        with self.phase("update"):
+            self.optimizer.update(count, rate_factor=factor)
+        self.rate = rate
         return loss, rate
 
     def conclude(self, step: int, loss: float, rate: float) -> str:
@@ -242,7 +269,16 @@ class Loop:
         self.position += len(self.batch)
         self.losses.append(loss)
         norm = self.optimizer.gradient_norm
+        if self.record is not None:
+            told = {} if math.isnan(norm) else {"gradient_norm": norm}
+            told |= {} if self.parameters.loss_scale == 1 else {"loss_scale": self.parameters.loss_scale}
+            step = self.before + len(self.losses)
+            self.record.step(step, loss=loss, learning_rate=self.rate, samples=self.position, **told)
         self.progress.advance(f"loss {loss:.4g}" + ("" if math.isnan(norm) else f", gradient {norm:.3g}"))
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """What happens inside is a phase of the step, for the record."""
+        return nullcontext() if self.record is None else self.record.phase(name)
 
     def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
         """Summed losses of a batch, whose sum over ranks is to be added up, and the global number of its terms."""

@@ -12,6 +12,7 @@ from mpishard.checkpoint import Checkpoints
 from mpishard.collectives import Axis
 from mpishard.optim import ShardedOptimizer
 from mpishard.parameters import FlatParameters, check_flat
+from mpishard.record import RunRecord
 
 if TYPE_CHECKING:
     from mpishard.training.loop import Loop
@@ -174,6 +175,7 @@ class OptimizationProblem:
         progress: bool = True,
         checkpoints: Checkpoints | None = None,
         resume: bool = False,
+        record: RunRecord | None = None,
         loop: Callable[..., Loop] | None = None,
     ) -> OptimizationResult:
         """Run the loop; `ShardedOptimizer.optimize` calls this.  Collective over the optimizer's mesh.
@@ -191,6 +193,8 @@ class OptimizationProblem:
             written, or begin if there is none: with its parameters and state, at its step, with its samples.  The steps
             of the run before count as steps of this one, and its losses come first in `loss_history`: NaN if another
             loop wrote the checkpoint without.  A run that had reached its steps or its tolerance takes no more.
+        record : RunRecord, optional
+            Write there how the run goes, for ``mpishard plot`` and others.
         loop : callable, optional
             Makes the loop, for optimizers that need another one than `Loop`.
 
@@ -202,6 +206,8 @@ class OptimizationProblem:
         """
         if not (checkpoints is None or hasattr(checkpoints, "due")):
             raise TypeError(f"checkpoints must be Checkpoints(folder, mesh), got {type(checkpoints).__name__}")
+        if not (record is None or isinstance(record, RunRecord)):
+            raise TypeError(f"record must be RunRecord(folder, mesh), got {type(record).__name__}")
         if resume and checkpoints is None:
             raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
         watching = self._agree_on_problem(optimizer.world, callback is not None)
@@ -209,7 +215,7 @@ class OptimizationProblem:
             raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
         from mpishard.training.loop import Loop  # which is made of problems
 
-        return (loop or Loop)(self, optimizer, callback, progress, watching, checkpoints, resume).run()
+        return (loop or Loop)(self, optimizer, callback, progress, watching, checkpoints, resume, record).run()
 
     @property
     def settings(self) -> dict[str, Any]:

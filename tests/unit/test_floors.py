@@ -17,7 +17,7 @@ FLOORS = [
     {"mesh", "reshard", "sharding"},
     {"parameters"},
     {"pipeline"},
-    {"nn", "optim", "data", "checkpoint"},
+    {"nn", "optim", "data", "checkpoint", "record"},
     {"distributed", "saving", "training"},
     {"elastic"},
     {"estimate"},

@@ -1,0 +1,48 @@
+"""``mpishard plot``: a picture of a run, from its record."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from mpishard.record import Run
+from mpishard.record.summary import spent
+
+
+def plot(
+    run: Annotated[Path, typer.Argument(help="Folder of the run's record.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: run.png in that folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="What would be drawn, as data; no picture.")] = False,
+) -> None:
+    """Draw loss, speed, workers, time by phase and bytes by axis of a run, one that goes on too.
+
+    The record is written by optimize(problem, record=mpishard.RunRecord(folder, mesh)).
+    """
+    found = Run.read(run)
+    if not len(found.metrics["step"]):
+        raise ValueError(f"{run} has no step yet; try again when the run has taken some")
+    if as_json:
+        typer.echo(json.dumps(_data(found)))
+        return
+    path = output or run / "run.png"
+    from mpishard.cli.plot_figure import draw
+
+    draw(found, path)
+    typer.echo(path)
+
+
+def _data(run: Run) -> dict[str, dict[str, list[float | None]]]:
+    """By step; JSON has no NaN."""
+    used = spent(run)
+    tables = {"metrics": run.metrics, "phases": {"step": used.steps, **used.phases}}
+    tables["sent"] = {"step": used.steps, **used.sent}
+    return {name: {key: _plain(values) for key, values in columns.items()} for name, columns in tables.items()}
+
+
+def _plain(values: np.ndarray) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values.tolist()]

@@ -1,0 +1,98 @@
+"""Reads the record of a run: while it goes on, when it has ended, and what a crash has left of it.  Needs no MPI."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.record.lines import read_lines
+
+METRICS, STARTS, PROCESSES = "metrics.jsonl", "starts.jsonl", "processes"
+
+
+@dataclass(frozen=True)
+class Process:
+    """What one process has noted.
+
+    Parameters
+    ----------
+    name : str
+        Its host and process number.
+    lines : list of dict
+        In order of time: ``rank``, ``ranks``, the first ``step``, ``seconds`` and ``busy`` of each step from that on
+        (`busy` without what it spent in collectives), ``phases`` in seconds and ``axes`` with bytes and seconds.
+    """
+
+    name: str
+    lines: list[dict[str, Any]]
+
+    def by_step(self, what: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps, and ``"seconds"`` or ``"busy"`` of each: int64 and float64 (steps,)."""
+        steps = [line["step"] + place for line in self.lines for place in range(len(line[what]))]
+        values = [value for line in self.lines for value in line[what]]
+        return np.array(steps, np.int64), np.array(values, np.float64)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The record of a run.
+
+    Parameters
+    ----------
+    folder : Path
+    starts : list of dict
+        The surroundings and settings of each start.
+    metrics : dict of arrays
+        By name, one value a step in the order of the steps, NaN where a step has none; ``"step"`` is int64, the others
+        are float64.  Of a step that was taken twice, since a later start went on from a checkpoint before it, the last.
+    processes : list of Process
+        Sorted by their rank at the end.
+    """
+
+    folder: Path
+    starts: list[dict[str, Any]]
+    metrics: dict[str, np.ndarray]
+    processes: list[Process]
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> Run:
+        """Read what there is now.
+
+        Raises
+        ------
+        ValueError
+            If the folder holds no record of a run.
+        """
+        folder = Path(folder)
+        if not any((folder / name).is_file() for name in (METRICS, STARTS)):
+            raise ValueError(
+                f"{folder} has no record of a run ({METRICS}, {STARTS}); "
+                "one is written by optimize(problem, record=mpishard.RunRecord(folder, mesh))"
+            )
+        files = sorted((folder / PROCESSES).glob("*.jsonl"))
+        processes = [Process(file.stem, lines) for file in files if (lines := read_lines(file)[0])]
+        processes.sort(key=lambda process: process.lines[-1]["rank"])
+        return cls(folder, read_lines(folder / STARTS)[0], _columns(read_lines(folder / METRICS)[0]), processes)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Samples times tokens of one step as the last start had it; NaN if it did not tell."""
+        problem = self.starts[-1].get("problem", {}) if self.starts else {}
+        return float(problem.get("batch_size", np.nan)) * float(problem.get("tokens_per_sample", np.nan))
+
+
+def _columns(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    rows = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
+    # A start from a checkpoint takes steps again: what came after them in the run before is of the past.
+    last = lines[-1]["step"] if rows else 0
+    ordered = [rows[step] for step in sorted(rows) if step <= last]
+    names = dict.fromkeys(name for row in ordered for name, value in row.items() if not isinstance(value, str))
+    found: dict[str, np.ndarray] = {
+        name: np.array([np.nan if row.get(name) is None else row[name] for row in ordered], np.float64)
+        for name in names
+    }
+    return found | {"step": np.array([row["step"] for row in ordered], np.int64)}

@@ -1,0 +1,186 @@
+"""Writes the record of a run while it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mpishard.mesh import Mesh
+from mpishard.record.lines import Lines
+from mpishard.record.reading import METRICS, PROCESSES, STARTS
+from mpishard.record.starts import plain, surroundings
+
+# Files of processes at most: a folder of a hundred thousand is a burden on a file system, and nobody looks at them.
+_MOST_PROCESSES = 1024
+
+
+class RunRecord:
+    """A folder that tells of a run while it goes on, after a crash, and a year later.
+
+    ``starts.jsonl`` has a line for each start, with the configuration, versions, layout and environment;
+    ``metrics.jsonl`` a line for each step, by the first rank; ``processes/HOST-PID.jsonl`` lines of a process: how long
+    its steps took, on what, and what it sent over which axis.  Files are appended to, so a run that goes on in the same
+    folder has one record.  ``mpishard plot FOLDER`` draws it.
+
+    Give it to ``optimizer.optimize(problem, record=...)``; in a loop of your own call `begin` once and `step` after
+    every step.  Making one and `step` are not collective.
+
+    Parameters
+    ----------
+    folder : path
+        Made if it is not there; all ranks must see it, and one run at a time writes there.
+    mesh : Mesh
+    every : float
+        Seconds for which lines are kept before they are written; a process that is killed takes these with it.
+
+    Notes
+    -----
+    A record that cannot be written (a full disk) says so once, and the run goes on without.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], mesh: Mesh, *, every: float = 1.0) -> None:
+        if not every >= 0:
+            raise ValueError(f"every={every!r} must be at least 0 seconds")
+        self.folder = Path(folder)
+        self.mesh = mesh
+        self.every = every
+        name = f"{os.uname().nodename}-{os.getpid()}.jsonl"
+        self._metrics = Lines(self.folder / METRICS)
+        self._process = Lines(self.folder / PROCESSES / name)
+        self._broken = False
+        self._phases: dict[str, float] = {}  # of the steps that have ended
+        self._now: dict[str, float] = {}  # of the step under way
+        self._durations: list[float] = []
+        self._busy: list[float] = []
+        self._first_step = 0
+        self._flushed = self._ended = time.perf_counter()
+        self._waited = mesh.ledger.seconds
+        self._axes = self._over_axes()
+
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def begin(self, facts: Mapping[str, Any] | None = None) -> None:
+        """A run starts: make the folder, and note `facts` of it with what is known of its surroundings.  Collective.
+
+        Raises
+        ------
+        OSError
+            On every rank, if the folder cannot be made or written.
+        """
+        problem: Exception | None = None
+        try:
+            (self.folder / PROCESSES).mkdir(parents=True, exist_ok=True)
+            if self.mesh.rank == 0:
+                starts = Lines(self.folder / STARTS)
+                starts.add({**surroundings(self.mesh), **plain(facts or {})})
+                starts.close()
+        except OSError as error:
+            problem = error
+        self.mesh.world.agree(problem)
+        self._begin_step()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What happens inside is a phase of the step, but for what it waits in collectives."""
+        began, waited = time.perf_counter(), self.mesh.ledger.seconds
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began - (self.mesh.ledger.seconds - waited)
+            self._now[name] = self._now.get(name, 0.0) + seconds
+
+    def step(self, step: int, **metrics: float) -> None:
+        """Step number `step` has ended; `metrics` of it are written by the first rank.
+
+        The time since the step before is split into the phases, what was spent in collectives, and computation, the
+        rest.
+        """
+        now, waited = time.perf_counter(), self.mesh.ledger.seconds
+        seconds = now - self._ended
+        if not self._durations:
+            self._first_step = step
+        self._durations.append(seconds)
+        self._busy.append(seconds - (waited - self._waited))
+        self._ended, self._waited = now, waited
+        for name, phase in self._now.items():
+            self._phases[name] = self._phases.get(name, 0.0) + phase
+        self._now.clear()
+        if self._broken:
+            return
+        if self.mesh.rank == 0:
+            own = {"step": step, "time": round(time.time(), 3), "seconds": round(seconds, 6)}
+            self._metrics.add({**own, "workers": self.mesh.data.size, **metrics})
+        if now - self._flushed >= self.every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        self._flushed = time.perf_counter()
+        if self._broken:
+            return
+        self._add_process()
+        try:
+            self._process.flush()
+            self._metrics.flush()
+        except OSError as error:
+            self._broken = True
+            print(f"mpishard: the record of the run ends here, training goes on: {error}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Write what waits, and let go of the files."""
+        self.flush()
+        for lines in (self._process, self._metrics):
+            with contextlib.suppress(OSError):
+                lines.close()
+
+    def _begin_step(self) -> None:
+        self._ended, self._waited = time.perf_counter(), self.mesh.ledger.seconds
+        self._now.clear()
+
+    def _add_process(self) -> None:
+        """A line of what this process has done since the last one."""
+        durations, busy, phases = self._durations, self._busy, self._phases
+        self._durations, self._busy, self._phases = [], [], {}
+        axes, self._axes = self._axes, self._over_axes()
+        mesh = self.mesh
+        if not durations or mesh.rank % -(-mesh.size // _MOST_PROCESSES):
+            return
+        known = sum(phases.values())
+        over = {}
+        for name, (sent, seconds) in self._axes.items():
+            before, spent = axes.get(name, (0, 0.0))
+            over[name] = {"bytes": sent - before, "seconds": round(seconds - spent, 6)}
+        self._process.add(
+            {
+                "time": round(time.time(), 3),
+                "rank": mesh.rank,
+                "ranks": mesh.size,
+                **mesh.coordinates,
+                "step": self._first_step,
+                "seconds": [round(seconds, 6) for seconds in durations],
+                "busy": [round(seconds, 6) for seconds in busy],
+                "phases": {"computation": round(sum(busy) - known, 6)}
+                | {name: round(seconds, 6) for name, seconds in phases.items()},
+                "axes": {name: told for name, told in over.items() if told["bytes"] or told["seconds"]},
+            }
+        )
+
+    def _over_axes(self) -> dict[str, tuple[int, float]]:
+        """Bytes sent and seconds spent so far, by axis."""
+        found: dict[str, tuple[int, float]] = {}
+        for (axis, _, _), total in self.mesh.ledger.totals.items():
+            sent, seconds = found.get(axis, (0, 0.0))
+            found[axis] = sent + total.sent, seconds + total.seconds
+        return found

@@ -1,0 +1,88 @@
+"""What the processes of a run spent their steps on, as means over all of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpishard.record.reading import Run
+
+COMPUTATION = "computation"
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a step took, by step; each array is float64 (steps,), NaN where no process has noted that step.
+
+    Parameters
+    ----------
+    steps : ndarray, int64 (steps,)
+    phases : dict of arrays
+        Seconds by phase, computation first, then what was spent in collectives by axis (``"data axis"``): means over
+        the processes.
+    sent : dict of arrays
+        Bytes that all ranks sent, by axis.
+    """
+
+    steps: np.ndarray
+    phases: dict[str, np.ndarray]
+    sent: dict[str, np.ndarray]
+
+
+def spent(run: Run) -> Spent:
+    """Of all steps between the first and the last that any process has noted."""
+    lines = [line for process in run.processes for line in process.lines if line["seconds"]]
+    if not lines:
+        return Spent(np.empty(0, np.int64), {}, {})
+    first = min(line["step"] for line in lines)
+    count = max(line["step"] + len(line["seconds"]) for line in lines) - first
+
+    # A line gives sums over its steps: each of them gets an equal part, as a rise at the first and a fall after the
+    # last, which a running sum makes whole.
+    def rises() -> np.ndarray:
+        return np.zeros(count + 1)
+
+    noted, ranks = rises(), rises()
+    seconds: dict[str, np.ndarray] = defaultdict(rises)
+    sent: dict[str, np.ndarray] = defaultdict(rises)
+    seconds[COMPUTATION] = rises()
+    for line in lines:
+        steps = len(line["seconds"])
+        ends = np.array([line["step"] - first, line["step"] - first + steps])
+
+        def add(what: np.ndarray, value: float, ends: np.ndarray = ends) -> None:
+            what[ends] += value, -value
+
+        add(noted, 1)
+        add(ranks, line["ranks"])
+        for name, value in line["phases"].items():
+            add(seconds[name], value / steps)
+        for name, told in line["axes"].items():
+            add(seconds[f"{name} axis"], told["seconds"] / steps)
+            add(sent[name], told["bytes"] / steps)
+
+    def level(rise: np.ndarray) -> np.ndarray:
+        return np.cumsum(rise)[:-1]
+
+    processes = np.rint(level(noted))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        # Not all ranks need have files; and a step that was taken twice counts once.
+        share = level(ranks) / processes / processes
+        return Spent(
+            np.arange(first, first + count),
+            {name: level(rise) / processes for name, rise in seconds.items()},
+            {name: level(rise) * share for name, rise in sent.items()},
+        )
+
+
+def binned(values: np.ndarray, most: int) -> np.ndarray:
+    """Means over runs of values of equal length, at most so many; NaN are left out."""
+    width = max(1, -(-len(values) // most))
+    filled = np.full(-(-len(values) // width) * width, np.nan)
+    filled[: len(values)] = values
+    rows = filled.reshape(-1, width)
+    known = np.isfinite(rows)
+    total = np.where(known, rows, 0).sum(axis=1)
+    return np.divide(total, known.sum(axis=1), out=np.full(len(rows), np.nan), where=known.any(axis=1))
