@@ -148,9 +148,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def chosen(items: list[pytest.Item], where: str) -> set[str]:
-    """Of each test in ``tests/mpi`` the variants that run `where` (an MPI and its ranks), at least one: others elsewhere.
+    """Of each test in ``tests/mpi`` the variants, at least one, that run `where`: an MPI and its ranks.
 
-    By a hash of their names, since a fixed stride would leave out whole values of a parameter.
+    Elsewhere others do.  By a hash of their names, since a fixed stride would leave out whole values of a parameter.
     """
     variants: dict[str, list[str]] = {}
     for item in items:

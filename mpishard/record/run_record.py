@@ -61,7 +61,8 @@ class RunRecord:
         self._first_step = 0
         self._flushed = self._ended = time.perf_counter()
         self._waited = mesh.ledger.seconds
-        self._axes = self._over_axes()
+        # At the last flush, and at the end of the last step: what comes after that is of no step.
+        self._axes = self._axes_now = self._over_axes()
 
     def __enter__(self) -> RunRecord:
         return self
@@ -113,7 +114,7 @@ class RunRecord:
             self._first_step = step
         self._durations.append(seconds)
         self._busy.append(seconds - (waited - self._waited))
-        self._ended, self._waited = now, waited
+        self._ended, self._waited, self._axes_now = now, waited, self._over_axes()
         for name, phase in self._now.items():
             self._phases[name] = self._phases.get(name, 0.0) + phase
         self._now.clear()
@@ -147,13 +148,14 @@ class RunRecord:
 
     def _begin_step(self) -> None:
         self._ended, self._waited = time.perf_counter(), self.mesh.ledger.seconds
+        self._axes = self._axes_now = self._over_axes()
         self._now.clear()
 
     def _add_process(self) -> None:
         """A line of what this process has done since the last one."""
         durations, busy, phases = self._durations, self._busy, self._phases
         self._durations, self._busy, self._phases = [], [], {}
-        axes, self._axes = self._axes, self._over_axes()
+        axes, self._axes = self._axes, self._axes_now
         mesh = self.mesh
         if not durations or mesh.rank % -(-mesh.size // _MOST_PROCESSES):
             return

@@ -1,0 +1,165 @@
+"""The record of a run on several ranks: what it tells is what happened, and it changes nothing."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpishard
+from mpishard import AdamW, Checkpoints, DDPOptimizer, OptimizationProblem, RunRecord, ShardingConfiguration
+from mpishard.elastic.optimizer import ElasticOptimizer
+from mpishard.record import Run
+from mpishard.record.lines import read_lines
+from mpishard.record.summary import COMPUTATION, spent
+
+ROWS = np.random.default_rng(0).standard_normal((37, 6))
+
+
+@pytest.fixture
+def folder(comm):
+    """A folder that all ranks see, removed at the end.  Collective."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(comm.bcast(name)) / "run"
+        comm.Barrier()
+
+
+def problem(steps, **changes):
+    def least_squares(parameters, samples, gradients):
+        residual = ROWS[samples, :5] @ parameters - ROWS[samples, 5]
+        gradients += ROWS[samples, :5].T @ residual
+        return 0.5 * residual @ residual
+
+    options = {"samples": len(ROWS), "batch_size": 8, "seed": 4, "steps": steps, **changes}
+    return OptimizationProblem(least_squares, np.zeros(5), **options)
+
+
+def ddp(mesh):
+    return DDPOptimizer(AdamW(lr=0.1), ShardingConfiguration(mesh, max_gradient_norm=0.5))
+
+
+@pytest.mark.parametrize("every", [0.0, 60.0])
+def test_tells_what_happened(mesh, folder, every):
+    plain = ddp(mesh).optimize(problem(20), progress=False)
+    mesh.ledger.clear()
+    record = RunRecord(folder, mesh, every=every)
+    result = ddp(mesh).optimize(problem(20), progress=False, record=record)
+    assert np.array_equal(result.loss_history, plain.loss_history)
+    assert np.array_equal(result.parameters, plain.parameters)
+    mesh.world.barrier()
+    found = Run.read(folder)
+    assert np.array_equal(found.metrics["step"], np.arange(1, 21))
+    assert np.array_equal(found.metrics["loss"], result.loss_history)
+    assert (found.metrics["workers"] == mesh.size).all() and (found.metrics["learning_rate"] == 0.1).all()
+    assert found.metrics["samples"][-1] == result.samples and np.isfinite(found.metrics["gradient_norm"]).all()
+    assert found.metrics["seconds"].sum() <= result.seconds
+    (start,) = found.starts
+    assert start["ranks"] == mesh.size and start["problem"]["batch_size"] == 8 and start["rule"]["rule"] == "AdamW"
+    assert start["configuration"]["max_gradient_norm"] == 0.5
+    assert [process.lines[0]["rank"] for process in found.processes] == list(range(mesh.size))
+    for process in found.processes:
+        steps, seconds = process.by_step("seconds")
+        assert np.array_equal(steps, np.arange(1, 21))
+        assert (process.by_step("busy")[1] <= seconds).all()
+        assert all(value >= 0 for line in process.lines for value in line["phases"].values())
+
+
+def test_phases_and_collectives_are_the_whole_step(mesh, folder):
+    result = ddp(mesh).optimize(problem(10), progress=False, record=RunRecord(folder, mesh, every=60))
+    mesh.world.barrier()
+    run = Run.read(folder)
+    found = spent(run)
+    whole = np.mean([process.by_step("seconds")[1].sum() for process in run.processes])
+    assert COMPUTATION in found.phases and "update" in found.phases
+    # Rounded to microseconds when written; the last flush comes after the last step.
+    assert sum(phase.sum() for phase in found.phases.values()) == pytest.approx(whole, abs=1e-2)
+    assert whole <= result.seconds
+    sums = mesh.world.exchange(sum(mesh.ledger.sent(axis, label="gradients") for axis in ("data",)))
+    assert found.sent.get("data", np.zeros(1)).sum() >= sum(sums)
+
+
+def test_a_run_that_goes_on_has_one_record(mesh, folder):
+    whole = ddp(mesh).optimize(problem(9), progress=False)
+    for steps in (5, 9):
+        with Checkpoints(folder, mesh) as checkpoints, RunRecord(folder, mesh) as record:
+            ddp(mesh).optimize(problem(steps), progress=False, checkpoints=checkpoints, resume=True, record=record)
+    mesh.world.barrier()
+    run = Run.read(folder)
+    assert [start["resumed_steps"] for start in run.starts] == [0, 5]
+    assert np.array_equal(run.metrics["loss"], whole.loss_history)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(mesh, folder):
+    if mesh.rank == 0:
+        folder.write_text("a file")
+    mesh.world.barrier()
+    with pytest.raises((FileExistsError, NotADirectoryError, OSError), match=str(folder)):
+        ddp(mesh).optimize(problem(3), progress=False, record=RunRecord(folder, mesh))
+
+
+def test_what_is_no_record(mesh):
+    with pytest.raises(TypeError, match=r"record must be RunRecord\(folder, mesh\), got str"):
+        ddp(mesh).optimize(problem(3), progress=False, record="runs")
+    with pytest.raises(ValueError, match="every"):
+        RunRecord("runs", mesh, every=-1)
+
+
+def test_a_loop_of_ones_own(mesh, folder):
+    with RunRecord(folder, mesh) as record:
+        record.begin({"note": "by hand"})
+        for step in (1, 2, 3):
+            with record.phase("reading"):
+                mesh.world.barrier()
+            mesh.data.all_reduce(np.ones(1000))
+            record.step(step, loss=1 / step, accuracy=0.5)
+    mesh.world.barrier()
+    run = Run.read(folder)
+    assert run.starts[0]["note"] == "by hand"
+    assert np.array_equal(run.metrics["loss"], [1, 1 / 2, 1 / 3]) and np.array_equal(run.metrics["accuracy"], [0.5] * 3)
+    found = spent(run)
+    assert "reading" in found.phases
+    if mesh.size > 1:
+        # An all-reduce of 1000 float64 by the ring: 2 (n - 1) / n of them from each of n ranks.
+        np.testing.assert_allclose(found.sent["data"], 8 * 2 * (mesh.size - 1) * 1000, rtol=1e-12)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_workers_that_leave_and_come_back(comm, folder):
+    with mpishard.Mesh(comm) as mesh:
+        optimizer = ElasticOptimizer(ddp(mesh))
+
+        def resize(state):
+            if state.step in (3, 6):
+                optimizer.resize(1 if state.step == 3 else comm.size)
+
+        record = RunRecord(folder, mesh)
+        result = optimizer.optimize(problem(9), progress=False, callback=resize, record=record)
+        comm.Barrier()
+        run = Run.read(folder)
+        assert np.array_equal(run.metrics["loss"], result.loss_history)
+        assert run.metrics["workers"][0] == comm.size and 1 in run.metrics["workers"]
+        assert run.metrics["workers"][-1] == comm.size
+        (first,) = [lines for process in run.processes if (lines := process.lines)[0]["rank"] == 0]
+        assert sum(len(line["seconds"]) for line in first) == 9
+        others = [process for process in run.processes if process.lines[0]["rank"] > 0]
+        assert len(others) == comm.size - 1
+        assert all(len(process.by_step("busy")[0]) < 9 for process in others)
+
+
+def test_reads_while_it_is_written(mesh, folder):
+    """What is flushed can be read at once, from where one was."""
+    place, seen = 0, []
+
+    def look(state):
+        nonlocal place
+        if mesh.rank == 0:
+            lines, place = read_lines(folder / "metrics.jsonl", place)
+            seen.extend(line["step"] for line in lines)
+
+    ddp(mesh).optimize(problem(6), progress=False, callback=look, record=RunRecord(folder, mesh, every=0))
+    if mesh.rank == 0:
+        assert seen == [1, 2, 3, 4, 5, 6]
+    assert MPI.COMM_WORLD.size == mesh.size

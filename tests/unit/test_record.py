@@ -1,0 +1,230 @@
+"""The record of a run on one rank: files that survive crashes, full disks and NaN, and what is read from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpishard.cli import main
+from mpishard.record import Run
+from mpishard.record.lines import Lines, read_lines
+from mpishard.record.starts import plain
+from mpishard.record.summary import binned, spent
+
+
+def write(folder, metrics=(), processes=(), starts=()):
+    (folder / "processes").mkdir(parents=True)
+    for path, lines in [
+        (folder / "metrics.jsonl", metrics),
+        (folder / "starts.jsonl", starts),
+        *((folder / "processes" / f"host-{number}.jsonl", lines) for number, lines in enumerate(processes)),
+    ]:
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def process_line(rank, step, seconds, **more):
+    line = {"rank": rank, "ranks": 2, "step": step, "seconds": seconds, "busy": seconds, "phases": {}, "axes": {}}
+    return line | more
+
+
+class TestLines:
+    def test_are_there_once_flushed(self, tmp_path: Path) -> None:
+        lines = Lines(tmp_path / "a")
+        lines.add({"step": 1})
+        assert not (tmp_path / "a").exists()
+        lines.flush()
+        lines.add({"step": 2})
+        lines.flush()
+        assert read_lines(tmp_path / "a")[0] == [{"step": 1}, {"step": 2}]
+
+    def test_what_is_not_finite_is_null(self, tmp_path: Path) -> None:
+        lines = Lines(tmp_path / "a")
+        lines.add({"loss": float("nan"), "deep": {"of": [1.5, float("-inf")]}})
+        lines.close()
+        assert json.loads((tmp_path / "a").read_text()) == {"loss": None, "deep": {"of": [1.5, None]}}
+
+    def test_a_torn_line_is_left_out_and_the_next_is_whole(self, tmp_path: Path) -> None:
+        path = tmp_path / "a"
+        path.write_text('{"step": 1}\n{"step": 2, "lo')
+        found, end = read_lines(path)
+        assert found == [{"step": 1}] and end == 12
+        lines = Lines(path)
+        lines.add({"step": 3})
+        lines.close()
+        assert read_lines(path)[0] == [{"step": 1}, {"step": 3}]
+        assert read_lines(path, end)[0] == [{"step": 3}]
+
+    def test_no_kill_leaves_more_than_one_line_torn(self, tmp_path: Path) -> None:
+        """Killed at many moments, and appended to by the next one, every line that was flushed is there."""
+        script = (
+            "import sys, itertools; from pathlib import Path; from mpishard.record.lines import Lines\n"
+            "lines, start = Lines(Path(sys.argv[1])), int(sys.argv[2])\n"
+            "for number in itertools.count(start):\n"
+            "    lines.add({'number': number, 'padding': 'x' * 3000}); lines.flush(); print(number, flush=True)"
+        )
+        path, told = tmp_path / "a", []
+        for start in (0, 10**6, 2 * 10**6):
+            with subprocess.Popen(
+                [sys.executable, "-c", script, str(path), str(start)], stdout=subprocess.PIPE, text=True
+            ) as child:
+                assert child.stdout is not None
+                told.append(int(child.stdout.readline()))
+                time.sleep(0.02)
+                child.send_signal(signal.SIGKILL)
+                told.extend(int(line) for line in child.stdout.read().splitlines() if line)
+        there = [line["number"] for line in read_lines(path)[0]]
+        assert len(told) > 10 and set(told) <= set(there) and len(there) - len(told) <= 3
+
+    def test_a_full_disk_is_told_with_the_path(self, tmp_path: Path) -> None:
+        before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        lines = Lines(tmp_path / "a")
+        lines.add({"padding": "x" * 1000})
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+            with pytest.raises(OSError, match=str(tmp_path / "a")):
+                lines.flush()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert read_lines(tmp_path / "a")[0] == []
+
+
+class TestRun:
+    def test_steps_in_order_with_gaps(self, tmp_path: Path) -> None:
+        metrics = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 1.0, "gradient_norm": 5}]
+        found = Run.read(write(tmp_path / "run", metrics)).metrics
+        np.testing.assert_array_equal(found["step"], [1, 2, 3])
+        assert found["step"].dtype == np.int64
+        np.testing.assert_array_equal(found["loss"], [3, np.nan, 1])
+        np.testing.assert_array_equal(found["gradient_norm"], [np.nan, np.nan, 5])
+
+    def test_a_start_from_a_checkpoint_takes_steps_again(self, tmp_path: Path) -> None:
+        metrics = [{"step": step, "loss": float(step)} for step in (1, 2, 3, 4, 5)]
+        metrics += [{"step": step, "loss": 10.0 * step} for step in (3, 4)]
+        found = Run.read(write(tmp_path / "run", metrics)).metrics
+        np.testing.assert_array_equal(found["step"], [1, 2, 3, 4])
+        np.testing.assert_array_equal(found["loss"], [1, 2, 30, 40])
+
+    def test_no_record_is_an_error_that_says_how_to_write_one(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"no record of a run.*RunRecord\(folder, mesh\)"):
+            Run.read(tmp_path)
+
+    def test_times_of_a_process_by_step(self, tmp_path: Path) -> None:
+        lines = [process_line(1, 1, [0.5]), process_line(1, 2, [0.25, 0.125])]
+        process = Run.read(write(tmp_path / "run", processes=[lines])).processes[0]
+        steps, seconds = process.by_step("seconds")
+        np.testing.assert_array_equal(steps, [1, 2, 3])
+        np.testing.assert_array_equal(seconds, [0.5, 0.25, 0.125])
+
+
+class TestSpent:
+    def test_means_over_processes_and_sums_of_bytes(self, tmp_path: Path) -> None:
+        def told(computation, data, sent):
+            axes = {"data": {"bytes": sent, "seconds": data}}
+            return {"phases": {"computation": computation}, "axes": axes}
+
+        lines = [
+            [process_line(0, 1, [1, 1], **told(1.0, 1.0, 100)), process_line(0, 3, [1], **told(1.0, 0.0, 8))],
+            [process_line(1, 1, [1, 1, 1], **told(3.0, 0.0, 30))],
+        ]
+        found = spent(Run.read(write(tmp_path / "run", processes=lines)))
+        np.testing.assert_array_equal(found.steps, [1, 2, 3])
+        np.testing.assert_allclose(found.phases["computation"], [0.75, 0.75, 1.0])
+        np.testing.assert_allclose(found.phases["data axis"], [0.25, 0.25, 0.0], atol=1e-15)
+        np.testing.assert_allclose(found.sent["data"], [60, 60, 18])
+
+    def test_ranks_without_a_file_are_taken_to_be_like_the_others(self, tmp_path: Path) -> None:
+        line = process_line(0, 1, [1], axes={"data": {"bytes": 5, "seconds": 0.0}}, ranks=4)
+        found = spent(Run.read(write(tmp_path / "run", processes=[[line]])))
+        np.testing.assert_allclose(found.sent["data"], [20])
+
+    def test_nothing_noted_yet(self, tmp_path: Path) -> None:
+        found = spent(Run.read(write(tmp_path / "run", [{"step": 1}])))
+        assert len(found.steps) == 0 and not found.phases
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "expected"), [(5, 10, [0, 1, 2, 3, 4]), (5, 2, [1, 3.5]), (6, 3, [0.5, 2.5, 4.5])]
+)
+def test_binned(size: int, most: int, expected: list[float]) -> None:
+    np.testing.assert_array_equal(binned(np.arange(size, dtype=float), most), expected)
+
+
+def test_binned_leaves_out_nan() -> None:
+    np.testing.assert_array_equal(binned(np.array([1, np.nan, np.nan, np.nan]), 2), [1, np.nan])
+
+
+def test_settings_become_plain() -> None:
+    import mpishard
+
+    mesh = mpishard.Mesh()
+    told = plain(mpishard.ShardingConfiguration(mesh, gradient_compressor=mpishard.compression.Int8Compressor(64)))
+    mesh.free()
+    assert "mesh" not in told and told["gradient_compressor"] == {"type": "Int8Compressor", "block": 64}
+    assert plain({"a": np.int64(3), "b": (1, None), "c": len}) == {"a": 3, "b": [1, None], "c": repr(len)}
+
+
+def test_surroundings_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mpishard
+    from mpishard.record.starts import surroundings
+
+    monkeypatch.setenv("SLURM_JWT", "secret")
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    with mpishard.Mesh() as mesh:
+        told = surroundings(mesh)
+    assert told["environment"]["SLURM_JOB_ID"] == "42" and "secret" not in json.dumps(told)
+    assert told["versions"]["numpy"] == np.__version__ and told["ranks"] == 1 and told["command"][1:] == sys.argv
+
+
+class TestPlot:
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        metrics = [{"step": s, "loss": 1 / s, "seconds": 0.5, "workers": 2} for s in range(1, 1001)]
+        lines = [process_line(0, 1, [0.5] * 1000, phases={"computation": 500.0})]
+        starts = [{"problem": {"batch_size": 8, "tokens_per_sample": 16}}]
+        return write(tmp_path / "run", metrics, [lines], starts)
+
+    def test_a_picture(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["plot", str(run)]) == 0
+        assert capsys.readouterr().out.strip() == str(run / "run.png")
+        assert (run / "run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+    def test_data(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["plot", str(run), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["metrics"]["loss"][:2] == [1, 0.5] and told["phases"]["computation"][0] == 0.5
+        assert not (run / "run.png").exists()
+
+    def test_of_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["plot", str(tmp_path)]) == 2
+        assert "no record of a run" in capsys.readouterr().err
+        write(tmp_path / "run")
+        assert main(["plot", str(tmp_path / "run")]) == 2
+        assert "no step yet" in capsys.readouterr().err
+
+
+def test_a_record_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import mpishard
+
+    with mpishard.Mesh() as mesh, mpishard.RunRecord(tmp_path / "run", mesh, every=0) as record:
+        record.begin()
+        record.step(1, loss=1.0)
+        os.rename(tmp_path / "run", tmp_path / "gone")
+        record.close()
+        for step in (2, 3):
+            record.step(step, loss=1.0)
+    told = capsys.readouterr().err
+    assert told.count("the record of the run ends here") == 1 and str(tmp_path / "run") in told
+    assert len(read_lines(tmp_path / "gone" / "metrics.jsonl")[0]) == 1
