@@ -14,6 +14,7 @@ from mpishard.cli.plot import plot
 from mpishard.cli.resize import resize
 from mpishard.cli.run import run
 from mpishard.cli.schedule import schedule
+from mpishard.cli.top import top
 
 app = typer.Typer(
     help="Look at layouts and schedules before a run, run it, and look at its checkpoints.",
@@ -27,6 +28,7 @@ app.command()(bench)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(resize)
 app.command()(plot)
+app.command()(top)
 app.command()(inspect)
 app.command()(verify)
 app.command()(convert)

@@ -1,0 +1,53 @@
+"""``mpishard top``: a run in progress, live, from its record."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from mpishard.cli.estimate_text import console
+from mpishard.cli.top_text import screen, snapshot
+from mpishard.record.following import Follower
+from mpishard.record.reading import METRICS, STARTS
+
+
+def top(
+    run: Annotated[Path, typer.Argument(help="Folder of the run's record.")],
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once; also where the output is no terminal.")] = False,
+    rows: Annotated[int, typer.Option(min=1, help="Most ranks to show: those that compute longest.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="One look, as data.")] = False,
+) -> None:
+    """Show how a run stands: step, loss, speed, and what each rank spends its steps on; names stragglers.
+
+    The record is written by optimize(problem, record=mpishard.RunRecord(folder, mesh)).  Ctrl-C ends the view, not the
+    run.
+    """
+    if not any((run / name).is_file() for name in (METRICS, STARTS)):
+        raise ValueError(
+            f"{run} has no record of a run; give the folder of optimize(problem, record=mpishard.RunRecord(folder, "
+            "mesh)), and start the run first"
+        )
+    follower = Follower(run)
+    follower.update()
+    if as_json:
+        typer.echo(json.dumps(snapshot(follower)))
+        return
+    output = console()
+    if once or not sys.stdout.isatty():
+        output.print(screen(follower, rows))
+        return
+    try:
+        with Live(screen(follower, rows), console=output, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(every)
+                follower.update()
+                live.update(screen(follower, min(rows, max(1, output.height - 8))), refresh=True)
+    except KeyboardInterrupt:
+        output.print(screen(follower, rows))

@@ -1,0 +1,67 @@
+"""Reads the record of a run again and again while it grows, each line once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from mpishard.record.lines import read_lines
+from mpishard.record.reading import METRICS, PROCESSES, STARTS, Process
+from mpishard.record.skew import STEPS, Straggler, stragglers
+
+_METRICS = 200  # lines kept
+
+
+class Follower:
+    """The latest of a run.
+
+    Parameters
+    ----------
+    folder : path
+
+    Attributes
+    ----------
+    start : dict
+        The last start; empty before there is one.
+    metrics : deque of dict
+        The last lines of metrics.
+    processes : list of Process
+        Those that have written since the last start, by rank, with their last lines.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.start: dict[str, Any] = {}
+        self.metrics: deque[dict[str, Any]] = deque(maxlen=_METRICS)
+        self._places: dict[Path, int] = {}
+        self._lines: dict[str, deque[dict[str, Any]]] = {}
+
+    def update(self) -> None:
+        """Read what has come since."""
+        for start in self._new(self.folder / STARTS):
+            self.start = start
+        self.metrics.extend(self._new(self.folder / METRICS))
+        for file in sorted((self.folder / PROCESSES).glob("*.jsonl")):
+            self._lines.setdefault(file.stem, deque(maxlen=STEPS)).extend(self._new(file))
+
+    def _new(self, path: Path) -> list[dict[str, Any]]:
+        lines, self._places[path] = read_lines(path, self._places.get(path, 0))
+        return lines
+
+    @property
+    def processes(self) -> list[Process]:
+        since = self.start.get("time", 0)
+        found = [Process(name, list(lines)) for name, lines in self._lines.items() if lines]
+        found = [process for process in found if process.lines[-1]["time"] >= since]
+        return sorted(found, key=lambda process: process.lines[-1]["rank"])
+
+    @property
+    def stragglers(self) -> list[Straggler]:
+        return stragglers(self.processes)
+
+    def silent(self, process: Process) -> float:
+        """Seconds since a process has written, by the clock of this machine."""
+        return max(0.0, time.time() - process.lines[-1]["time"])
