@@ -256,12 +256,12 @@ class Axis:
         return self.start_recv(buffer, source, tag, label=label).wait()
 
     def start_send(self, buffer: Array, to: int, tag: int = 0, *, label: str = "") -> Pending:
-        call = self._begin(self._now, "send", buffer, label)
+        call = self._begin(self._now, "send", buffer, label, peer=to)
         requests = [self.comm.Isend(part, to, tag) for part in self._parts(to_wire(buffer))]
         return Pending(self.ledger, call, buffer.nbytes, requests, lambda: buffer)
 
     def start_recv(self, buffer: Array, source: int, tag: int = 0, *, label: str = "") -> Pending:
-        call = self._begin(self._now, "recv", buffer, label)
+        call = self._begin(self._now, "recv", buffer, label, peer=source)
         wire = to_wire(buffer, reads=False)
         requests = [self.comm.Irecv(part, source, tag) for part in self._parts(wire)]
         statuses = [MPI.Status() for _ in requests]
@@ -459,7 +459,16 @@ class Axis:
             )
         return list(counts)
 
-    def _begin(self, lane: Lane, op: str, buffer: Array, label: str, detail: str = "", counts: Counts = None) -> Fields:
+    def _begin(
+        self,
+        lane: Lane,
+        op: str,
+        buffer: Array,
+        label: str,
+        detail: str = "",
+        counts: Counts = None,
+        peer: int | None = None,
+    ) -> Fields:
         """Check what can be checked without the other ranks, and describe the call."""
         if type(buffer) is not np.ndarray and not arrays.is_array(buffer):
             raise TypeError(f"{op} needs a NumPy or CuPy array, got {type(buffer).__name__}")
@@ -468,8 +477,10 @@ class Axis:
         if op in ("all_reduce", "reduce_scatter") and detail not in _OPS:
             raise ValueError(f"{op} knows the operations {', '.join(_OPS)}, got {detail!r}")
         lane.calls += 1
-        call = self.ledger.begin(self.name, lane.calls, op, buffer.dtype, buffer.size, label, self.members)
-        if op not in ("send", "recv"):
+        # A rank of the axis, or one of MPI's numbers below zero.
+        members = self.members if peer is None or peer < 0 else (self.members[self.rank], self.members[peer])
+        call = self.ledger.begin(self.name, lane.calls, op, buffer.dtype, buffer.size, label, members)
+        if peer is None:
             lane.compare(self.ledger, call, detail, counts)
         return call
 

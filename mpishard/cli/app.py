@@ -15,6 +15,7 @@ from mpishard.cli.resize import resize
 from mpishard.cli.run import run
 from mpishard.cli.schedule import schedule
 from mpishard.cli.top import top
+from mpishard.cli.why import why
 
 app = typer.Typer(
     help="Look at layouts and schedules before a run, run it, and look at its checkpoints.",
@@ -29,6 +30,7 @@ app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(resize)
 app.command()(plot)
 app.command()(top)
+app.command()(why)
 app.command()(inspect)
 app.command()(verify)
 app.command()(convert)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mpishard.elastic.notes import read_note, write_note
+from mpishard.notes import read_note, write_note
 
 _POLL_S = 0.2
 _WAIT_POLL_S = 0.05

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpishard.elastic.notes import read_note, write_note
+from mpishard.notes import read_note, write_note
 
 _FOLDER, _ATTEMPT = "MPISHARD_RUN", "MPISHARD_ATTEMPT"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +17,7 @@ from mpishard.mesh import Mesh
 from mpishard.record.lines import Lines
 from mpishard.record.reading import METRICS, PROCESSES, STARTS
 from mpishard.record.starts import plain, surroundings
+from mpishard.record.where import Where
 
 # Files of processes at most: a folder of a hundred thousand is a burden on a file system, and nobody looks at them.
 _MOST_PROCESSES = 1024
@@ -37,7 +40,8 @@ class RunRecord:
         Made if it is not there; all ranks must see it, and one run at a time writes there.
     mesh : Mesh
     every : float
-        Seconds for which lines are kept before they are written; a process that is killed takes these with it.
+        Seconds after which a thread writes what has come; a process that is killed takes the rest with it.  0: written
+        at the end of each step.
 
     Notes
     -----
@@ -50,16 +54,18 @@ class RunRecord:
         self.folder = Path(folder)
         self.mesh = mesh
         self.every = every
-        name = f"{os.uname().nodename}-{os.getpid()}.jsonl"
+        self._name = f"{os.uname().nodename}-{os.getpid()}"
+        self._where: Where | None = None
         self._metrics = Lines(self.folder / METRICS)
-        self._process = Lines(self.folder / PROCESSES / name)
+        self._process = Lines(self.folder / PROCESSES / f"{self._name}.jsonl")
         self._broken = False
+        self._lock = threading.RLock()  # the thread that writes, and the one that trains
         self._phases: dict[str, float] = {}  # of the steps that have ended
         self._now: dict[str, float] = {}  # of the step under way
         self._durations: list[float] = []
         self._busy: list[float] = []
         self._first_step = 0
-        self._flushed = self._ended = time.perf_counter()
+        self._ended = time.perf_counter()
         self._waited = mesh.ledger.seconds
         # At the last flush, and at the end of the last step: what comes after that is of no step.
         self._axes = self._axes_now = self._over_axes()
@@ -91,6 +97,7 @@ class RunRecord:
             problem = error
         self.mesh.world.agree(problem)
         self._begin_step()
+        self._greet()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -108,43 +115,59 @@ class RunRecord:
         The time since the step before is split into the phases, what was spent in collectives, and computation, the
         rest.
         """
-        now, waited = time.perf_counter(), self.mesh.ledger.seconds
-        seconds = now - self._ended
-        if not self._durations:
-            self._first_step = step
-        self._durations.append(seconds)
-        self._busy.append(seconds - (waited - self._waited))
-        self._ended, self._waited, self._axes_now = now, waited, self._over_axes()
-        for name, phase in self._now.items():
-            self._phases[name] = self._phases.get(name, 0.0) + phase
-        self._now.clear()
-        if self._broken:
-            return
-        if self.mesh.rank == 0:
-            own = {"step": step, "time": round(time.time(), 3), "seconds": round(seconds, 6)}
-            self._metrics.add({**own, "workers": self.mesh.data.size, **metrics})
-        if now - self._flushed >= self.every:
+        self._greet()
+        with self._lock:
+            now, waited = time.perf_counter(), self.mesh.ledger.seconds
+            seconds = now - self._ended
+            if not self._durations:
+                self._first_step = step
+            self._durations.append(seconds)
+            self._busy.append(seconds - (waited - self._waited))
+            self._ended, self._waited, self._axes_now = now, waited, self._over_axes()
+            for name, phase in self._now.items():
+                self._phases[name] = self._phases.get(name, 0.0) + phase
+            self._now.clear()
+            if self.mesh.rank == 0 and not self._broken:
+                own = {"step": step, "time": round(time.time(), 3), "seconds": round(seconds, 6)}
+                self._metrics.add({**own, "workers": self.mesh.data.size, **metrics})
+        if not self.every:
             self.flush()
 
     def flush(self) -> None:
         """Write what waits."""
-        self._flushed = time.perf_counter()
-        if self._broken:
-            return
-        self._add_process()
-        try:
-            self._process.flush()
-            self._metrics.flush()
-        except OSError as error:
-            self._broken = True
-            print(f"mpishard: the record of the run ends here, training goes on: {error}", file=sys.stderr, flush=True)
+        with self._lock:
+            self._add_process()
+            if self._broken:
+                return
+            try:
+                self._process.flush()
+                self._metrics.flush()
+            except OSError as error:
+                self._broken = True
+                said = f"mpishard: the record of the run ends here, training goes on: {error}"
+                print(said, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Write what waits, and let go of the files."""
+        if self._where is not None:
+            self._where.end()
+            self._where = None
+            atexit.unregister(self.flush)
         self.flush()
         for lines in (self._process, self._metrics):
             with contextlib.suppress(OSError):
                 lines.close()
+
+    def _greet(self) -> None:
+        """Be there for those who look: a first line, and a thread that answers them."""
+        if self._where is not None or self._broken or not self._writes:
+            return
+        self._process.add({**self._place(), "seconds": [], "busy": [], "phases": {}, "axes": {}})
+        self.flush()
+        # From a thread: a run that is stuck is looked at too.
+        self._where = Where(self.folder, self._name, self.mesh, self.flush, self.every or 1.0)
+        self._where.watch()
+        atexit.register(self.flush)
 
     def _begin_step(self) -> None:
         self._ended, self._waited = time.perf_counter(), self.mesh.ledger.seconds
@@ -156,8 +179,7 @@ class RunRecord:
         durations, busy, phases = self._durations, self._busy, self._phases
         self._durations, self._busy, self._phases = [], [], {}
         axes, self._axes = self._axes, self._axes_now
-        mesh = self.mesh
-        if not durations or mesh.rank % -(-mesh.size // _MOST_PROCESSES):
+        if not durations or not self._writes:
             return
         known = sum(phases.values())
         over = {}
@@ -166,11 +188,7 @@ class RunRecord:
             over[name] = {"bytes": sent - before, "seconds": round(seconds - spent, 6)}
         self._process.add(
             {
-                "time": round(time.time(), 3),
-                "rank": mesh.rank,
-                "ranks": mesh.size,
-                **mesh.coordinates,
-                "step": self._first_step,
+                **self._place(),
                 "seconds": [round(seconds, 6) for seconds in durations],
                 "busy": [round(seconds, 6) for seconds in busy],
                 "phases": {"computation": round(sum(busy) - known, 6)}
@@ -178,6 +196,16 @@ class RunRecord:
                 "axes": {name: told for name, told in over.items() if told["bytes"] or told["seconds"]},
             }
         )
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process has a file."""
+        return self.mesh.rank % -(-self.mesh.size // _MOST_PROCESSES) == 0
+
+    def _place(self) -> dict[str, Any]:
+        mesh = self.mesh
+        own = {"time": round(time.time(), 3), "rank": mesh.rank, "ranks": mesh.size, **mesh.coordinates}
+        return own | {"step": self._first_step}
 
     def _over_axes(self) -> dict[str, tuple[int, float]]:
         """Bytes sent and seconds spent so far, by axis."""

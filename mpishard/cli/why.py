@@ -1,0 +1,59 @@
+"""``mpishard why``: where the ranks of a run are, who waits for whom, and who is missing."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mpishard.record.asking import ask
+from mpishard.record.diagnosis import Finding, diagnose
+from mpishard.record.reading import METRICS, STARTS
+
+_MOST = 16  # ranks of one kind told one by one
+
+
+def why(
+    run: Annotated[Path, typer.Argument(help="Folder of the run's record.")],
+    wait: Annotated[float, typer.Option(min=0, help="Seconds that processes get; 0: what they said last.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Findings and all answers, as data.")] = False,
+) -> None:
+    """Say why a run does not go on: who waits in which collective, who is missing there, and what that one does.
+
+    Asks every process through the folder of the record, written by optimize(problem,
+    record=mpishard.RunRecord(folder, mesh)).  After the end of a run that was stuck it tells what the processes said
+    while they waited.
+    """
+    if not any((run / name).is_file() for name in (METRICS, STARTS)):
+        raise ValueError(f"{run} has no record of a run; give the folder of mpishard.RunRecord(folder, mesh)")
+    asked = ask(run, wait)
+    findings = diagnose(asked.answers, asked.silent)
+    if as_json:
+        told = {"fresh": asked.fresh, "findings": list(map(asdict, findings)), "answers": asked.answers}
+        typer.echo(json.dumps(told))
+        return
+    if asked.answers and not asked.fresh:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(asked.answers[-1]["time"]))
+        typer.echo(f"nobody answers now; at {when} they said:")
+    elif not asked.answers:
+        typer.echo("nobody answers, and nobody was asked before: the run has ended, or its hosts are lost")
+    elif all(finding.kind == "runs" for finding in findings):
+        typer.echo("nobody has waited for long: the run goes on, or computes")
+    for line in _lines(findings):
+        typer.echo(line)
+
+
+def _lines(findings: list[Finding]) -> list[str]:
+    told: dict[str, int] = {}
+    lines = []
+    for finding in findings:
+        told[finding.kind] = told.get(finding.kind, 0) + 1
+        if told[finding.kind] <= _MOST:
+            several = len(finding.ranks) > 1
+            lines.append(f"rank{'s' if several else ''} {', '.join(map(str, finding.ranks))} {finding.text}")
+    hidden = {kind: count - _MOST for kind, count in told.items() if count > _MOST}
+    return lines + [f"... and {count} more ({kind})" for kind, count in hidden.items()]

@@ -1,0 +1,98 @@
+"""Asks all processes of a run where they are, through its folder, and says who does not answer."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpishard.notes import read_note
+from mpishard.record.following import Follower
+from mpishard.record.reading import PROCESSES, Process
+from mpishard.record.where import REQUEST, WHERE
+
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What came of asking.
+
+    Parameters
+    ----------
+    answers : list of dict
+        By rank; see `mpishard.record.where.Where.answer`.
+    silent : dict
+        Ranks without an answer, and what is known of their process.
+    fresh : bool
+        False if nobody answered and `answers` are what they said before.
+    """
+
+    answers: list[dict[str, Any]]
+    silent: dict[int, str]
+    fresh: bool
+
+
+def ask(folder: Path, limit: float) -> Asked:
+    """Ask the processes of the last start, and wait up to `limit` seconds; with 0, take what they said last.
+
+    Raises
+    ------
+    OSError
+        If the folder cannot be written.
+    """
+    run = Follower(folder)
+    run.update()
+    processes = run.processes
+    answers: dict[str, dict[str, Any]] = {}
+    request = folder / REQUEST
+    if limit > 0:
+        request.touch()
+        asked, deadline = request.stat().st_mtime, time.monotonic() + limit
+        while len(answers) < len(processes) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            answers = _answers(folder, processes, since=asked)
+    fresh = bool(answers)
+    if not fresh:
+        answers = _answers(folder, processes, since=run.start.get("time", 0.0))
+    found = sorted(answers.values(), key=lambda answer: int(answer["rank"]))
+    silent = {int(p.lines[-1]["rank"]): _state(p, limit) for p in processes if p.name not in answers}
+    known = {int(answer["rank"]) for answer in found} | silent.keys()
+    ranks = int(processes[-1].lines[-1]["ranks"]) if processes else 0
+    # Of many ranks only some keep a file.
+    if len(processes) == ranks or ranks <= len(known):
+        silent |= {rank: "it has no file in this record" for rank in range(ranks) if rank not in known}
+    return Asked(found, silent, fresh)
+
+
+def _answers(folder: Path, processes: list[Process], since: float) -> dict[str, dict[str, Any]]:
+    found = {}
+    for process in processes:
+        path = folder / PROCESSES / f"{process.name}{WHERE}"
+        try:
+            written = path.stat().st_mtime
+        except OSError:
+            continue
+        if written >= since:
+            answer = read_note(path)
+            if isinstance(answer, dict):
+                found[process.name] = answer
+    return found
+
+
+def _state(process: Process, limit: float) -> str:
+    """What can be seen of a process that does not answer, from here."""
+    host, _, number = process.name.rpartition("-")
+    which = f"process {number} on {host}"
+    if host == os.uname().nodename:
+        try:
+            state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return f"{which} is gone"
+        if state in "Tt":
+            return f"{which} is stopped (SIGCONT lets it go on)"
+        if state in "ZX":
+            return f"{which} is dead"
+    return f"{which} gave no answer in {limit:g} s: its host is lost, or it is blocked and holds Python's lock"

@@ -1,0 +1,131 @@
+"""Tells where this process is in the run, when somebody asks: the stack, and the collective that it waits in."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from mpishard.ledger import Call
+from mpishard.mesh import Mesh
+from mpishard.notes import write_note
+
+REQUEST, WHERE = "why", ".where.json"
+_POLL_S = 1.0
+# A wait of so many seconds makes this process ask all others where they are, and again after as many.
+LONG_S = 15.0
+_RECENT, _DEEP = 5, 20
+
+
+class Where(threading.Thread):
+    """Answers in ``processes/NAME.where.json``, from a thread, so that a blocked process answers too.
+
+    It is asked by a newer file ``why`` in the folder of the record, by SIGQUIT (the stack then is of that moment), and
+    by its own waiting, for which it asks everybody: who came last is found after the job was ended, too.  The same
+    thread calls `flush` every so many seconds.
+    """
+
+    def __init__(self, folder: Path, name: str, mesh: Mesh, flush: Callable[[], None], every: float) -> None:
+        super().__init__(name="mpishard-where", daemon=True)
+        self._request = folder / REQUEST
+        self._path = folder / "processes" / f"{name}{WHERE}"
+        self._stack_path = folder / "processes" / f"{name}.stack"
+        self._mesh = mesh
+        self._flush, self._every = flush, every
+        self._main = threading.main_thread().ident
+        self._over = threading.Event()
+        self._stack: IO[bytes] | None = None
+        self._asked = self._time_asked()
+        self._dumped = 0
+
+    def watch(self) -> None:
+        """Begin to answer."""
+        with contextlib.suppress(OSError, AttributeError, ValueError):  # no disk, no SIGQUIT, no such threads
+            self._stack = open(self._stack_path, "wb")
+            faulthandler.register(signal.SIGQUIT, self._stack, all_threads=False)
+        self.start()
+
+    def end(self) -> None:
+        """Answer no more."""
+        self._over.set()
+        self.join()
+        if self._stack is not None:
+            faulthandler.unregister(signal.SIGQUIT)
+            self._stack.close()
+            if not self._dumped:
+                self._stack_path.unlink(missing_ok=True)
+
+    def run(self) -> None:
+        looked = flushed = time.monotonic()
+        while not self._over.wait(min(_POLL_S, self._every)):
+            now = time.monotonic()
+            if now - flushed >= self._every:
+                flushed = now
+                self._flush()
+            if now - looked < _POLL_S:
+                continue
+            looked = now
+            call = self._mesh.ledger.waiting
+            waited = 0.0 if call is None else time.perf_counter() - call.began
+            asked = self._time_asked()
+            if waited > LONG_S and time.time() - asked > LONG_S:
+                with contextlib.suppress(OSError):
+                    self._request.touch()
+                asked = self._time_asked()
+            dumped = self._size_of_stack()
+            if asked > self._asked or dumped > self._dumped:
+                self._asked, self._dumped = asked, dumped
+                with contextlib.suppress(OSError):
+                    write_note(self._path, self.answer())
+
+    def answer(self) -> dict[str, Any]:
+        """Where this process is, as plain values."""
+        ledger, mesh = self._mesh.ledger, self._mesh
+        call = ledger.waiting
+        frame = sys._current_frames().get(self._main or 0)
+        stack = traceback.extract_stack(frame)[-_DEEP:] if frame is not None else []
+        return {
+            "time": round(time.time(), 3),
+            "rank": mesh.rank,
+            "ranks": mesh.size,
+            "host": os.uname().nodename,
+            "process": os.getpid(),
+            "step": ledger.step,
+            "call": None if call is None else {**told(call), "seconds": round(time.perf_counter() - call.began, 3)},
+            "recent": [told(entry.call) for entry in ledger.recent[-_RECENT:]],
+            "stack": [f"{f.filename}:{f.lineno} ({f.name})" for f in reversed(stack)],
+        }
+
+    def _time_asked(self) -> float:
+        try:
+            return self._request.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def _size_of_stack(self) -> int:
+        try:
+            return self._stack_path.stat().st_size if self._stack is not None else 0
+        except OSError:
+            return 0
+
+
+def told(call: Call) -> dict[str, Any]:
+    """A call as plain values."""
+    return {
+        "axis": call.axis,
+        "sequence": call.sequence,
+        "op": call.op,
+        "dtype": str(call.dtype),
+        "elements": call.elements,
+        "label": call.label,
+        "site": call.site,
+        "members": list(call.members),
+    }

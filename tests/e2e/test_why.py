@@ -1,0 +1,135 @@
+"""Runs that do not go on, or slowly: ``mpishard why`` and ``mpishard top`` name who is to blame."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+import numpy as np
+import mpishard
+
+rows = np.random.default_rng(0).standard_normal((64, 6))
+folder, how = sys.argv[1:]
+
+def stuck(mesh):
+    rank, buffer = mesh.rank, np.zeros(500_000)
+    if how == "asleep" and rank == 2:
+        time.sleep(100)
+    elif how == "stopped" and rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "mismatch" and rank == 1:
+        mesh.data.broadcast(buffer)
+    elif how == "ring":  # everybody receives before anybody sends
+        mesh.world.recv(buffer, (rank + 1) % 3)
+
+def function(parameters, samples, gradients):
+    if how == "straggler":
+        time.sleep(0.06 if mesh.rank == 2 else 0.02)
+    elif mesh.ledger.step == 5:
+        stuck(mesh)
+    residual = rows[samples, :5] @ parameters - rows[samples, 5]
+    gradients += rows[samples, :5].T @ residual
+    return 0.5 * residual @ residual
+
+with mpishard.Mesh() as mesh:
+    problem = mpishard.OptimizationProblem(function, np.zeros(5), samples=64, batch_size=16, steps=10_000)
+    record = mpishard.RunRecord(folder, mesh, every=0.2)
+    mpishard.DDPOptimizer(mpishard.SGD(lr=0.01), mesh).optimize(problem, record=record, progress=False)
+"""
+
+
+def mpishard(*arguments: object) -> str:
+    command = [sys.executable, "-m", "mpishard", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def lines_of(folder: Path) -> int:
+    try:
+        return len((folder / "metrics.jsonl").read_text().splitlines())
+    except FileNotFoundError:
+        return 0
+
+
+def ranks_of(folder: Path) -> list[int]:
+    return [int(file.stem.rpartition("-")[2]) for file in (folder / "processes").glob("*.jsonl")]
+
+
+@pytest.fixture
+def start(launch, tmp_path):
+    """``start(how, steps)``: the folder of a run that has taken so many steps; the run is killed at the end."""
+    jobs = []
+
+    def begin(how: str, steps: int) -> Path:
+        script, folder = tmp_path / "train.py", tmp_path / how
+        script.write_text(SCRIPT)
+        jobs.append((launch(3, script, folder, how), folder))
+        deadline = time.monotonic() + 30
+        while lines_of(folder) < steps and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert lines_of(folder) >= steps
+        return folder
+
+    yield begin
+    for job, folder in jobs:
+        for rank in ranks_of(folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+        try:
+            job.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.communicate()
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("asleep", ["ranks 0, 1 wait", "without rank 2", "rank 2 is waited for, and runs", "(stuck)"]),
+        ("stopped", ["ranks 0, 2 wait", "rank 1 is waited for, and does not answer", "is stopped"]),
+        ("mismatch", ["ranks 0, 1, 2 are in different calls of the data axis", "broadcast", "all_reduce"]),
+        ("ring", ["ranks 0, 1, 2 wait for each other in a circle (0 for 1, 1 for 2, 2 for 0): a deadlock"]),
+    ],
+)
+def test_a_stuck_run(start, how: str, expected: list[str]) -> None:
+    folder = start(how, 4)
+    time.sleep(1.5)  # what waits for less is nothing unusual
+    told = mpishard("why", folder)
+    assert all(part in told for part in expected), told
+    if how == "asleep":
+        data = json.loads(mpishard("why", folder, "--json", "--wait", 0))
+        assert [finding["kind"] for finding in data["findings"]] == ["waits", "missing"]
+
+
+def test_signal_quit_writes_where_a_rank_is(start) -> None:
+    folder = start("asleep", 4)
+    time.sleep(1.5)
+    for rank in ranks_of(folder):
+        os.kill(rank, signal.SIGQUIT)
+    deadline = time.monotonic() + 10
+    while len(list((folder / "processes").glob("*.where.json"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    stacks = [file.read_text() for file in (folder / "processes").glob("*.stack")]
+    assert sum("in stuck" in stack for stack in stacks) == 1 and sum("all_reduce" in stack for stack in stacks) == 2
+    told = mpishard("why", folder, "--wait", 0)
+    assert "rank 2 is waited for, and runs" in told, told
+
+
+def test_a_straggler_is_named(start) -> None:
+    folder = start("straggler", 40)
+    told = mpishard("top", folder)
+    assert "straggler: rank 2" in told and "straggler: rank 0" not in told, told
+    (slow,) = json.loads(mpishard("top", folder, "--json"))["stragglers"]
+    assert slow["rank"] == 2 and slow["busy"] > 1.5 * slow["median"]
+    assert "nobody has waited for long" in mpishard("why", folder)
