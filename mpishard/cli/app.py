@@ -10,12 +10,13 @@ import typer
 from mpishard.cli.bench import bench
 from mpishard.cli.checkpoint import convert, diff, export, import_, inspect, verify
 from mpishard.cli.estimate import estimate
+from mpishard.cli.info import info
 from mpishard.cli.resize import resize
 from mpishard.cli.run import run
 from mpishard.cli.schedule import schedule
 
 app = typer.Typer(
-    help="Look at layouts and schedules before a run, run it, and look at its checkpoints.",
+    help="Look at the machine, at layouts and at schedules before a run, run it, and look at its checkpoints.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(schedule)
 app.command()(estimate)
 app.command()(bench)
+app.command()(info)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(resize)
 app.command()(inspect)
