@@ -12,7 +12,7 @@ import typer
 from mpi4py import MPI
 
 from mpishard.cli.info_text import show
-from mpishard.environment import Facts, collect, findings, launch_of, launches
+from mpishard.environment import collect, findings, launch_of, launches
 
 _PATIENCE_S = 30.0
 
@@ -30,7 +30,8 @@ def info(
     # Each rank may be alone in its world, and then the launcher alone knows which of them is the first.
     if world.size == 1 and launch is not None and launch.rank > 0:
         return
-    facts = _gather(world)
+    _meet(world)
+    facts = world.gather(collect(world))
     if facts is None:
         return
     found = findings(facts)
@@ -48,22 +49,21 @@ def info(
         raise typer.Exit(1)
 
 
-def _gather(world: MPI.Intracomm) -> list[Facts] | None:
-    """The facts of all ranks, on rank 0.  A network over which they cannot talk is what this command is asked about."""
+def _meet(world: MPI.Intracomm) -> None:
+    """Wait for all ranks, but not for ever: ranks that cannot talk are what this command is asked about."""
 
     def give_up() -> None:
         typer.echo(
-            f"mpishard: error: the {world.size} ranks were started, but could not exchange a message within "
-            f"{_PATIENCE_S:.0f} s; choose the network that MPI takes: for Open MPI --mca btl_tcp_if_include NAME, for "
-            "MPICH -iface NAME",
+            f"mpishard: error: {world.size} ranks were started, but do not all answer within {_PATIENCE_S:.0f} s; is "
+            "one of them stopped, or do they take a network that does not join the hosts? Choose it: for Open MPI "
+            "--mca btl_tcp_if_include NAME, for MPICH -iface NAME",
             err=True,
         )
         world.Abort(1)
 
     timer = threading.Timer(_PATIENCE_S, give_up)
     timer.daemon = True
-    if world.rank == 0 and world.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+    if world.rank == 0 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
         timer.start()
-    facts = world.gather(collect(world))
+    world.Barrier()
     timer.cancel()
-    return facts
