@@ -35,6 +35,7 @@ def rows(facts: Sequence[Facts]) -> list[tuple[str, str]]:
     found = [
         ("versions", ", ".join(versions)),
         ("MPI", f"{mpi.library} {mpi.version}, standard {'.'.join(map(str, mpi.standard))}, {first.thread_level}"),
+        ("", _build(first.mpi_text)),
         ("", "any count in one call" if mpi.large_counts else "counts of 2**31 and more in several calls"),
         ("started by", _launch(first)),
         ("mpirun", f"{first.mpirun.path} ({first.mpirun.family})" if first.mpirun else "none"),
@@ -54,6 +55,12 @@ def rows(facts: Sequence[Facts]) -> list[tuple[str, str]]:
     if left := every[_SHOWN_NODES:]:
         found.append(("", f"and {len(left)} more with {count(sum(map(len, left)), 'rank')}"))
     return found
+
+
+def _build(text: str) -> str:
+    """What tells one build of an MPI from another: MPICH says it in a line of many, others in the first."""
+    device = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("MPICH Device")]
+    return f"device {device[0]}" if device else text.partition("\n")[0]
 
 
 def _launch(first: Facts) -> str:

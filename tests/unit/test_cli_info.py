@@ -220,11 +220,19 @@ def test_the_screen_fits(columns: int, capsys: pytest.CaptureFixture[str], monke
     show(facts, found)
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= columns
-    assert len(text.splitlines()) <= (60 if columns == 60 else 40)
     whole = " ".join(text.split())
     assert all(f"{finding.level} {finding}" in whole for finding in found)
     assert "n6: ranks 40 to 47 on 4 cores" in whole and "and 14 more with 112 ranks" in whole
     assert whole.endswith("3 things are wrong, with 3 warnings.")
+
+
+def test_a_good_job_fits_an_old_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    facts = job(*[4] * 20, launches=launches({**PRTE, "OMPI_COMM_WORLD_SIZE": "80"}))
+    show(facts, findings(facts))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "Nothing is wrong."
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
 
 
 def test_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
