@@ -253,6 +253,15 @@ def device_count() -> int:
     return count.value
 
 
+def can_pin(nbytes: int = 2**20) -> bool:
+    """Whether CuPy is there and can pin so many bytes of host memory."""
+    try:
+        _CuPy().module.cuda.alloc_pinned_memory(nbytes)
+    except Exception:  # ImportError, or of CuPy's several ones
+        return False
+    return True
+
+
 def module_of(a: Array) -> Any:
     """The module that makes arrays of the kind of `a`: ``numpy``, or ``cupy``."""
     return _backend(a).module

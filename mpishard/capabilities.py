@@ -36,6 +36,12 @@ def heals_in_place() -> bool:
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
 
 
+def could_heal_in_place() -> bool:
+    """Whether it would if ``mpirun`` were told to; MPICH has the calls too, but its launcher ends the job."""
+    library, version = MPI.get_vendor()
+    return library == "Open MPI" and version >= (5, 0, 0) and hasattr(_mpi_library(), "MPIX_Comm_revoke")
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """Facts about the MPI library in use.

@@ -18,6 +18,11 @@ def own_cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
+def chosen_by_user() -> str | None:
+    """The environment variable by which the user chose how many threads BLAS has, if any."""
+    return next((variable for variable in _CHOSEN_BY_USER if os.environ.get(variable, "").isdigit()), None)
+
+
 def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
     """Limit BLAS to this rank's share of the cores it may run on, at least one thread.  Collective over `comm`.
 
@@ -28,9 +33,8 @@ def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
     cores = own_cores()
     told = comm.allgather(sum(1 << core for core in cores))  # a bit a core: all ranks hold this for a moment
     everybody = [told[rank] for rank in node]
-    for variable in _CHOSEN_BY_USER:
-        if os.environ.get(variable, "").isdigit():
-            return int(os.environ[variable])
+    if chosen := chosen_by_user():
+        return int(os.environ[chosen])
     share = sum(1 / sum(theirs >> core & 1 for theirs in everybody) for core in cores)
     ranks = max(int(os.environ.get(variable, "").strip() or 1) for variable in _RANKS_ON_NODE)
     if ranks > len(node):
@@ -42,5 +46,5 @@ def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
 
 def fix_blas_threads() -> None:
     """Limit BLAS to one thread, unless the user chose: how it cuts a product decides the bits of the result."""
-    if not any(os.environ.get(variable, "").isdigit() for variable in _CHOSEN_BY_USER):
+    if not chosen_by_user():
         threadpool_limits(1)

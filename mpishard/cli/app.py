@@ -10,6 +10,7 @@ import typer
 from mpishard.cli.bench import bench
 from mpishard.cli.checkpoint import convert, diff, export, import_, inspect, verify
 from mpishard.cli.estimate import estimate
+from mpishard.cli.info import info
 from mpishard.cli.plot import plot
 from mpishard.cli.resize import resize
 from mpishard.cli.run import run
@@ -18,11 +19,12 @@ from mpishard.cli.top import top
 from mpishard.cli.why import why
 
 app = typer.Typer(
-    help="Look at layouts and schedules before a run, run it, and look at its checkpoints.",
+    help="Look at the machine, layouts and schedules before a run, run it, watch it, and look at its checkpoints.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command()(info)
 app.command()(schedule)
 app.command()(estimate)
 app.command()(bench)

@@ -84,6 +84,26 @@ def mpirun() -> Callable[..., Finished]:
 
 
 @pytest.fixture
+def alone() -> Callable[..., Finished]:
+    """``alone(*arguments, **environment)``: Python with these arguments and no launcher, whatever started this one."""
+
+    def run(*arguments: object, **environment: str) -> Finished:
+        began = time.monotonic()
+        ended = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=_environment(environment),
+            timeout=60,
+            check=False,
+        )
+        return Finished(ended.returncode, ended.stdout, ended.stderr, time.monotonic() - began)
+
+    return run
+
+
+@pytest.fixture
 def launch() -> Callable[..., subprocess.Popen[str]]:
     """``launch(ranks, *arguments, options=())``: the same under way; `options` are the launcher's."""
 

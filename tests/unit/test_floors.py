@@ -20,7 +20,7 @@ FLOORS = [
     {"nn", "optim", "data", "checkpoint", "record"},
     {"distributed", "saving", "training"},
     {"elastic"},
-    {"estimate"},
+    {"environment", "estimate"},
     {"cli"},
     {"__main__"},
 ]
@@ -40,6 +40,7 @@ OUTSIDERS = {
         "mesh",
         "witness",
         "elastic",
+        "environment",
         "cli",
     },
     "matplotlib": {"cli"},

@@ -1,0 +1,124 @@
+"""What ranks found out about MPI and machine, as one screen."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+import typer
+
+from mpishard.cli.estimate_text import size
+from mpishard.environment import Facts, Finding, launch_of
+from mpishard.environment.findings import cores_of, count, nodes
+
+_SHOWN_NODES = 6
+
+
+def show(facts: Sequence[Facts], found: Sequence[Finding]) -> None:
+    """Print facts, those of rank 0 where they are of one process, and then what was found.
+
+    Without colours: Open MPI gives its ranks a terminal even where their output ends in a file.
+    """
+    _print_columns(rows(facts))
+    typer.echo()
+    _print_columns([(finding.level, str(finding)) for finding in found])
+    wrong, warnings = (sum(finding.level == level for finding in found) for level in ("wrong", "warning"))
+    verdict = f"{count(wrong, 'thing')} {'is' if wrong == 1 else 'are'} wrong" if wrong else "Nothing is wrong"
+    typer.echo(verdict + (f", with {count(warnings, 'warning')}." if warnings else "."))
+
+
+def rows(facts: Sequence[Facts]) -> list[tuple[str, str]]:
+    """Names and values in the order in which they are shown."""
+    first, mpi = facts[0], facts[0].mpi
+    versions = [f"{name} {version}" for name, version in first.versions.items() if name not in ("h5py", "HDF5")]
+    found = [
+        ("versions", ", ".join(versions)),
+        ("MPI", f"{mpi.library} {mpi.version}, standard {'.'.join(map(str, mpi.standard))}, {first.thread_level}"),
+        ("", _build(first.mpi_text)),
+        ("", "any count in one call" if mpi.large_counts else "counts of 2**31 and more in several calls"),
+        ("started by", _launch(first)),
+        ("mpirun", f"{first.mpirun.path} ({first.mpirun.family})" if first.mpirun else "none"),
+    ]
+    if first.mpirun_on_path is not None:
+        found.append(("", f"{first.mpirun_on_path.path} ({first.mpirun_on_path.family}) on the PATH"))
+    found += [
+        ("deaths", _deaths(first)),
+        ("GPUs", _gpus(first)),
+        ("HDF5", f"{first.versions['HDF5']}, h5py {first.versions['h5py']}, {_h5py(first)}"),
+        ("BLAS", _blas(first)),
+        ("memory", _memory(first)),
+    ]
+    every = nodes(facts)
+    for index, node in enumerate(every[:_SHOWN_NODES]):
+        found.append(("" if index else "nodes", _node(node)))
+    if left := every[_SHOWN_NODES:]:
+        found.append(("", f"and {len(left)} more with {count(sum(map(len, left)), 'rank')}"))
+    return found
+
+
+def _build(text: str) -> str:
+    """What tells one build of an MPI from another: MPICH says it in a line of many, others in the first."""
+    device = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("MPICH Device")]
+    return f"device {device[0]}" if device else text.partition("\n")[0]
+
+
+def _launch(first: Facts) -> str:
+    launch = launch_of(first.launches, first.ranks)
+    if launch is None:
+        return "no launcher: one rank"
+    return f"{launch.launcher}, {count(launch.ranks, 'rank')}; MPI_COMM_WORLD has {first.ranks}"
+
+
+def _deaths(first: Facts) -> str:
+    if first.heals:
+        return "healed in place (ULFM is on)"
+    return "end the job; ULFM is there, but off" if first.could_heal else "end the job"
+
+
+def _gpus(first: Facts) -> str:
+    if not first.gpus:
+        return "none"
+    way = "MPI takes device pointers" if first.mpi.device_buffers else "arrays travel through the host"
+    return f"{first.gpus}; {way}"
+
+
+def _h5py(first: Facts) -> str:
+    return "built with MPI (not needed)" if first.h5py_mpi else "built without MPI (not needed)"
+
+
+def _blas(first: Facts) -> str:
+    if not first.blas:
+        return "unknown to threadpoolctl"
+    blas = first.blas[0]
+    kernels = f" with {blas.kernels} kernels" if blas.kernels else ""
+    limit = f"by {first.blas_chosen}" if first.blas_chosen else "a mesh limits them to a rank's share of the cores"
+    return f"{blas.library} {blas.version}{kernels}, {count(blas.threads, 'thread')}: {limit}"
+
+
+def _memory(first: Facts) -> str:
+    locked = (
+        "any amount" if first.locked_memory is None else size(first.locked_memory) if first.locked_memory else "none"
+    )
+    text = f"a process may lock {locked}"
+    if first.shared_memory is None or first.shared_memory_free is None:
+        return f"{text}; no /dev/shm"
+    return f"{text}; /dev/shm has {size(first.shared_memory_free)} free of {size(first.shared_memory)}"
+
+
+def _node(node: Sequence[Facts]) -> str:
+    first, last = node[0].rank, node[-1].rank
+    ranks = f"ranks {first} to {last}" if last > first else f"rank {first}"
+    if last - first >= len(node):
+        ranks = f"{len(node)} of the {ranks}"
+    return f"{node[0].host}: {ranks} on {count(cores_of(node), 'core')}"
+
+
+def _print_columns(lines: Sequence[tuple[str, str]]) -> None:
+    """Names and values, wrapped to the terminal; what someone may copy is never cut."""
+    indent = max((len(name) for name, _ in lines), default=0) + 2
+    width = shutil.get_terminal_size((120, 24)).columns
+    for name, value in lines:
+        wrapped = textwrap.wrap(value, max(width - indent, 20), break_long_words=False, break_on_hyphens=False)
+        for index, line in enumerate(wrapped):
+            typer.echo(f"{'' if index else name:{indent}}{line}")

@@ -1,0 +1,14 @@
+"""What this MPI, this machine and this Python are, and what of it will stand in the way of a run.
+
+>>> from mpi4py import MPI
+>>> from mpishard.environment import collect, findings
+>>> facts = collect(MPI.COMM_WORLD)
+>>> [finding.what for finding in findings([facts]) if finding.level == "wrong"]
+[]
+"""
+
+from mpishard.environment.facts import Blas, Facts, collect
+from mpishard.environment.findings import Finding, findings
+from mpishard.environment.launches import Launch, launch_of, launches
+
+__all__ = ["Blas", "Facts", "Finding", "Launch", "collect", "findings", "launch_of", "launches"]

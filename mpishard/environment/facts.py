@@ -1,0 +1,223 @@
+"""What one process knows of its MPI, its libraries and its machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+from dataclasses import dataclass
+
+import h5py
+import mpi4py
+import numpy as np
+from mpi4py import MPI
+from threadpoolctl import threadpool_info
+
+from mpishard.array import can_pin, device_count
+from mpishard.capabilities import Capabilities, could_heal_in_place, heals_in_place, probe
+from mpishard.elastic.launchers import Launcher, find_launcher
+from mpishard.environment.launches import Launch, launches
+from mpishard.threads import chosen_by_user, own_cores
+from mpishard.version import VERSION
+
+_THREAD_LEVELS = {
+    MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+    MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+    MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+    MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
+}
+_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")  # distributions that bring CuPy
+_SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Blas:
+    """A BLAS library of this process.
+
+    Attributes
+    ----------
+    library, version : str
+    kernels : str
+        The processor whose kernels it has chosen; empty where it does not tell.
+    threads : int
+        As it was loaded; a mesh limits it to this rank's share of the cores.
+    """
+
+    library: str
+    version: str
+    kernels: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one process knows.  It travels between ranks, and is what ``mpishard info --json`` prints of each.
+
+    Attributes
+    ----------
+    rank, ranks : int
+        Its place in ``MPI_COMM_WORLD``, and the size of that.
+    host : str
+    node : int
+        The first rank of those that share memory with it.
+    launches : tuple of Launch
+        What launchers told it.
+    versions : dict
+        Of mpishard, Python, NumPy, mpi4py, h5py, HDF5, and of CuPy where it is installed.
+    mpi : Capabilities
+    mpi_text : str
+        All that the MPI library says of its version.
+    thread_level : str
+        Such as ``"MPI_THREAD_MULTIPLE"``.
+    heals, could_heal : bool
+        Whether the death of a rank is healed in place, and whether this MPI could, started in another way.
+    without_han : bool
+        Whether Open MPI's hierarchical collectives, which crash after a death, are off.
+    mpirun, mpirun_on_path : Launcher or None
+        The one beside this Python, else that of the PATH; and that of the PATH where it is another.  Rank 0 alone
+        looks for them.
+    h5py_mpi : bool
+        Whether h5py was built with MPI, which mpishard does not need.
+    h5py_lacks : tuple of str
+        What checkpoints need, or offer, and this h5py does not have.
+    blas : tuple of Blas
+    blas_chosen : str
+        Environment variable by which the user chose a number of BLAS threads; empty without.
+    cores : tuple of int
+        Those it may run on, by number.
+    gpus : int
+        Those it can see.
+    pins_memory : bool
+        Whether it can pin host memory for them.
+    locked_memory, shared_memory, shared_memory_free : int or None
+        Bytes: most that it may lock, and of ``/dev/shm``.  None: unlimited, or there is no such folder.
+    """
+
+    rank: int
+    ranks: int
+    host: str
+    node: int
+    launches: tuple[Launch, ...]
+    versions: dict[str, str]
+    mpi: Capabilities
+    mpi_text: str
+    thread_level: str
+    heals: bool
+    could_heal: bool
+    without_han: bool
+    mpirun: Launcher | None
+    mpirun_on_path: Launcher | None
+    h5py_mpi: bool
+    h5py_lacks: tuple[str, ...]
+    blas: tuple[Blas, ...]
+    blas_chosen: str
+    cores: tuple[int, ...]
+    gpus: int
+    pins_memory: bool
+    locked_memory: int | None
+    shared_memory: int | None
+    shared_memory_free: int | None
+
+
+def collect(comm: MPI.Intracomm) -> Facts:
+    """Find out about this process.  Collective over `comm`; raises nothing that could keep one rank from the others.
+
+    Starts a child process where the MPI says that it takes device pointers, to see whether it does.
+    """
+    shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    node = shared.bcast(comm.rank)
+    shared.Free()
+    gpus = device_count()
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    mpirun, on_path = _launchers() if comm.rank == 0 else (None, None)
+    shared_memory, shared_memory_free = _shared_memory()
+    return Facts(
+        rank=comm.rank,
+        ranks=comm.size,
+        host=platform.node(),
+        node=node,
+        launches=launches(os.environ),
+        versions=_versions(),
+        mpi=probe(device=True),
+        mpi_text=MPI.Get_library_version().strip("\0\n "),
+        thread_level=_THREAD_LEVELS[MPI.Query_thread()],
+        heals=heals_in_place(),
+        could_heal=could_heal_in_place(),
+        without_han=_without_han(os.environ.get("OMPI_MCA_coll", "")),
+        mpirun=mpirun,
+        mpirun_on_path=on_path,
+        h5py_mpi=bool(h5py.get_config().mpi),
+        h5py_lacks=_h5py_lacks(),
+        blas=_blas(),
+        blas_chosen=chosen_by_user() or "",
+        cores=tuple(sorted(own_cores())),
+        gpus=gpus,
+        pins_memory=gpus > 0 and can_pin(),
+        locked_memory=None if locked == resource.RLIM_INFINITY else locked,
+        shared_memory=shared_memory,
+        shared_memory_free=shared_memory_free,
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {
+        "mpishard": VERSION,
+        "Python": platform.python_version(),
+        "NumPy": np.__version__,
+        "mpi4py": mpi4py.__version__,
+        "h5py": h5py.__version__,
+        "HDF5": h5py.version.hdf5_version,
+    }
+    for name in _CUPY:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.setdefault("CuPy", importlib.metadata.version(name))
+    return versions
+
+
+def _without_han(components: str) -> bool:
+    """Whether a list of Open MPI's collective components leaves out ``han``: ``^han``, or a list of others."""
+    if components.startswith("^"):
+        return "han" in components[1:].split(",")
+    return bool(components) and "han" not in components.split(",")
+
+
+def _launchers() -> tuple[Launcher | None, Launcher | None]:
+    """The mpirun beside this Python or of the PATH, and that of the PATH where it is another."""
+    found: list[Launcher | None] = []
+    for path in (None, shutil.which("mpirun")):
+        try:
+            found.append(find_launcher(path))
+        except (ValueError, OSError):
+            found.append(None)
+    first, second = found
+    if first is not None and second is not None and os.path.realpath(first.path) == os.path.realpath(second.path):
+        second = None
+    return first, second
+
+
+def _h5py_lacks() -> tuple[str, ...]:
+    has = {
+        "virtual data sets": h5py.version.hdf5_version_tuple >= (1, 10, 0),
+        "gzip": h5py.h5z.filter_avail(h5py.h5z.FILTER_DEFLATE),
+        "lzf": h5py.h5z.filter_avail(h5py.h5z.FILTER_LZF),
+    }
+    return tuple(feature for feature, there in has.items() if not there)
+
+
+def _blas() -> tuple[Blas, ...]:
+    return tuple(
+        Blas(str(each["internal_api"]), str(each["version"]), str(each.get("architecture") or ""), each["num_threads"])
+        for each in threadpool_info()
+        if each["user_api"] == "blas"
+    )
+
+
+def _shared_memory() -> tuple[int | None, int | None]:
+    try:
+        usage = shutil.disk_usage(_SHARED_MEMORY)
+    except OSError:
+        return None, None
+    return usage.total, usage.free

@@ -1,0 +1,231 @@
+"""What is wrong with the machine and the MPI that some ranks have found, and the way out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mpishard.elastic.launchers import Launcher
+from mpishard.environment.facts import Facts
+from mpishard.environment.launches import OPEN_MPI, SLURM, Launch, launch_of
+
+WRONG, WARNING, NOTE = "wrong", "warning", "note"
+
+# Bytes a rank.  Open MPI 5 makes a file of 16 MiB for each and fills it as it sends.  MPICH 5 has taken 5 MB at start,
+# as those that tell have; with 3 MiB left, all-reduces of 8 MB then crashed.
+_SHARED_MEMORY_WANTED, _SHARED_MEMORY_NEEDED = 16 * 2**20, 4 * 2**20
+# Network cards and GPUs want their buffers locked; 8 MiB is what most systems allow by default.
+_LOCKED_MEMORY = 2**30
+_SHOWN_HOSTS = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found.
+
+    Attributes
+    ----------
+    level : str
+        ``"wrong"``: runs will fail; ``"warning"``: runs will be slow or less safe; ``"note"``: there is more to be had.
+    about : str
+        One word of what: ``launch``, ``versions``, ``threads``, ``cores``, ``blas``, ``hdf5``, ``memory``, ``gpu`` or
+        ``death``.
+    what : str
+    way_out : str
+    """
+
+    level: str
+    about: str
+    what: str
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.way_out}"
+
+
+def findings(facts: Sequence[Facts]) -> list[Finding]:
+    """What the facts of all ranks say is wrong, what is wrong first.
+
+    Parameters
+    ----------
+    facts : sequence of Facts
+        In order of ranks, of at least one.
+    """
+    found = [
+        finding
+        for look in (_launch, _versions, _threads, _cores, _blas, _hdf5, _memory, _gpus, _deaths)
+        for finding in look(facts)
+    ]
+    return sorted(found, key=lambda finding: (WRONG, WARNING, NOTE).index(finding.level))
+
+
+def nodes(facts: Sequence[Facts]) -> list[list[Facts]]:
+    """Ranks by the node they are on."""
+    found: dict[int, list[Facts]] = {}
+    for each in facts:
+        found.setdefault(each.node, []).append(each)
+    return list(found.values())
+
+
+def cores_of(node: Sequence[Facts]) -> int:
+    """How many cores the ranks of a node have together."""
+    return len({core for each in node for core in each.cores})
+
+
+def count(number: int, what: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def fits(launcher: Launcher, library: str) -> bool:
+    """Whether a launcher is of the family of an MPI library."""
+    return (launcher.family == OPEN_MPI) == (library == OPEN_MPI)
+
+
+def _launch(facts: Sequence[Facts]) -> Iterator[Finding]:
+    first = facts[0]
+    library = first.mpi.library
+    launch = launch_of(first.launches, first.ranks)
+    if launch is not None and launch.ranks != first.ranks:
+        size = "is alone in" if first.ranks == 1 else "is in"
+        what = (
+            f"{launch.launcher} started {launch.ranks} ranks, but each {size} an MPI_COMM_WORLD of size {first.ranks}: "
+            f"mpi4py is bound to {library} {first.mpi.version}"
+        )
+        yield Finding(WRONG, "launch", what, _right_launcher(first, launch))
+        return
+    # Ranks that are together already do not need it.
+    level = WRONG if launch is None else WARNING
+    for launcher, where in ((first.mpirun, "that mpishard run takes"), (first.mpirun_on_path, "on the PATH")):
+        if launcher is not None and not fits(launcher, library):
+            what = f"the mpirun {where} is of {launcher.family} ({launcher.path}), but mpi4py is bound to {library}"
+            yield Finding(level, "launch", f"{what}: ranks would be worlds of size 1, or fail", _right_launcher(first))
+
+
+def _right_launcher(facts: Facts, launch: Launch | None = None) -> str:
+    library = facts.mpi.library
+    if launch is not None and launch.family == SLURM:
+        kind, inner = ("pmix", "mpirun") if library == OPEN_MPI else ("pmi2", "mpiexec")
+        return f"use srun --mpi={kind}, or {inner} of {library} in a script for sbatch"
+    right = next((each for each in (facts.mpirun, facts.mpirun_on_path) if each and fits(each, library)), None)
+    if right is None:
+        return f"use the mpirun of the {library} that mpi4py was built with, or build mpi4py with the other MPI"
+    if launch is not None and (launch.family == OPEN_MPI) == (library == OPEN_MPI):
+        return f"if that was the mpirun of another installation, use {right.path}"
+    return f"use {right.path}"
+
+
+def _versions(facts: Sequence[Facts]) -> Iterator[Finding]:
+    of_mpi = [{"MPI": f"{each.mpi.library} {each.mpi.version}"} | each.versions for each in facts]
+    for name in dict.fromkeys(name for versions in of_mpi for name in versions):
+        hosts: dict[str, list[str]] = {}
+        for each, versions in zip(facts, of_mpi, strict=True):
+            hosts.setdefault(versions.get(name, "none"), []).append(each.host)
+        if len(hosts) > 1:
+            what = ", ".join(f"{version} on {_hosts(where)}" for version, where in hosts.items())
+            level = WRONG if name in ("MPI", "mpishard") else WARNING
+            yield Finding(level, "versions", f"{name} differs: {what}", "give all hosts the same environment")
+
+
+def _threads(facts: Sequence[Facts]) -> Iterator[Finding]:
+    if poor := [each for each in facts if not each.mpi.threads]:
+        what = f"this MPI was started with {poor[0].thread_level}: collectives have no time limit, checkpoints are not "
+        way_out = "leave MPI4PY_RC_THREAD_LEVEL and mpi4py.rc.threads alone, or build the MPI with MPI_THREAD_MULTIPLE"
+        yield Finding(WARNING, "threads", f"{what}written in the background, and no workers are spawned", way_out)
+
+
+def _cores(facts: Sequence[Facts]) -> Iterator[Finding]:
+    crowded = [node for node in nodes(facts) if len(node) > cores_of(node)]
+    if crowded:
+        worst = max(crowded, key=lambda node: len(node) / cores_of(node))
+        more = f" (and {count(len(crowded) - 1, 'more host')} like it)" if len(crowded) > 1 else ""
+        what = (
+            f"{len(worst)} ranks share {count(cores_of(worst), 'core')} of {worst[0].host}{more}, and MPI waits busily"
+        )
+        yield Finding(WARNING, "cores", what, f"start at most {cores_of(worst)} ranks there, or expect slow steps")
+
+
+def _blas(facts: Sequence[Facts]) -> Iterator[Finding]:
+    for node in nodes(facts):
+        threads = sum(max((blas.threads for blas in each.blas), default=1) for each in node if each.blas_chosen)
+        cores = max(cores_of(node), len(node))  # more ranks than cores are another finding
+        if threads > cores:
+            variable = next(each.blas_chosen for each in node if each.blas_chosen)
+            what = f"{variable} gives {count(len(node), 'rank')} of {node[0].host} {threads} BLAS threads"
+            what += f" on {count(cores_of(node), 'core')}"
+            yield Finding(WARNING, "blas", what, "unset it, and a mesh gives each rank its share of the cores")
+            return
+
+
+def _hdf5(facts: Sequence[Facts]) -> Iterator[Finding]:
+    lacking = [each for each in facts if each.h5py_lacks]
+    if lacking:
+        poor = lacking[0]
+        level = WRONG if "virtual data sets" in poor.h5py_lacks else WARNING
+        what = f"HDF5 {poor.versions['HDF5']} of h5py on {poor.host} has no {' and no '.join(poor.h5py_lacks)}"
+        needed = (
+            "checkpoints need them" if level == WRONG else "checkpoints compressed with it cannot be written or read"
+        )
+        yield Finding(level, "hdf5", f"{what}: {needed}", "install h5py as a wheel: pip install --force-reinstall h5py")
+
+
+def _memory(facts: Sequence[Facts]) -> Iterator[Finding]:
+    for node in nodes(facts):
+        free, wanted = node[0].shared_memory_free, len(node) * _SHARED_MEMORY_WANTED
+        if free is not None and free < wanted:
+            level = WRONG if free < len(node) * _SHARED_MEMORY_NEEDED else WARNING
+            what = (
+                f"/dev/shm of {node[0].host} has {free >> 20} MiB left, and MPI may take {wanted >> 20} MiB there for "
+            )
+            way_out = "remove what killed jobs have left in it, or give a container more of it (docker run --shm-size)"
+            yield Finding(level, "memory", f"{what}{count(len(node), 'rank')}, or die of a bus error", way_out)
+            return
+
+
+def _gpus(facts: Sequence[Facts]) -> Iterator[Finding]:
+    with_gpus = [each for each in facts if each.gpus]
+    if not with_gpus:
+        return
+    first = with_gpus[0]
+    where = f"{first.host} has {count(first.gpus, 'GPU')}"
+    limits = [each.locked_memory for each in with_gpus if each.locked_memory is not None]
+    if limits and min(limits) < _LOCKED_MEMORY:
+        what = (
+            f"{where}, but a process may lock {min(limits) / 2**20:.2g} MiB of memory, which network cards need more of"
+        )
+        yield Finding(
+            WARNING, "gpu", what, "allow more: ulimit -l unlimited, or LimitMEMLOCK=infinity of slurmd or sshd"
+        )
+    if "CuPy" not in first.versions:
+        what = f"{where}, but this Python has no CuPy"
+        yield Finding(NOTE, "gpu", what, "to compute there, pip install cupy-cuda13x (or 12x) as its driver needs")
+        return
+    if not all(each.pins_memory for each in with_gpus):
+        what = f"{where}, but CuPy {first.versions['CuPy']} cannot pin host memory, through which its arrays travel"
+        yield Finding(WRONG, "gpu", what, "see what cupy.cuda.alloc_pinned_memory(1) raises")
+    if not all(each.mpi.device_buffers for each in with_gpus):
+        what = f"{where}, but this {first.mpi.library} was not seen to take device pointers"
+        yield Finding(
+            NOTE, "gpu", f"{what}: arrays travel through the host", "an MPI built with CUDA sends them directly"
+        )
+
+
+def _deaths(facts: Sequence[Facts]) -> Iterator[Finding]:
+    first = facts[0]
+    if first.heals and not first.without_han:
+        what = "deaths are healed in place, but the collectives of coll/han crash after one"
+        yield Finding(WARNING, "death", what, "start with mpirun --with-ft ulfm --mca coll ^han")
+    elif not first.heals and first.could_heal:
+        what = "a rank that dies ends the job"
+        way_out = "to heal in place, start with mpirun --with-ft ulfm --mca coll ^han, or with mpishard run --elastic"
+        yield Finding(NOTE, "death", what, way_out)
+    elif not first.heals:
+        what = f"a rank that dies ends the job: {first.mpi.library} {first.mpi.version} does not heal in place"
+        way_out = "mpishard run --elastic goes on from the newest checkpoint; Open MPI 5 loses no step"
+        yield Finding(NOTE, "death", what, way_out)
+
+
+def _hosts(hosts: Sequence[str]) -> str:
+    names = list(dict.fromkeys(hosts))
+    more = f" and {len(names) - _SHOWN_HOSTS} more" if len(names) > _SHOWN_HOSTS else ""
+    return ", ".join(names[:_SHOWN_HOSTS]) + more

@@ -1,0 +1,63 @@
+"""``mpishard info`` on ranks that a launcher started, of this MPI or, by its variables, of another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from mpishard.environment import launches
+
+LIBRARY = MPI.get_vendor()[0]
+# What the launcher of another family than that of this MPI would set.
+OTHER = (
+    {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALNRANKS": "3", "MPI_LOCALRANKID": "0"}
+    if LIBRARY == "Open MPI"
+    else {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+)
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3"}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_one_screen_for_all_ranks(ranks: int, mpirun: Callable[..., Any]) -> None:
+    finished = mpirun(ranks, "-m", "mpishard", "info", COLUMNS="100")
+    assert finished.code == 0, finished.all
+    assert finished.output.count("started by") == 1, finished.all
+    told = f"{ranks} rank{'s' if ranks > 1 else ''}; MPI_COMM_WORLD has {ranks}"
+    assert f"started by  mpirun of {LIBRARY}, {told}" in finished.output, finished.all
+    assert "Nothing is wrong" in finished.output, finished.all
+
+
+def test_json_of_all_ranks(mpirun: Callable[..., Any]) -> None:
+    finished = mpirun(3, "-m", "mpishard", "info", "--json")
+    assert finished.code == 0, finished.all
+    report = json.loads(finished.output)
+    assert [(rank["rank"], rank["ranks"], rank["node"]) for rank in report["ranks"]] == [
+        (0, 3, 0),
+        (1, 3, 0),
+        (2, 3, 0),
+    ]
+    assert [rank["launches"][0]["rank"] for rank in report["ranks"]] == [0, 1, 2]
+    assert report["ranks"][0]["mpirun"]["family"] == LIBRARY and report["ranks"][1]["mpirun"] is None
+    assert {rank["mpi"]["library"] for rank in report["ranks"]} == {LIBRARY}
+
+
+def test_threads_that_mpi4py_was_told_not_to_have(mpirun: Callable[..., Any]) -> None:
+    finished = mpirun(2, "-m", "mpishard", "info", MPI4PY_RC_THREAD_LEVEL="funneled", COLUMNS="1000")
+    assert finished.code == 0, finished.all
+    assert "collectives have no time limit" in finished.output, finished.all
+
+
+@pytest.mark.parametrize("told", [OTHER, SRUN], ids=["mpirun", "srun"])
+def test_a_launcher_of_another_mpi(told: dict[str, str], alone: Callable[..., Any]) -> None:
+    finished = alone("-m", "mpishard", "info", COLUMNS="1000", **told)
+    assert finished.code == 1, finished.all
+    (launch,) = launches(told)
+    said = f"{launch.launcher} started 3 ranks, but each is alone in an MPI_COMM_WORLD of size 1: mpi4py is bound to "
+    assert f"wrong  {said}{LIBRARY}" in finished.output, finished.all
+    second = {name: "1" if value == "0" and name != "SLURM_STEP_ID" else value for name, value in told.items()}
+    finished = alone("-m", "mpishard", "info", **second)
+    assert (finished.code, finished.output) == (0, ""), finished.all

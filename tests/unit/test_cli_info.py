@@ -1,0 +1,266 @@
+"""``mpishard info``: what is found in made-up facts, and the command on one rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from mpishard.capabilities import Capabilities
+from mpishard.cli import main
+from mpishard.cli.info_text import show
+from mpishard.elastic.launchers import Launcher
+from mpishard.environment import Blas, Facts, Finding, findings, launch_of, launches
+
+MPICH = Capabilities("MPICH", "5.0.2", (5, 0), True, True, False)
+OPEN_MPI = Capabilities("Open MPI", "5.0.11", (3, 1), True, False, False)
+VERSIONS = {"mpishard": "1.0", "Python": "3.11.7", "NumPy": "2.4", "mpi4py": "4.1.2", "h5py": "3.16", "HDF5": "2.0.0"}
+GOOD = Facts(
+    rank=0,
+    ranks=1,
+    host="n1",
+    node=0,
+    launches=(),
+    versions=VERSIONS,
+    mpi=OPEN_MPI,
+    mpi_text="Open MPI v5.0.11",
+    thread_level="MPI_THREAD_MULTIPLE",
+    heals=True,
+    could_heal=True,
+    without_han=True,
+    mpirun=Launcher("/opt/bin/mpirun", "Open MPI"),
+    mpirun_on_path=None,
+    h5py_mpi=False,
+    h5py_lacks=(),
+    blas=(Blas("openblas", "0.3.31", "Haswell", 4),),
+    blas_chosen="",
+    cores=(0, 1, 2, 3),
+    gpus=0,
+    pins_memory=False,
+    locked_memory=8 * 2**20,
+    shared_memory=2**36,
+    shared_memory_free=2**35,
+)
+HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}
+PRTE = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+
+
+def job(*ranks_on_hosts: int, **changes: Any) -> list[Facts]:
+    """Good facts of so many ranks on each of several hosts, with changes."""
+    found: list[Facts] = []
+    for host, ranks in enumerate(ranks_on_hosts):
+        node = len(found)
+        for _ in range(ranks):
+            place = {"rank": len(found), "ranks": sum(ranks_on_hosts), "host": f"n{host + 1}", "node": node}
+            found.append(replace(GOOD, **{**place, **changes}))
+    return found
+
+
+def only(facts: list[Facts]) -> Finding:
+    (finding,) = findings(facts)
+    return finding
+
+
+def test_nothing_is_found_where_all_is_well() -> None:
+    assert findings([GOOD]) == []
+    assert findings(job(4, 4, launches=launches({**PRTE, "OMPI_COMM_WORLD_SIZE": "8"}))) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher", "ranks"),
+    [
+        ({}, None, 0),
+        (HYDRA, "mpirun of MPICH", 4),
+        (PRTE, "mpirun of Open MPI", 4),
+        (SRUN, "srun", 4),
+        # srun --mpi=pmi2
+        ({**SRUN, "PMI_RANK": "0", "PMI_SIZE": "4"}, "srun", 4),
+        # mpirun in an sbatch script on two hosts, whose processes there come by srun
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "2", **PRTE}, "mpirun of Open MPI", 4),
+        # an sbatch script itself is no step
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None, 0),
+        ({"OMPI_COMM_WORLD_SIZE": "many", "OMPI_COMM_WORLD_RANK": "0"}, None, 0),
+    ],
+)
+def test_who_started_it(environment: dict[str, str], launcher: str | None, ranks: int) -> None:
+    launch = launch_of(launches(environment), 1)
+    assert (launch.launcher, launch.ranks) == (launcher, ranks) if launch else launcher is None
+
+
+def test_of_two_launchers_the_one_that_made_the_world_counts() -> None:
+    both = launches({**PRTE, **HYDRA, "PMI_SIZE": "1"})
+    assert [launch.ranks for launch in both] == [4, 1]
+    assert findings([replace(GOOD, launches=both)]) == []
+
+
+@pytest.mark.parametrize(
+    ("mpi", "mpirun", "environment", "way_out"),
+    [
+        (MPICH, Launcher("/a/mpirun", "MPICH"), PRTE, "use /a/mpirun"),
+        (OPEN_MPI, Launcher("/a/mpirun", "Open MPI"), HYDRA, "use /a/mpirun"),
+        (OPEN_MPI, Launcher("/a/mpirun", "Open MPI"), PRTE, "of another installation, use /a/mpirun"),
+        (OPEN_MPI, None, HYDRA, "use the mpirun of the Open MPI that mpi4py was built with"),
+        (OPEN_MPI, None, SRUN, "srun --mpi=pmix"),
+        (MPICH, None, SRUN, "srun --mpi=pmi2"),
+    ],
+)
+def test_worlds_of_one(mpi: Capabilities, mpirun: Launcher | None, environment: dict[str, str], way_out: str) -> None:
+    finding = only([replace(GOOD, mpi=mpi, mpirun=mpirun, launches=launches(environment))])
+    assert (finding.level, finding.about) == ("wrong", "launch")
+    assert "started 4 ranks, but each is alone in an MPI_COMM_WORLD of size 1" in finding.what
+    assert f"mpi4py is bound to {mpi.library}" in finding.what and way_out in finding.way_out
+
+
+def test_an_mpirun_that_does_not_fit() -> None:
+    other = Launcher("/b/mpirun", "MPICH")
+    finding = only([replace(GOOD, mpirun_on_path=other)])
+    assert finding.level == "wrong" and "/b/mpirun" in finding.what and finding.way_out == "use /opt/bin/mpirun"
+    assert "use the mpirun of the Open MPI" in only([replace(GOOD, mpirun=other)]).way_out
+    # Ranks that found each other have no need of it.
+    assert only(job(4, launches=launches(PRTE), mpirun_on_path=other)).level == "warning"
+
+
+def test_differences_between_hosts() -> None:
+    facts = job(2, 2)
+    newer = [replace(each, versions={**VERSIONS, "mpishard": "1.1"}) for each in facts[2:]]
+    finding = only(facts[:2] + newer)
+    assert finding.level == "wrong" and finding.what == "mpishard differs: 1.0 on n1, 1.1 on n2"
+    assert only(facts[:3] + [replace(facts[3], mpi=replace(OPEN_MPI, version="5.0.8"))]).level == "wrong"
+    cupy = [replace(each, versions={**VERSIONS, "CuPy": "13.6"}) for each in facts[2:]]
+    finding = only(facts[:2] + cupy)
+    assert finding.level == "warning" and finding.what == "CuPy differs: none on n1, 13.6 on n2"
+    many = [replace(each, versions={**VERSIONS, "NumPy": "2.5"}) for each in job(1, 1, 1, 1, 1)]
+    assert "2.5 on n1, n2, n3 and 1 more," in only([*many[:4], replace(many[4], versions=VERSIONS)]).what
+
+
+def test_threads() -> None:
+    poor = replace(GOOD, mpi=replace(OPEN_MPI, threads=False), thread_level="MPI_THREAD_FUNNELED")
+    finding = only([poor])
+    assert finding.level == "warning"
+    assert "MPI_THREAD_FUNNELED" in finding.what and "no time limit" in finding.what
+
+
+def test_more_ranks_than_cores() -> None:
+    finding = only(job(4, 6, 9))
+    assert finding.level == "warning"
+    assert finding.what.startswith("9 ranks share 4 cores of n3 (and 1 more host like it)")
+    # Each rank is bound to a core of its own.
+    assert findings([replace(each, cores=(each.rank,)) for each in job(4)]) == []
+
+
+def test_more_blas_threads_than_cores() -> None:
+    assert findings(job(4)) == []  # a mesh will limit them
+    finding = only(job(4, blas_chosen="OMP_NUM_THREADS"))
+    assert finding.level == "warning"
+    assert finding.what == "OMP_NUM_THREADS gives 4 ranks of n1 16 BLAS threads on 4 cores"
+    assert findings(job(4, blas_chosen="OMP_NUM_THREADS", blas=(replace(GOOD.blas[0], threads=1),))) == []
+    assert findings(job(1, blas_chosen="OMP_NUM_THREADS")) == []
+    one_each = job(8, blas_chosen="OMP_NUM_THREADS", blas=(replace(GOOD.blas[0], threads=1),))
+    assert only(one_each).about == "cores"
+
+
+def test_h5py() -> None:
+    assert only([replace(GOOD, h5py_lacks=("virtual data sets",))]).level == "wrong"
+    finding = only([replace(GOOD, h5py_lacks=("gzip", "lzf"))])
+    assert finding.level == "warning" and "no gzip and no lzf" in finding.what
+
+
+def test_shared_memory() -> None:
+    assert [finding.level for finding in findings(job(4, shared_memory_free=2**30))] == []
+    assert only(job(4, shared_memory_free=40 * 2**20)).level == "warning"
+    finding = only(job(4, shared_memory_free=12 * 2**20))
+    assert finding.level == "wrong"
+    assert "has 12 MiB left, and MPI may take 64 MiB there for 4 ranks" in finding.what
+    assert findings(job(4, shared_memory=None, shared_memory_free=None)) == []
+
+
+def test_gpus() -> None:
+    assert findings([replace(GOOD, locked_memory=0)]) == []
+    with_gpu = replace(GOOD, gpus=2, locked_memory=None)
+    finding = only([with_gpu])
+    assert finding.level == "note" and "n1 has 2 GPUs, but this Python has no CuPy" in finding.what
+    with_cupy = replace(with_gpu, versions={**VERSIONS, "CuPy": "13.6"}, pins_memory=True)
+    finding = only([with_cupy])
+    assert finding.level == "note" and "arrays travel through the host" in finding.what
+    aware = replace(with_cupy, mpi=replace(OPEN_MPI, device_buffers=True))
+    assert findings([aware]) == []
+    finding = only([replace(aware, locked_memory=8 * 2**20)])
+    assert finding.level == "warning" and "lock 8 MiB" in finding.what and "ulimit -l" in finding.way_out
+    assert only([replace(aware, pins_memory=False)]).level == "wrong"
+
+
+def test_deaths() -> None:
+    finding = only([replace(GOOD, heals=False)])
+    assert finding.level == "note" and "--with-ft ulfm --mca coll ^han" in finding.way_out
+    finding = only([replace(GOOD, heals=False, could_heal=False, mpi=MPICH, mpirun=None)])
+    assert finding.level == "note" and "mpishard run --elastic" in finding.way_out
+    finding = only([replace(GOOD, without_han=False)])
+    assert finding.level == "warning" and "^han" in finding.way_out
+
+
+def test_what_is_wrong_comes_first() -> None:
+    poor = {"heals": False, "blas_chosen": "OMP_NUM_THREADS", "h5py_lacks": ("virtual data sets",)}
+    assert [finding.level for finding in findings(job(2, **poor))] == ["wrong", "warning", "note"]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_the_screen_fits(columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    poor = {
+        "gpus": 8,
+        "mpirun_on_path": Launcher("/b/mpirun", "MPICH"),
+        "shared_memory_free": 0,
+        "blas_chosen": "OPENBLAS_NUM_THREADS",
+    }
+    facts = job(*[8] * 20, heals=False, versions={**VERSIONS, "CuPy": "13.6.0"}, **poor)
+    found = findings(facts)
+    show(facts, found)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= columns
+    whole = " ".join(text.split())
+    assert all(f"{finding.level} {finding}" in whole for finding in found)
+    assert "n6: ranks 40 to 47 on 4 cores" in whole and "and 14 more with 112 ranks" in whole
+    assert whole.endswith("3 things are wrong, with 3 warnings.")
+
+
+def test_a_good_job_fits_an_old_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    facts = job(*[4] * 20, launches=launches({**PRTE, "OMPI_COMM_WORLD_SIZE": "80"}))
+    show(facts, findings(facts))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "Nothing is wrong."
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+
+
+def test_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (*HYDRA, *PRTE, *SRUN):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("PATH", "")  # which may have the mpirun of another MPI
+    code = main(["info", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert list(report) == ["wrong", "findings", "ranks"]
+    assert code == int(report["wrong"])
+    (rank,) = report["ranks"]
+    assert list(rank) == list(asdict(GOOD))
+    assert {"mpishard", "Python", "NumPy", "mpi4py", "h5py", "HDF5"} <= set(rank["versions"])
+    assert rank["launches"] == [] and rank["ranks"] == 1
+    assert all(list(finding) == ["level", "about", "what", "way_out"] for finding in report["findings"])
+    assert main(["info"]) == code
+    text = capsys.readouterr().out
+    assert "no launcher: one rank" in text and rank["mpi"]["version"] in text
+
+
+def test_one_of_several_lone_ranks_speaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (*HYDRA, *SRUN):
+        monkeypatch.delenv(variable, raising=False)
+    for name, value in PRTE.items():
+        monkeypatch.setenv(name, value)
+    assert main(["info"]) == 1
+    assert "mpirun of Open MPI started 4 ranks" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert main(["info"]) == 0
+    assert capsys.readouterr().out == ""
