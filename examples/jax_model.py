@@ -36,8 +36,8 @@ with mpishard.Mesh() as mesh:
     def loss_and_gradient(parameters: np.ndarray, samples: np.ndarray, gradients: np.ndarray) -> float:
         # JAX shares the parameters, NumPy its gradient; JAX copies the batch. XLA writes results to memory of its own
         # only, hence the sum. The optimizer changes the parameters in place: JAX must be done with them before.
-        compiled = value_and_grad(jnp.from_dlpack(parameters), orbits[samples], shift[samples])
-        loss, gradient = jax.block_until_ready(compiled)
+        results = value_and_grad(jnp.from_dlpack(parameters), orbits[samples], shift[samples])
+        loss, gradient = jax.block_until_ready(results)
         gradients += np.from_dlpack(gradient)
         return float(loss)
 
