@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,26 @@ class FlatParameters:
         self._bind(flat, None)
         self.lent = True
         return self
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Any], *, module: Any = np) -> FlatParameters:
+        """Names for a new flat array that holds copies of tensors, such as those of a PyTorch module.
+
+        The module goes on with the views ``parameters[name]``, and trains what the optimizer updates.
+
+        Parameters
+        ----------
+        tensors : mapping of str to tensor
+            What ``module.from_dlpack`` takes, such as ``p.detach()`` of PyTorch's parameters, all of one dtype.
+        module : module
+            ``numpy`` (default) or ``cupy``: where they are.
+        """
+        values = {name: module.from_dlpack(tensor) for name, tensor in tensors.items()}
+        dtypes = sorted({str(value.dtype) for value in values.values()})
+        if len(dtypes) > 1:
+            raise TypeError(f"tensors must be all float32 or all float64, got {' and '.join(dtypes)}")
+        flat = module.concatenate([value.reshape(-1) for value in values.values()])
+        return cls.over(arrays.aligned_copy(flat), [ParameterSpec(name, each.shape) for name, each in values.items()])
 
     def _set_layout(self, specs: Sequence[ParameterSpec], place: Place, units: Sequence[Sequence[str]] | None) -> None:
         self.specs = tuple(merge_ties(specs))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpishard import array as arrays
+from mpishard.array import aligned_copy
 from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint.index import check_facts
 from mpishard.data.sampling import Sampler, micro_batches, share
@@ -64,7 +65,7 @@ class Loop:
         self.batch = np.empty(0, np.int64)
         start = problem.start
         self.of_model = isinstance(start, FlatParameters)
-        self.parameters = start if isinstance(start, FlatParameters) else FlatParameters.over(start.copy())
+        self.parameters = start if isinstance(start, FlatParameters) else FlatParameters.over(aligned_copy(start))
         self.parameters.reset_gradients()  # what a backward pass left before is no part of this run
         if not self.of_model and optimizer.config.loss_scale is not None:
             raise ValueError(

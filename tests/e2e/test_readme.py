@@ -20,8 +20,8 @@ SCRIPTS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     ("script", "ranks", "printed"),
     [
         (SCRIPTS[0], 3, r"steps \S+e-1\d \[ 1\. -2\.  3\. -4\.  5\.\]"),
-        (SCRIPTS[1], 3, r"5\.\d\d -> 2\."),
-        (SCRIPTS[2], 4, r"5\.\d\d -> [23]\."),
+        (SCRIPTS[2], 3, r"5\.\d\d -> 2\."),
+        (SCRIPTS[3], 4, r"5\.\d\d -> [23]\."),
     ],
 )
 def test_quickstart(script: str, ranks: int, printed: str, tmp_path: Path, mpirun: Callable[..., Any]) -> None:
@@ -36,7 +36,7 @@ def test_the_quickstart_goes_on_from_checkpoints(tmp_path: Path, mpirun: Callabl
     path = tmp_path / "fit.py"
     line = "    result = optimizer.optimize(problem)\n"
     assert line in SCRIPTS[0]
-    folder = SCRIPTS[4].replace('"fit"', repr(str(tmp_path / "fit")))
+    folder = SCRIPTS[5].replace('"fit"', repr(str(tmp_path / "fit")))
     outputs = []
     for ranks, steps in ((3, 200), (2, 300)):
         path.write_text(SCRIPTS[0].replace(line, folder).replace("steps=300", f"steps={steps}"), "utf-8")
@@ -51,7 +51,7 @@ def test_the_quickstart_is_elastic(tmp_path: Path, mpirun: Callable[..., Any]) -
     path = tmp_path / "fit.py"
     made = "    optimizer = mpishard.as_distributed(mpishard.Adam(lr=0.1), mesh)\n"
     line = "    result = optimizer.optimize(problem)\n"
-    elastic, call = SCRIPTS[5].splitlines(keepends=True)
+    elastic, call = SCRIPTS[6].splitlines(keepends=True)
     assert made in SCRIPTS[0] and call == line
     path.write_text(SCRIPTS[0].replace(made, elastic.replace("AdamW(lr=1e-2)", "Adam(lr=0.1)")), "utf-8")
     finished = mpirun(3, path)
@@ -62,16 +62,22 @@ def test_the_quickstart_is_elastic(tmp_path: Path, mpirun: Callable[..., Any]) -
 def test_the_transformer_learns_over_a_slow_network(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
     path = tmp_path / "train.py"
     made = "    optimizer = mpishard.ZeRO2Optimizer(rule, config)\n"
-    assert made in SCRIPTS[1] and "low_bandwidth" in SCRIPTS[3]
-    path.write_text(SCRIPTS[1].replace(made, SCRIPTS[3]), "utf-8")
+    assert made in SCRIPTS[2] and "low_bandwidth" in SCRIPTS[4]
+    path.write_text(SCRIPTS[2].replace(made, SCRIPTS[4]), "utf-8")
     finished = mpirun(2, path)
     assert finished.code == 0, finished.all
     assert "LocalSGDOptimizer sends " in finished.output, finished.all
     assert re.search(r"5\.\d\d -> [23]\.", finished.output), finished.all
 
 
+def test_the_lines_for_pytorch_are_those_of_its_example() -> None:
+    lines = iter((Path(__file__).parents[2] / "examples" / "torch_model.py").read_text("utf-8").splitlines())
+    for shown in filter(None, SCRIPTS[1].splitlines()):
+        assert any(line.split("  #")[0] == shown for line in lines), shown
+
+
 def test_all_scripts_are_tested() -> None:
-    assert len(SCRIPTS) == 6
+    assert len(SCRIPTS) == 7
 
 
 def test_the_schedule_is_drawn_as_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

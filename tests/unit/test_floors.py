@@ -46,6 +46,7 @@ OUTSIDERS = {
     "matplotlib": {"cli"},
     "rich": {"cli"},
     "typer": {"cli"},
+    "jax": set(),
     "torch": set(),
     "sklearn": set(),
 }

@@ -1,0 +1,75 @@
+"""The examples of PyTorch and JAX, which compare themselves with their originals."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# What the framework works on, where the function of the problem ends: the memory that the optimizer knows.
+SHARED = {
+    "jax": (
+        "        return float(loss)\n",
+        "        assert jnp.from_dlpack(parameters).unsafe_buffer_pointer() == parameters.ctypes.data\n"
+        "        assert np.from_dlpack(gradient).ctypes.data == gradient.unsafe_buffer_pointer()\n",
+    ),
+    "torch": (
+        "        return loss.item()\n",
+        "        for name, p in module.named_parameters():\n"
+        "            assert p.data_ptr() == parameters[name].ctypes.data\n"
+        "            assert np.shares_memory(parameters[name], parameters.flat)\n",
+    ),
+}
+
+
+@pytest.fixture(params=["jax", "torch"])
+def framework(request: pytest.FixtureRequest) -> str:
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    return request.param
+
+
+def changed(framework: str, folder: Path, old: str, new: str) -> Path:
+    """The example with other lines."""
+    source = (EXAMPLES / f"{framework}_model.py").read_text("utf-8")
+    assert source.count(old) == 1
+    path = folder / "changed.py"
+    path.write_text(source.replace(old, new), "utf-8")
+    return path
+
+
+def test_examples_are_short(framework: str) -> None:
+    assert len((EXAMPLES / f"{framework}_model.py").read_text("utf-8").splitlines()) < 60
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_losses_are_those_of_the_original(framework: str, ranks: int, mpirun: Callable[..., Any]) -> None:
+    finished = mpirun(ranks, EXAMPLES / f"{framework}_model.py", "--seed", ranks, timeout=100, OMP_NUM_THREADS="1")
+    assert finished.code == 0, finished.all
+    assert finished.output.count("PASS") == 1 and f"on {ranks} ranks" in finished.output
+
+
+def test_a_learning_rate_that_differs_by_a_hundredth_is_seen(
+    framework: str, tmp_path: Path, mpirun: Callable[..., Any]
+) -> None:
+    rate = {"jax": "2e-3", "torch": "1e-3"}[framework]
+    path = changed(framework, tmp_path, f"mpishard.AdamW(lr={rate})", f"mpishard.AdamW(lr=1.01 * {rate})")
+    finished = mpirun(2, path, timeout=100, OMP_NUM_THREADS="1")
+    assert finished.code != 0
+    assert "FAIL" in finished.output and "PASS" not in finished.output
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ZeRO2Optimizer"), (3, "ZeRO3Optimizer")])
+def test_nothing_is_copied(
+    framework: str, ranks: int, strategy: str, tmp_path: Path, mpirun: Callable[..., Any]
+) -> None:
+    end, checks = SHARED[framework]
+    path = changed(framework, tmp_path, end, checks + end)
+    path.write_text(path.read_text("utf-8").replace("ZeRO2Optimizer", strategy), "utf-8")
+    finished = mpirun(ranks, path, timeout=100, OMP_NUM_THREADS="1")
+    assert finished.code == 0, finished.all
+    assert "PASS" in finished.output

@@ -1,0 +1,57 @@
+"""Flat parameters made of the tensors of others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpishard.array import aligned_copy
+from mpishard.parameters import FlatParameters
+
+
+def test_named_tensors_become_views_of_one_array():
+    tensors = {"weight": np.arange(6.0).reshape(2, 3).T, "scale": np.array(7.0), "bias": np.zeros(0)}
+    parameters = FlatParameters.of(tensors)
+    assert [(spec.name, spec.shape) for spec in parameters.specs] == [("weight", (3, 2)), ("scale", ()), ("bias", (0,))]
+    assert np.array_equal(parameters.flat, [0, 3, 1, 4, 2, 5, 7])
+    parameters.flat[...] += 1
+    for name, tensor in tensors.items():
+        assert np.array_equal(parameters[name], tensor + 1)
+
+
+def test_a_module_of_pytorch_goes_on_with_the_views():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed (extra: peers)")
+    module = torch.nn.Linear(3, 2)
+    parameters = FlatParameters.of({name: p.detach() for name, p in module.named_parameters()})
+    assert parameters.dtype == np.float32 and list(parameters) == ["weight", "bias"]
+    for name, p in module.named_parameters():
+        assert np.array_equal(parameters[name], p.detach())
+        p.data = torch.from_numpy(parameters[name])
+    parameters.flat[...] = 1
+    assert module(torch.ones(3)).tolist() == [4, 4]
+
+
+def test_a_dictionary_of_jax_is_taken():
+    jnp = pytest.importorskip("jax.numpy", reason="JAX is not installed")
+    parameters = FlatParameters.of({"weight": jnp.ones((2, 2)), "bias": jnp.zeros(2)})
+    assert parameters.dtype == np.float32 and parameters.flat.tolist() == [1, 1, 1, 1, 0, 0]
+    shared = jnp.from_dlpack(parameters.flat)
+    assert shared.unsafe_buffer_pointer() == parameters.flat.ctypes.data
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "told"),
+    [(("float32", "float64"), "got float32 and float64"), (("float16",), "got float16"), (("int64",), "got int64")],
+)
+def test_other_dtypes_are_refused(dtypes, told):
+    with pytest.raises(TypeError, match=told):
+        FlatParameters.of({dtype: np.zeros(2, dtype) for dtype in dtypes})
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", [0, 1, 1000])
+def test_copies_begin_at_64_bytes(size, dtype):
+    array = np.arange(2 * size, dtype=dtype)[::2]
+    copy = aligned_copy(array)
+    assert (copy.ctypes.data % 64 == 0 or not size) and copy.flags.c_contiguous and copy.flags.writeable
+    assert copy.dtype == dtype and np.array_equal(copy, array) and not np.shares_memory(copy, array)
