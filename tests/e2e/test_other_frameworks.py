@@ -46,11 +46,10 @@ def test_examples_are_short(framework: str) -> None:
     assert len((EXAMPLES / f"{framework}_model.py").read_text("utf-8").splitlines()) < 60
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_losses_are_those_of_the_original(framework: str, ranks: int, mpirun: Callable[..., Any]) -> None:
-    finished = mpirun(ranks, EXAMPLES / f"{framework}_model.py", "--seed", ranks, timeout=100, OMP_NUM_THREADS="1")
+def test_losses_are_those_of_the_original(framework: str, mpirun: Callable[..., Any]) -> None:
+    finished = mpirun(3, EXAMPLES / f"{framework}_model.py", "--seed", 3, timeout=100, OMP_NUM_THREADS="1")
     assert finished.code == 0, finished.all
-    assert finished.output.count("PASS") == 1 and f"on {ranks} ranks" in finished.output
+    assert finished.output.count("PASS") == 1 and "on 3 ranks" in finished.output
 
 
 def test_a_learning_rate_that_differs_by_a_hundredth_is_seen(
@@ -63,7 +62,7 @@ def test_a_learning_rate_that_differs_by_a_hundredth_is_seen(
     assert "FAIL" in finished.output and "PASS" not in finished.output
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ZeRO2Optimizer"), (3, "ZeRO3Optimizer")])
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "ZeRO2Optimizer"), (2, "ZeRO3Optimizer")])
 def test_nothing_is_copied(
     framework: str, ranks: int, strategy: str, tmp_path: Path, mpirun: Callable[..., Any]
 ) -> None:

@@ -59,6 +59,19 @@ def test_the_quickstart_is_elastic(tmp_path: Path, mpirun: Callable[..., Any]) -
     assert re.search(r"steps \S+e-1\d \[ 1\. -2\.  3\. -4\.  5\.\]", finished.output), finished.all
 
 
+def test_the_quickstart_is_watched(
+    tmp_path: Path, mpirun: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, folder = tmp_path / "fit.py", tmp_path / "runs" / "first"
+    line = "    result = optimizer.optimize(problem)\n"
+    path.write_text(SCRIPTS[0].replace(line, SCRIPTS[7].replace('"runs/first"', repr(str(folder)))), "utf-8")
+    finished = mpirun(3, path)
+    assert finished.code == 0, finished.all
+    assert main(["top", str(folder)]) == main(["plot", str(folder)]) == main(["why", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert "step 300 of 300" in told and str(folder / "run.png") in told and "the run has ended" in told
+
+
 def test_the_transformer_learns_over_a_slow_network(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
     path = tmp_path / "train.py"
     made = "    optimizer = mpishard.ZeRO2Optimizer(rule, config)\n"
@@ -77,7 +90,7 @@ def test_the_lines_for_pytorch_are_those_of_its_example() -> None:
 
 
 def test_all_scripts_are_tested() -> None:
-    assert len(SCRIPTS) == 7
+    assert len(SCRIPTS) == 8
 
 
 def test_the_schedule_is_drawn_as_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
