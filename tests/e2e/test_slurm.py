@@ -1,0 +1,274 @@
+"""The scripts in ``slurm/`` under a Slurm of four nodes on this machine (``tests/slurm.py``), submitted as users do."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import slurm
+from mpishard.elastic.launchers import find_launcher
+
+NO_SLURM = slurm.missing()
+pytestmark = pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)
+
+ROOT = Path(__file__).parents[2]
+FAMILY = find_launcher().family
+# Small enough to take a few seconds, long enough to pass.
+GPT = "--layers 1 --width 32 --heads 2 --context 32 --batch 16 --lr 1e-2 --sample 5 --checkpoint-every 10".split()
+# What these tests need as root on one machine and a cluster does not.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_btl": "^ofi",  # it sleeps a second in MPI_Init
+}
+
+# A run whose steps take as long as is asked for, and in which --fault kills rank 1 after a step of the first start.
+PACED = """
+import argparse, os, signal, sys, time
+from pathlib import Path
+import numpy as np
+import mpishard
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--output", type=Path)
+for name, default in (("steps", 40), ("pace", 0.0), ("lr", 0.05), ("workers", 0), ("fault", 0)):
+    parser.add_argument(f"--{name}", type=type(default), default=default)
+parser.add_argument("--resume", action="store_true")
+options = parser.parse_args()
+options.output.mkdir(parents=True, exist_ok=True)
+rows = np.random.default_rng(0).standard_normal((64, 6))
+
+def loss(parameters, samples, gradients):
+    residual = rows[samples, :5] @ parameters - rows[samples, 5]
+    gradients += rows[samples, :5].T @ residual
+    return 0.5 * residual @ residual
+
+def callback(state):
+    if mesh.rank == 0:
+        with open(options.output / "steps", "a") as file:
+            file.write(f"{os.environ.get('SLURM_RESTART_COUNT', 0)} {mesh.size} {state.step}\\n")
+    if options.fault == state.step and mesh.rank == 1 and not (options.output / "fault").exists():
+        (options.output / "fault").write_text("")
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(options.pace)
+    return signals(state)
+
+with mpishard.Signals() as signals, mpishard.Mesh() as mesh:
+    problem = mpishard.OptimizationProblem(loss, np.zeros(5), samples=64, batch_size=12, steps=options.steps, seed=3)
+    config = mpishard.ShardingConfiguration(mesh, reproducible=True)
+    optimizer = mpishard.ZeRO2Optimizer(mpishard.AdamW(lr=options.lr), config)
+    if options.workers:
+        optimizer = mpishard.ElasticOptimizer(optimizer, max_workers=options.workers)
+    with mpishard.Checkpoints(options.output / "checkpoints", mesh, every=1000 if not options.fault else 4) as kept:
+        result = optimizer.optimize(
+            problem, callback=callback, progress=False, checkpoints=kept, resume=options.resume
+        )
+if result.stop_reason in ("callback", "signal"):
+    sys.exit(os.EX_TEMPFAIL)
+"""
+
+
+def settings():
+    """Environment of jobs."""
+    package = Path(importlib.util.find_spec("mpishard").origin).parents[1]
+    return {**OPEN_MPI, "PYTHONPATH": str(package.resolve())}
+
+
+class Job:
+    """A script of ``slurm/`` under way, in a folder that has what the repository has."""
+
+    def __init__(self, cluster, folder, script, *arguments, options=(), **environment):
+        self.cluster = cluster
+        self.folder = folder
+        given = {**settings(), "PYTHON": sys.executable, **environment}
+        for name in ("slurm", "examples"):
+            if not (folder / name).exists():
+                (folder / name).symlink_to(ROOT / name)
+        (folder / "paced.py").write_text(PACED)
+        options = ["--nodes=2", "--ntasks=2", "--time=10", *options]
+        path = f"slurm/{script}.sbatch"
+        self.number = cluster.submit(path, *arguments, options=options, cwd=folder, environment=given)
+
+    @property
+    def log(self):
+        """What all jobs in the folder have written."""
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log")))
+
+    def losses(self, output):
+        """The history in the newest checkpoint of a run."""
+        with h5py.File(self.folder / output / "checkpoints" / "latest" / "index.h5") as file:
+            return file["history/loss"][()]
+
+    def steps(self, output):
+        """(start, ranks, step) of each step of a paced run."""
+        path = self.folder / output / "steps"
+        return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for(self, condition, timeout=40.0):
+        slurm.wait_until(condition, timeout, lambda: f"of job {self.number}:\n{self.log}")
+
+    def reach(self, output, step, start=0):
+        """Until this step is done in this start or a later one."""
+        self.wait_for(lambda: any(began >= start and done >= step for began, _, done in self.steps(output)))
+
+    def leave(self, task=""):
+        """What Slurm does some time before the time limit."""
+        self.cluster.call("scancel", "--batch", "--signal=USR1", f"{self.number}{task}")
+
+    def end(self, task="", state="COMPLETED", timeout=60.0):
+        """What Slurm says of the job once it is in this state; no process of it is left then."""
+        ended = "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"
+        name = f"{self.number}{task}"
+        self.wait_for(lambda: self.cluster.state(name) in ended, timeout)
+        facts = self.cluster.facts(name)
+        assert facts["JobState"] == state, f"{facts}\n{self.log}"
+        return facts
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with slurm.slurm() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def limited(cluster, tmp_path_factory):
+    """A run of 36 seconds, which Slurm asks to leave once a minute is less than half a minute from its end.
+
+    Slurm looks every 30 seconds only: this one is under way from the first test to the last.
+    """
+    options = ["--time=1", "--signal=B:USR1@50", "--nodelist=n4", "--nodes=1", "--ntasks=1"]
+    arguments = ["paced.py", "--steps", 90, "--pace", 0.4, "--output", "run"]
+    return Job(cluster, tmp_path_factory.mktemp("limited"), "train", *arguments, options=options)
+
+
+@pytest.fixture
+def submit(cluster, limited, tmp_path):
+    jobs = []
+
+    def start(script, *arguments, options=(), **environment):
+        jobs.append(Job(cluster, tmp_path, script, *arguments, options=options, **environment))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        cluster.call("scancel", "--quiet", job.number)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Losses of a run of one rank: as many as there are steps, whatever the length of other runs."""
+    folder = tmp_path_factory.mktemp("expected")
+    (folder / "paced.py").write_text(PACED)
+    finished = subprocess.run(
+        [sys.executable, "-m", "mpishard", "run", "-n", "1", "python", "paced.py", "--steps", "200", "--output", "run"],
+        cwd=folder,
+        env={**os.environ, **settings()},
+        timeout=60,
+        check=False,
+    )
+    assert finished.returncode == 0
+    with h5py.File(folder / "run" / "checkpoints" / "latest" / "index.h5") as file:
+        return file["history/loss"][()]
+
+
+def test_a_run_that_leaves_and_comes_back_has_the_losses_of_one_that_does_not(submit):
+    command = "examples/train_gpt.py", *GPT, "--steps", 60
+    parted = submit("train", *command, "--output", "parted")
+    whole = submit("train", *command, "--output", "whole")
+    parted.wait_for(lambda: list((parted.folder / "parted" / "checkpoints").glob("step-*")))
+    parted.leave()
+    assert whole.end()["Restarts"] == "0"
+    assert parted.end()["Restarts"] == "1", parted.log
+    assert "leaves with code 75 and is queued again" in parted.log and parted.log.count("PASS") == 2
+    (left,) = [int(line.split()[3].rstrip(",")) for line in parted.log.splitlines() if line.startswith("left after step")]
+    assert 10 <= left < 60 and f"{60 - left} steps in " in parted.log
+    assert len(whole.losses("whole")) == 60
+    np.testing.assert_array_equal(parted.losses("parted"), whole.losses("whole"))
+
+
+def test_a_sweep_and_one_of_its_runs_that_comes_back(submit, expected):
+    arguments = ["paced.py", "--steps", 60, "--pace", 0.05]
+    sweep = submit("array", *arguments, options=["--array=0-1", "--nodes=1", "--ntasks=1"], RATES="0.05 0.01", OUTPUT="rates")
+    sweep.reach("rates/lr-0.01", 5)
+    sweep.leave("_1")  # whose own number is that of the array
+    assert [sweep.end(f"_{task}")["Restarts"] for task in (0, 1)] == ["0", "1"], sweep.log
+    first, second = (sweep.losses(f"rates/lr-{rate}") for rate in ("0.05", "0.01"))
+    np.testing.assert_array_equal(first, expected[:60])
+    assert len(second) == 60 and second[0] == first[0] and second[-1] != first[-1]
+
+
+def test_a_job_that_is_cancelled_leaves_nothing_behind(cluster, submit):
+    job = submit("train", "paced.py", "--steps", 1000, "--pace", 0.05, "--output", "run")
+    job.reach("run", 3)
+    mine = str(job.folder)
+    cluster.call("scancel", job.number)
+    assert job.end(state="CANCELLED")["Restarts"] == "0"
+    job.wait_for(lambda: not cluster.processes("paced.py", "1000"), 10.0)
+    time.sleep(0.5)
+    assert cluster.state(job.number) == "CANCELLED", job.log
+    assert not [line for line in cluster.processes().values() if mine in line or "--steps 1000" in line]
+
+
+def test_a_job_that_another_takes_the_nodes_of_comes_back(cluster, submit, expected):
+    job = submit("train", "paced.py", "--steps", 60, "--pace", 0.05, "--output", "run", options=["--nodelist=n2,n3"])
+    job.reach("run", 3)
+    taking = "--partition=hi", "--nodelist=n2,n3", "--nodes=2", "--ntasks=8", "--output=other", "--wrap=true"
+    other = cluster.call("sbatch", "--parsable", "--time=1", *taking, cwd=job.folder)
+    cluster.wait_for(other, "COMPLETED")
+    assert job.end()["Restarts"] == "1", job.log
+    assert "leaves with code 75 and is queued again" in job.log
+    np.testing.assert_array_equal(job.losses("run"), expected[:60])
+
+
+def test_an_elastic_run_that_loses_a_rank_and_comes_back(submit, expected):
+    arguments = ["paced.py", "--steps", 60, "--pace", 0.05, "--fault", 10, "--output", "run"]
+    job = submit("elastic", *arguments, options=["--ntasks=3"], SPARES="1")
+    job.reach("run", 20)
+    job.leave()
+    assert job.end()["Restarts"] == "1", job.log
+    assert (job.folder / "run" / "fault").exists()
+    assert ("has died; 2 are left" in job.log) == (FAMILY == "Open MPI"), job.log
+    assert {ranks for _, ranks, _ in job.steps("run")} == {2}
+    np.testing.assert_array_equal(job.losses("run"), expected[:60])
+    assert not list(job.folder.glob(".mpishard-run-*"))
+
+
+@pytest.mark.parametrize(
+    ("script", "changes", "said"),
+    [
+        ("train", {"LAUNCHER": "mpiexec"}, "LAUNCHER=mpiexec is none of auto, srun, mpirun and elastic"),
+        ("elastic", {"SPARES": "2"}, "2 tasks, SPARES=2 of which wait, leave none to train"),
+        ("array", {"RATES": "0.1"}, "task 1 of the array has none of the 1 RATES; give sbatch --array=0-0"),
+    ],
+)
+def test_what_cannot_be_started_is_said(submit, script, changes, said):
+    options = ["--array=1"] if script == "array" else []
+    job = submit(script, "paced.py", "--output", "run", options=options, **changes)
+    assert job.end("_1" if options else "", state="FAILED")["ExitCode"] == "2:0"
+    assert said in job.log
+
+
+@pytest.mark.skipif(FAMILY != "Open MPI", reason="MPICH starts under both launchers")
+def test_a_launcher_that_does_not_fit_the_mpi_is_found_out(submit):
+    job = submit("train", "paced.py", "--output", "run", LAUNCHER="srun")
+    assert job.end(state="FAILED")["ExitCode"] == "2:0"
+    assert "makes worlds of size 1 of 2 tasks under Open MPI" in job.log and "LAUNCHER=mpirun fits" in job.log
+
+
+def test_a_job_leaves_before_its_time_limit_and_comes_back(limited, expected):
+    assert int(limited.end(timeout=90.0)["Restarts"]) >= 1, limited.log
+    starts = [start for start, _, _ in limited.steps("run")]
+    assert starts[0] == 0 and starts[-1] >= 1
+    assert [step for _, _, step in limited.steps("run")] == list(range(1, 91))
+    np.testing.assert_array_equal(limited.losses("run"), expected[:90])
