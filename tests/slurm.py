@@ -131,19 +131,15 @@ class Cluster:
         wait_until(reached, timeout, lambda: f"job {job} is not {state} but {self.facts(job)}")
         return self.facts(job)
 
-    def processes(self, *words: str) -> dict[int, str]:
-        """Command lines, with all of these words in them, of processes of jobs of this Slurm."""
-        return {number: line for number, line in self._all().items() if all(word in line for word in words)}
-
-    def _all(self) -> dict[int, str]:
-        mark, found = f"SLURM_CONF={self.folder / 'slurm.conf'}".encode(), {}
+    def processes(self, *settings: str) -> list[int]:
+        """Processes of jobs of this Slurm that have all of these settings, as NAME=VALUE, in their environment."""
+        wanted = {word.encode() for word in (f"SLURM_CONF={self.folder / 'slurm.conf'}", *settings)}
+        found = []
         for folder in Path("/proc").iterdir():
+            # Of a process that has ended or is a zombie there is nothing to read.
             with contextlib.suppress(OSError):
-                if not folder.name.isdigit() or mark not in (folder / "environ").read_bytes().split(b"\0"):
-                    continue
-                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                if line and int(folder.name) != os.getpid():
-                    found[int(folder.name)] = line
+                if folder.name.isdigit() and wanted <= set((folder / "environ").read_bytes().split(b"\0")):
+                    found.append(int(folder.name))
         return found
 
     def end_jobs(self) -> None:

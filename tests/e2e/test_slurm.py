@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
@@ -104,12 +105,12 @@ class Job:
         """What all jobs in the folder have written."""
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log")))
 
-    def losses(self, output):
+    def losses(self, output="run"):
         """The history in the newest checkpoint of a run."""
         with h5py.File(self.folder / output / "checkpoints" / "latest" / "index.h5") as file:
             return file["history/loss"][()]
 
-    def steps(self, output):
+    def steps(self, output="run"):
         """(start, ranks, step) of each step of a paced run."""
         path = self.folder / output / "steps"
         return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
@@ -117,16 +118,12 @@ class Job:
     def wait_for(self, condition, timeout=40.0):
         slurm.wait_until(condition, timeout, lambda: f"of job {self.number}:\n{self.log}")
 
-    def reach(self, output, step, start=0):
-        """Until this step is done in this start or a later one."""
-        self.wait_for(lambda: any(began >= start and done >= step for began, _, done in self.steps(output)))
-
     def leave(self, task=""):
         """What Slurm does some time before the time limit."""
         self.cluster.call("scancel", "--batch", "--signal=USR1", f"{self.number}{task}")
 
     def end(self, task="", state="COMPLETED", timeout=60.0):
-        """What Slurm says of the job once it is in this state; no process of it is left then."""
+        """What Slurm says of the job once it is in this state."""
         ended = "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"
         name = f"{self.number}{task}"
         self.wait_for(lambda: self.cluster.state(name) in ended, timeout)
@@ -142,18 +139,64 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def limited(cluster, tmp_path_factory):
-    """A run of 36 seconds, which Slurm asks to leave once a minute is less than half a minute from its end.
+def away(cluster, tmp_path_factory):
+    """All jobs that come back, each once Slurm has asked it to leave.
 
-    Slurm looks every 30 seconds only: this one is under way from the first test to the last.
+    They run side by side, since most of their time they wait: to be queued again, and for Slurm to look at time limits,
+    which it does every 30 seconds.
     """
+
+    def start(name, *arguments, options=(), **environment):
+        script = "train" if name in ("parted", "whole", "taken", "limited") else name
+        return Job(cluster, tmp_path_factory.mktemp(name), script, *arguments, options=options, **environment)
+
+    # Of 36 seconds, and asked to leave once less than 50 seconds are left of a minute.
     options = ["--time=1", "--signal=B:USR1@50", "--nodelist=n4", "--nodes=1", "--ntasks=1"]
-    arguments = ["paced.py", "--steps", 90, "--pace", 0.4, "--output", "run"]
-    return Job(cluster, tmp_path_factory.mktemp("limited"), "train", *arguments, options=options)
+    arguments = "paced.py", "--steps", 90, "--pace", 0.4, "--output", "run"
+    jobs = {"limited": start("limited", *arguments, options=options)}
+    # Long enough for Slurm to come to think of taking nodes away.
+    arguments = "paced.py", "--steps", 60, "--pace", 0.25
+    jobs["taken"] = start("taken", *arguments, "--output", "run", options=["--nodelist=n3", "--nodes=1"])
+    apart = "--exclude=n3,n4"
+    arguments = "paced.py", "--steps", 60, "--pace", 0.1
+    gpt = "examples/train_gpt.py", *GPT, "--steps", 60, "--output", "run"
+    jobs["parted"], jobs["whole"] = (start(name, *gpt, options=[apart]) for name in ("parted", "whole"))
+    jobs["elastic"] = start(
+        "elastic", *arguments, "--fault", 10, "--output", "run", options=[apart, "--ntasks=3"], SPARES="1"
+    )
+    jobs["array"] = start(
+        "array",
+        *arguments,
+        options=[apart, "--array=0-1", "--nodes=1", "--ntasks=1"],
+        RATES="0.05 0.01",
+        OUTPUT="rates",
+    )
+
+    def take():
+        taking = "--partition=hi", "--nodelist=n3", "--ntasks=4", "--time=1", "--output=other", "--wrap=true"
+        jobs["taking"] = cluster.call("sbatch", "--parsable", *taking, cwd=jobs["taken"].folder)
+
+    waiting = {
+        "taken": (lambda job: job.steps("run"), take),
+        "parted": (lambda job: list(job.folder.glob("run/checkpoints/step-*")), jobs["parted"].leave),
+        "elastic": (lambda job: len(job.steps("run")) >= 20, jobs["elastic"].leave),
+        # Its own number is that of the whole array.
+        "array": (lambda job: len(job.steps("rates/lr-0.01")) >= 5, lambda: jobs["array"].leave("_1")),
+    }
+    end = time.monotonic() + 90
+    while waiting:
+        for name, (is_ready, leave) in list(waiting.items()):
+            if is_ready(jobs[name]):
+                leave()
+                del waiting[name]
+        told = "\n".join(jobs[name].log for name in waiting)
+        assert time.monotonic() < end, f"{list(waiting)} come to nothing:\n{told}"
+        time.sleep(0.1)
+    return jobs
 
 
 @pytest.fixture
-def submit(cluster, limited, tmp_path):
+def submit(cluster, tmp_path):
     jobs = []
 
     def start(script, *arguments, options=(), **environment):
@@ -182,65 +225,52 @@ def expected(tmp_path_factory):
         return file["history/loss"][()]
 
 
-def test_a_run_that_leaves_and_comes_back_has_the_losses_of_one_that_does_not(submit):
-    command = "examples/train_gpt.py", *GPT, "--steps", 60
-    parted = submit("train", *command, "--output", "parted")
-    whole = submit("train", *command, "--output", "whole")
-    parted.wait_for(lambda: list((parted.folder / "parted" / "checkpoints").glob("step-*")))
-    parted.leave()
+def test_a_job_that_is_cancelled_leaves_nothing_behind(cluster, submit, away):
+    job = submit("train", "paced.py", "--steps", 1000, "--pace", 0.05, "--output", "run")
+    job.wait_for(lambda: job.steps("run"))
+    cluster.call("scancel", job.number)
+    assert job.end(state="CANCELLED")["Restarts"] == "0"
+    job.wait_for(lambda: not cluster.processes(f"SLURM_JOB_ID={job.number}"), 10.0)
+    time.sleep(0.5)
+    assert cluster.state(job.number) == "CANCELLED", job.log
+
+
+def test_a_run_that_leaves_and_comes_back_has_the_losses_of_one_that_does_not(away):
+    parted, whole = away["parted"], away["whole"]
     assert whole.end()["Restarts"] == "0"
     assert parted.end()["Restarts"] == "1", parted.log
-    assert "leaves with code 75 and is queued again" in parted.log and parted.log.count("PASS") == 2
-    (left,) = [int(line.split()[3].rstrip(",")) for line in parted.log.splitlines() if line.startswith("left after step")]
-    assert 10 <= left < 60 and f"{60 - left} steps in " in parted.log
-    assert len(whole.losses("whole")) == 60
-    np.testing.assert_array_equal(parted.losses("parted"), whole.losses("whole"))
+    assert "leaves with code 75 and is queued again" in parted.log
+    assert parted.log.count("PASS") == whole.log.count("PASS") == 1
+    (left,) = re.findall("left after step ([0-9]+), as asked", parted.log)
+    assert 10 <= int(left) < 60 and f"{60 - int(left)} steps in " in parted.log
+    assert len(whole.losses()) == 60
+    np.testing.assert_array_equal(parted.losses(), whole.losses())
 
 
-def test_a_sweep_and_one_of_its_runs_that_comes_back(submit, expected):
-    arguments = ["paced.py", "--steps", 60, "--pace", 0.05]
-    sweep = submit("array", *arguments, options=["--array=0-1", "--nodes=1", "--ntasks=1"], RATES="0.05 0.01", OUTPUT="rates")
-    sweep.reach("rates/lr-0.01", 5)
-    sweep.leave("_1")  # whose own number is that of the array
+def test_a_sweep_and_one_of_its_runs_that_comes_back(away, expected):
+    sweep = away["array"]
     assert [sweep.end(f"_{task}")["Restarts"] for task in (0, 1)] == ["0", "1"], sweep.log
     first, second = (sweep.losses(f"rates/lr-{rate}") for rate in ("0.05", "0.01"))
     np.testing.assert_array_equal(first, expected[:60])
     assert len(second) == 60 and second[0] == first[0] and second[-1] != first[-1]
 
 
-def test_a_job_that_is_cancelled_leaves_nothing_behind(cluster, submit):
-    job = submit("train", "paced.py", "--steps", 1000, "--pace", 0.05, "--output", "run")
-    job.reach("run", 3)
-    mine = str(job.folder)
-    cluster.call("scancel", job.number)
-    assert job.end(state="CANCELLED")["Restarts"] == "0"
-    job.wait_for(lambda: not cluster.processes("paced.py", "1000"), 10.0)
-    time.sleep(0.5)
-    assert cluster.state(job.number) == "CANCELLED", job.log
-    assert not [line for line in cluster.processes().values() if mine in line or "--steps 1000" in line]
-
-
-def test_a_job_that_another_takes_the_nodes_of_comes_back(cluster, submit, expected):
-    job = submit("train", "paced.py", "--steps", 60, "--pace", 0.05, "--output", "run", options=["--nodelist=n2,n3"])
-    job.reach("run", 3)
-    taking = "--partition=hi", "--nodelist=n2,n3", "--nodes=2", "--ntasks=8", "--output=other", "--wrap=true"
-    other = cluster.call("sbatch", "--parsable", "--time=1", *taking, cwd=job.folder)
-    cluster.wait_for(other, "COMPLETED")
+def test_a_job_that_another_takes_the_nodes_of_comes_back(cluster, away, expected):
+    job = away["taken"]
+    cluster.wait_for(away["taking"], "COMPLETED")
     assert job.end()["Restarts"] == "1", job.log
     assert "leaves with code 75 and is queued again" in job.log
-    np.testing.assert_array_equal(job.losses("run"), expected[:60])
+    assert [step for _, _, step in job.steps()] == list(range(1, 61))
+    np.testing.assert_array_equal(job.losses(), expected[:60])
 
 
-def test_an_elastic_run_that_loses_a_rank_and_comes_back(submit, expected):
-    arguments = ["paced.py", "--steps", 60, "--pace", 0.05, "--fault", 10, "--output", "run"]
-    job = submit("elastic", *arguments, options=["--ntasks=3"], SPARES="1")
-    job.reach("run", 20)
-    job.leave()
+def test_an_elastic_run_that_loses_a_rank_and_comes_back(away, expected):
+    job = away["elastic"]
     assert job.end()["Restarts"] == "1", job.log
     assert (job.folder / "run" / "fault").exists()
     assert ("has died; 2 are left" in job.log) == (FAMILY == "Open MPI"), job.log
-    assert {ranks for _, ranks, _ in job.steps("run")} == {2}
-    np.testing.assert_array_equal(job.losses("run"), expected[:60])
+    assert {ranks for _, ranks, _ in job.steps()} == {2}
+    np.testing.assert_array_equal(job.losses(), expected[:60])
     assert not list(job.folder.glob(".mpishard-run-*"))
 
 
@@ -266,9 +296,9 @@ def test_a_launcher_that_does_not_fit_the_mpi_is_found_out(submit):
     assert "makes worlds of size 1 of 2 tasks under Open MPI" in job.log and "LAUNCHER=mpirun fits" in job.log
 
 
-def test_a_job_leaves_before_its_time_limit_and_comes_back(limited, expected):
-    assert int(limited.end(timeout=90.0)["Restarts"]) >= 1, limited.log
-    starts = [start for start, _, _ in limited.steps("run")]
-    assert starts[0] == 0 and starts[-1] >= 1
-    assert [step for _, _, step in limited.steps("run")] == list(range(1, 91))
-    np.testing.assert_array_equal(limited.losses("run"), expected[:90])
+def test_a_job_leaves_before_its_time_limit_and_comes_back(away, expected):
+    job = away["limited"]
+    assert int(job.end(timeout=90.0)["Restarts"]) >= 1, job.log
+    assert [step for _, _, step in job.steps()] == list(range(1, 91))
+    assert job.steps()[0][0] == 0 and job.steps()[-1][0] >= 1
+    np.testing.assert_array_equal(job.losses(), expected[:90])
