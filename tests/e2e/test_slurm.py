@@ -150,9 +150,9 @@ def away(cluster, tmp_path_factory):
         script = "train" if name in ("parted", "whole", "taken", "limited") else name
         return Job(cluster, tmp_path_factory.mktemp(name), script, *arguments, options=options, **environment)
 
-    # Of 36 seconds, and asked to leave once less than 50 seconds are left of a minute.
+    # Of 32 seconds, and asked to leave once less than 50 seconds are left of a minute.
     options = ["--time=1", "--signal=B:USR1@50", "--nodelist=n4", "--nodes=1", "--ntasks=1"]
-    arguments = "paced.py", "--steps", 90, "--pace", 0.4, "--output", "run"
+    arguments = "paced.py", "--steps", 80, "--pace", 0.4, "--output", "run"
     jobs = {"limited": start("limited", *arguments, options=options)}
     # Long enough for Slurm to come to think of taking nodes away.
     arguments = "paced.py", "--steps", 60, "--pace", 0.25
@@ -308,6 +308,6 @@ def test_a_launcher_that_does_not_fit_the_mpi_is_found_out(submit):
 def test_a_job_leaves_before_its_time_limit_and_comes_back(away, expected):
     job = away["limited"]
     assert int(job.end(timeout=90.0)["Restarts"]) >= 1, job.log
-    assert [step for _, _, step in job.steps()] == list(range(1, 91))
+    assert [step for _, _, step in job.steps()] == list(range(1, 81))
     assert job.steps()[0][0] == 0 and job.steps()[-1][0] >= 1
-    np.testing.assert_array_equal(job.losses(), expected[:90])
+    np.testing.assert_array_equal(job.losses(), expected[:80])
