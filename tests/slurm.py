@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import os
 import pwd
-import random
 import shutil
 import signal
 import socket
@@ -54,7 +53,6 @@ AccountingStorageType=accounting_storage/none
 MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
-FirstJobId={first}
 KillWait=5
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -166,11 +164,7 @@ def slurm() -> Iterator[Cluster]:
             f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=4 State=UNKNOWN"
             for name, port in zip(names, ports[1:], strict=True)
         )
-        # MPICH names its shared memory by the number of the job: what a killed one has left must not meet another.
-        first = random.randrange(1, 2**24)
-        text = _CONFIGURATION.format(
-            host=socket.gethostname(), port=ports[0], folder=folder, first=first, nodes=nodes, count=NODES
-        )
+        text = _CONFIGURATION.format(host=socket.gethostname(), port=ports[0], folder=folder, nodes=nodes, count=NODES)
         (folder / "slurm.conf").write_text(text)
         (folder / "state").mkdir()
         for name in names:
