@@ -116,7 +116,7 @@ class Job:
         path = self.folder / output / "steps"
         return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait_for(self, condition, timeout=40.0):
+    def wait_for(self, condition, timeout=60.0):
         slurm.wait_until(condition, timeout, lambda: f"of job {self.number}:\n{self.log}")
 
     def leave(self, task=""):
