@@ -2,15 +2,18 @@
 
 Train a byte-level GPT on the source of Python's standard library, from a loss of ln 256 = 5.5 nats per byte down to
 where it has learned what Python looks like. Writes a plot of the loss, a sample of its writing and checkpoints, from
-which --resume goes on, with the same or another number of ranks and in the same or another layout.
+which --resume goes on, with the same or another number of ranks and in the same or another layout.  On SIGUSR1 or
+SIGTERM it saves one more, and leaves with exit code 75.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -100,6 +103,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--microbatches", type=int, help="parts of a data rank's batch in a pipeline (default 4 a stage)"
     )
+    parser.add_argument(
+        "--workers", type=int, help="train elastically, with at most so many replicas; ranks beyond those are spares"
+    )
     option("--seed", 0, "of initial values, sample order and generated text")
     option("--sample", 400, "bytes of text to generate at the end")
     option("--output", Path("train-gpt-output"), "folder for plot, sample and checkpoints")
@@ -123,7 +129,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    with mpishard.Mesh(tensor=options.tensor, pipeline=options.pipeline) as mesh:
+    with mpishard.Signals() as asked_to_leave, mpishard.Mesh(tensor=options.tensor, pipeline=options.pipeline) as mesh:
         train, held_out = windows(standard_library_text(), options.context).split(0.05)
         model = nn.GPT(
             vocabulary_size=256,
@@ -157,8 +163,11 @@ def main() -> int:
             lr=mpishard.cosine(options.lr, steps=options.steps, warmup=warmup, floor=options.lr / 20),
             betas=(0.9, 0.95),
         )
-        config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=1.0)
-        optimizer = OPTIMIZERS[options.optimizer](rule, config)
+        elastic = options.workers is not None
+        config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=1.0, reproducible=elastic)
+        optimizer: Any = OPTIMIZERS[options.optimizer](rule, config)
+        if elastic:
+            optimizer = mpishard.ElasticOptimizer(optimizer, max_workers=options.workers)
         problem = mpishard.OptimizationProblem.for_model(
             model,
             train.batch,
@@ -171,7 +180,14 @@ def main() -> int:
         folder = options.output / "checkpoints"
         record = mpishard.RunRecord(options.output, mesh)
         with mpishard.Checkpoints(folder, mesh, every=options.checkpoint_every, asynchronous=True) as checkpoints:
-            result = optimizer.optimize(problem, checkpoints=checkpoints, resume=options.resume, record=record)
+            result = optimizer.optimize(
+                problem, callback=asked_to_leave, checkpoints=checkpoints, resume=options.resume, record=record
+            )
+        first = mesh.rank == 0  # not who it was, if that one has died
+        if result.stop_reason in ("callback", "signal"):
+            if first:
+                print(f"left after step {result.steps}, as asked; --resume goes on from there", flush=True)
+            return os.EX_TEMPFAIL
 
         loss = held_out_loss(mesh, model, held_out, count=256)
         parameters = mpishard.as_distributed(model, mesh).gather_full_parameters()

@@ -17,6 +17,7 @@ from mpishard.distributed import (
 )
 from mpishard.elastic.completion import watch_script
 from mpishard.elastic.optimizer import ElasticOptimizer
+from mpishard.elastic.signals import Signals
 from mpishard.guard import abort_on_exception
 from mpishard.lane import CollectiveMismatchError
 from mpishard.layout import ParameterSpec
@@ -76,6 +77,7 @@ __all__ = [
     "RunRecord",
     "ShardedModel",
     "ShardingConfiguration",
+    "Signals",
     "TrainingState",
     "ZeRO1Optimizer",
     "ZeRO2Optimizer",

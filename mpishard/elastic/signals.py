@@ -16,7 +16,18 @@ _SKEW_S = 1.0
 class Signals:
     """As a context manager it takes the two signals, and puts back at its end what handled them before.
 
-    Outside of the main thread, where Python does not let anybody do so, it takes none.
+    Outside of the main thread, where Python does not let anybody do so, it takes none.  `came` says whether one has
+    come to this process.
+
+    As a callback of a run that is not elastic it stops the run with a last checkpoint once a signal has come to any
+    rank, and then ``result.stop_reason == "callback"`` on all of them::
+
+        with mpishard.Signals() as signals:
+            result = optimizer.optimize(problem, callback=signals, checkpoints=checkpoints, resume=True)
+        if result.stop_reason == "callback":
+            sys.exit(os.EX_TEMPFAIL)  # 75
+
+    An elastic run takes the signals itself (see `ElasticOptimizer`), and this sees none of them meanwhile.
     """
 
     def __init__(self) -> None:
@@ -38,6 +49,10 @@ class Signals:
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before.clear()
+
+    def __call__(self, state: object = None) -> bool:
+        """Whether one has come, whatever the state of the run is."""
+        return self.came
 
     def report(self) -> int:
         """0: none has come.  1: one has, and the others may have had it too.  2: they would have said so by now.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -225,6 +227,22 @@ def test_stops_by_a_callback_on_any_rank(mesh, same_on_all):
     assert [state.samples for state in states] == [10, 20, 30, 40]
     assert np.array_equal([state.loss for state in states], result.loss_history)
     assert same_on_all(result.loss_history)
+
+
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(mesh, comm, tmp_path):
+    folder = comm.bcast(tmp_path)
+    with mpishard.Signals() as signals, mpishard.Checkpoints(folder, mesh) as checkpoints:
+
+        def callback(state):
+            if state.step == 3 and mesh.rank == mesh.size - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return signals(state)
+
+        optimizer = ZeRO1Optimizer(AdamW(lr=0.1), mesh)
+        result = optimizer.optimize(problem(), callback=callback, progress=False, checkpoints=checkpoints)
+    assert (result.steps, result.stop_reason) == (3, "callback")
+    assert comm.allgather(signals.came) == [rank == mesh.size - 1 for rank in range(mesh.size)]
+    assert (folder / "latest").resolve().name == "step-00000003"
 
 
 def test_stops_when_time_is_over_on_any_rank(mesh, comm):
