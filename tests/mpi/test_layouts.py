@@ -11,7 +11,7 @@ from mpi4py import MPI
 SIZE = MPI.COMM_WORLD.size
 # Many ranks on few cores take long over a step, and each MPI takes others of these layouts there; `tests/grid.py` takes
 # all of them everywhere.
-pytestmark = pytest.mark.every_variant if SIZE <= 4 else ()
+pytestmark = pytest.mark.every_variant if SIZE <= 4 else []
 STEPS = grid.STEPS if SIZE <= 4 else 10
 
 
