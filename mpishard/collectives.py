@@ -8,7 +8,6 @@ reduce to the root.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -174,9 +173,7 @@ class Axis:
         finally:
             ledger.active = None
         sent = all_reduce_elements(buffer.size, self.size, self.rank) * buffer.itemsize
-        seconds = time.perf_counter() - call[0]
-        ledger.seconds += seconds
-        ledger.enter(call, sent, seconds)
+        ledger.enter(call, sent, ledger.spend(call, call[0]))
         return buffer
 
     def start_all_reduce(self, buffer: Array, out: Array | None = None, op: str = "sum", *, label: str = "") -> Pending:
@@ -284,9 +281,7 @@ class Axis:
             values = self.comm.allgather(value)
         finally:
             self.ledger.active = None
-        seconds = time.perf_counter() - call[0]
-        self.ledger.seconds += seconds
-        self.ledger.enter(call, 0, seconds)
+        self.ledger.enter(call, 0, self.ledger.spend(call, call[0]))
         return values
 
     def agree(self, problem: Exception | None) -> None:

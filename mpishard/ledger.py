@@ -52,6 +52,15 @@ class Entry(NamedTuple):
     seconds: float
 
 
+class Span(NamedTuple):
+    """Something that took its time, in seconds of `time.perf_counter`; `kind` is an axis, or what else it was."""
+
+    name: str
+    kind: str
+    began: float
+    ended: float
+
+
 @dataclass
 class Total:
     """Sum over the calls of one kind."""
@@ -74,13 +83,16 @@ class Ledger:
     step : int
         The training step under way, for messages.
     seconds : float
-        Time spent inside all calls until now, those too that have only begun; whoever makes a call adds to it.
+        Time spent inside all calls until now, those too that have only begun.
+    spans : list of Span or None
+        While it is a list, what this rank does is noted there, for a trace.
     """
 
     def __init__(self) -> None:
         self.active: tuple[Any, ...] | None = None
         self.step = 0
         self.seconds = 0.0
+        self.spans: list[Span] | None = None
         self._entries: list[tuple[tuple[Any, ...], int, float]] = []
         self._summed = 0
         self._totals: dict[tuple[str, str, str], Total] = {}
@@ -93,6 +105,20 @@ class Ledger:
         while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
             frame = frame.f_back
         return (time.perf_counter(), axis, sequence, op, dtype, count, label, frame.f_code, frame.f_lineno, members)
+
+    def spend(self, call: tuple[Any, ...], began: float) -> float:
+        """The time inside a call from `began` until now is over; returns the seconds."""
+        ended = time.perf_counter()
+        self.seconds += ended - began
+        if self.spans is not None:
+            _, axis, _, op, _, _, label, _, _, _ = call
+            self.spans.append(Span(f"{axis}.{op}{f' [{label}]' if label else ''}", axis, began, ended))
+        return ended - began
+
+    def note(self, name: str, kind: str, began: float) -> None:
+        """What has gone on from `began` until now is no call, but belongs into a trace."""
+        if self.spans is not None:
+            self.spans.append(Span(name, kind, began, time.perf_counter()))
 
     def enter(self, call: tuple[Any, ...], sent: int, seconds: float) -> None:
         """Enter a finished call: the bytes that this rank sent, and the time it spent inside."""

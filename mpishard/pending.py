@@ -39,8 +39,7 @@ class Pending:
         # mpi4py 4.1 lets go of what Iallreduce, Ireduce_scatter and Iallgatherv read while they run.
         self._read = read
         self._result: Array = None
-        self._started_s = time.perf_counter() - call[0]
-        ledger.seconds += self._started_s
+        self._started_s = ledger.spend(call, call[0])
 
     def test(self) -> bool:
         """Whether `wait` would return at once."""
@@ -68,9 +67,7 @@ class Pending:
                 self._read = ()
             finally:
                 self._ledger.active = None
-            waited = time.perf_counter() - began
-            self._ledger.seconds += waited
-            self._ledger.enter(call, self._sent, self._started_s + waited)
+            self._ledger.enter(call, self._sent, self._started_s + self._ledger.spend(call, began))
         return self._result
 
 

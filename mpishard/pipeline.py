@@ -157,6 +157,7 @@ class Pipeline:
                 self._release(action)
                 gradients.end_stage(chunk.stage)
             self.executed.append(Executed(action, start, time.perf_counter()))
+            self.axis.ledger.note(f"{action.kind}{action.microbatch} stage {chunk.stage}", action.kind, start)
         return self._finish()
 
     def evaluate(self, batches: Sequence[Batch]) -> float:

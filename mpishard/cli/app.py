@@ -16,6 +16,7 @@ from mpishard.cli.resize import resize
 from mpishard.cli.run import run
 from mpishard.cli.schedule import schedule
 from mpishard.cli.top import top
+from mpishard.cli.trace import trace
 from mpishard.cli.why import why
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.command()(resize)
 app.command()(plot)
 app.command()(top)
 app.command()(why)
+app.command()(trace)
 app.command()(inspect)
 app.command()(verify)
 app.command()(convert)

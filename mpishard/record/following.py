@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpishard.record.lines import read_lines
-from mpishard.record.reading import METRICS, PROCESSES, STARTS, Process
+from mpishard.record.reading import METRICS, STARTS, Process, process_files
 from mpishard.record.skew import STEPS, Straggler, stragglers
 
 _METRICS = 200  # lines kept
@@ -44,7 +44,7 @@ class Follower:
         for start in self._new(self.folder / STARTS):
             self.start = start
         self.metrics.extend(self._new(self.folder / METRICS))
-        for file in sorted((self.folder / PROCESSES).glob("*.jsonl")):
+        for file in process_files(self.folder):
             self._lines.setdefault(file.stem, deque(maxlen=STEPS)).extend(self._new(file))
 
     def _new(self, path: Path) -> list[dict[str, Any]]:

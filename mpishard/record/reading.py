@@ -12,6 +12,7 @@ import numpy as np
 from mpishard.record.lines import read_lines
 
 METRICS, STARTS, PROCESSES = "metrics.jsonl", "starts.jsonl", "processes"
+TRACE = ".trace.jsonl"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Run:
                 f"{folder} has no record of a run ({METRICS}, {STARTS}); "
                 "one is written by optimize(problem, record=mpishard.RunRecord(folder, mesh))"
             )
-        files = sorted((folder / PROCESSES).glob("*.jsonl"))
+        files = process_files(folder)
         processes = [Process(file.stem, lines) for file in files if (lines := read_lines(file)[0])]
         processes.sort(key=lambda process: process.lines[-1]["rank"])
         return cls(folder, read_lines(folder / STARTS)[0], _columns(read_lines(folder / METRICS)[0]), processes)
@@ -83,6 +84,12 @@ class Run:
         """Samples times tokens of one step as the last start had it; NaN if it did not tell."""
         problem = self.starts[-1].get("problem", {}) if self.starts else {}
         return float(problem.get("batch_size", np.nan)) * float(problem.get("tokens_per_sample", np.nan))
+
+
+def process_files(folder: Path, kind: str = ".jsonl") -> list[Path]:
+    """Files that processes have written, sorted by name."""
+    found = sorted((folder / PROCESSES).glob(f"*{kind}"))
+    return found if kind == TRACE else [file for file in found if not file.name.endswith(TRACE)]
 
 
 def _columns(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:

@@ -13,9 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mpishard.ledger import Span
 from mpishard.mesh import Mesh
 from mpishard.record.lines import Lines
-from mpishard.record.reading import METRICS, PROCESSES, STARTS
+from mpishard.record.reading import METRICS, PROCESSES, STARTS, TRACE
 from mpishard.record.starts import plain, surroundings
 from mpishard.record.where import Where
 
@@ -39,6 +40,9 @@ class RunRecord:
     folder : path
         Made if it is not there; all ranks must see it, and one run at a time writes there.
     mesh : Mesh
+    trace : pair of int, optional
+        First and last step of which ``processes/HOST-PID.trace.jsonl`` tells what each process did when, for ``mpishard
+        trace``: tens to hundreds of lines of text a step, so a few steps are enough.
     every : float
         Seconds after which a thread writes what has come; a process that is killed takes the rest with it.  0: written
         at the end of each step.
@@ -48,16 +52,27 @@ class RunRecord:
     A record that cannot be written (a full disk) says so once, and the run goes on without.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], mesh: Mesh, *, every: float = 1.0) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        mesh: Mesh,
+        *,
+        trace: tuple[int, int] | None = None,
+        every: float = 1.0,
+    ) -> None:
+        if trace is not None and not (len(trace) == 2 and 1 <= trace[0] <= trace[1]):
+            raise ValueError(f"trace={trace!r} must be the first and the last step to trace, such as (100, 104)")
         if not every >= 0:
             raise ValueError(f"every={every!r} must be at least 0 seconds")
         self.folder = Path(folder)
         self.mesh = mesh
+        self.trace = trace
         self.every = every
         self._name = f"{os.uname().nodename}-{os.getpid()}"
         self._where: Where | None = None
         self._metrics = Lines(self.folder / METRICS)
         self._process = Lines(self.folder / PROCESSES / f"{self._name}.jsonl")
+        self._spans = Lines(self.folder / PROCESSES / f"{self._name}{TRACE}")
         self._broken = False
         self._lock = threading.RLock()  # the thread that writes, and the one that trains
         self._phases: dict[str, float] = {}  # of the steps that have ended
@@ -106,6 +121,7 @@ class RunRecord:
         try:
             yield
         finally:
+            self.mesh.ledger.note(name, "phase", began)
             seconds = time.perf_counter() - began - (self.mesh.ledger.seconds - waited)
             self._now[name] = self._now.get(name, 0.0) + seconds
 
@@ -117,6 +133,7 @@ class RunRecord:
         """
         self._greet()
         with self._lock:
+            self._trace(step)
             now, waited = time.perf_counter(), self.mesh.ledger.seconds
             seconds = now - self._ended
             if not self._durations:
@@ -140,8 +157,8 @@ class RunRecord:
             if self._broken:
                 return
             try:
-                self._process.flush()
-                self._metrics.flush()
+                for lines in (self._process, self._metrics, self._spans):
+                    lines.flush()
             except OSError as error:
                 self._broken = True
                 said = f"mpishard: the record of the run ends here, training goes on: {error}"
@@ -154,7 +171,8 @@ class RunRecord:
             self._where = None
             atexit.unregister(self.flush)
         self.flush()
-        for lines in (self._process, self._metrics):
+        self.mesh.ledger.spans = None
+        for lines in (self._process, self._metrics, self._spans):
             with contextlib.suppress(OSError):
                 lines.close()
 
@@ -169,10 +187,26 @@ class RunRecord:
         self._where.watch()
         atexit.register(self.flush)
 
+    def _trace(self, step: int) -> None:
+        """What was done in this step goes to the trace if it is one of its steps, and the next is noted if that is."""
+        ledger, trace = self.mesh.ledger, self.trace
+        spans, ledger.spans = ledger.spans, None
+        if trace is None or self._broken or not self._writes:
+            return
+        if step < trace[1]:
+            ledger.spans = []
+        if spans is None or step < trace[0]:
+            return
+        spans.append(Span(f"step {step}", "step", self._ended, time.perf_counter()))
+        offset = time.time() - time.perf_counter()
+        told = [[s.name, s.kind, round(s.began + offset, 6), round(s.ended - s.began, 6)] for s in spans]
+        self._spans.add({"rank": self.mesh.rank, **self.mesh.coordinates, "step": step, "spans": told})
+
     def _begin_step(self) -> None:
         self._ended, self._waited = time.perf_counter(), self.mesh.ledger.seconds
         self._axes = self._axes_now = self._over_axes()
         self._now.clear()
+        self.mesh.ledger.spans = None if self.trace is None else []
 
     def _add_process(self) -> None:
         """A line of what this process has done since the last one."""

@@ -343,7 +343,9 @@ class Loop:
         if not len(samples) and not self.together:
             return 0.0
         parameters = self.parameters if self.of_model else self.parameters.flat
+        began = time.perf_counter()
         loss = self.problem.function(parameters, samples, self.gradients)
+        self.optimizer.mesh.ledger.note(f"{len(samples)} samples", "function", began)
         try:
             return float(loss)
         except (TypeError, ValueError):

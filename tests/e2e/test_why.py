@@ -63,7 +63,7 @@ def lines_of(folder: Path) -> int:
 
 
 def ranks_of(folder: Path) -> list[int]:
-    return [int(file.stem.rpartition("-")[2]) for file in (folder / "processes").glob("*.jsonl")]
+    return [int(file.stem.rpartition("-")[2]) for file in (folder / "processes").glob("*[0-9].jsonl")]
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.record import Run
 from mpishard.record.lines import read_lines
 from mpishard.record.summary import COMPUTATION, spent
+from mpishard.record.trace import read_trace
 
 ROWS = np.random.default_rng(0).standard_normal((37, 6))
 
@@ -105,6 +106,9 @@ def test_what_is_no_record(mesh):
         ddp(mesh).optimize(problem(3), progress=False, record="runs")
     with pytest.raises(ValueError, match="every"):
         RunRecord("runs", mesh, every=-1)
+    for trace in ((0, 3), (5, 4), (1, 2, 3)):
+        with pytest.raises(ValueError, match="first and the last step to trace"):
+            RunRecord("runs", mesh, trace=trace)
 
 
 def test_a_loop_of_ones_own(mesh, folder):
@@ -147,6 +151,37 @@ def test_workers_that_leave_and_come_back(comm, folder):
         others = [process for process in run.processes if process.lines[0]["rank"] > 0]
         assert len(others) == comm.size - 1
         assert all(len(process.by_step("busy")[0]) < 9 for process in others)
+
+
+def test_a_trace_tells_what_was_done_when(comm, folder):
+    pipeline = 2 if comm.size % 2 == 0 else 1
+    with mpishard.Mesh(comm, pipeline=pipeline) as mesh:
+        tokens = np.random.default_rng(1).integers(0, 11, (40, 6))
+        model = mpishard.nn.GPT(11, 5, 8, 2, 2, mesh=mesh, microbatches=3)
+        task = OptimizationProblem.for_model(
+            model,
+            lambda samples: (tokens[samples, :-1], tokens[samples, 1:]),
+            samples=40,
+            batch_size=16,
+            tokens_per_sample=5,
+            steps=6,
+        )
+        record = RunRecord(folder, mesh, trace=(3, 4), every=60)
+        ddp(mesh).optimize(task, progress=False, record=record)
+        assert mesh.ledger.spans is None
+        comm.Barrier()
+        spans = read_trace(folder)
+        assert {span.rank for span in spans} == set(range(comm.size)) and {span.step for span in spans} == {3, 4}
+        for rank in range(comm.size):
+            for step in (3, 4):
+                own = [span for span in spans if (span.rank, span.step) == (rank, step)]
+                (whole,) = [span for span in own if span.kind == "step"]
+                # Written in microseconds.
+                assert all(span.start >= whole.start - 2e-6 for span in own)
+                assert sum(span.kind == "F" for span in own) == sum(span.kind == "B" for span in own) == 3
+                assert sum(span.name == "update" for span in own) == 1
+        mine = [span for span in spans if span.rank == comm.rank and span.kind == "data"]
+        assert (mesh.data.size == 1) or any("[gradients]" in span.name for span in mine)
 
 
 def test_reads_while_it_is_written(mesh, folder):

@@ -19,6 +19,7 @@ from mpishard.record import Run
 from mpishard.record.lines import Lines, read_lines
 from mpishard.record.starts import plain
 from mpishard.record.summary import binned, spent
+from mpishard.record.trace import read_trace
 
 
 def write(folder, metrics=(), processes=(), starts=()):
@@ -211,6 +212,50 @@ class TestPlot:
         write(tmp_path / "run")
         assert main(["plot", str(tmp_path / "run")]) == 2
         assert "no step yet" in capsys.readouterr().err
+
+
+class TestTrace:
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        folder = write(tmp_path / "run", [{"step": 1}])
+        first = [["step 4", "step", 1000.0, 0.5], ["F0", "F", 1000.1, 0.2]]
+        again = [["step 4", "step", 2000.0, 0.25], ["data.all_reduce", "data", 2000.125, 0.0625]]
+        for rank in (0, 1):
+            lines = [{"rank": rank, "step": step, "spans": spans} for step, spans in ((4, first), (4, again))]
+            path = folder / "processes" / f"host-{rank}.trace.jsonl"
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return folder
+
+    def test_of_a_step_taken_twice_the_last(self, run: Path) -> None:
+        spans = read_trace(run)
+        assert [(span.rank, span.name, span.start) for span in spans] == [
+            (rank, name, start)
+            for rank in (0, 1)
+            for name, start in (("step 4", 2000.0), ("data.all_reduce", 2000.125))
+        ]
+        assert Run.read(run).processes == []
+
+    def test_events_have_what_the_format_asks_for(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Complete events and metadata of the "Trace Event Format", times in microseconds."""
+        assert main(["trace", str(run), "--png"]) == 0
+        told = json.loads((run / "trace.json").read_text())
+        assert told["displayTimeUnit"] == "ms"
+        events = told["traceEvents"]
+        assert {event["ph"] for event in events} == {"M", "X"}
+        whole = [event for event in events if event["ph"] == "X"]
+        for event in whole:
+            assert {"name", "cat", "ts", "dur", "pid", "tid", "args"} <= event.keys() and event["dur"] >= 0
+        assert [(event["ts"], event["dur"]) for event in whole[:2]] == [(0, 250_000), (125_000, 62_500)]
+        names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+        assert names == ["rank 0", "rank 1"]
+        assert (run / "trace.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert capsys.readouterr().out.split() == [str(run / "trace.json"), str(run / "trace.png")]
+
+    def test_steps_that_were_not_traced(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["trace", str(run), "--first", "7"]) == 2
+        assert "only 4 to 4" in capsys.readouterr().err
+        assert main(["trace", str(write(run / "other", [{"step": 1}]))]) == 2
+        assert "trace=(100, 104)" in capsys.readouterr().err
 
 
 def test_a_record_that_cannot_be_written_does_not_end_the_run(

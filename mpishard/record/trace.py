@@ -1,0 +1,85 @@
+"""What every process did when: spans of the steps that were traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpishard.record.lines import read_lines
+from mpishard.record.reading import TRACE, process_files
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One span of one rank.
+
+    Parameters
+    ----------
+    rank, step : int
+    name : str
+    kind : str
+        ``"step"``, ``"phase"`` of it, ``"function"`` of the problem, an action of a pipeline (``"F"``, ``"B"``,
+        ``"I"``, ``"W"``), or the axis of a call.
+    start, seconds : float
+        Start in seconds since 1970 by the clock of its host, and how long it took.
+    """
+
+    rank: int
+    step: int
+    name: str
+    kind: str
+    start: float
+    seconds: float
+
+
+def read_trace(folder: Path) -> list[Traced]:
+    """All spans in the record of a run, by rank and time, outer ones first; of a step taken twice, the last.
+
+    Raises
+    ------
+    ValueError
+        If nothing was traced.
+    """
+    lines: dict[tuple[int, int], dict[str, Any]] = {}
+    for file in process_files(folder, TRACE):
+        for line in read_lines(file)[0]:
+            known = lines.get((line["rank"], line["step"]))
+            if known is None or known["spans"][-1][2] < line["spans"][-1][2]:
+                lines[line["rank"], line["step"]] = line
+    if not lines:
+        raise ValueError(
+            f"{folder} has no trace; ask for one of a few steps: mpishard.RunRecord(folder, mesh, trace=(100, 104))"
+        )
+    spans = [Traced(rank, step, *span) for (rank, step), line in lines.items() for span in line["spans"]]
+    return sorted(spans, key=lambda span: (span.rank, span.start, -span.seconds))
+
+
+def chrome_events(spans: Sequence[Traced]) -> dict[str, Any]:
+    """The JSON object format of trace events, which Perfetto and Chrome open; one process there is a rank here.
+
+    Times are microseconds since the first span, since a number of JSON may be too coarse for those since 1970.
+    """
+    first = min(span.start for span in spans)
+    events: list[dict[str, Any]] = []
+    for rank in sorted({span.rank for span in spans}):
+        named = {"ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+        events += [
+            {**named, "name": "process_name"},
+            {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}},
+        ]
+    for span in spans:
+        events.append(
+            {
+                "ph": "X",
+                "pid": span.rank,
+                "tid": 0,
+                "name": span.name,
+                "cat": span.kind,
+                "ts": round((span.start - first) * 1e6, 1),
+                "dur": round(span.seconds * 1e6, 1),
+                "args": {"step": span.step},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
