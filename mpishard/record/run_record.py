@@ -15,6 +15,7 @@ from typing import Any
 
 from mpishard.ledger import Span
 from mpishard.mesh import Mesh
+from mpishard.record.events import Events, require_tensorboard
 from mpishard.record.lines import Lines
 from mpishard.record.reading import METRICS, PROCESSES, STARTS, TRACE
 from mpishard.record.starts import plain, surroundings
@@ -40,6 +41,8 @@ class RunRecord:
     folder : path
         Made if it is not there; all ranks must see it, and one run at a time writes there.
     mesh : Mesh
+    tensorboard : bool
+        Write the metrics for TensorBoard, too, into ``tensorboard/`` (``pip install 'mpishard[tensorboard]'``).
     trace : pair of int, optional
         First and last step of which ``processes/HOST-PID.trace.jsonl`` tells what each process did when, for ``mpishard
         trace``: tens to hundreds of lines of text a step, so a few steps are enough.
@@ -57,6 +60,7 @@ class RunRecord:
         folder: str | os.PathLike[str],
         mesh: Mesh,
         *,
+        tensorboard: bool = False,
         trace: tuple[int, int] | None = None,
         every: float = 1.0,
     ) -> None:
@@ -64,6 +68,8 @@ class RunRecord:
             raise ValueError(f"trace={trace!r} must be the first and the last step to trace, such as (100, 104)")
         if not every >= 0:
             raise ValueError(f"every={every!r} must be at least 0 seconds")
+        if tensorboard:
+            require_tensorboard()
         self.folder = Path(folder)
         self.mesh = mesh
         self.trace = trace
@@ -73,6 +79,7 @@ class RunRecord:
         self._metrics = Lines(self.folder / METRICS)
         self._process = Lines(self.folder / PROCESSES / f"{self._name}.jsonl")
         self._spans = Lines(self.folder / PROCESSES / f"{self._name}{TRACE}")
+        self._events = Events(self.folder / "tensorboard") if tensorboard else None
         self._broken = False
         self._lock = threading.RLock()  # the thread that writes, and the one that trains
         self._phases: dict[str, float] = {}  # of the steps that have ended
@@ -145,8 +152,11 @@ class RunRecord:
                 self._phases[name] = self._phases.get(name, 0.0) + phase
             self._now.clear()
             if self.mesh.rank == 0 and not self._broken:
-                own = {"step": step, "time": round(time.time(), 3), "seconds": round(seconds, 6)}
-                self._metrics.add({**own, "workers": self.mesh.data.size, **metrics})
+                own = {"seconds": round(seconds, 6), "workers": self.mesh.data.size, **metrics}
+                clock = round(time.time(), 3)
+                self._metrics.add({"step": step, "time": clock, **own})
+                if self._events is not None:
+                    self._events.add(step, clock, own)
         if not self.every:
             self.flush()
 
@@ -157,8 +167,8 @@ class RunRecord:
             if self._broken:
                 return
             try:
-                for lines in (self._process, self._metrics, self._spans):
-                    lines.flush()
+                for written in self._files():
+                    written.flush()
             except OSError as error:
                 self._broken = True
                 said = f"mpishard: the record of the run ends here, training goes on: {error}"
@@ -172,9 +182,13 @@ class RunRecord:
             atexit.unregister(self.flush)
         self.flush()
         self.mesh.ledger.spans = None
-        for lines in (self._process, self._metrics, self._spans):
+        for written in self._files():
             with contextlib.suppress(OSError):
-                lines.close()
+                written.close()
+
+    def _files(self) -> list[Lines | Events]:
+        written: list[Lines | Events] = [self._process, self._metrics, self._spans]
+        return written if self._events is None else [*written, self._events]
 
     def _greet(self) -> None:
         """Be there for those who look: a first line, and a thread that answers them."""

@@ -47,6 +47,7 @@ OUTSIDERS = {
     "rich": {"cli"},
     "typer": {"cli"},
     "jax": set(),
+    "tensorboard": {"record"},
     "torch": set(),
     "sklearn": set(),
 }

@@ -258,6 +258,31 @@ class TestTrace:
         assert "trace=(100, 104)" in capsys.readouterr().err
 
 
+def test_tensorboard_reads_its_events(tmp_path: Path) -> None:
+    import mpishard
+
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.util.tensor_util import make_ndarray
+
+    with mpishard.Mesh() as mesh, mpishard.RunRecord(tmp_path / "run", mesh, tensorboard=True) as record:
+        record.begin()
+        for step in (1, 2, 3):
+            record.step(step, loss=1 / step if step != 2 else float("nan"))
+    events = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    found = [(event.step, float(make_ndarray(event.tensor_proto))) for event in events.Tensors("loss")]
+    assert found == [(1, 1.0), (3, np.float32(1 / 3))]
+    assert {"loss", "seconds", "workers"} == set(events.Tags()["tensors"])
+
+
+def test_no_tensorboard_is_told_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mpishard
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with mpishard.Mesh() as mesh, pytest.raises(ModuleNotFoundError, match=r"pip install 'mpishard\[tensorboard\]'"):
+        mpishard.RunRecord(tmp_path / "run", mesh, tensorboard=True)
+
+
 def test_a_record_that_cannot_be_written_does_not_end_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

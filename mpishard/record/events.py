@@ -1,0 +1,47 @@
+"""Metrics as TensorBoard reads them, written by TensorBoard's own writer."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def require_tensorboard() -> None:
+    """Raise ModuleNotFoundError, which says what to install, where there is no TensorBoard."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ModuleNotFoundError(
+            "tensorboard=True needs the package tensorboard: pip install 'mpishard[tensorboard]', or leave it out; "
+            "mpishard plot draws the record without it"
+        )
+
+
+class Events:
+    """Scalars by step in a folder of event files.  The writer, with a thread of its own, is made at the first one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writer: Any = None
+
+    def add(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
+        """Metrics of a step at a time in seconds since 1970; those that are not finite are left out."""
+        if self._writer is None:
+            from tensorboard.summary import Writer
+
+            self._writer = Writer(str(self.folder))
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                self._writer.add_scalar(name, value, step, wall_time=time)
+
+    def flush(self) -> None:
+        """Write what waits; OSError if it cannot be."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Flush, and let go of the file; a later `add` begins another one."""
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close()
