@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -100,6 +101,7 @@ class Supervisor:
         check_shell(self.hosts, job.shell)
         self.ranks = ranks
         self.launcher: Launcher = find_launcher(job.launcher)
+        self._line = ""  # that of the last start, as one would type it
         self._signals: list[int] = []
         self._stopped = 0
         self._stop_began = 0.0
@@ -172,6 +174,11 @@ class Supervisor:
         command = self.launcher.command(
             job.command, start.ranks, hosts=start.hosts, elastic=elastic, shell=job.shell, environment=environment
         )
+        own = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if given.get(name) != value]
+        line = " ".join([*own, shlex.join(command)])
+        if line != self._line:
+            self._line = line
+            self._say(f"starts {line}")
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True, preexec_fn=die_with_parent
         )
