@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mpishard.cli.estimate_text import console, new_table, seconds
+from mpishard.cli.estimate_text import console, new_table, print_table, seconds, size
 from mpishard.estimate import MachineProfile, measure
+from mpishard.estimate.collectives import measure_collectives
 from mpishard.mesh import Mesh
 
 
 def bench(
     output: Annotated[Path | None, typer.Option(help="Write the profile, JSON, to this file.")] = None,
+    collectives: Annotated[
+        bool, typer.Option("--collectives", help="Collectives by size and axis, against mpi4py alone; no profile.")
+    ] = False,
+    tensor: Annotated[int, typer.Option(min=1, help="Tensor ranks of the mesh, for --collectives.")] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="Pipeline ranks of the mesh, for --collectives.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="Draw --collectives into this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="--collectives as data.")] = False,
 ) -> None:
     """Measure products, memory and communication of all ranks at once: mpirun -n 4 mpishard bench --output FILE
 
     Use as many ranks a node as the training will; with several nodes the links between them are measured too.
     """
     began = time.perf_counter()
-    with Mesh() as mesh:
-        problem: Exception | None = None
-        if mesh.rank == 0 and output is not None:
-            try:
-                output.open("a").close()
-            except OSError as error:
-                problem = ValueError(f"cannot write the profile: {error}")
-        try:
-            mesh.world.agree(problem)
-        except ValueError:
-            mesh.free()
-            if mesh.rank == 0:
-                raise
-            raise typer.Exit(2) from None  # one line of rank 0 is enough
+    with Mesh(tensor=tensor, pipeline=pipeline) as mesh:
+        _check_writable(mesh, plot if collectives else output)
+        if collectives:
+            _bench_collectives(mesh, plot, as_json)
+            return
         profile = measure(mesh)
         if mesh.rank == 0:
             show(profile)
@@ -42,6 +43,50 @@ def bench(
             if output is not None:
                 profile.save(output)
                 typer.echo(f"written to {output}; use it with mpishard estimate --profile {output}")
+
+
+def _check_writable(mesh: Mesh, path: Path | None) -> None:
+    """Raise now, on all ranks, what would go wrong at the end; one line of rank 0 is enough."""
+    problem: Exception | None = None
+    if mesh.rank == 0 and path is not None:
+        try:
+            path.open("a").close()
+        except OSError as error:
+            problem = ValueError(f"cannot write {path}: {error}")
+    try:
+        mesh.world.agree(problem)
+    except ValueError:
+        mesh.free()
+        if mesh.rank == 0:
+            raise
+        raise typer.Exit(2) from None
+
+
+def _bench_collectives(mesh: Mesh, plot: Path | None, as_json: bool) -> None:
+    timings = measure_collectives(mesh)
+    if mesh.rank > 0:
+        return
+    if not timings:
+        raise ValueError("one rank has nobody to communicate with: mpirun -n 4 mpishard bench --collectives")
+    if plot is not None:
+        from mpishard.cli.bench_figure import draw
+
+        draw(timings, plot)
+    if as_json:
+        typer.echo(json.dumps([asdict(timing) for timing in timings]))
+        return
+    made = new_table("axis", "operation", "bytes", "time", "mpi4py", "ratio", "sent", left=2)
+    for timing in timings:
+        made.add_row(
+            f"{timing.axis} ({timing.ranks})",
+            timing.operation,
+            size(timing.nbytes),
+            seconds(timing.seconds),
+            seconds(timing.bare),
+            f"{timing.seconds / timing.bare:.2f}",
+            f"{timing.bandwidth / 1e9:.3f} GB/s",
+        )
+    print_table(console(), made)
 
 
 def show(profile: MachineProfile) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from mpishard import AdamW, HybridShardedOptimizer, Mesh, ShardingConfiguration
 from mpishard.estimate import estimate, measure
+from mpishard.estimate.collectives import measure_collectives
 from mpishard.estimate.profile import OPERATIONS
 from mpishard.nn import GPT
 
@@ -101,3 +102,17 @@ def test_measured_profile(mesh, same_on_all, monkeypatch):
     assert same_on_all(asdict(profile))
     assert set(profile.node) == (set(OPERATIONS) if mesh.size > 1 else set())
     assert all(link.latency > 0 and link.bandwidth > 0 for link in profile.node.values())
+
+
+def test_collectives_are_timed_by_axis_and_size(comm, same_on_all):
+    tensor = 2 if comm.size % 2 == 0 else 1
+    with Mesh(comm, tensor=tensor) as mesh:
+        timings = measure_collectives(mesh, sizes=(64, 4096))
+        assert same_on_all([asdict(timing) for timing in timings])
+        axes = [axis for axis in (mesh.data, mesh.tensor) if axis.size > 1]
+        assert {(timing.axis, timing.ranks) for timing in timings} == {(axis.name, axis.size) for axis in axes}
+        assert len(timings) == len(axes) * 4 * 2
+        for timing in timings:
+            assert timing.seconds > 0 and timing.bare > 0 and 0 < timing.nbytes <= 4096
+            if timing.operation == "all_reduce":  # by the ring
+                assert timing.sent == 2 * (timing.ranks - 1) * timing.nbytes // timing.ranks

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from mpishard.cli import main
+from mpishard.cli.bench_figure import draw
 from mpishard.cli.estimate import parse_bytes
 from mpishard.cli.estimate_text import seconds, size
 from mpishard.estimate import TYPICAL, MachineProfile
+from mpishard.estimate.collectives import Timing
 
 MODEL = "--vocabulary 256 --context 64 --width 64 --layers 8 --heads 8"
 
@@ -177,6 +179,14 @@ def test_bench_on_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert run(f"{MODEL} --ranks 2 --profile {file}") == 2
     assert "measured on 1 rank" in capsys.readouterr().err
     assert main(["bench", "--output", str(tmp_path / "no folder" / "profile.json")]) == 2
-    assert "cannot write the profile" in capsys.readouterr().err
+    assert "cannot write" in capsys.readouterr().err
     assert main(["bench", "--output", str(tmp_path)]) == 2
-    assert "cannot write the profile" in capsys.readouterr().err
+    assert "cannot write" in capsys.readouterr().err
+    assert main(["bench", "--collectives"]) == 2
+    assert "one rank has nobody to communicate with" in capsys.readouterr().err
+
+
+def test_collectives_are_drawn(tmp_path: Path) -> None:
+    timings = [Timing("data", 4, "all_reduce", nbytes, 1e-4, 9e-5, 2 * nbytes) for nbytes in (1024, 4096)]
+    draw(timings, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
