@@ -112,7 +112,7 @@ def _table(run: Follower, processes: list[Process]) -> Table:
 
 def _last_step(process: Process) -> int:
     last = process.lines[-1]
-    return int(last["step"]) + len(last["seconds"]) - 1
+    return max(0, int(last["step"]) + len(last["seconds"]) - 1)
 
 
 def _mean(process: Process, what: str) -> float:
