@@ -41,6 +41,7 @@ OUTSIDERS = {
         "witness",
         "elastic",
         "environment",
+        "estimate",  # times bare calls beside its own
         "cli",
     },
     "matplotlib": {"cli"},
