@@ -11,6 +11,7 @@ import numpy as np
 from mpishard.array import copy_to_device, is_array, to_host
 from mpishard.collectives import Axis
 from mpishard.layout import Place, split
+from mpishard.ledger import Ledger
 from mpishard.mesh import Mesh
 from mpishard.nn.activations import KeepAll, KeepLess
 from mpishard.nn.architecture import Architecture
@@ -34,6 +35,7 @@ Array = Any
 class _OnlyStage(NamedTuple):
     """The pipeline axis of a model without a mesh."""
 
+    ledger: Ledger
     rank: int = 0
     size: int = 1
 
@@ -196,7 +198,7 @@ class GPT:
             Chunk(stage, units[stage], self.parameters, tensor, self._scratch, self._keeping) for stage in own
         ]
         self.blocks = [unit for unit in local if isinstance(unit, Block)]
-        axis = cast(Axis, _OnlyStage()) if mesh is None else mesh.pipeline
+        axis = cast(Axis, _OnlyStage(Ledger())) if mesh is None else mesh.pipeline
         self.pipeline = Pipeline(axis, self.chunks, schedule, self.parameters, wire_dtype=wire_dtype)
         self._inputs = Pool()
         # A scaled loss may overflow in half precision; optimizers look for that.
