@@ -14,7 +14,7 @@ from rich.live import Live
 from mpishard.cli.estimate_text import console
 from mpishard.cli.top_text import screen, snapshot
 from mpishard.record.following import Follower
-from mpishard.record.reading import METRICS, STARTS
+from mpishard.record.reading import check_record
 
 
 def top(
@@ -29,11 +29,7 @@ def top(
     The record is written by optimize(problem, record=mpishard.RunRecord(folder, mesh)).  Ctrl-C ends the view, not the
     run.
     """
-    if not any((run / name).is_file() for name in (METRICS, STARTS)):
-        raise ValueError(
-            f"{run} has no record of a run; give the folder of optimize(problem, record=mpishard.RunRecord(folder, "
-            "mesh)), and start the run first"
-        )
+    check_record(run)
     follower = Follower(run)
     follower.update()
     if as_json:

@@ -12,7 +12,7 @@ import typer
 
 from mpishard.record.asking import ask
 from mpishard.record.diagnosis import Finding, diagnose
-from mpishard.record.reading import METRICS, STARTS
+from mpishard.record.reading import check_record
 
 _MOST = 16  # ranks of one kind told one by one
 
@@ -28,8 +28,7 @@ def why(
     record=mpishard.RunRecord(folder, mesh)).  After the end of a run that was stuck it tells what the processes said
     while they waited.
     """
-    if not any((run / name).is_file() for name in (METRICS, STARTS)):
-        raise ValueError(f"{run} has no record of a run; give the folder of mpishard.RunRecord(folder, mesh)")
+    check_record(run)
     asked = ask(run, wait)
     findings = diagnose(asked.answers, asked.silent)
     if as_json:

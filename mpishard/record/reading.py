@@ -69,11 +69,7 @@ class Run:
             If the folder holds no record of a run.
         """
         folder = Path(folder)
-        if not any((folder / name).is_file() for name in (METRICS, STARTS)):
-            raise ValueError(
-                f"{folder} has no record of a run ({METRICS}, {STARTS}); "
-                "one is written by optimize(problem, record=mpishard.RunRecord(folder, mesh))"
-            )
+        check_record(folder)
         files = process_files(folder)
         processes = [Process(file.stem, lines) for file in files if (lines := read_lines(file)[0])]
         processes.sort(key=lambda process: process.lines[-1]["rank"])
@@ -84,6 +80,15 @@ class Run:
         """Samples times tokens of one step as the last start had it; NaN if it did not tell."""
         problem = self.starts[-1].get("problem", {}) if self.starts else {}
         return float(problem.get("batch_size", np.nan)) * float(problem.get("tokens_per_sample", np.nan))
+
+
+def check_record(folder: Path) -> None:
+    """Raise ValueError if the folder holds no record of a run."""
+    if not any((folder / name).is_file() for name in (METRICS, STARTS)):
+        raise ValueError(
+            f"{folder} has no record of a run ({METRICS}, {STARTS}); "
+            "one is written by optimize(problem, record=mpishard.RunRecord(folder, mesh))"
+        )
 
 
 def process_files(folder: Path, kind: str = ".jsonl") -> list[Path]:
