@@ -43,7 +43,7 @@ def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) ->
     waiting = {rank: a["call"] for rank, a in by_rank.items() if a["call"] and a["call"]["seconds"] >= _LEAST_S}
     if not waiting:
         where = [Finding((rank,), "runs", _place(answer)) for rank, answer in sorted(by_rank.items())]
-        return [*where, *_silent(silent, silent)]
+        return [*where, *_silent(silent, set())]
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for rank, call in sorted(waiting.items()):
         groups[_key(rank, call)].append(rank)
