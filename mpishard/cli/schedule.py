@@ -34,9 +34,13 @@ def schedule(
         bool, typer.Option("--blocking-sends", help="Say also what blocking sends would do.")
     ] = False,
 ) -> None:
-    """Draw a pipeline schedule, with its bubble, its memory and a proof that it cannot deadlock.
+    """Draw a pipeline schedule, with its bubble and its memory.
 
-    Times are in any one unit; with commas, one time a model chunk of the whole pipeline: --forward 1,1,1,1.5
+    \b
+    mpishard schedule zb-h1 --stages 4 --microbatches 8
+
+    It is proven, too, that it cannot deadlock.  Times are in any one unit; with commas, one time a model chunk of the
+    whole pipeline: --forward 1,1,1,1.5
     """
     if chunks is None:
         chunks = 2 if name == "interleaved" else 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpishard.record.lines import read_lines
-from mpishard.record.reading import METRICS, STARTS, Process, process_files
+from mpishard.record.reading import METRICS, STARTS, Process, own_lines, own_metrics, process_files
 from mpishard.record.skew import STEPS, Straggler, stragglers
 
 _METRICS = 200  # lines kept
@@ -43,9 +43,9 @@ class Follower:
         """Read what has come since."""
         for start in self._new(self.folder / STARTS):
             self.start = start
-        self.metrics.extend(self._new(self.folder / METRICS))
+        self.metrics.extend(own_metrics(self._new(self.folder / METRICS)))
         for file in process_files(self.folder):
-            self._lines.setdefault(file.stem, deque(maxlen=STEPS)).extend(self._new(file))
+            self._lines.setdefault(file.stem, deque(maxlen=STEPS)).extend(own_lines(self._new(file)))
 
     def _new(self, path: Path) -> list[dict[str, Any]]:
         lines, self._places[path] = read_lines(path, self._places.get(path, 0))
