@@ -33,8 +33,16 @@ def why(
     asked = ask(run, wait)
     findings = diagnose(asked.answers, asked.silent)
     if as_json:
-        told = {"fresh": asked.fresh, "findings": list(map(asdict, findings)), "answers": asked.answers}
+        told = {
+            "fresh": asked.fresh,
+            "ending": asked.ending,
+            "findings": list(map(asdict, findings)),
+            "answers": asked.answers,
+        }
         typer.echo(json.dumps(told))
+        return
+    if asked.ending and not any(finding.kind == "waits" for finding in findings):
+        typer.echo(f"the run has ended: {asked.ending}")
         return
     if asked.answers and not asked.fresh:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(asked.answers[-1]["time"]))

@@ -184,7 +184,7 @@ def test_surroundings_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     with mpishard.Mesh() as mesh:
         told = surroundings(mesh)
     assert told["environment"]["SLURM_JOB_ID"] == "42" and "secret" not in json.dumps(told)
-    assert told["versions"]["numpy"] == np.__version__ and told["ranks"] == 1 and told["command"][1:] == sys.argv
+    assert told["versions"]["NumPy"] == np.__version__ and told["ranks"] == 1 and told["command"][1:] == sys.argv
 
 
 class TestPlot:
