@@ -149,7 +149,9 @@ def _cores(facts: Sequence[Facts]) -> Iterator[Finding]:
         more = f" (and {count(len(crowded) - 1, 'more host')} like it)" if len(crowded) > 1 else ""
         cores = f"{count(cores_of(worst), 'core')} of {worst[0].host}{limit_of(worst)}{more}"
         what = f"{len(worst)} ranks share {cores}, and MPI waits busily"
-        yield Finding(WARNING, "cores", what, f"start at most {cores_of(worst)} ranks there, or expect slow steps")
+        yield Finding(
+            WARNING, "cores", what, f"start at most {count(cores_of(worst), 'rank')} there, or expect slow steps"
+        )
 
 
 def _blas(facts: Sequence[Facts]) -> Iterator[Finding]:
