@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; each axis has one.
+# Colours of Okabe and Ito, and of Tol, which colour-blind readers can tell apart; each axis has one.
 BLUE, SKY, GREEN, ORANGE, RED, PINK = "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7"
 YELLOW = "#f0e442"
 ACTIONS = {"F": SKY, "B": GREEN, "I": ORANGE, "W": PINK}  # of a pipeline
-AXES = {"data": RED, "tensor": "#882255", "pipeline": YELLOW, "world": BLUE, "node": "#000000"}
+AXES = {"data": RED, "tensor": "#999933", "pipeline": "#332288", "world": BLUE, "node": YELLOW}
 
 
 def check_format(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,7 +67,7 @@ def schedule(
     typer.echo(_headline(made) + "\n", color=colour)
     typer.echo("\n".join(draw(timeline, width)) + "\n", color=colour)
     for what, text in _summary(timeline, blocking_sends).items():
-        typer.echo(f"{what:<10} {text}")
+        typer.echo(textwrap.fill(f"{what:<10} {text}", max(width, 30), subsequent_indent=" " * 11))
     if png is not None:
         typer.echo(f"{'picture':<10} {png}")
 

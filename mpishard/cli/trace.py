@@ -19,7 +19,7 @@ def trace(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: trace.json in that folder.")] = None,
     first: Annotated[int | None, typer.Option(min=1, help="First step; default: of all that were traced.")] = None,
     last: Annotated[int | None, typer.Option(min=1, help="Last step.")] = None,
-    png: Annotated[bool, typer.Option("--png", help="A Gantt chart beside it, too.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="A Gantt chart beside it, NAME.png.")] = False,
 ) -> None:
     """Write a timeline of all ranks, and draw it as a Gantt chart.
 
@@ -34,6 +34,11 @@ def trace(
         asked = f"{first or steps[0]} to {last or steps[-1]}"
         raise ValueError(f"none of the steps {asked} was traced, only {steps[0]} to {steps[-1]}")
     path = output or run / "trace.json"
+    if path.suffix == ".png":
+        raise ValueError(
+            f"{path} would be the timeline, which is JSON; with -o {path.with_suffix('.json')} --png "
+            "the chart is beside it"
+        )
     write(path, json.dumps(chrome_events(chosen)).encode())
     typer.echo(path)
     if png:
