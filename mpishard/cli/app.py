@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -68,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     all ranks under mpirun have alike, are told by the first.
     """
     alike = True
+    if MPI.COMM_WORLD.size > 1:
+        # Open MPI gives its ranks a terminal even where their output ends in a file: no colours there.
+        os.environ["TERM"] = "dumb"
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return app(given or ["--help"], prog_name="mpishard", standalone_mode=False) or 0
