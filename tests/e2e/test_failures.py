@@ -74,6 +74,15 @@ def test_exception_before_the_mesh(tmp_path: Path, mpirun: Callable[..., Any]) -
     assert finished.seconds < SOON
 
 
+def test_what_all_ranks_raise_is_told_once(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import mpishard\nmpishard.cosine(float('nan'), steps=9)\n")
+    finished = mpirun(3, script, timeout=30)
+    assert finished.code != 0
+    assert finished.errors.count("Traceback") == 1 and "rank 0 of 3 failed" in finished.errors, finished.all
+    assert finished.errors.count("ValueError: cosine: peak must be a number") == 1, finished.all
+
+
 def test_killed_rank(failing: Callable[..., Any]) -> None:
     finished = failing("os.kill(os.getpid(), 9)")
     # MPICH's launcher names a process, and often not the one that was killed first.

@@ -61,3 +61,16 @@ def test_a_launcher_of_another_mpi(told: dict[str, str], alone: Callable[..., An
     second = {name: "1" if value == "0" and name != "SLURM_STEP_ID" else value for name, value in told.items()}
     finished = alone("-m", "mpishard", "info", **second)
     assert (finished.code, finished.output) == (0, ""), finished.all
+
+
+def test_no_colours_under_a_launcher(mpirun: Callable[..., Any]) -> None:
+    """Open MPI gives ranks a terminal even where what they print ends in a file."""
+    finished = mpirun(2, "-m", "mpishard", "bench", "--collectives", TERM="xterm-256color")
+    assert finished.code == 0, finished.all
+    assert "all_reduce" in finished.output and "\x1b" not in finished.output, finished.all
+
+
+def test_wrong_usage_is_told_once(mpirun: Callable[..., Any]) -> None:
+    finished = mpirun(3, "-m", "mpishard", "bench", "--tensor", "0")
+    assert finished.code == 2, finished.all
+    assert finished.all.count("mpishard: error:") == 1, finished.all
