@@ -121,6 +121,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tied", action="store_true", help="one table for input and output embedding")
     parser.add_argument("--recompute", action="store_true", help="compute blocks twice instead of keeping activations")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="zero1", help="how state is sharded (default zero1)")
+    parser.add_argument(
+        "--trace", type=int, nargs=2, metavar=("FIRST", "LAST"), help="steps of which to note all, for mpishard trace"
+    )
     options = parser.parse_args()
     if options.sample < 0:
         parser.error("--sample must be at least 0")
@@ -154,7 +157,7 @@ def main() -> int:
             shape = " x ".join(f"{axis}={count}" for axis, count in mesh.shape.items())
             print(
                 f"{size:,} parameters, {train.targets.size:,} bytes of text, "
-                f"{mesh.size} ranks ({shape}) of {mesh.blas_threads} BLAS threads",
+                f"ranks: {mesh.size} ({shape}), BLAS threads of each: {mesh.blas_threads}",
                 flush=True,
             )
 
@@ -178,7 +181,7 @@ def main() -> int:
             seed=options.seed,
         )
         folder = options.output / "checkpoints"
-        record = mpishard.RunRecord(options.output, mesh)
+        record = mpishard.RunRecord(options.output, mesh, trace=options.trace)
         with mpishard.Checkpoints(folder, mesh, every=options.checkpoint_every, asynchronous=True) as checkpoints:
             result = optimizer.optimize(
                 problem, callback=asked_to_leave, checkpoints=checkpoints, resume=options.resume, record=record
@@ -209,7 +212,8 @@ def main() -> int:
             speed = steps * options.batch * options.context / result.seconds
             print(f"{steps} steps in {result.seconds:.0f} s{earlier}; {speed:,.0f} bytes of text a second")
             print(f"loss: {result.loss_history[0]:.2f} -> {result.loss_history[-10:].mean():.2f} nats per byte")
-            print(f"written to {options.output}: loss.png, sample.txt, checkpoints/latest")
+            print(f"written to {options.output}: loss.png, sample.txt, checkpoints/latest, and the record of the run:")
+            print(f"mpishard plot {options.output} draws speed, workers, time by phase and bytes by axis")
         passed = finite and readable and loss < unigram
         if first:
             verdict = "PASS" if passed else "FAIL"

@@ -8,6 +8,7 @@ missing, and aborts; the threads talk over a communicator of their own.  A witne
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -29,6 +30,8 @@ _POLL_S = 0.25
 _SUSPICION_S = 5.0
 _ANSWER_S = 2.0
 _FLUSH_S = 0.2
+# What is wrong on all ranks alike is told by the first, which has ended the others by then.
+_FIRST_S = 1.0
 # Longest answer; the numbers of stack frames that fit are more than anybody reads.
 _ANSWER_BYTES = 2000
 
@@ -39,6 +42,8 @@ def abort(message: str) -> None:
     sys.stderr.write(message if message.endswith("\n") else message + "\n")
     sys.stderr.flush()
     time.sleep(_FLUSH_S)  # launchers drop what is still in the pipe when the job is aborted
+    with contextlib.suppress(OSError):  # the last word is ours: MPICH has this process say that MPI_Abort was called
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     MPI.COMM_WORLD.Abort(1)
 
 
@@ -73,6 +78,8 @@ class _AbortOnException:
         text = "".join(traceback.format_exception(kind, error, where))
         if self.alone:
             die(f"mpishard: process {comm.rank} failed{step} and leaves the run\n{text}")
+        if comm.rank > 0:
+            time.sleep(_FIRST_S)
         abort(f"mpishard: rank {comm.rank} of {comm.size} failed{step} and ends the job\n{text}")
 
     def in_thread(self, args: threading.ExceptHookArgs) -> None:

@@ -7,7 +7,8 @@ import time
 
 from tqdm import tqdm
 
-_EVERY_S = 5.0
+# Lines of a log come every 5 seconds, and of a long run every twentieth of its time so far, at least one a minute.
+_EVERY_S, _SHARE, _MOST_S = 5.0, 0.05, 60.0
 
 
 class Progress:
@@ -37,13 +38,16 @@ class Progress:
         if (
             self.shown
             and not self._live
-            and (now - self._printed >= _EVERY_S or self._done in (self._first + 1, self._total))
+            and (now - self._printed >= self._pause(now) or self._done in (self._first + 1, self._total))
         ):
             self._printed = now
             self._print(note)
 
     def close(self) -> None:
         self._bar.close()
+
+    def _pause(self, now: float) -> float:
+        return min(max(_EVERY_S, _SHARE * (now - self._began)), _MOST_S)
 
     def _print(self, note: str) -> None:
         elapsed = time.perf_counter() - self._began

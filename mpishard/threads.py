@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
@@ -18,6 +21,40 @@ def own_cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
+def cpu_quota(system: Path = Path("/")) -> float:
+    """Cores' worth of time that control groups grant this process together with others; infinite without a limit.
+
+    Containers have such a quota: they see all cores of the host, and are paused when they have used it up.
+    """
+    least = math.inf
+    try:
+        groups = (system / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return least
+    for controllers, _, path in (group.partition(":")[2].partition(":") for group in groups):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # Inside a container the path may be that of the host, and the container's own group is at the root.
+        root = system / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        own = root / path.strip("/")
+        for folder in (own, *own.parents):
+            least = min(least, _quota_of(folder))
+            if folder == root:
+                break
+    return least
+
+
+def _quota_of(folder: Path) -> float:
+    """Of one control group, in its second version or its first."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (folder / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        quota_us = int((folder / "cpu.cfs_quota_us").read_text())
+        return math.inf if quota_us <= 0 else quota_us / int((folder / "cpu.cfs_period_us").read_text())
+    return math.inf
+
+
 def chosen_by_user() -> str | None:
     """The environment variable by which the user chose how many threads BLAS has, if any."""
     return next((variable for variable in _CHOSEN_BY_USER if os.environ.get(variable, "").isdigit()), None)
@@ -27,8 +64,9 @@ def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
     """Limit BLAS to this rank's share of the cores it may run on, at least one thread.  Collective over `comm`.
 
     `node` are its ranks on the node of this one.  A core that several of them may run on counts in equal parts for
-    each.  Eight ranks on two cores with two threads each were seen 6 to 8 times slower than with one.  Where one of the
-    usual environment variables is set the user's choice stands; it is returned.
+    each, and a quota of CPU time is shared by all of them.  Eight ranks on two cores with two threads each were seen 6
+    to 8 times slower than with one.  Where one of the usual environment variables is set the user's choice stands; it
+    is returned.
     """
     cores = own_cores()
     told = comm.allgather(sum(1 << core for core in cores))  # a bit a core: all ranks hold this for a moment
@@ -36,6 +74,7 @@ def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
     if chosen := chosen_by_user():
         return int(os.environ[chosen])
     share = sum(1 / sum(theirs >> core & 1 for theirs in everybody) for core in cores)
+    share = min(share, cpu_quota() / len(node))
     ranks = max(int(os.environ.get(variable, "").strip() or 1) for variable in _RANKS_ON_NODE)
     if ranks > len(node):
         share = min(share, len(cores) / ranks)

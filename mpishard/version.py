@@ -1,3 +1,29 @@
-"""The version of mpishard, where every room can read it."""
+"""The version of mpishard, where every room can read it, and those of what it stands on."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
 
 VERSION = "0.1.0"
+
+_PACKAGES = {
+    "NumPy": ("numpy",),
+    "mpi4py": ("mpi4py",),
+    "h5py": ("h5py",),
+    "numba": ("numba",),
+    "ml_dtypes": ("ml_dtypes",),
+    "CuPy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+}
+
+
+def versions() -> dict[str, str]:
+    """Of mpishard, Python and the packages that it computes with, those that are installed."""
+    found = {"mpishard": VERSION, "Python": platform.python_version()}
+    for name, distributions in _PACKAGES.items():
+        for distribution in distributions:
+            try:
+                found.setdefault(name, metadata.version(distribution))
+            except metadata.PackageNotFoundError:
+                continue
+    return found

@@ -62,7 +62,8 @@ def found_at(path: Path) -> list[Candidate]:
         except ValueError as error:
             return [Candidate(path, None, str(error))]
     if not found:
-        raise ValueError(f"there is no checkpoint in {path}")
+        below = [each for each in sorted(path.iterdir()) if each.is_dir() and folders.candidates(each)]
+        raise ValueError(f"there is no checkpoint in {path}" + (f"; there are some in {below[0]}" if below else ""))
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from mpishard.cli.estimate_text import console, new_table, print_table, seconds, size
+from mpishard.cli.figure import check_format
 from mpishard.estimate import MachineProfile, measure
 from mpishard.estimate.collectives import measure_collectives
 from mpishard.mesh import Mesh
@@ -26,13 +27,17 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Draw --collectives into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="--collectives as data.")] = False,
 ) -> None:
-    """Measure products, memory and communication of all ranks at once: mpirun -n 4 mpishard bench --output FILE
+    """Measure how fast the ranks compute and communicate.
 
+    \b
+    mpirun -n 4 mpishard bench --output FILE
+
+    All ranks measure at once: products, memory, and communication between them.
     Use as many ranks a node as the training will; with several nodes the links between them are measured too.
     """
     began = time.perf_counter()
     with Mesh(tensor=tensor, pipeline=pipeline) as mesh:
-        _check_writable(mesh, plot if collectives else output)
+        _check_writable(mesh, plot if collectives else output, picture=collectives)
         if collectives:
             _bench_collectives(mesh, plot, as_json)
             return
@@ -45,14 +50,21 @@ def bench(
                 typer.echo(f"written to {output}; use it with mpishard estimate --profile {output}")
 
 
-def _check_writable(mesh: Mesh, path: Path | None) -> None:
+def _check_writable(mesh: Mesh, path: Path | None, picture: bool) -> None:
     """Raise now, on all ranks, what would go wrong at the end; one line of rank 0 is enough."""
     problem: Exception | None = None
     if mesh.rank == 0 and path is not None:
         try:
+            if picture:
+                check_format(path)
+            there = path.exists()
             path.open("a").close()
+            if not there:
+                path.unlink()
+        except ValueError as error:
+            problem = error
         except OSError as error:
-            problem = ValueError(f"cannot write {path}: {error}")
+            problem = ValueError(f"cannot write {path}: {error.strerror}")
     try:
         mesh.world.agree(problem)
     except ValueError:

@@ -39,7 +39,10 @@ def inspect(
     path: _Checkpoint,
     tensor: Annotated[str | None, typer.Option(help="Show values of this tensor instead.")] = None,
 ) -> None:
-    """Show what is in a checkpoint, or in the newest whole one of a run; of a damaged one what can be read."""
+    """Show what is in a checkpoint, or in the newest of a run.
+
+    The newest whole one is taken; of a damaged one what can be read is shown.
+    """
     examined = [examine(candidate) for candidate in found_at(path)]
     whole = (each for each in examined if not each.problems)
     chosen = next(whole, examined[0])
@@ -69,8 +72,9 @@ def inspect(
 
 
 def verify(path: _Checkpoint) -> None:
-    """Check a checkpoint, or all of a run: sizes, hashes, the index against the pieces, and that values are finite.
+    """Check a checkpoint, or all of a run, for damage.
 
+    Sizes, hashes, the index against the pieces, and that all values are finite.
     The exit code is 0 if all are good and 1 if one is not.
     """
     found = found_at(path)
@@ -105,7 +109,10 @@ def convert(
     files: Annotated[int | None, typer.Option(help="A checkpoint, evenly cut over so many files.")] = None,
     plain_file: Annotated[bool, typer.Option("--plain", help="One HDF5 file that needs no others beside it.")] = False,
 ) -> None:
-    """Write a checkpoint again with another number of files, or as one plain HDF5 file."""
+    """Write a checkpoint as another number of files, or as one.
+
+    With --files it is a checkpoint as before, with --plain one plain HDF5 file.
+    """
     if (files is not None) == plain_file:
         raise ValueError("give either --files N, for a checkpoint, or --plain, for one HDF5 file")
     chosen = _newest_whole(source)
@@ -124,7 +131,7 @@ def export(
     target: Annotated[Path, typer.Argument(help="FILE.safetensors or FILE.npz, which must not be there yet.")],
     optimizer: Annotated[bool, typer.Option("--optimizer", help="Optimizer state too: optimizer/SLOT/TENSOR.")] = False,
 ) -> None:
-    """Write the tensors of the model in a checkpoint to one file that other programs read."""
+    """Write the model in a checkpoint as safetensors or NumPy archive."""
     chosen = _newest_whole(source)
     assert chosen.contents is not None
     with Stored(chosen.contents) as stored:
@@ -137,7 +144,10 @@ def import_(
     target: Annotated[Path, typer.Argument(help="The checkpoint to make; it must not be there yet.")],
     step: Annotated[int | None, typer.Option(help="Steps taken (what the file says; 0 if it says nothing).")] = None,
 ) -> None:
-    """Make a checkpoint of a file of tensors; those named optimizer/SLOT/TENSOR are taken for optimizer state."""
+    """Make a checkpoint of safetensors or of a NumPy archive.
+
+    Tensors named optimizer/SLOT/TENSOR are taken for optimizer state.
+    """
     if step is not None and step < 0:
         raise ValueError(f"--step is {step}; it must be at least 0")
     with Archive(source) as archive:
@@ -156,8 +166,9 @@ def diff(
         float | None, typer.Option(help="Largest difference that is none (without it: the last bit counts).")
     ] = None,
 ) -> None:
-    """Show how far the tensors of two checkpoints are apart: largest differences, absolute and relative, by tensor.
+    """Show how far two checkpoints are apart, tensor by tensor.
 
+    Largest differences, absolute and relative.
     The exit code is 0 if they are equal and 1 if they are not.
     """
     if tolerance is not None and not tolerance >= 0:

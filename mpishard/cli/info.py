@@ -20,7 +20,10 @@ _PATIENCE_S = 30.0
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print all facts and findings as JSON.")] = False,
 ) -> None:
-    """Show what this MPI, this Python and this machine can do, and what is wrong: mpirun -n 4 mpishard info
+    """Show what this MPI and this machine can do, and what is wrong.
+
+    \b
+    mpirun -n 4 mpishard info
 
     Under mpirun one screen stands for all ranks.  What is wrong comes with the way out and makes the exit code 1;
     warnings and notes do not.

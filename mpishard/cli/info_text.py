@@ -10,7 +10,7 @@ import typer
 
 from mpishard.cli.estimate_text import size
 from mpishard.environment import Facts, Finding, launch_of
-from mpishard.environment.findings import cores_of, count, nodes
+from mpishard.environment.findings import cores_of, count, limit_of, nodes
 
 _SHOWN_NODES = 6
 
@@ -111,13 +111,14 @@ def _node(node: Sequence[Facts]) -> str:
     ranks = f"ranks {first} to {last}" if last > first else f"rank {first}"
     if last - first >= len(node):
         ranks = f"{len(node)} of the {ranks}"
-    return f"{node[0].host}: {ranks} on {count(cores_of(node), 'core')}"
+    return f"{node[0].host}: {ranks} on {count(cores_of(node), 'core')}{limit_of(node)}"
 
 
 def _print_columns(lines: Sequence[tuple[str, str]]) -> None:
     """Names and values, wrapped to the terminal; what someone may copy is never cut."""
     indent = max((len(name) for name, _ in lines), default=0) + 2
-    width = shutil.get_terminal_size((120, 24)).columns
+    # Under mpirun the output is a pipe even where it ends in a terminal, which may be a narrow one.
+    width = shutil.get_terminal_size((80, 24)).columns
     for name, value in lines:
         wrapped = textwrap.wrap(value, max(width - indent, 20), break_long_words=False, break_on_hyphens=False)
         for index, line in enumerate(wrapped):

@@ -10,18 +10,20 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from mpishard.cli.arguments import RunFolder
 from mpishard.record import Run
 from mpishard.record.summary import spent
 
 
 def plot(
-    run: Annotated[Path, typer.Argument(help="Folder of the run's record.")],
+    run: RunFolder,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: run.png in that folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="What would be drawn, as data; no picture.")] = False,
 ) -> None:
-    """Draw loss, speed, workers, time by phase and bytes by axis of a run, one that goes on too.
+    """Draw a run: loss, speed, workers, time by phase, bytes by axis.
 
-    The record is written by optimize(problem, record=mpishard.RunRecord(folder, mesh)).
+    Of a run that goes on, what there is so far.  The record is written by optimize(problem,
+    record=mpishard.RunRecord(folder, mesh)).
     """
     found = Run.read(run)
     if not len(found.metrics["step"]):

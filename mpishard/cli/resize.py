@@ -11,11 +11,14 @@ from mpishard.elastic.control import request_resize
 
 
 def resize(
-    run: Annotated[Path, typer.Argument(help="Folder of the run: of its checkpoints, or ElasticOptimizer's own.")],
+    run: Annotated[Path, typer.Argument(metavar="FOLDER", help="That of its checkpoints, or ElasticOptimizer's own.")],
     workers: Annotated[int, typer.Argument(min=1, help="How many shall train.")],
     wait: Annotated[float, typer.Option(min=0, help="Most seconds until the run has taken it over.")] = 60.0,
 ) -> None:
-    """Let a run that is under way go on with another number of workers: mpishard resize checkpoints/ 4
+    """Let a run that goes on have another number of workers.
+
+    \b
+    mpishard resize checkpoints/ 4
 
     Only the user who started the run can.  The run takes the request over between two steps.
     """

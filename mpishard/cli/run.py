@@ -43,8 +43,12 @@ def run(
     probe_every: Annotated[float, typer.Option(min=0, help="Seconds between looks at the hosts.")] = 5.0,
     probe_limit: Annotated[float, typer.Option(min=0, help="Seconds in which a host answers.")] = 10.0,
 ) -> None:
-    """Run a command on several ranks and report how the run itself ended: mpishard run --elastic -n 4 python train.py
+    """Run a command on several ranks, and again when some are lost.
 
+    \b
+    mpishard run --elastic -n 4 python train.py
+
+    It reports how the run itself ended.
     The script imports mpishard, which notes that it came to its end; without that note no exit code of a launcher
     counts as success.  With --elastic the same command is started again when ranks or hosts are lost; the script goes
     on from its newest checkpoint by Checkpoints(...) and resume=True.  A failure that comes back at the same step ends

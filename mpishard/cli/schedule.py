@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,9 +35,13 @@ def schedule(
         bool, typer.Option("--blocking-sends", help="Say also what blocking sends would do.")
     ] = False,
 ) -> None:
-    """Draw a pipeline schedule, with its bubble, its memory and a proof that it cannot deadlock.
+    """Draw a pipeline schedule, with its bubble and its memory.
 
-    Times are in any one unit; with commas, one time a model chunk of the whole pipeline: --forward 1,1,1,1.5
+    \b
+    mpishard schedule zb-h1 --stages 4 --microbatches 8
+
+    It is proven, too, that it cannot deadlock.  Times are in any one unit; with commas, one time a model chunk of the
+    whole pipeline: --forward 1,1,1,1.5
     """
     if chunks is None:
         chunks = 2 if name == "interleaved" else 1
@@ -62,7 +67,7 @@ def schedule(
     typer.echo(_headline(made) + "\n", color=colour)
     typer.echo("\n".join(draw(timeline, width)) + "\n", color=colour)
     for what, text in _summary(timeline, blocking_sends).items():
-        typer.echo(f"{what:<10} {text}")
+        typer.echo(textwrap.fill(f"{what:<10} {text}", max(width, 30), subsequent_indent=" " * 11))
     if png is not None:
         typer.echo(f"{'picture':<10} {png}")
 

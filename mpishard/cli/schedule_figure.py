@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mpishard.cli.figure import ACTIONS, save
 from mpishard.schedule import KINDS, Timeline
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-_COLOURS = {"F": "#56b4e9", "B": "#009e73", "I": "#e69f00", "W": "#cc79a7"}
 _IDLE = "#eeeeee"
 _DPI = 150
 _CHARACTER_INCHES = 0.062  # of a character at the size of the numbers
@@ -34,7 +33,7 @@ def save_figure(timeline: Timeline, file: Path) -> None:
     for event in timeline.events:
         length = event.stop - event.start
         paler = 0.6 * event.action.chunk / schedule.chunks
-        colour = tuple(part + (1 - part) * paler for part in to_rgb(_COLOURS[event.action.kind]))
+        colour = tuple(part + (1 - part) * paler for part in to_rgb(ACTIONS[event.action.kind]))
         axes.barh(event.rank, length, 0.86, left=event.start, color=colour, edgecolor="white", linewidth=0.6)
         number = str(event.action.microbatch)
         if length * inches / max(timeline.makespan, length) > len(number) * _CHARACTER_INCHES:
@@ -53,7 +52,7 @@ def save_figure(timeline: Timeline, file: Path) -> None:
     peaks.tick_params(right=False)
     peaks.spines["right"].set_visible(False)
     used = [kind for kind in KINDS if any(event.action.kind == kind for event in timeline.events)]
-    patches = [Patch(color=_COLOURS[kind], label=KINDS[kind]) for kind in used]
+    patches = [Patch(color=ACTIONS[kind], label=KINDS[kind]) for kind in used]
     patches.append(Patch(color=_IDLE, label="idle"))
     figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False)
     chunks = f" x {schedule.chunks} chunks (later ones paler)" if schedule.chunks > 1 else ""
@@ -62,4 +61,4 @@ def save_figure(timeline: Timeline, file: Path) -> None:
         f"bubble {timeline.bubble_fraction:.1%} of the time",
         loc="left",
     )
-    figure.savefig(file, format="png", dpi=_DPI)
+    save(figure, file, kind="png", dpi=_DPI)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.live import Live
 
+from mpishard.cli.arguments import RunFolder
 from mpishard.cli.estimate_text import console
 from mpishard.cli.top_text import screen, snapshot
 from mpishard.record.following import Follower
@@ -18,13 +18,16 @@ from mpishard.record.reading import check_record
 
 
 def top(
-    run: Annotated[Path, typer.Argument(help="Folder of the run's record.")],
+    run: RunFolder,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once; also where the output is no terminal.")] = False,
     rows: Annotated[int, typer.Option(min=1, help="Most ranks to show: those that compute longest.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="One look, as data.")] = False,
 ) -> None:
-    """Show how a run stands: step, loss, speed, and what each rank spends its steps on; names stragglers.
+    """Show live how a run stands, and what its ranks spend time on.
+
+    Step, loss, speed, time to go, and for each rank how much of a step it computes and how much it waits in which axis;
+    stragglers are named, and ranks that have gone silent.
 
     The record is written by optimize(problem, record=mpishard.RunRecord(folder, mesh)).  Ctrl-C ends the view, not the
     run.
@@ -44,6 +47,6 @@ def top(
             while True:
                 time.sleep(every)
                 follower.update()
-                live.update(screen(follower, min(rows, max(1, output.height - 8))), refresh=True)
+                live.update(screen(follower, min(rows, max(1, output.height - 11))), refresh=True)
     except KeyboardInterrupt:
         output.print(screen(follower, rows))

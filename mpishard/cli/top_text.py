@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group
@@ -11,10 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from mpishard.cli.estimate_text import new_table, seconds, size
-from mpishard.record.following import Follower
+from mpishard.environment.findings import count
+from mpishard.record.following import Follower, state_here
 from mpishard.record.reading import Process
 
 _RECENT = 20  # steps that figures are means of
+_MOST_REMARKS, _MOST_RANKS = 3, 8
+_MOST_REMARKS, _MOST_RANKS = 3, 8
 _SILENT_S, _SILENT_STEPS = 10.0, 5  # more of both is worth a word
 
 
@@ -40,8 +44,8 @@ def snapshot(run: Follower) -> dict[str, Any]:
                 "rank": process.lines[-1]["rank"],
                 "process": process.name,
                 "step": _last_step(process),
-                "seconds": _mean(process, "seconds"),
-                "busy": _busy(process),
+                "seconds": _known(_mean(process, "seconds")),
+                "busy": _known(_busy(process)),
                 "silent": run.silent(process),
             }
             for process in run.processes
@@ -58,56 +62,95 @@ def _headline(run: Follower) -> Text:
     last = run.metrics[-1]
     problem = run.start.get("problem", {})
     steps = problem.get("steps")
-    recent = [line["seconds"] for line in list(run.metrics)[-_RECENT:]]
-    step_s = statistics.median(recent)
+    recent = [line["seconds"] for line in list(run.metrics)[-_RECENT:] if line.get("seconds")]
+    step_s = statistics.median(recent) if recent else 0.0
     told = [f"step {last['step']}" + (f" of {steps}" if steps else "")]
     if last.get("loss") is not None:
         told.append(f"loss {last['loss']:.4g}")
-    told.append(f"{seconds(step_s)} a step")
+    if step_s:
+        told.append(f"{seconds(step_s)} a step")
     terms = problem.get("batch_size", 0) * problem.get("tokens_per_sample", 1)
-    if terms and step_s > 0:
+    if terms and step_s:
         what = "tokens" if problem.get("tokens_per_sample", 1) > 1 else "samples"
         told.append(f"{terms / step_s:,.0f} {what}/s")
-    told.append(f"{last['workers']} workers")
-    if steps and last["step"] < steps:
+    if last.get("workers"):
+        told.append(count(last["workers"], "worker"))
+    if steps and step_s and not run.ending:
         told.append(f"{_clock((steps - last['step']) * step_s)} to go")
     return Text(f"{run.folder}: " + ", ".join(told))
 
 
 def _remarks(run: Follower, processes: list[Process]) -> list[Text]:
-    remarks = [Text(f"straggler: {slow}", style="yellow") for slow in run.stragglers]
-    for process in processes:
-        silent, usual = run.silent(process), _mean(process, "seconds")
-        if silent > max(_SILENT_S, _SILENT_STEPS * usual) and not _is_over(run):
-            rank = process.lines[-1]["rank"]
-            remarks.append(Text(f"silent: rank {rank} ({process.name}) for {_clock(silent)}", style="red"))
+    if run.ending:
+        return [Text(f"ended: {run.ending}")]
+    remarks = [Text(f"straggler: {slow}", style="yellow") for slow in run.stragglers[:_MOST_REMARKS]]
+    silent = [
+        process
+        for process in processes
+        if run.silent(process) > max(_SILENT_S, _SILENT_STEPS * (_known(_mean(process, "seconds")) or 0.0))
+    ]
+    states = {process.name: state_here(process.name) for process in silent}
+    named = [process for process in silent if states[process.name]][:_MOST_REMARKS]
+    for process in named:
+        who = f"rank {process.lines[-1]['rank']} ({process.name}) for {_clock(run.silent(process))}"
+        remarks.append(Text(f"silent: {who}: it {states[process.name]}", style="red"))
+    others = [process for process in silent if process not in named]
+    if others:
+        ranks = ", ".join(str(process.lines[-1]["rank"]) for process in others[:_MOST_RANKS])
+        more = f" and {len(others) - _MOST_RANKS} more" if len(others) > _MOST_RANKS else ""
+        clock = _clock(min(map(run.silent, others)))
+        remarks.append(Text(f"silent: rank{'s' if len(others) > 1 else ''} {ranks}{more} for {clock}", style="red"))
+    if silent:
+        remarks.append(Text(f"mpishard why {run.folder} tells who waits for whom"))
     return remarks
 
 
-def _is_over(run: Follower) -> bool:
-    steps = run.start.get("problem", {}).get("steps")
-    return bool(steps and run.metrics and run.metrics[-1]["step"] >= steps)
-
-
 def _table(run: Follower, processes: list[Process]) -> Table:
-    axes = [axis for axis in ("data", "tensor", "pipeline", "world") if any(_waits(p, axis) for p in processes)]
+    """Means over the last lines of each process, all over the same steps."""
+    recent = {process.name: _recent(process) for process in processes}
+    axes = [axis for axis in ("data", "tensor", "pipeline", "world") if any(axis in r.axes for r in recent.values())]
     heads = [f"in {axis}" for axis in axes]
     made = new_table("rank", "process", "step", "ms/step", "computes", *heads, "sent/step", "written", left=2)
     for process in processes:
-        last = process.lines[-1]
-        whole = _mean(process, "seconds")
-        shares = [_waits(process, axis) / whole if whole else 0.0 for axis in axes]
+        of = recent[process.name]
+        shares = [of.busy, *(of.axes.get(axis, 0.0) for axis in axes)]
         made.add_row(
-            str(last["rank"]),
+            str(process.lines[-1]["rank"]),
             process.name,
             str(_last_step(process)),
-            f"{whole * 1e3:.4g}",
-            f"{_busy(process) / whole:.0%}" if whole else "-",
-            *(f"{share:.0%}" for share in shares),
-            size(sum(told["bytes"] for told in last["axes"].values()) / max(1, len(last["seconds"]))),
+            f"{of.seconds / of.steps * 1e3:.4g}" if of.steps else "-",
+            *(f"{share / of.seconds:.0%}" if of.seconds else "-" for share in shares),
+            size(of.sent / of.steps) if of.steps else "-",
             f"{_clock(run.silent(process))} ago",
         )
     return made
+
+
+@dataclass(frozen=True)
+class _Recent:
+    """Sums over the last steps of a process: seconds, and bytes sent."""
+
+    steps: int
+    seconds: float
+    busy: float
+    axes: dict[str, float]
+    sent: int
+
+
+def _recent(process: Process) -> _Recent:
+    """A line tells of all its steps together: of the last lines so many that they have `_RECENT` steps."""
+    steps = seconds = busy = sent = 0
+    axes: dict[str, float] = {}
+    for line in reversed(process.lines):
+        steps += len(line["seconds"])
+        seconds += sum(line["seconds"])
+        busy += sum(line["busy"])
+        for axis, told in line["axes"].items():
+            axes[axis] = axes.get(axis, 0.0) + told["seconds"]
+            sent += told["bytes"]
+        if steps >= _RECENT:
+            break
+    return _Recent(steps, seconds, busy, axes, sent)
 
 
 def _last_step(process: Process) -> int:
@@ -124,11 +167,9 @@ def _busy(process: Process) -> float:
     return _mean(process, "busy")
 
 
-def _waits(process: Process, axis: str) -> float:
-    """Seconds a step inside the collectives of an axis, over the last line."""
-    last = process.lines[-1]
-    spent = float(last["axes"].get(axis, {}).get("seconds", 0.0))
-    return spent / max(1, len(last["seconds"]))
+def _known(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else value
 
 
 def _clock(duration: float) -> str:

@@ -8,20 +8,25 @@ from typing import Annotated
 
 import typer
 
+from mpishard.cli.arguments import RunFolder
+from mpishard.cli.figure import write
+from mpishard.record.reading import check_record
 from mpishard.record.trace import chrome_events, read_trace
 
 
 def trace(
-    run: Annotated[Path, typer.Argument(help="Folder of the run's record.")],
+    run: RunFolder,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: trace.json in that folder.")] = None,
     first: Annotated[int | None, typer.Option(min=1, help="First step; default: of all that were traced.")] = None,
     last: Annotated[int | None, typer.Option(min=1, help="Last step.")] = None,
-    png: Annotated[bool, typer.Option("--png", help="A Gantt chart beside it, too.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="A Gantt chart beside it, NAME.png.")] = False,
 ) -> None:
-    """Write a timeline of all ranks for ui.perfetto.dev or chrome://tracing, and with --png as a Gantt chart.
+    """Write a timeline of all ranks, and draw it as a Gantt chart.
 
-    The steps to trace are chosen at the start: mpishard.RunRecord(folder, mesh, trace=(100, 104)).
+    The file is for ui.perfetto.dev or chrome://tracing, the chart comes with --png.  The steps to trace are chosen at
+    the start: mpishard.RunRecord(folder, mesh, trace=(100, 104)).
     """
+    check_record(run)
     spans = read_trace(run)
     steps = sorted({span.step for span in spans})
     chosen = [span for span in spans if (first or steps[0]) <= span.step <= (last or steps[-1])]
@@ -29,7 +34,12 @@ def trace(
         asked = f"{first or steps[0]} to {last or steps[-1]}"
         raise ValueError(f"none of the steps {asked} was traced, only {steps[0]} to {steps[-1]}")
     path = output or run / "trace.json"
-    path.write_text(json.dumps(chrome_events(chosen)))
+    if path.suffix == ".png":
+        raise ValueError(
+            f"{path} would be the timeline, which is JSON; with -o {path.with_suffix('.json')} --png "
+            "the chart is beside it"
+        )
+    write(path, json.dumps(chrome_events(chosen)).encode())
     typer.echo(path)
     if png:
         from mpishard.cli.trace_figure import draw

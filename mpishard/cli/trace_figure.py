@@ -6,26 +6,23 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpishard.cli.figure import ACTIONS, AXES, save
 from mpishard.record.trace import Traced
 
 _MOST_ROWS = 64
 # What lies on top of what: calls interrupt everything, and a pipeline's actions are inside the function.
 _LAYERS = {"step": 0, "phase": 1, "function": 1, "F": 2, "B": 2, "I": 2, "W": 2}
-_COLOURS = {
-    "step": "0.88",
-    "phase": "#b8b08d",
-    "function": "#7fa6c9",
-    "F": "#4c8dc4",
-    "B": "#2a5f8f",
-    "I": "#2a5f8f",
-    "W": "#7db07d",
-    "data": "#d62728",
-    "tensor": "#ff9d3c",
-    "pipeline": "#9467bd",
-    "world": "#8c564b",
-    "node": "#e377c2",
+_COLOURS = {"step": "0.9", "phase": "0.6", "function": "#cfe3f2", **ACTIONS, **AXES}
+_WORDS = {
+    "step": "rest of the step",
+    "phase": "update, saving",
+    "function": "loss and gradient",
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
 }
-_WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_MOST_NUMBERS = 12  # of steps, beside each other
 
 
 def draw(spans: Sequence[Traced], path: Path) -> int:
@@ -41,21 +38,25 @@ def draw(spans: Sequence[Traced], path: Path) -> int:
     for span in spans:
         if span.rank in rows:
             bars[span.kind][rows[span.rank]].append(((span.start - first) * 1e3, span.seconds * 1e3))
-    figure = Figure(figsize=(11, 1.6 + 0.35 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(8, 1.4 + 0.36 * len(shown)), layout="constrained")
     axis = figure.subplots()
     kinds = sorted(bars, key=lambda kind: (_LAYERS.get(kind, 3), kind))
     for kind in kinds:
         layer = _LAYERS.get(kind, 3)
         height = 0.9 - 0.14 * layer
         for row, where in bars[kind].items():
-            colour = _COLOURS.get(kind, "#17becf")
-            axis.broken_barh(where, (row - height / 2, height), color=colour, zorder=2 + layer, lw=0)
-    handles = [
-        Patch(color=_COLOURS.get(kind, "#17becf"), label=_WORDS.get(kind, kind if kind in _LAYERS else f"{kind} axis"))
-        for kind in kinds
-    ]
-    axis.legend(handles=handles, fontsize=8, ncols=len(handles), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+            axis.broken_barh(where, (row - height / 2, height), color=_colour(kind), zorder=2 + layer, lw=0)
+    begins = {span.step: (span.start - first) * 1e3 for span in spans if span.kind == "step" and span.rank == shown[0]}
+    if len(begins) <= _MOST_NUMBERS:
+        for step, begin in begins.items():
+            axis.annotate(f"step {step}", (begin, -0.48), fontsize=8, va="bottom")
+    patches = [Patch(color=_colour(kind), label=_WORDS.get(kind, f"{kind} axis")) for kind in kinds]
+    figure.legend(handles=patches, fontsize=8, frameon=False, ncols=5, loc="outside lower center")
     axis.set(xlabel="ms", yticks=range(len(shown)), yticklabels=[f"rank {rank}" for rank in shown])
-    axis.invert_yaxis()
-    figure.savefig(path, dpi=110)
+    axis.set(ylim=(len(shown) - 0.4, -0.95), xmargin=0.01)
+    save(figure, path)
     return len(ranks) - len(shown)
+
+
+def _colour(kind: str) -> str:
+    return _COLOURS.get(kind, "0.3")

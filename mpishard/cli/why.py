@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from mpishard.cli.arguments import RunFolder
 from mpishard.record.asking import ask
 from mpishard.record.diagnosis import Finding, diagnose
 from mpishard.record.reading import check_record
@@ -18,12 +18,13 @@ _MOST = 16  # ranks of one kind told one by one
 
 
 def why(
-    run: Annotated[Path, typer.Argument(help="Folder of the run's record.")],
+    run: RunFolder,
     wait: Annotated[float, typer.Option(min=0, help="Seconds that processes get; 0: what they said last.")] = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="Findings and all answers, as data.")] = False,
 ) -> None:
-    """Say why a run does not go on: who waits in which collective, who is missing there, and what that one does.
+    """Say why a run does not go on: who waits where, and for whom.
 
+    Who waits in which collective, who is missing there, and what that one does instead.
     Asks every process through the folder of the record, written by optimize(problem,
     record=mpishard.RunRecord(folder, mesh)).  After the end of a run that was stuck it tells what the processes said
     while they waited.
@@ -32,8 +33,16 @@ def why(
     asked = ask(run, wait)
     findings = diagnose(asked.answers, asked.silent)
     if as_json:
-        told = {"fresh": asked.fresh, "findings": list(map(asdict, findings)), "answers": asked.answers}
+        told = {
+            "fresh": asked.fresh,
+            "ending": asked.ending,
+            "findings": list(map(asdict, findings)),
+            "answers": asked.answers,
+        }
         typer.echo(json.dumps(told))
+        return
+    if asked.ending and not any(finding.kind == "waits" for finding in findings):
+        typer.echo(f"the run has ended: {asked.ending}")
         return
     if asked.answers and not asked.fresh:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(asked.answers[-1]["time"]))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
+import math
 import os
 import platform
 import resource
@@ -11,8 +10,6 @@ import shutil
 from dataclasses import dataclass
 
 import h5py
-import mpi4py
-import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_info
 
@@ -20,8 +17,8 @@ from mpishard.array import can_pin, device_count
 from mpishard.capabilities import Capabilities, could_heal_in_place, heals_in_place, probe
 from mpishard.elastic.launchers import Launcher, find_launcher
 from mpishard.environment.launches import Launch, launches
-from mpishard.threads import chosen_by_user, own_cores
-from mpishard.version import VERSION
+from mpishard.threads import chosen_by_user, cpu_quota, own_cores
+from mpishard.version import versions
 
 _THREAD_LEVELS = {
     MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
@@ -29,7 +26,6 @@ _THREAD_LEVELS = {
     MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
     MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
 }
-_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")  # distributions that bring CuPy
 _SHARED_MEMORY = "/dev/shm"
 
 
@@ -66,7 +62,7 @@ class Facts:
     launches : tuple of Launch
         What launchers told it.
     versions : dict
-        Of mpishard, Python, NumPy, mpi4py, h5py, HDF5, and of CuPy where it is installed.
+        See `mpishard.version.versions`; and of HDF5.
     mpi : Capabilities
     mpi_text : str
         All that the MPI library says of its version.
@@ -88,6 +84,8 @@ class Facts:
         Environment variable by which the user chose a number of BLAS threads; empty without.
     cores : tuple of int
         Those it may run on, by number.
+    cpu_quota : float or None
+        Cores' worth of time that it may use together with others of its control group; None: no limit.
     gpus : int
         Those it can see.
     pins_memory : bool
@@ -115,6 +113,7 @@ class Facts:
     blas: tuple[Blas, ...]
     blas_chosen: str
     cores: tuple[int, ...]
+    cpu_quota: float | None
     gpus: int
     pins_memory: bool
     locked_memory: int | None
@@ -134,13 +133,14 @@ def collect(comm: MPI.Intracomm) -> Facts:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     mpirun, on_path = _launchers() if comm.rank == 0 else (None, None)
     shared_memory, shared_memory_free = _shared_memory()
+    quota = cpu_quota()
     return Facts(
         rank=comm.rank,
         ranks=comm.size,
         host=platform.node(),
         node=node,
         launches=launches(os.environ),
-        versions=_versions(),
+        versions={**versions(), "HDF5": h5py.version.hdf5_version},
         mpi=probe(device=True),
         mpi_text=MPI.Get_library_version().strip("\0\n "),
         thread_level=_THREAD_LEVELS[MPI.Query_thread()],
@@ -154,27 +154,13 @@ def collect(comm: MPI.Intracomm) -> Facts:
         blas=_blas(),
         blas_chosen=chosen_by_user() or "",
         cores=tuple(sorted(own_cores())),
+        cpu_quota=None if math.isinf(quota) else quota,
         gpus=gpus,
         pins_memory=gpus > 0 and can_pin(),
         locked_memory=None if locked == resource.RLIM_INFINITY else locked,
         shared_memory=shared_memory,
         shared_memory_free=shared_memory_free,
     )
-
-
-def _versions() -> dict[str, str]:
-    versions = {
-        "mpishard": VERSION,
-        "Python": platform.python_version(),
-        "NumPy": np.__version__,
-        "mpi4py": mpi4py.__version__,
-        "h5py": h5py.__version__,
-        "HDF5": h5py.version.hdf5_version,
-    }
-    for name in _CUPY:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions.setdefault("CuPy", importlib.metadata.version(name))
-    return versions
 
 
 def _without_han(components: str) -> bool:

@@ -68,8 +68,16 @@ def nodes(facts: Sequence[Facts]) -> list[list[Facts]]:
 
 
 def cores_of(node: Sequence[Facts]) -> int:
-    """How many cores the ranks of a node have together."""
-    return len({core for each in node for core in each.cores})
+    """How many cores the ranks of a node have together; a quota of CPU time counts as so many, rounded down."""
+    seen = len({core for each in node for core in each.cores})
+    quotas = [each.cpu_quota for each in node if each.cpu_quota is not None]
+    return min(seen, max(1, int(max(quotas)))) if len(quotas) == len(node) else seen
+
+
+def limit_of(node: Sequence[Facts]) -> str:
+    """What limits the cores of a node besides what its ranks may run on, in words."""
+    fewer = cores_of(node) < len({core for each in node for core in each.cores})
+    return " (by a quota of CPU time)" if fewer else ""
 
 
 def count(number: int, what: str) -> str:
@@ -139,10 +147,11 @@ def _cores(facts: Sequence[Facts]) -> Iterator[Finding]:
     if crowded:
         worst = max(crowded, key=lambda node: len(node) / cores_of(node))
         more = f" (and {count(len(crowded) - 1, 'more host')} like it)" if len(crowded) > 1 else ""
-        what = (
-            f"{len(worst)} ranks share {count(cores_of(worst), 'core')} of {worst[0].host}{more}, and MPI waits busily"
+        cores = f"{count(cores_of(worst), 'core')} of {worst[0].host}{limit_of(worst)}{more}"
+        what = f"{len(worst)} ranks share {cores}, and MPI waits busily"
+        yield Finding(
+            WARNING, "cores", what, f"start at most {count(cores_of(worst), 'rank')} there, or expect slow steps"
         )
-        yield Finding(WARNING, "cores", what, f"start at most {cores_of(worst)} ranks there, or expect slow steps")
 
 
 def _blas(facts: Sequence[Facts]) -> Iterator[Finding]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpishard.notes import read_note
-from mpishard.record.following import Follower
+from mpishard.record.following import Follower, state_here
 from mpishard.record.reading import PROCESSES, Process
 from mpishard.record.where import REQUEST, WHERE
 
@@ -28,11 +27,14 @@ class Asked:
         Ranks without an answer, and what is known of their process.
     fresh : bool
         False if nobody answered and `answers` are what they said before.
+    ending : str
+        See `Follower.ending`.
     """
 
     answers: list[dict[str, Any]]
     silent: dict[int, str]
     fresh: bool
+    ending: str
 
 
 def ask(folder: Path, limit: float) -> Asked:
@@ -57,6 +59,9 @@ def ask(folder: Path, limit: float) -> Asked:
     fresh = bool(answers)
     if not fresh:
         answers = _answers(folder, processes, since=run.start.get("time", 0.0))
+        run.update()
+        # Those whom the run has left behind since tell nothing of its end.
+        answers = {name: answer for name, answer in answers.items() if answer["step"] >= run.last_step}
     found = sorted(answers.values(), key=lambda answer: int(answer["rank"]))
     silent = {int(p.lines[-1]["rank"]): _state(p, limit) for p in processes if p.name not in answers}
     known = {int(answer["rank"]) for answer in found} | silent.keys()
@@ -64,7 +69,7 @@ def ask(folder: Path, limit: float) -> Asked:
     # Of many ranks only some keep a file.
     if len(processes) == ranks or ranks <= len(known):
         silent |= {rank: "it has no file in this record" for rank in range(ranks) if rank not in known}
-    return Asked(found, silent, fresh)
+    return Asked(found, silent, fresh, "" if fresh else run.ending)
 
 
 def _answers(folder: Path, processes: list[Process], since: float) -> dict[str, dict[str, Any]]:
@@ -86,13 +91,6 @@ def _state(process: Process, limit: float) -> str:
     """What can be seen of a process that does not answer, from here."""
     host, _, number = process.name.rpartition("-")
     which = f"process {number} on {host}"
-    if host == os.uname().nodename:
-        try:
-            state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return f"{which} is gone"
-        if state in "Tt":
-            return f"{which} is stopped (SIGCONT lets it go on)"
-        if state in "ZX":
-            return f"{which} is dead"
+    if state := state_here(process.name):
+        return f"{which} {state}"
     return f"{which} gave no answer in {limit:g} s: its host is lost, or it is blocked and holds Python's lock"

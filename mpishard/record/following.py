@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mpishard.record.lines import read_lines
-from mpishard.record.reading import METRICS, STARTS, Process, process_files
+from mpishard.record.reading import METRICS, STARTS, Process, own_lines, own_metrics, process_files
 from mpishard.record.skew import STEPS, Straggler, stragglers
 
+GONE, DEAD, STOPPED = "is gone", "is dead", "is stopped (SIGCONT lets it go on)"
 _METRICS = 200  # lines kept
 
 
@@ -43,9 +44,9 @@ class Follower:
         """Read what has come since."""
         for start in self._new(self.folder / STARTS):
             self.start = start
-        self.metrics.extend(self._new(self.folder / METRICS))
+        self.metrics.extend(own_metrics(self._new(self.folder / METRICS)))
         for file in process_files(self.folder):
-            self._lines.setdefault(file.stem, deque(maxlen=STEPS)).extend(self._new(file))
+            self._lines.setdefault(file.stem, deque(maxlen=STEPS)).extend(own_lines(self._new(file)))
 
     def _new(self, path: Path) -> list[dict[str, Any]]:
         lines, self._places[path] = read_lines(path, self._places.get(path, 0))
@@ -65,3 +66,34 @@ class Follower:
     def silent(self, process: Process) -> float:
         """Seconds since a process has written, by the clock of this machine."""
         return max(0.0, time.time() - process.lines[-1]["time"])
+
+    @property
+    def ending(self) -> str:
+        """How the run has ended, in words; empty while it goes on, and if that cannot be seen from here."""
+        last, steps = self.last_step, self.start.get("problem", {}).get("steps")
+        if steps and last >= steps:
+            return f"all of its {steps} steps are taken"
+        processes = self.processes
+        if processes and all(state_here(process.name) in (GONE, DEAD) for process in processes):
+            return f"none of its processes is left, and step {last} {f'of {steps} ' if steps else ''}was the last"
+        return ""
+
+    @property
+    def last_step(self) -> int:
+        """The last step that ended; 0 before there is one."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+
+def state_here(name: str) -> str:
+    """What is wrong with a process, by the name of its file: `GONE`, `DEAD` or `STOPPED`.
+
+    Empty if nothing is, and for those of other hosts.
+    """
+    host, _, number = name.rpartition("-")
+    if host != os.uname().nodename:
+        return ""
+    try:
+        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return GONE
+    return STOPPED if state in "Tt" else DEAD if state in "ZX" else ""

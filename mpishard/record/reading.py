@@ -13,6 +13,8 @@ from mpishard.record.lines import read_lines
 
 METRICS, STARTS, PROCESSES = "metrics.jsonl", "starts.jsonl", "processes"
 TRACE = ".trace.jsonl"
+_OF_PROCESS = {"rank", "ranks", "step", "seconds", "busy", "phases", "axes"}
+_MOST_NEAR = 3
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,10 @@ class Run:
         folder = Path(folder)
         check_record(folder)
         files = process_files(folder)
-        processes = [Process(file.stem, lines) for file in files if (lines := read_lines(file)[0])]
+        processes = [Process(file.stem, lines) for file in files if (lines := own_lines(read_lines(file)[0]))]
         processes.sort(key=lambda process: process.lines[-1]["rank"])
-        return cls(folder, read_lines(folder / STARTS)[0], _columns(read_lines(folder / METRICS)[0]), processes)
+        metrics = own_metrics(read_lines(folder / METRICS)[0])
+        return cls(folder, read_lines(folder / STARTS)[0], _columns(metrics), processes)
 
     @property
     def tokens_per_step(self) -> float:
@@ -83,12 +86,35 @@ class Run:
 
 
 def check_record(folder: Path) -> None:
-    """Raise ValueError if the folder holds no record of a run."""
-    if not any((folder / name).is_file() for name in (METRICS, STARTS)):
+    """Raise ValueError if the folder holds no record of a run, and say where there is one."""
+    if _has_record(folder):
+        return
+    written = "one is written by optimize(problem, record=mpishard.RunRecord(folder, mesh))"
+    if not folder.exists():
+        raise ValueError(f"{folder} is not there; give the folder of a run's record; {written}")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file; give the folder of a run's record")
+    near = [other for other in (folder.parent, *sorted(folder.iterdir())) if other.is_dir() and _has_record(other)]
+    if near:
+        others = f" and {len(near) - _MOST_NEAR} more" if len(near) > _MOST_NEAR else ""
         raise ValueError(
-            f"{folder} has no record of a run ({METRICS}, {STARTS}); "
-            "one is written by optimize(problem, record=mpishard.RunRecord(folder, mesh))"
+            f"{folder} has no record of a run, but there is one in {', '.join(map(str, near[:_MOST_NEAR]))}{others}"
         )
+    raise ValueError(f"{folder} has no record of a run ({METRICS}, {STARTS}); {written}")
+
+
+def _has_record(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (METRICS, STARTS))
+
+
+def own_metrics(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without lines that somebody else has written, who has files of this name too."""
+    return [line for line in lines if isinstance(line.get("step"), int)]
+
+
+def own_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same of the lines of a process."""
+    return [line for line in lines if line.keys() >= _OF_PROCESS]
 
 
 def process_files(folder: Path, kind: str = ".jsonl") -> list[Path]:
@@ -98,7 +124,7 @@ def process_files(folder: Path, kind: str = ".jsonl") -> list[Path]:
 
 
 def _columns(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    rows = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
+    rows = {line["step"]: line for line in lines}
     # A start from a checkpoint takes steps again: what came after them in the run before is of the past.
     last = lines[-1]["step"] if rows else 0
     ordered = [rows[step] for step in sorted(rows) if step <= last]

@@ -10,16 +10,14 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib import metadata
 from typing import Any
 
 import numpy as np
 
 from mpishard.capabilities import probe
 from mpishard.mesh import Mesh
-from mpishard.version import VERSION
+from mpishard.version import versions
 
-_PACKAGES = ("numpy", "mpi4py", "numba", "h5py", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x")
 # What changes how MPI, BLAS, threads and devices behave, and the job that it was.
 _TELLING = re.compile(
     r"(MPISHARD|OMP|OPENBLAS|MKL|BLIS|NUMBA|CUDA|UCX|FI|HDF5|OMPI_MCA|PRTE_MCA|PMIX_MCA|MPIR_CVAR|SLURM)_\w+"
@@ -30,12 +28,6 @@ _SECRET = re.compile(r"TOKEN|JWT|SECRET|PASSW|KEY|CREDENTIAL", re.IGNORECASE)
 def surroundings(mesh: Mesh) -> dict[str, Any]:
     """When, where, by which command, on how many ranks and with which versions.  Not collective."""
     mpi = probe()
-    versions = {"python": platform.python_version(), "mpishard": VERSION, mpi.library: mpi.version}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "time": round(datetime.now(UTC).timestamp(), 3),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -47,7 +39,7 @@ def surroundings(mesh: Mesh) -> dict[str, Any]:
         "mesh": mesh.shape,
         "ranks_by_node": list(Counter(mesh.nodes).values()),
         "blas_threads": mesh.blas_threads,
-        "versions": versions,
+        "versions": {**versions(), mpi.library: mpi.version},
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())

@@ -23,6 +23,8 @@ _POLL_S = 1.0
 # A wait of so many seconds makes this process ask all others where they are, and again after as many.
 LONG_S = 15.0
 _RECENT, _DEEP = 5, 20
+# Files below it are named without, as mpishard/nn/linear.py and numpy/....
+_LIBRARIES = f"{Path(__file__).parents[2]}{os.sep}"
 
 
 class Where(threading.Thread):
@@ -101,7 +103,7 @@ class Where(threading.Thread):
             "step": ledger.step,
             "call": None if call is None else {**told(call), "seconds": round(time.perf_counter() - call.began, 3)},
             "recent": [told(entry.call) for entry in ledger.recent[-_RECENT:]],
-            "stack": [f"{f.filename}:{f.lineno} ({f.name})" for f in reversed(stack)],
+            "stack": [f"{f.filename.removeprefix(_LIBRARIES)}:{f.lineno} ({f.name})" for f in reversed(stack)],
         }
 
     def _time_asked(self) -> float:

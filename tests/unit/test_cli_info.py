@@ -37,6 +37,7 @@ GOOD = Facts(
     blas=(Blas("openblas", "0.3.31", "Haswell", 4),),
     blas_chosen="",
     cores=(0, 1, 2, 3),
+    cpu_quota=None,
     gpus=0,
     pins_memory=False,
     locked_memory=8 * 2**20,
@@ -149,6 +150,15 @@ def test_more_ranks_than_cores() -> None:
     assert finding.what.startswith("9 ranks share 4 cores of n3 (and 1 more host like it)")
     # Each rank is bound to a core of its own.
     assert findings([replace(each, cores=(each.rank,)) for each in job(4)]) == []
+
+
+def test_a_quota_of_cpu_time_counts_as_so_many_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = job(4, cpu_quota=2.5)
+    assert only(facts).what.startswith("4 ranks share 2 cores of n1 (by a quota of CPU time)")
+    show(facts, findings(facts))
+    assert "ranks 0 to 3 on 2 cores (by a quota of CPU time)" in capsys.readouterr().out
+    assert findings(job(4, cpu_quota=4.0)) == []
+    assert only(job(1, cpu_quota=0.5, blas_chosen="OMP_NUM_THREADS")).about == "blas"
 
 
 def test_more_blas_threads_than_cores() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,7 +185,7 @@ def test_surroundings_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     with mpishard.Mesh() as mesh:
         told = surroundings(mesh)
     assert told["environment"]["SLURM_JOB_ID"] == "42" and "secret" not in json.dumps(told)
-    assert told["versions"]["numpy"] == np.__version__ and told["ranks"] == 1 and told["command"][1:] == sys.argv
+    assert told["versions"]["NumPy"] == np.__version__ and told["ranks"] == 1 and told["command"][1:] == sys.argv
 
 
 class TestPlot:
@@ -298,3 +299,88 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(
     told = capsys.readouterr().err
     assert told.count("the record of the run ends here") == 1 and str(tmp_path / "run") in told
     assert len(read_lines(tmp_path / "gone" / "metrics.jsonl")[0]) == 1
+
+
+class TestTop:
+    """Looks at a run from its record; the processes of these are of no host."""
+
+    @staticmethod
+    def line(rank: int, step: int, steps: int, **more: Any) -> dict[str, Any]:
+        axes = {"data": {"bytes": 10 * steps, "seconds": 0.02 * steps}}
+        of_time = {"time": time.time() - 60, "seconds": [0.1] * steps, "busy": [0.08] * steps, "axes": axes}
+        return process_line(rank, step, [], ranks=2) | of_time | more
+
+    def test_shares_of_a_step_are_of_the_same_steps(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """A short last line with long waits does not make more than a whole."""
+        late = self.line(0, 101, 1, axes={"data": {"bytes": 0, "seconds": 0.1}})
+        metrics = [{"step": 101, "time": 0, "seconds": 0.1, "workers": 1}]
+        run = write(tmp_path / "run", metrics, [[self.line(0, 1, 100), late]])
+        assert main(["top", "--once", str(run)]) == 0
+        told = capsys.readouterr().out
+        assert "1 worker\n" in told and "80%      21%       10 B" in told
+
+    def test_nothing_known_yet(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        run = write(tmp_path / "run", processes=[[self.line(0, 0, 0, time=time.time(), axes={})]])
+        assert main(["top", "--once", str(run)]) == 0
+        assert "nan" not in capsys.readouterr().out
+        assert main(["top", "--json", str(run)]) == 0
+        assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["ranks"][0]["seconds"] is None
+
+    def test_many_silent_ranks_are_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        run = write(tmp_path / "run", processes=[[self.line(rank, 1, 5)] for rank in range(20)])
+        assert main(["top", "--once", "--rows", "1", str(run)]) == 0
+        told = capsys.readouterr().out
+        assert "silent: ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more for 60 s\n" in told
+        assert f"mpishard why {run} tells who waits for whom" in told.replace("\n", "")
+
+    def test_a_run_whose_processes_are_gone(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        starts = [{"time": 0, "problem": {"steps": 9}}]
+        run = write(tmp_path / "run", [{"step": 5, "time": 0, "seconds": 0.1, "workers": 1}], starts=starts)
+        line = json.dumps(self.line(0, 1, 5)) + "\n"
+        with subprocess.Popen(["true"]) as child:
+            child.wait()
+        (run / "processes" / f"{os.uname().nodename}-{child.pid}.jsonl").write_text(line)
+        assert main(["top", "--once", str(run)]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert "ended: none of its processes is left, and step 5 of 9 was the last" in told and "silent" not in told
+        assert main(["why", "--wait", "0.1", str(run)]) == 0
+        assert "the run has ended: none of its processes is left" in capsys.readouterr().out
+
+
+class TestWrongPlaces:
+    @pytest.mark.parametrize("command", ["plot", "top", "why", "trace"])
+    def test_are_told_with_the_right_one(
+        self, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run = write(tmp_path / "run")
+        (tmp_path / "file").write_text("")
+        for wrong, said in [
+            (tmp_path / "missing", "is not there"),
+            (tmp_path / "file", "is a file"),
+            (tmp_path, f"but there is one in {run}"),
+            (run / "processes", f"but there is one in {run}"),
+        ]:
+            assert main([command, str(wrong)]) == 2
+            assert said in capsys.readouterr().err
+
+    def test_lines_of_others_are_left_out(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        run = write(tmp_path / "run", [{"epoch": 1}], [[{"x": 2}]], [{"a": 1}])
+        assert main(["plot", str(run)]) == 2
+        assert main(["top", str(run)]) == 0
+        assert "no step yet" in capsys.readouterr().out
+
+    def test_a_picture_that_cannot_be_written(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        run = write(tmp_path / "run", [{"step": 1, "loss": 1.0, "seconds": 0.5, "workers": 1}])
+        assert main(["plot", str(run), "-o", str(tmp_path / "a.xyz")]) == 2
+        assert "end it with .png, .pdf or .svg" in capsys.readouterr().err
+        assert main(["plot", str(run), "-o", str(tmp_path / "missing" / "a.png")]) == 2
+        assert "cannot write" in capsys.readouterr().err
+        before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        (run / "run.png").write_bytes(b"before")
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+            assert main(["plot", str(run)]) == 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert (run / "run.png").read_bytes() == b"before" and len(list(run.iterdir())) == 4

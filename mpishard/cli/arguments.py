@@ -1,0 +1,10 @@
+"""What several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RunFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The run's record, as given to RunRecord.")]

@@ -1,0 +1,27 @@
+"""What all commands have in common."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpishard.cli import main
+from mpishard.version import VERSION
+
+
+def test_no_summary_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    told = capsys.readouterr().out
+    commands = told.partition("Commands:\n")[2].splitlines()
+    assert len(commands) == 16 and all(line.endswith(".") and "..." not in line for line in commands)
+    assert max(map(len, told.splitlines())) <= 80
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mpishard {VERSION}\n"
+
+
+def test_wrong_usage_says_where_help_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", "--colour"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("mpishard: error: ") and told.endswith("--colour; see mpishard plot --help\n")
