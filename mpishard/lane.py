@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ class Lane:
         comm = self.check_comm
         if comm is None:
             return
-        call = Call(*fields)
+        call = Call(*fields).placed(sys._getframe())
         # Runs of an all_to_all differ in length between ranks, and so may its buffers.
         size = "" if call.op == "all_to_all" else f"{call.elements} x "
         cut = "" if counts is None else f" cut as {list(counts)}"

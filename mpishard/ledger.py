@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _KEEP = 1000
+# Frames from the one that notes a call to the user's, if he has called an axis himself.
+_NEAR = 4
+_MAIN = threading.main_thread().ident or 0
 
 
 class Call(NamedTuple):
     """A communication call under way, and what tells it from the one it should match.
 
-    `members` are the ranks of the whole mesh that take part.
+    `members` are the ranks of the whole mesh that take part.  `code` and `line` are those of the first caller outside
+    mpishard; of a call that is over they are not known if many calls lay between.
     """
 
     began: float
@@ -30,18 +35,26 @@ class Call(NamedTuple):
     dtype: np.dtype
     elements: int
     label: str
-    code: CodeType
+    code: CodeType | None
     line: int
     members: Sequence[int]
 
     @property
     def site(self) -> str:
-        """``file:line (function)`` of the first caller outside mpishard."""
-        return f"{self.code.co_filename}:{self.line} ({self.code.co_name})"
+        """``file:line (function)`` of the first caller outside mpishard; empty if that is not known."""
+        return "" if self.code is None else f"{self.code.co_filename}:{self.line} ({self.code.co_name})"
 
     def __str__(self) -> str:
         what = f"{self.axis}.{self.op} #{self.sequence} of {self.elements} {self.dtype}"
-        return f"{what}{f' [{self.label}]' if self.label else ''} called at {self.site}"
+        return f"{what}{f' [{self.label}]' if self.label else ''}{f' called at {self.site}' if self.code else ''}"
+
+    def placed(self, frame: FrameType | None) -> Call:
+        """With its site known: the first frame outside mpishard among `frame` and its callers."""
+        if self.code is not None:
+            return self
+        while frame is not None and _inside(frame):
+            frame = frame.f_back
+        return self if frame is None else self._replace(code=frame.f_code, line=frame.f_lineno)
 
 
 class Entry(NamedTuple):
@@ -100,11 +113,18 @@ class Ledger:
     def begin(
         self, axis: str, sequence: int, op: str, dtype: np.dtype, count: int, label: str, members: Sequence[int]
     ) -> tuple[Any, ...]:
-        """The fields of a `Call` that begins now.  Its site is the first frame outside mpishard."""
-        frame = sys._getframe(1)
-        while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+        """The fields of a `Call` that begins now."""
+        # Calls of the user's own are near.  Under `optimize` he is up to thirty frames away, and each would become an
+        # object: half a per cent of the step of a small model.
+        frame: FrameType | None = sys._getframe(1)
+        for _ in range(_NEAR):
+            if frame is None or not _inside(frame):
+                break
             frame = frame.f_back
-        return (time.perf_counter(), axis, sequence, op, dtype, count, label, frame.f_code, frame.f_lineno, members)
+        else:
+            frame = None
+        code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
+        return (time.perf_counter(), axis, sequence, op, dtype, count, label, code, line, members)
 
     def spend(self, call: tuple[Any, ...], began: float) -> float:
         """The time inside a call from `began` until now is over; returns the seconds."""
@@ -129,7 +149,9 @@ class Ledger:
     def _sum_up(self) -> None:
         for call, sent, seconds in self._entries[self._summed :]:
             _, axis, _, op, _, _, label, _, _, _ = call
-            total = self._totals.setdefault((axis, op, label), Total())
+            total = self._totals.get((axis, op, label))
+            if total is None:
+                total = self._totals[axis, op, label] = Total()
             total.calls += 1
             total.sent += sent
             total.seconds += seconds
@@ -149,9 +171,9 @@ class Ledger:
 
     @property
     def waiting(self) -> Call | None:
-        """The call in which this rank may be waiting now."""
+        """The call in which this rank may be waiting now: its main thread, where calls are made."""
         active = self.active
-        return None if active is None else Call(*active)
+        return None if active is None else Call(*active).placed(sys._current_frames().get(_MAIN))
 
     def sent(self, axis: str | None = None, op: str | None = None, label: str | None = None) -> int:
         """Bytes sent by this rank, over all calls that match."""
@@ -174,6 +196,10 @@ class Ledger:
         self._entries.clear()
         self._totals.clear()
         self._summed = 0
+
+
+def _inside(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def ring_elements(op: str, pieces: Sequence[int], rank: int) -> int:

@@ -56,6 +56,9 @@ def estimate(
     bandwidth: Annotated[float | None, typer.Option(help="Instead: bytes a second between ranks.")] = None,
     latency: Annotated[float | None, typer.Option(help="Instead: seconds of a short message.")] = None,
     memory_bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of a rank's memory.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node, with the two below.")] = None,
+    network_bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of a rank between nodes.")] = None,
+    network_latency: Annotated[float | None, typer.Option(help="Seconds of a short message between nodes.")] = None,
     rows: Annotated[int, typer.Option(help="Most lines of the table.")] = 40,
     as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
 ) -> None:
@@ -85,7 +88,14 @@ def estimate(
         raise ValueError(f"there is no ZeRO stage {zero}; choose one of 0, 1, 2, 3")
     if dtype not in ("float32", "float64"):
         raise ValueError(f"--dtype is {dtype!r}; choose float32 or float64")
-    machine = _machine(profile, flops, bandwidth, latency, memory_bandwidth)
+    machine = _networked(
+        _machine(profile, flops, bandwidth, latency, memory_bandwidth),
+        {
+            "--ranks-per-node": ranks_per_node,
+            "--network-bandwidth": network_bandwidth,
+            "--network-latency": network_latency,
+        },
+    )
     limit = math.inf if memory_limit is None else parse_bytes(memory_limit)
     for name, count in (("batch", batch), ("rows", rows)):
         if count is not None and count < 1:
@@ -124,9 +134,10 @@ def estimate(
         typer.echo(json.dumps([{**each.as_dict(), "fits": each.memory.total <= limit} for each in found]))
         return
     if len(found) == 1:
-        details(found[0], tokens)
+        details(found[0], tokens, machine)
     overview(found, limit, rows, tokens)
-    typer.echo(f"Times are predicted for {machine.name}" + ("." if machine is not TYPICAL else _MEASURE))
+    nodes = f", {machine.ranks_per_node} ranks a node." if machine.network else ", all ranks on one node."
+    typer.echo(f"Times are predicted for {machine.name}" + (nodes if machine is not TYPICAL else _MEASURE))
 
 
 _MEASURE = "; measure yours: mpirun -n N mpishard bench --output FILE, then --profile FILE."
@@ -168,6 +179,17 @@ def _machine(
         raise ValueError(f"a machine given by hand needs {' and '.join(missing)} too")
     assert flops is not None and bandwidth is not None and latency is not None
     return MachineProfile.given(flops, bandwidth, latency, math.inf if memory_bandwidth is None else memory_bandwidth)
+
+
+def _networked(machine: MachineProfile, given: dict[str, float | None]) -> MachineProfile:
+    """The machine with the network between nodes that was given, if one was."""
+    ranks_per_node, bandwidth, latency = given.values()
+    if ranks_per_node is None and bandwidth is None and latency is None:
+        return machine
+    if ranks_per_node is None or bandwidth is None or latency is None:
+        missing = [name for name, value in given.items() if value is None]
+        raise ValueError(f"a network between nodes needs {' and '.join(missing)} too")
+    return machine.with_network(latency, bandwidth, int(ranks_per_node))
 
 
 def _zero_table(parameters: float, ranks: int, as_json: bool) -> None:

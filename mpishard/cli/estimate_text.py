@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from mpishard.estimate import Estimate, Memory
+from mpishard.estimate import Estimate, MachineProfile, Memory
 
 _MEMORY = {
     "parameters": "parameters",
@@ -131,8 +131,8 @@ def _fitting(rows: Sequence[dict[str, str]], width: int) -> list[str]:
     return columns
 
 
-def details(found: Estimate, tokens: int) -> None:
-    """Print one layout by pipeline stage."""
+def details(found: Estimate, tokens: int, machine: MachineProfile) -> None:
+    """Print one layout by pipeline stage, with the links of its axes."""
     layout = found.layout
     extras = [f"schedule {layout.schedule}"] if layout.pipeline > 1 else []
     extras += [f"{layout.chunks} chunks"] if layout.chunks > 1 else []
@@ -149,6 +149,9 @@ def details(found: Estimate, tokens: int) -> None:
         f"forward and backward {seconds(found.compute)} with a bubble of {found.bubble_fraction:.1%}, "
         f"data axis {seconds(found.communication)}, update {seconds(found.update)}"
     )
+    if layout.ranks > 1:
+        output.print("\nlinks", style="bold")
+        print_table(output, _links(found, machine))
     rows: dict[tuple[str, ...], list[int]] = {}
     for stage in found.stages:
         rows.setdefault(_memory_row(stage.parameters, stage.memory), []).append(stage.rank)
@@ -170,6 +173,25 @@ def details(found: Estimate, tokens: int) -> None:
         print_table(output, made)
     else:
         output.print("nothing")
+
+
+def _links(found: Estimate, machine: MachineProfile) -> Table:
+    """What each axis of a layout goes over, and its speed for the operation that it needs most."""
+    layout = found.layout
+    operations = {
+        "tensor": "all_gather" if layout.sequence_parallel else "all_reduce",
+        "data": "reduce_scatter" if layout.zero_stage else "all_reduce",
+        "pipeline": "send",
+    }
+    made = new_table("axis", "ranks", "where", "operation", "latency", "bandwidth")
+    made.columns[2].justify = made.columns[3].justify = "left"
+    for axis, operation in operations.items():
+        ranks, span = getattr(layout, axis), layout.span(axis)
+        if ranks > 1:
+            link = machine.link(operation, span)
+            where = "within a node" if machine.within_node(span) else "between nodes"
+            made.add_row(axis, str(ranks), where, operation, seconds(link.latency), f"{link.bandwidth / 1e9:.3g} GB/s")
+    return made
 
 
 def _memory_row(parameters: int, memory: Memory) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import typer
 
 from mpishard.cli.arguments import RunFolder
 from mpishard.cli.figure import write
+from mpishard.record.asking import ask_for_trace
 from mpishard.record.reading import check_record
 from mpishard.record.trace import chrome_events, read_trace
 
@@ -19,14 +20,19 @@ def trace(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: trace.json in that folder.")] = None,
     first: Annotated[int | None, typer.Option(min=1, help="First step; default: of all that were traced.")] = None,
     last: Annotated[int | None, typer.Option(min=1, help="Last step.")] = None,
+    upcoming: Annotated[int | None, typer.Option("--next", min=1, help="So many steps that a run takes next.")] = None,
     png: Annotated[bool, typer.Option("--png", help="A Gantt chart beside it, NAME.png.")] = False,
 ) -> None:
     """Write a timeline of all ranks, and draw it as a Gantt chart.
 
     The file is for ui.perfetto.dev or chrome://tracing, the chart comes with --png.  The steps to trace are chosen at
-    the start: mpishard.RunRecord(folder, mesh, trace=(100, 104)).
+    the start, mpishard.RunRecord(folder, mesh, trace=(100, 104)), or of a run that goes on by --next 3.
     """
     check_record(run)
+    if upcoming is not None:
+        if first is not None or last is not None:
+            raise ValueError("--next asks for steps to come, --first and --last choose of those traced: give either")
+        first, last = ask_for_trace(run, upcoming)
     spans = read_trace(run)
     steps = sorted({span.step for span in spans})
     chosen = [span for span in spans if (first or steps[0]) <= span.step <= (last or steps[-1])]

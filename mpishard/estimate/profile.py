@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,24 +86,26 @@ class MachineProfile:
         bandwidth: float,
         latency: float,
         memory_bandwidth: float = math.inf,
-        ranks_per_node: int = 0,
-        network_bandwidth: float | None = None,
-        network_latency: float | None = None,
     ) -> MachineProfile:
-        """One speed for all products, and one link for all operations (another between nodes where it is given)."""
-        node = Link(latency, bandwidth)
-        network = Link(
-            latency if network_latency is None else network_latency,
-            bandwidth if network_bandwidth is None else network_bandwidth,
-        )
+        """One speed for all products, and one link for all operations; see `with_network`."""
         return cls(
             ((1, flops),),
             memory_bandwidth,
-            node=dict.fromkeys(OPERATIONS, node),
-            network=dict.fromkeys(OPERATIONS, network),
-            ranks_per_node=ranks_per_node,
+            node=dict.fromkeys(OPERATIONS, Link(latency, bandwidth)),
             name="a machine given by hand",
         )
+
+    def with_network(self, latency: float, bandwidth: float, ranks_per_node: int) -> MachineProfile:
+        """The same machine as one node of many, with this link between them for all operations."""
+        if ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node={ranks_per_node} must be at least 1")
+        network = dict.fromkeys(OPERATIONS, Link(latency, bandwidth))
+        # A profile of one rank knows no link within its node, and with one rank a node there is none.
+        return replace(self, node=self.node or network, network=network, ranks_per_node=ranks_per_node)
+
+    def within_node(self, span: int) -> bool:
+        """Whether so many consecutive ranks of the world are on one node."""
+        return not (self.network and 0 < self.ranks_per_node < span)
 
     def flops(self, size: float) -> float:
         """Operations a second of products with `size` as the smaller extent of the weight; linear in between."""
@@ -125,7 +127,7 @@ class MachineProfile:
         ValueError
             If the profile knows no links.
         """
-        links = self.network if self.network and 0 < self.ranks_per_node < span else self.node
+        links = self.node if self.within_node(span) else self.network
         if not links:
             raise ValueError(
                 f"the machine profile {self.name or ''!r} was measured on 1 rank and knows no communication; measure "

@@ -1,18 +1,25 @@
-"""Asks all processes of a run where they are, through its folder, and says who does not answer."""
+"""Asks all processes of a run, through its folder, where they are, or for a trace; says who does not answer."""
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpishard.notes import read_note
+from mpishard.notes import read_note, write_note
 from mpishard.record.following import Follower, state_here
-from mpishard.record.reading import PROCESSES, Process
-from mpishard.record.where import REQUEST, WHERE
+from mpishard.record.lines import read_lines
+from mpishard.record.reading import PROCESSES, TRACE, Process
+from mpishard.record.where import REQUEST, TRACE_REQUEST, WHERE
 
 _POLL_S = 0.1
+# From asking until all have seen it: what a process writes is up to a second old, and it looks every second.
+_NOTICE_S = 3.0
+# How much longer than expected a trace may take.
+_PATIENCE = 3.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,39 @@ def ask(folder: Path, limit: float) -> Asked:
     if len(processes) == ranks or ranks <= len(known):
         silent |= {rank: "it has no file in this record" for rank in range(ranks) if rank not in known}
     return Asked(found, silent, fresh, "" if fresh else run.ending)
+
+
+def ask_for_trace(folder: Path, count: int) -> tuple[int, int]:
+    """Ask the processes for a trace of `count` steps that come next, and wait for it; returns the first and the last.
+
+    Raises
+    ------
+    ValueError
+        If the run has ended, or takes no steps.
+    OSError
+        If the folder cannot be written.
+    """
+    run = Follower(folder)
+    run.update()
+    if not run.last_step:
+        raise ValueError(f"{folder} has no step yet; ask again when the run has taken some")
+    step_s = statistics.median(line["seconds"] for line in run.metrics)
+    # All processes must know before the first of them begins.
+    first = run.last_step + 1 + math.ceil(_NOTICE_S / step_s)
+    last = first + count - 1
+    names = {process.name for process in run.processes}
+    if not run.ending:
+        write_note(folder / TRACE_REQUEST, {"first": first, "last": last})
+    deadline = time.monotonic() + _PATIENCE * (_NOTICE_S + (last - run.last_step) * step_s)
+    while time.monotonic() < deadline:
+        files = [folder / PROCESSES / f"{name}{TRACE}" for name in names]
+        if all(any(line.get("step") == last for line in read_lines(file)[0]) for file in files):
+            return first, last
+        run.update()
+        if run.ending:
+            raise ValueError(f"{folder} takes no step {last} any more: {run.ending}")
+        time.sleep(_POLL_S)
+    raise ValueError(f"{folder} has no trace of the steps {first} to {last} yet; see mpishard why {folder}")
 
 
 def _answers(folder: Path, processes: list[Process], since: float) -> dict[str, dict[str, Any]]:

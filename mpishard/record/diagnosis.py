@@ -141,7 +141,7 @@ def _place(answer: Mapping[str, Any]) -> str:
 def _call(call: Mapping[str, Any]) -> str:
     label = f" [{call['label']}]" if call["label"] else ""
     what = f"{call['axis']}.{call['op']} #{call['sequence']} of {call['elements']} {call['dtype']}{label}"
-    return f"{what} called at {call['site']}"
+    return f"{what} called at {call['site']}" if call["site"] else what
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -45,7 +45,8 @@ class RunRecord:
         Write the metrics for TensorBoard, too, into ``tensorboard/`` (``pip install 'mpishard[tensorboard]'``).
     trace : pair of int, optional
         First and last step of which ``processes/HOST-PID.trace.jsonl`` tells what each process did when, for ``mpishard
-        trace``: tens to hundreds of lines of text a step, so a few steps are enough.
+        trace``: tens to hundreds of lines of text a step, so a few steps are enough.  A run that goes on can be asked
+        for more, by ``mpishard trace FOLDER --next 3``.
     every : float
         Seconds after which a thread writes what has come; a process that is killed takes the rest with it.  0: written
         at the end of each step.
@@ -197,9 +198,13 @@ class RunRecord:
         self._process.add({**self._place(), "seconds": [], "busy": [], "phases": {}, "axes": {}})
         self.flush()
         # From a thread: a run that is stuck is looked at too.
-        self._where = Where(self.folder, self._name, self.mesh, self.flush, self.every or 1.0)
+        self._where = Where(self.folder, self._name, self.mesh, self.flush, self._trace_later, self.every or 1.0)
         self._where.watch()
         atexit.register(self.flush)
+
+    def _trace_later(self, steps: tuple[int, int]) -> None:
+        """Somebody wants a trace of these steps; noting begins with the next one."""
+        self.trace = steps
 
     def _trace(self, step: int) -> None:
         """What was done in this step goes to the trace if it is one of its steps, and the next is noted if that is."""

@@ -50,7 +50,8 @@ def read_trace(folder: Path) -> list[Traced]:
                 lines[line["rank"], line["step"]] = line
     if not lines:
         raise ValueError(
-            f"{folder} has no trace; ask for one of a few steps: mpishard.RunRecord(folder, mesh, trace=(100, 104))"
+            f"{folder} has no trace; ask for one of a few steps, by mpishard.RunRecord(folder, mesh, trace=(100, 104)) "
+            f"or, while the run goes on, by mpishard trace {folder} --next 3"
         )
     spans = [Traced(rank, step, *span) for (rank, step), line in lines.items() for span in line["spans"]]
     return sorted(spans, key=lambda span: (span.rank, span.start, -span.seconds))

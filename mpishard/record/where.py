@@ -16,9 +16,9 @@ from typing import IO, Any
 
 from mpishard.ledger import Call
 from mpishard.mesh import Mesh
-from mpishard.notes import write_note
+from mpishard.notes import read_note, write_note
 
-REQUEST, WHERE = "why", ".where.json"
+REQUEST, WHERE, TRACE_REQUEST = "why", ".where.json", "trace-next"
 _POLL_S = 1.0
 # A wait of so many seconds makes this process ask all others where they are, and again after as many.
 LONG_S = 15.0
@@ -32,20 +32,31 @@ class Where(threading.Thread):
 
     It is asked by a newer file ``why`` in the folder of the record, by SIGQUIT (the stack then is of that moment), and
     by its own waiting, for which it asks everybody: who came last is found after the job was ended, too.  The same
-    thread calls `flush` every so many seconds.
+    thread calls `flush` every so many seconds, and `trace` with the first and the last step of which a newer note
+    ``trace-next`` in that folder wants a trace.
     """
 
-    def __init__(self, folder: Path, name: str, mesh: Mesh, flush: Callable[[], None], every: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        mesh: Mesh,
+        flush: Callable[[], None],
+        trace: Callable[[tuple[int, int]], None],
+        every: float,
+    ) -> None:
         super().__init__(name="mpishard-where", daemon=True)
         self._request = folder / REQUEST
         self._path = folder / "processes" / f"{name}{WHERE}"
         self._stack_path = folder / "processes" / f"{name}.stack"
         self._mesh = mesh
-        self._flush, self._every = flush, every
+        self._flush, self._trace, self._every = flush, trace, every
         self._main = threading.main_thread().ident
         self._over = threading.Event()
         self._stack: IO[bytes] | None = None
         self._asked = self._time_asked()
+        self._trace_request = folder / TRACE_REQUEST
+        self._traced = _time_of(self._trace_request)
         self._dumped = 0
 
     def watch(self) -> None:
@@ -75,6 +86,7 @@ class Where(threading.Thread):
             if now - looked < _POLL_S:
                 continue
             looked = now
+            self._look_for_trace()
             call = self._mesh.ledger.waiting
             waited = 0.0 if call is None else time.perf_counter() - call.began
             asked = self._time_asked()
@@ -106,17 +118,30 @@ class Where(threading.Thread):
             "stack": [f"{f.filename.removeprefix(_LIBRARIES)}:{f.lineno} ({f.name})" for f in reversed(stack)],
         }
 
+    def _look_for_trace(self) -> None:
+        asked = _time_of(self._trace_request)
+        if asked > self._traced:
+            self._traced = asked
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                note = read_note(self._trace_request)
+                self._trace((int(note["first"]), int(note["last"])))
+
     def _time_asked(self) -> float:
-        try:
-            return self._request.stat().st_mtime
-        except OSError:
-            return 0.0
+        return _time_of(self._request)
 
     def _size_of_stack(self) -> int:
         try:
             return self._stack_path.stat().st_size if self._stack is not None else 0
         except OSError:
             return 0
+
+
+def _time_of(path: Path) -> float:
+    """When it was written; 0 if it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def told(call: Call) -> dict[str, Any]:

@@ -133,3 +133,14 @@ def test_a_straggler_is_named(start) -> None:
     (slow,) = json.loads(mpishard("top", folder, "--json"))["stragglers"]
     assert slow["rank"] == 2 and slow["busy"] > 1.5 * slow["median"]
     assert "nobody has waited for long" in mpishard("why", folder)
+
+
+def test_a_run_that_goes_on_is_traced(start) -> None:
+    folder = start("straggler", 4)
+    assert str(folder / "trace.json") in mpishard("trace", folder, "--next", 3)
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    whole = [event for event in events if event.get("cat") == "step"]
+    steps = sorted({event["args"]["step"] for event in whole})
+    assert steps == list(range(steps[0], steps[0] + 3)) and steps[0] > 4 and len(whole) == 9
+    slept = {rank: [e["dur"] for e in events if e["pid"] == rank and e.get("cat") == "function"] for rank in range(3)}
+    assert min(slept[2]) > max(slept[0] + slept[1])

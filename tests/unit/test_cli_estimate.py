@@ -94,6 +94,25 @@ def test_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert times[0] == times[1] > times[2]
 
 
+def test_axes_between_nodes_have_the_networks_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = "--flops 1e10 --bandwidth 1e9 --latency 1e-6"
+    network = "--ranks-per-node 4 --network-bandwidth 1e6 --network-latency 1e-3"
+    times = []
+    for more in ("", network):
+        found = {}
+        for shape in ("--data 1 --tensor 4 --pipeline 2", "--data 2 --tensor 4 --pipeline 1"):
+            assert run(f"{MODEL} --ranks 8 --zero 0 --schedule 1f1b {shape} {machine} {more} --json") == 0
+            (found[shape],) = json.loads(capsys.readouterr().out)
+        times.append([each["communication"] for each in found.values()])
+    near, far = times
+    # Without data ranks there is nothing to send between them; else all of their bytes go over the slower link.
+    assert near[0] == far[0] == 0 and far[1] > 500 * near[1] > 0
+    assert run(f"{MODEL} --ranks 8 --zero 0 --data 2 --tensor 4 --pipeline 1 {machine} {network}") == 0
+    text = capsys.readouterr().out
+    assert "tensor      4  within a node" in text and "data        2  between nodes" in text
+    assert "4 ranks a node" in text.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -126,6 +145,8 @@ def test_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (f"{MODEL} --ranks 8 --chunks 0", "needs at least 2 chunks a rank, got 0"),
         (f"{MODEL} --ranks 8 --flops inf --bandwidth inf --latency 0", "finite speeds"),
         (f"{MODEL} --ranks 8 --flops 1 --bandwidth 1 --latency 0 --memory-bandwidth 0", "memory_bandwidth of a"),
+        (f"{MODEL} --ranks 8 --ranks-per-node 4", "needs --network-bandwidth and --network-latency too"),
+        (f"{MODEL} --ranks 8 --ranks-per-node 0 --network-bandwidth 1 --network-latency 0", "ranks_per_node=0"),
     ],
 )
 def test_errors_are_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
