@@ -66,9 +66,10 @@ def show_tensor(source: Source, name: str) -> None:
     output = console()
     output.print(_cell(f"{name}: {' x '.join(map(str, shape)) or 'scalar'}", "bold"))
     made = new_table("kind", "dtype", "least", "largest", "mean", "rms", "NaN", "inf", left=2)
+    digits = 6 if output.width >= 100 else 3  # what fits
     for kind, dtype in source.kinds.items():
         found = figures(source, kind, name)
-        numbers = (f"{value:.3g}" for value in (found.least, found.largest, found.mean, found.rms))
+        numbers = (f"{value:.{digits}g}" for value in (found.least, found.largest, found.mean, found.rms))
         made.add_row(_cell(kind), dtype.name, *numbers, str(found.nans), str(found.infinities))
     print_table(output, made)
     if not prod(shape):

@@ -252,6 +252,10 @@ class TestTrace:
         assert (run / "trace.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert capsys.readouterr().out.split() == [str(run / "trace.json"), str(run / "trace.png")]
 
+    def test_a_chart_in_the_place_of_the_timeline(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["trace", str(run), "--png", "-o", str(run / "a.png")]) == 2
+        assert "a.json --png" in capsys.readouterr().err and not (run / "a.png").exists()
+
     def test_steps_that_were_not_traced(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["trace", str(run), "--first", "7"]) == 2
         assert "only 4 to 4" in capsys.readouterr().err
