@@ -18,7 +18,6 @@ from mpishard.record.reading import Process
 
 _RECENT = 20  # steps that figures are means of
 _MOST_REMARKS, _MOST_RANKS = 3, 8
-_MOST_REMARKS, _MOST_RANKS = 3, 8
 _SILENT_S, _SILENT_STEPS = 10.0, 5  # more of both is worth a word
 
 

@@ -239,6 +239,7 @@ def test_diff(tmp_path, shell):
     ("arguments", "message"),
     [
         (["inspect", "{empty}"], "there is no checkpoint in"),
+        (["inspect", "{above}"], "; there are some in "),
         (["inspect", "{empty}/absent"], "absent is not there"),
         (["verify", "{file}"], "is a file; give the folder"),
         (["inspect", "{run}", "--tensor", "nothing"], "there is no tensor 'nothing'"),
@@ -262,6 +263,7 @@ def test_errors_are_one_line(arguments, message, saved, tmp_path, shell):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.npz").write_bytes(b"nothing")
     names = {"run": saved / "latest", "empty": tmp_path / "empty", "file": tmp_path / "file.npz"}
+    names["above"] = saved.parent
     code, _, errors = shell(*(each.format(**names) for each in arguments))
     assert code == 2 and len(errors) == 1 and errors[0].startswith("mpishard: error: ") and message in errors[0]
     assert not list((tmp_path / "empty").iterdir())
