@@ -235,7 +235,7 @@ def _start_munge(stack: contextlib.ExitStack, folder: Path) -> None:
 
 
 def _start(stack: contextlib.ExitStack, words: Sequence[str], log: Path, **options: object) -> None:
-    """A daemon that ends with this process, and with the stack before."""
+    """A daemon that ends with this thread, and with the stack before."""
     library = ctypes.CDLL(None)
     with log.open("w") as file:
         process = subprocess.Popen(  # type: ignore[call-overload]

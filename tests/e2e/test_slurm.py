@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def settings():
 class Job:
     """A script of ``slurm/`` under way, in a folder that has what the repository has."""
 
-    def __init__(self, cluster, folder, script, *arguments, options=(), **environment):
+    def __init__(self, cluster, folder, script, *arguments, options=(), warned=True, **environment):
         self.cluster = cluster
         self.folder = folder
         given = {**settings(), "PYTHON": sys.executable, **environment}
@@ -103,6 +104,10 @@ class Job:
         (folder / "paced.py").write_text(PACED)
         options = ["--nodes=2", "--ntasks=2", "--time=10", *options]
         path = f"slurm/{script}.sbatch"
+        if not warned:
+            text = (ROOT / path).read_text()
+            path = f"{script}.sbatch"
+            (folder / path).write_text(re.sub("#SBATCH --signal=.*", "", text))
         self.number = cluster.submit(path, *arguments, options=options, cwd=folder, environment=given)
 
     @property
@@ -120,14 +125,14 @@ class Job:
         path = self.folder / output / "steps"
         return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait_for(self, condition, timeout=60.0):
+    def wait_for(self, condition, timeout=100.0):
         slurm.wait_until(condition, timeout, lambda: f"of job {self.number}:\n{self.log}")
 
     def leave(self, task=""):
         """What Slurm does some time before the time limit."""
         self.cluster.call("scancel", "--batch", "--signal=USR1", f"{self.number}{task}")
 
-    def end(self, task="", state="COMPLETED", timeout=60.0):
+    def end(self, task="", state="COMPLETED", timeout=100.0):
         """What Slurm says of the job once it is in this state."""
         ended = "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"
         name = f"{self.number}{task}"
@@ -151,9 +156,9 @@ def away(cluster, tmp_path_factory):
     which it does every 30 seconds.
     """
 
-    def start(name, *arguments, options=(), **environment):
+    def start(name, *arguments, **options):
         script = name if name in ("elastic", "array") else "train"
-        return Job(cluster, tmp_path_factory.mktemp(name), script, *arguments, options=options, **environment)
+        return Job(cluster, tmp_path_factory.mktemp(name), script, *arguments, **options)
 
     # Of 36 seconds, and asked to leave after 4 to 34 of a minute.
     options = ["--time=1", "--signal=B:USR1@26", "--nodelist=n4", "--nodes=1", "--ntasks=1"]
@@ -163,8 +168,8 @@ def away(cluster, tmp_path_factory):
     arguments = "paced.py", "--steps", 60, "--pace", 0.25, "--every", 4, "--output", "run"
     options = ["--nodelist=n3", "--nodes=1"]
     jobs["taken"] = start("taken", *arguments, options=options)
-    # As where Slurm has no preempt_send_user_signal, to the steps and not to the batch script.
-    jobs["ended"] = start("ended", *arguments, options=[*options, "--signal=TERM@60"])
+    # Its steps get SIGTERM, and the batch script nothing, as everywhere where Slurm has no preempt_send_user_signal.
+    jobs["ended"] = start("ended", *arguments, options=options, warned=False)
     jobs["lost"] = start("lost", *arguments, options=["--nodelist=n5,n6"])
     apart = "--exclude=n[3-6]"
     arguments = "paced.py", "--steps", 60, "--pace", 0.1
@@ -178,7 +183,7 @@ def away(cluster, tmp_path_factory):
 
     def take():
         options = "--partition=hi", "--nodelist=n3", "--nodes=1", "--ntasks=4", "--time=1", "--output=other"
-        jobs["taking"] = cluster.call("sbatch", "--parsable", *options, "--wrap=true", cwd=jobs["taken"].folder)
+        cluster.call("sbatch", *options, "--wrap=true", cwd=jobs["taken"].folder)
 
     def come_back():
         # As Slurm does by itself once the node has not answered for SlurmdTimeout.
@@ -194,18 +199,22 @@ def away(cluster, tmp_path_factory):
         # Its own number is that of the whole array.
         ("array", lambda job: len(job.steps("rates/lr-0.01")) >= 5, lambda: jobs["array"].leave("_1")),
     ]
-    end = time.monotonic() + 90
-    while waiting:
-        for each in list(waiting):
-            name, is_ready, then = each
-            if is_ready(jobs[name]):
-                then()
-                waiting.remove(each)
-        if time.monotonic() > end:
-            told = "\n".join(jobs[name].log for name, *_ in waiting)
-            pytest.fail(f"{[name for name, *_ in waiting]} come to nothing:\n{told}")
-        time.sleep(0.1)
-    return jobs
+    is_over = threading.Event()
+
+    def give_orders():
+        while not is_over.wait(0.1):
+            for each in list(waiting):
+                name, is_ready, then = each
+                if is_ready(jobs[name]):
+                    then()
+                    waiting.remove(each)
+
+    # Beside the tests, each of which has a time limit of its own; to the end, since the node ends with the thread.
+    orders = threading.Thread(target=give_orders)
+    orders.start()
+    yield jobs
+    is_over.set()
+    orders.join()
 
 
 @pytest.fixture
@@ -227,7 +236,7 @@ def expected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("expected")
     (folder / "paced.py").write_text(PACED)
     finished = subprocess.run(
-        [sys.executable, "-m", "mpishard", "run", "-n", "1", "python", "paced.py", "--steps", "200", "--output", "run"],
+        [sys.executable, "paced.py", "--steps", "80", "--output", "run"],
         cwd=folder,
         env={**os.environ, **settings()},
         timeout=60,
@@ -269,21 +278,20 @@ def test_a_sweep_and_one_of_its_runs_that_comes_back(away, expected):
     assert len(second) == 60 and second[0] == first[0] and second[-1] != first[-1]
 
 
-def test_a_job_that_another_takes_the_nodes_of_comes_back(cluster, away, expected):
+def test_a_job_that_another_takes_the_nodes_of_comes_back(away, expected):
     job = away["taken"]
-    cluster.wait_for(away["taking"], "COMPLETED")
     assert job.end()["Restarts"] == "1", job.log
     assert "leaves with code 75 and is queued again" in job.log
     assert [step for _, _, step in job.steps()] == list(range(1, 61))
     np.testing.assert_array_equal(job.losses(), expected[:60])
 
 
-def test_a_job_whose_steps_are_ended_because_another_takes_the_nodes_comes_back(cluster, away, expected):
+def test_a_job_whose_steps_are_ended_because_another_takes_the_nodes_comes_back(away, expected):
     job = away["ended"]
-    cluster.wait_for(away["taking"], "COMPLETED")
     assert job.end()["Restarts"] == "1", job.log
-    # The daemons of Open MPI's mpirun end with the steps, and so do the ranks.
-    assert ("leaves with code 75 and is queued again" in job.log) == (FAMILY == "MPICH"), job.log
+    assert "and is queued again" in job.log
+    # The daemons of Open MPI's mpirun end at once, and the ranks with them.
+    assert FAMILY != "MPICH" or "leaves with code 75" in job.log, job.log
     assert job.steps()[-1] == (1, 2, 60)
     np.testing.assert_array_equal(job.losses(), expected[:60])
 
@@ -329,7 +337,7 @@ def test_a_launcher_that_does_not_fit_the_mpi_is_found_out(submit):
 
 def test_a_job_leaves_before_its_time_limit_and_comes_back(away, expected):
     job = away["limited"]
-    assert int(job.end(timeout=90.0)["Restarts"]) >= 1, job.log
+    assert int(job.end()["Restarts"]) >= 1, job.log
     assert [step for _, _, step in job.steps()] == list(range(1, 81))
-    assert job.steps()[0][0] == 0 and job.steps()[-1][0] >= 1
+    assert "is queued again" in job.log
     np.testing.assert_array_equal(job.losses(), expected[:80])
