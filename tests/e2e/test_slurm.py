@@ -210,7 +210,7 @@ def away(cluster, tmp_path_factory):
                     waiting.remove(each)
 
     # Beside the tests, each of which has a time limit of its own; to the end, since the node ends with the thread.
-    orders = threading.Thread(target=give_orders)
+    orders = threading.Thread(target=give_orders, daemon=True)
     orders.start()
     yield jobs
     is_over.set()
