@@ -1,4 +1,4 @@
-"""A Slurm of its own on this machine, of four nodes with four processors each, for as long as a test takes.
+"""A Slurm of its own on this machine, of six nodes with four processors each, for as long as a test takes.
 
     with slurm() as cluster:
         job = cluster.submit("slurm/train.sbatch", "examples/train_gpt.py", options=["--ntasks=2"])
@@ -23,10 +23,10 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-NODES = 4
+NODES = 6
 _SOON_S = 20.0
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 
@@ -83,8 +83,9 @@ def missing() -> str:
 class Cluster:
     """A Slurm that runs; `folder` has its files, and nothing of its jobs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, daemons: contextlib.ExitStack) -> None:
         self.folder = folder
+        self._daemons = daemons
         self._environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
 
     def call(self, *words: str, cwd: Path | None = None, **environment: str) -> str:
@@ -142,6 +143,17 @@ class Cluster:
                     found.append(int(folder.name))
         return found
 
+    def start(self, node: str) -> None:
+        """A node, for the first time or after it was lost."""
+        words = ["slurmd", "-D", "-f", str(self.folder / "slurm.conf"), "-N", node]
+        _start(self._daemons, words, self.folder / f"{node}.out")
+
+    def lose(self, node: str) -> None:
+        """Kill all that runs on a node: its daemon, steps and tasks."""
+        tasks = self.processes(f"SLURMD_NODENAME={node}")
+        steps = [parent for parent in map(_parent, tasks) if parent is not None and _name(parent) == "slurmstepd"]
+        _kill([int((self.folder / f"{node}.pid").read_text()), *steps, *tasks])
+
     def end_jobs(self) -> None:
         """No job is left, and no process of one."""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -170,13 +182,12 @@ def slurm() -> Iterator[Cluster]:
         for name in names:
             (folder / name / "tmp").mkdir(parents=True)
         _start_munge(stack, folder / "munge")
-        cluster = Cluster(folder)
+        cluster = Cluster(folder, stack)
         # Last in, first out: jobs end before the nodes they are on, and what is left of them after those.
-        stack.callback(_kill_all, cluster)
-        configuration = ["-f", str(folder / "slurm.conf")]
-        _start(stack, ["slurmctld", "-D", *configuration], folder / "slurmctld.out")
+        stack.callback(lambda: _kill(cluster.processes()))
+        _start(stack, ["slurmctld", "-D", "-f", str(folder / "slurm.conf")], folder / "slurmctld.out")
         for name in names:
-            _start(stack, ["slurmd", "-D", *configuration, "-N", name], folder / f"{name}.out")
+            cluster.start(name)
         stack.callback(cluster.end_jobs)
 
         def answers() -> bool:
@@ -224,7 +235,7 @@ def _start_munge(stack: contextlib.ExitStack, folder: Path) -> None:
 
 
 def _start(stack: contextlib.ExitStack, words: Sequence[str], log: Path, **options: object) -> None:
-    """A daemon that ends with this process, and with the stack before."""
+    """A daemon that ends with this thread, and with the stack before."""
     library = ctypes.CDLL(None)
     with log.open("w") as file:
         process = subprocess.Popen(  # type: ignore[call-overload]
@@ -249,10 +260,22 @@ def _start(stack: contextlib.ExitStack, words: Sequence[str], log: Path, **optio
     stack.callback(end)
 
 
-def _kill_all(cluster: Cluster) -> None:
-    for number in cluster.processes():
+def _kill(processes: Iterable[int]) -> None:
+    for number in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
+
+
+def _parent(process: int) -> int | None:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+def _name(process: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/comm").read_text().strip()
+    return ""
 
 
 def _logs(folder: Path) -> str:
