@@ -103,11 +103,11 @@ def test_the_schedule_is_drawn_as_shown(capsys: pytest.CaptureFixture[str], monk
 
 
 def test_layouts_are_estimated_as_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    tables = re.findall(r"mpishard (estimate --.*?)(?:`|\n)", README)
+    tables = re.findall(r"mpishard (estimate --.*?)(?:`|\n)", README.replace("\\\n", ""))
     TYPICAL.save(tmp_path / "profile.json")
     for command in tables:
         assert main(command.replace("profile.json", str(tmp_path / "profile.json")).split()) == 0
-    assert len(tables) == 2
+    assert len(tables) == 3
     assert "72 layouts of 8 ranks" in capsys.readouterr().out
 
 
