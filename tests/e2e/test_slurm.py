@@ -185,6 +185,11 @@ def away(cluster, tmp_path_factory):
         options = "--partition=hi", "--nodelist=n3", "--nodes=1", "--ntasks=4", "--time=1", "--output=other"
         cluster.call("sbatch", *options, "--wrap=true", cwd=jobs["taken"].folder)
 
+    def is_left(job):
+        # Marked as down before the batch script has ended, the node may have the job fail.
+        words = "sinfo", "--noheader", "--partition=main", "--nodes=n5", "--format=%T"
+        return "is queued again" in job.log and cluster.call(*words) == "idle"
+
     def come_back():
         # As Slurm does by itself once the node has not answered for SlurmdTimeout.
         cluster.call("scontrol", "update", "nodename=n6", "state=DOWN", "reason=lost")
@@ -193,7 +198,7 @@ def away(cluster, tmp_path_factory):
     waiting = [
         ("taken", lambda job: job.steps() and len(jobs["ended"].steps()) > 4, take),
         ("lost", lambda job: len(job.steps()) > 4, lambda: cluster.lose("n6")),
-        ("lost", lambda job: "is queued again" in job.log, come_back),
+        ("lost", is_left, come_back),
         ("parted", lambda job: list(job.folder.glob("run/checkpoints/step-*")), jobs["parted"].leave),
         ("elastic", lambda job: len(job.steps()) >= 20, jobs["elastic"].leave),
         # Its own number is that of the whole array.
