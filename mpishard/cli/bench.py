@@ -110,6 +110,7 @@ def show(profile: MachineProfile) -> None:
         compute.add_row(f"products of width {width}", f"{flops / 1e9:.1f} GFLOP/s")
     compute.add_row("memory", f"{profile.memory_bandwidth / 1e9:.2f} GB/s")
     compute.add_row("GELU and derivative", f"{profile.exponentials / 1e9:.2f} G/s")
+    compute.add_row("a transformer reaches", f"{profile.efficiency:.0%}")
     output.print(compute)
     for where, links in (("within a node", profile.node), ("between nodes", profile.network)):
         if links:

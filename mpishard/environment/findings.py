@@ -113,8 +113,10 @@ def _launch(facts: Sequence[Facts]) -> Iterator[Finding]:
 def _right_launcher(facts: Facts, launch: Launch | None = None) -> str:
     library = facts.mpi.library
     if launch is not None and launch.family == SLURM:
-        kind, inner = ("pmix", "mpirun") if library == OPEN_MPI else ("pmi2", "mpiexec")
-        return f"use srun --mpi={kind}, or {inner} of {library} in a script for sbatch"
+        # In this order: srun --mpi=pmi2 may fail with what MPICH's ranks tell it (see slurm/README.md).
+        return (
+            f"use mpirun of {library} in a script for sbatch, or srun --mpi={'pmix' if library == OPEN_MPI else 'pmi2'}"
+        )
     right = next((each for each in (facts.mpirun, facts.mpirun_on_path) if each and fits(each, library)), None)
     if right is None:
         return f"use the mpirun of the {library} that mpi4py was built with, or build mpi4py with the other MPI"

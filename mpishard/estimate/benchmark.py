@@ -8,14 +8,16 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from mpishard.collectives import Axis
+from mpishard.estimate.estimates import estimate
 from mpishard.estimate.profile import Link, MachineProfile
 from mpishard.ledger import Ledger
 from mpishard.mesh import Mesh
-from mpishard.nn import kernels
+from mpishard.nn import GPT, kernels
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 _ROWS = 1024
@@ -40,7 +42,7 @@ def measure(mesh: Mesh) -> MachineProfile:
         across = Axis("across", part, Ledger())
         network = _links(across, world)
         across.free()
-    return MachineProfile(
+    profile = MachineProfile(
         products=tuple((size, _products(world, size)) for size in SIZES),
         memory_bandwidth=_memory_bandwidth(world),
         exponentials=_exponentials(world),
@@ -49,6 +51,7 @@ def measure(mesh: Mesh) -> MachineProfile:
         ranks_per_node=ranks_per_node if network else 0,
         name=f"{platform.node()}, {mesh.size} rank{'s' if mesh.size > 1 else ''}",
     )
+    return replace(profile, efficiency=_efficiency(world, profile))
 
 
 def _seconds(world: Axis, call: Callable[[], object], calls: int = 1) -> float:
@@ -84,6 +87,14 @@ def _exponentials(world: Axis) -> float:
     """GELUs with their derivatives a second, in cache."""
     x, y, bias = (np.zeros((256, 256), np.float32) for _ in range(3))
     return x.size / _seconds(world, lambda: kernels.gelu(x, bias[0], y), 8)
+
+
+def _efficiency(world: Axis, profile: MachineProfile) -> float:
+    """Predicted to measured time of a small transformer that each rank has for itself."""
+    model = GPT(vocabulary_size=256, context_length=128, width=192, layers=2, heads=6)
+    tokens = np.random.default_rng(0).integers(0, 256, (_ROWS // 128, 128))
+    predicted = estimate(model.architecture, batch=len(tokens), profile=profile).compute
+    return predicted / _seconds(world, lambda: model.loss_and_gradient(tokens, tokens))
 
 
 def _links(axis: Axis, world: Axis) -> dict[str, Link]:

@@ -51,6 +51,8 @@ class MachineProfile:
         Bytes read or written a second by passes over large arrays; infinite: they cost nothing.
     exponentials : float
         Activation functions (GELU and its derivative) a second; infinite: they cost nothing.
+    efficiency : float
+        Part of these speeds that a whole transformer reaches, whose operands come from everywhere in memory.
     node : dict of str to Link
         By operation (`OPERATIONS`), between ranks of one node; empty if it is not known.
     network : dict of str to Link
@@ -64,6 +66,7 @@ class MachineProfile:
     products: tuple[tuple[int, float], ...]
     memory_bandwidth: float = math.inf
     exponentials: float = math.inf
+    efficiency: float = 1.0
     node: dict[str, Link] = field(default_factory=dict)
     network: dict[str, Link] = field(default_factory=dict)
     ranks_per_node: int = 0
@@ -72,9 +75,9 @@ class MachineProfile:
     def __post_init__(self) -> None:
         if not self.products or not all(size > 0 and 0 < flops < math.inf for size, flops in self.products):
             raise ValueError(f"a machine profile needs finite speeds of matrix products above 0, got {self.products!r}")
-        for what in ("memory_bandwidth", "exponentials"):
+        for what, unit in {"memory_bandwidth": " a second", "exponentials": " a second", "efficiency": ""}.items():
             if not getattr(self, what) > 0:
-                raise ValueError(f"{what} of a machine profile is {getattr(self, what):g} a second; it must be above 0")
+                raise ValueError(f"{what} of a machine profile is {getattr(self, what):g}{unit}; it must be above 0")
         for links in (self.node, self.network):
             if links and set(links) != set(OPERATIONS):
                 raise ValueError(f"links need {', '.join(OPERATIONS)}; got {', '.join(links)}")

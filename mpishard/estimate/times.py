@@ -52,6 +52,7 @@ class Times:
         backward = part.blocks * block_backward + part.top * top_backward + part.stem * self._passes(rows, 5, 0)
         if self.layout.recompute:
             backward += part.blocks * block_forward
+        forward, backward = forward / self.profile.efficiency, backward / self.profile.efficiency
         if self.layout.tensor > 1 and rows:
             there, back = self._tensor(part, rows)
             forward += there

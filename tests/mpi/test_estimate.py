@@ -102,6 +102,7 @@ def test_measured_profile(mesh, same_on_all, monkeypatch):
     assert same_on_all(asdict(profile))
     assert set(profile.node) == (set(OPERATIONS) if mesh.size > 1 else set())
     assert all(link.latency > 0 and link.bandwidth > 0 for link in profile.node.values())
+    assert profile.efficiency > 0
 
 
 def test_collectives_are_timed_by_axis_and_size(comm, same_on_all):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -263,9 +263,19 @@ def test_profile_speeds() -> None:
     assert profile.link("all_reduce", 8).bandwidth == 2
 
 
+def test_efficiency_divides_computing_alone() -> None:
+    machine = MachineProfile.given(flops=1e9, bandwidth=1e6, latency=0)
+    slower = replace(machine, efficiency=0.5)
+    one, other = (estimate(TINY, tensor=2, data=2, batch=2, profile=profile) for profile in (machine, slower))
+    messages = estimate(TINY, tensor=2, data=2, batch=2, profile=replace(machine, products=((1, 1e30),))).compute
+    assert other.compute - messages == pytest.approx(2 * (one.compute - messages)) and messages > 0
+    assert (other.communication, other.update) == (one.communication, one.update)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
+        dict(products=((1, 1.0),), efficiency=0),
         dict(products=()),
         dict(products=((0, 1.0),)),
         dict(products=((1, 0.0),)),
