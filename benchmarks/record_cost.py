@@ -161,9 +161,8 @@ def train(way: str, steps: int, folder: str) -> None:
         model = mpishard.nn.GPT(256, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh)
         record = mpishard.RunRecord(folder, mesh)
         note, found = (in_turns if way == "turns" else by_parts)(record, mesh.ledger)
-        optimizer = mpishard.ZeRO1Optimizer(
-            mpishard.AdamW(lr=3e-3, betas=(0.9, 0.95)), mpishard.ShardingConfiguration(mesh, max_gradient_norm=1.0)
-        )
+        config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh, max_gradient_norm=1.0)
+        optimizer = mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=3e-3, betas=(0.9, 0.95)), config)
         problem = mpishard.OptimizationProblem.for_model(
             model, text.batch, samples=len(text), batch_size=BATCH, steps=steps, tokens_per_sample=CONTEXT
         )

@@ -167,7 +167,9 @@ def main() -> int:
             betas=(0.9, 0.95),
         )
         elastic = options.workers is not None
-        config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=1.0, reproducible=elastic)
+        config = mpishard.ShardingConfiguration.create_for_high_bandwidth(
+            mesh, max_gradient_norm=1.0, reproducible=elastic
+        )
         optimizer: Any = OPTIMIZERS[options.optimizer](rule, config)
         if elastic:
             optimizer = mpishard.ElasticOptimizer(optimizer, max_workers=options.workers)
