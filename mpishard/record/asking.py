@@ -93,7 +93,7 @@ def ask_for_trace(folder: Path, count: int) -> tuple[int, int]:
     run.update()
     if not run.last_step:
         raise ValueError(f"{folder} has no step yet; ask again when the run has taken some")
-    step_s = statistics.median(line["seconds"] for line in run.metrics)
+    step_s = statistics.median([line["seconds"] for line in run.metrics if line.get("seconds")] or [1.0])
     # All processes must know before the first of them begins.
     first = run.last_step + 1 + math.ceil(_NOTICE_S / step_s)
     last = first + count - 1

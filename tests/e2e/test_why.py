@@ -96,7 +96,10 @@ def start(launch, tmp_path):
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("asleep", ["ranks 0, 1 wait", "without rank 2", "rank 2 is waited for, and runs", "(stuck)"]),
+        (
+            "asleep",
+            ["ranks 0, 1 wait", "called at", "train.py", "without rank 2", "rank 2 is waited for, and runs", "(stuck)"],
+        ),
         ("stopped", ["ranks 0, 2 wait", "rank 1 is waited for, and does not answer", "is stopped"]),
         ("mismatch", ["ranks 0, 1, 2 are in different calls of the data axis", "broadcast", "all_reduce"]),
         ("ring", ["ranks 0, 1, 2 wait for each other in a circle (0 for 1, 1 for 2, 2 for 0): a deadlock"]),
