@@ -17,7 +17,7 @@ _MEMORY = {
     "state": "optimizer",
     "gathered": "gathered",
     "buckets": "buckets",
-    "activations": "activations",
+    "activations": "activ.",
     "scratch": "scratch",
     "total": "total",
 }
@@ -156,9 +156,12 @@ def details(found: Estimate, tokens: int, machine: MachineProfile) -> None:
     for stage in found.stages:
         rows.setdefault(_memory_row(stage.parameters, stage.memory), []).append(stage.rank)
     output.print("\nmemory of a rank", style="bold")
-    made = new_table("stage", "tensors", *_MEMORY.values())
+    # What no stage needs has no column: all others fit a terminal.
+    used = [place for place, cells in enumerate(zip(*rows, strict=True)) if set(cells) != {"-"}]
+    names = ["tensors", *_MEMORY.values()]
+    made = new_table("stage", *(names[place] for place in used))
     for row, ranks in rows.items():
-        made.add_row(_ranks(ranks), *row)
+        made.add_row(_ranks(ranks), *(row[place] for place in used))
     print_table(output, made)
     output.print("sent by a rank in a step, mean of the stage", style="bold")
     made = new_table("stage", "axis", "what", "bytes", left=3)
