@@ -153,6 +153,9 @@ class Backend:
     def zeros(self, size: Any, dtype: Any, like: Array) -> Array:
         return np.zeros(size, dtype)
 
+    def overlap(self, one: Array, other: Array) -> bool:
+        return np.may_share_memory(one, other)
+
     def launch(self, kernel: Kernel, arrays: Sequence[Array], scalars: Sequence[float]) -> None:
         kernel.on_host(arrays, scalars)
 
@@ -193,6 +196,9 @@ class _CuPy(Backend):
     def zeros(self, size: Any, dtype: Any, like: Array) -> Array:
         with like.device:
             return self.module.zeros(size, dtype)
+
+    def overlap(self, one: Array, other: Array) -> bool:
+        return runs_overlap(one.data.ptr, one.nbytes, other.data.ptr, other.nbytes)
 
     def launch(self, kernel: Kernel, arrays: Sequence[Array], scalars: Sequence[float]) -> None:
         with arrays[0].device:
@@ -307,6 +313,16 @@ def _check_copy(device_array: Array, host_array: np.ndarray) -> None:
 def pinned_empty(size: int | tuple[int, ...], dtype: Any, like: Array) -> np.ndarray:
     """Uninitialised host memory that the device of `like` copies at full speed; any memory for NumPy."""
     return _backend(like).pinned_empty(size, dtype, like)
+
+
+def overlap(one: Array, other: Array) -> bool:
+    """Whether two contiguous arrays of one kind have memory in common."""
+    return _backend(one).overlap(one, other)
+
+
+def runs_overlap(one: int, one_nbytes: int, other: int, other_nbytes: int) -> bool:
+    """Whether two runs of bytes, each given by its address and length, have bytes in common."""
+    return max(one, other) < min(one + one_nbytes, other + other_nbytes)
 
 
 def to_host(a: Array) -> np.ndarray:

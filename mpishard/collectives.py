@@ -159,7 +159,7 @@ class Axis:
     def all_reduce(self, buffer: Array, out: Array | None = None, op: str = "sum", *, label: str = "") -> Array:
         """Combine `buffer` over all ranks into `out` (default: in place) on every rank; returns the result."""
         lane, ledger, limit = self._now, self.ledger, self.largest_count
-        plain = out is None and type(buffer) is np.ndarray and buffer.itemsize != 2 and buffer.flags.c_contiguous
+        plain = out is None and type(buffer) is np.ndarray and buffer.itemsize != 2 and buffer.flags.carray
         if not plain or op not in _OPS or lane.check_comm is not None or (limit is not None and buffer.size > limit):
             return self._all_reduce(lane, buffer, out, op, label).wait()
         # The short way: after a large buffer the caches hold nothing of the interpreter, and every function called

@@ -161,6 +161,11 @@ class FlatParameters:
         return self._flat
 
     @property
+    def held(self) -> Array:
+        """The flat array of the parameters that are held here always: all of the place's, or this rank's share."""
+        return self._flat if self._flat is not None else self._sharded().shard
+
+    @property
     def like(self) -> Array:
         """An empty array of their dtype and device."""
         return self._like
@@ -314,5 +319,10 @@ def check_flat(what: str, array: Array, *, written: bool = False) -> None:
         raise TypeError(f"{what} must be float32 or float64, got {array.dtype}")
     if not array.flags.c_contiguous:
         raise ValueError(f"{what} must be contiguous in memory; pass a copy (array.copy())")
+    if not getattr(array.flags, "aligned", True):
+        raise ValueError(
+            f"{what} must begin at a multiple of {array.itemsize} bytes in memory, as a view of bytes may not; "
+            "pass a copy (array.copy())"
+        )
     if written and not getattr(array.flags, "writeable", True):
         raise ValueError(f"{what} are read-only, but are written to; pass a copy (array.copy())")

@@ -36,6 +36,8 @@ def to_wire(buffer: Array, *, reads: bool = True, arithmetic: bool = False) -> A
         if reads:
             arrays.copy_to_host(flat, wire)
         flat = wire
+    elif not flat.flags.aligned:
+        flat = flat.copy()  # of which MPI does not know the type else
     if half:
         return flat.astype(np.float32) if arithmetic else flat.view(np.uint16)
     return flat

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.array import Backend, Kernel, register_backend
+from mpishard.array import Backend, Kernel, register_backend, runs_overlap
 
 GARBAGE = 0xFF  # NaN in every floating-point type
 PROT_NONE = 0
@@ -335,6 +335,9 @@ class StandIn(Backend):
 
     def zeros(self, size: Any, dtype: Any, like: DeviceArray) -> Any:
         return zeros(size, dtype, kind=type(like))
+
+    def overlap(self, one: DeviceArray, other: DeviceArray) -> bool:
+        return runs_overlap(one._host.ctypes.data, one.nbytes, other._host.ctypes.data, other.nbytes)
 
     def launch(self, kernel: Kernel, arrays: Sequence[DeviceArray], scalars: Sequence[float]) -> None:
         stream.launch(lambda *hosts: kernel.on_host(hosts, scalars), *arrays)

@@ -56,7 +56,7 @@ def check_same_model(was: FlatParameters, parameters: FlatParameters, strategy: 
 
 
 def check_gradients(parameters: FlatParameters, gradients: Array) -> None:
-    """Raise unless the gradients have the shape, dtype and device of the flat parameters."""
+    """Raise unless the gradients have the shape, dtype and device of the flat parameters, and memory of their own."""
     check_flat("gradients", gradients, written=True)
     if gradients.size != parameters.size:
         raise ValueError(f"gradients have {gradients.size} elements, but parameters have {parameters.size}")
@@ -65,6 +65,11 @@ def check_gradients(parameters: FlatParameters, gradients: Array) -> None:
     if arrays.module_of(gradients) is not arrays.module_of(parameters.like):
         kinds = type(gradients).__name__, type(parameters.like).__name__
         raise TypeError(f"gradients are a {kinds[0]}, but parameters a {kinds[1]}; keep both on one device")
+    if arrays.overlap(gradients, parameters.held):
+        raise ValueError(
+            "gradients share memory with the parameters, so that one would overwrite the other; give them an array of "
+            "their own (gradients.copy())"
+        )
 
 
 def agree_on_step(

@@ -97,6 +97,28 @@ def check_all_reduce(axis, memory, size, dtype):
     assert np.array_equal(memory.values(mine), sum(parts) * axis.size)
 
 
+def test_buffers_that_are_not_aligned(shared_mesh):
+    axis = shared_mesh.data
+
+    def buffer(values):
+        unaligned = np.empty(values.nbytes + 1, np.uint8)[1:].view(values.dtype)
+        unaligned[...] = values
+        assert not unaligned.flags.aligned or not values.size
+        return unaligned
+
+    memory = Host()
+    memory.buffer = buffer
+    check_all_reduce(axis, memory, 7, "float64")
+    mine = buffer(numbers(axis.rank, 5))
+    whole = axis.all_gather(buffer(np.zeros(5 * axis.size)), mine, [5] * axis.size)
+    assert np.array_equal(whole, np.concatenate([numbers(rank, 5) for rank in range(axis.size)]))
+    assert np.array_equal(axis.broadcast(mine), numbers(0, 5))
+    pending = axis.start_send(buffer(numbers(axis.rank, 3)), (axis.rank + 1) % axis.size)
+    source = (axis.rank - 1) % axis.size
+    assert np.array_equal(axis.recv(buffer(np.zeros(3)), source), numbers(source, 3))
+    pending.wait()
+
+
 @pytest.mark.parametrize(("op", "function"), [("max", np.max), ("min", np.min), ("prod", np.prod)])
 def test_other_operations(axis, op, function):
     parts = [numbers(rank, 7) for rank in range(axis.size)]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from standin import empty as empty_on_device
+from standin import zeros as on_device
 from steps import SPECS, STRATEGIES, gradients, one_step, start, train, write_gradients
 
 import mpishard
@@ -16,6 +17,7 @@ from mpishard import (
     DDPOptimizer,
     ShardingConfiguration,
 )
+from mpishard.array import to_host
 from mpishard.parameters import FlatParameters
 
 
@@ -155,6 +157,10 @@ def read_only(array):
     return array
 
 
+def unaligned(size):
+    return np.zeros(4 * size + 1, np.uint8)[1:].view(np.float32)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("make", "error", "message"),
@@ -167,6 +173,7 @@ def read_only(array):
         (lambda: empty_on_device(7, np.float32), TypeError, "gradients are a DeviceArray, but parameters a ndarray"),
         (lambda: None, TypeError, "needs the gradients"),
         (lambda: read_only(np.ones(7, np.float32)), ValueError, "gradients are read-only"),
+        (lambda: unaligned(7), ValueError, "gradients must begin at a multiple of 4 bytes"),
     ],
 )
 def test_bad_gradients_on_one_rank_raise_on_all(mesh, strategy, make, error, message):
@@ -186,11 +193,25 @@ def test_bad_gradients_on_one_rank_raise_on_all(mesh, strategy, make, error, mes
         np.zeros(7, np.int64),
         np.zeros((2, 2), np.float32),
         np.zeros(14, np.float32)[::2],
+        unaligned(7),
     ],
 )
 def test_bad_parameters(mesh, bad):
     with pytest.raises((TypeError, ValueError), match="parameters (must be|are read-only)"):
         DDPOptimizer(SGD(lr=0.1), mesh).step(bad, np.zeros(7, np.float32))
+
+
+@pytest.mark.parametrize("make", [lambda size: np.zeros(size, np.float32), lambda size: on_device(size, np.float32)])
+@pytest.mark.parametrize(("first", "named"), [(0, False), (0, True), (3, False), (-3, True)])
+def test_gradients_in_the_memory_of_the_parameters_on_one_rank(mesh, make, first, named):
+    whole, other = make(20), make(7)
+    flat = whole[5:12]
+    parameters = FlatParameters.over(flat) if named else flat
+    optimizer = DDPOptimizer(SGD(lr=1.0), mesh)
+    with pytest.raises(ValueError, match="gradients share memory with the parameters"):
+        optimizer.step(parameters, whole[5 + first : 12 + first] if mesh.rank == mesh.size - 1 else other)
+    optimizer.step(parameters, whole[12:19])  # beside them
+    assert (to_host(whole) == 0).all()
 
 
 @pytest.mark.mpi(min_size=2)
