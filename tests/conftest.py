@@ -24,8 +24,14 @@ import pytest
 HERE = Path(__file__).parent
 AFTER_FAILURE = 20.0  # seconds that the other ranks get to reach the agreement once one has failed
 QUIET = 2.0  # seconds after which a failed rank that is still alone says so itself
-WHOLE = 3  # ranks at which, under MPICH, all variants of a test run: the number that finds most
-SHARE = 3  # elsewhere one of so many does
+# With --sample all of tests/mpi runs in one place, at the number of ranks that finds most.
+WHOLE = ("MPICH", 3)
+SHARE = 3  # elsewhere a test runs in one of so many of its variants
+# and in half of the places, which take about as long as the other half.
+HALVES = [
+    {("MPICH", 8), ("Open MPI", 4), ("MPICH", 1), ("Open MPI", 2)},
+    {("Open MPI", 8), ("MPICH", 4), ("Open MPI", 1), ("MPICH", 2), ("Open MPI", 3)},
+]
 
 # Ranks must draw the same examples, and a run must be repeatable.
 hypothesis.settings.register_profile("mpishard", derandomize=True, database=None, deadline=None)
@@ -121,7 +127,7 @@ def with_mpi(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", f"every_variant: its variants follow the ranks, or need more than {WHOLE}")
+    config.addinivalue_line("markers", "every_variant: part of every sample, since its variants follow the ranks")
     if with_mpi(config):
         from mpi4py import MPI
 
@@ -143,34 +149,39 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = f"all variants of a test at any number of ranks, not at {WHOLE} under MPICH alone"
-    parser.addoption("--every-variant", action="store_true", help=text)
+    text = f"a sample of tests/mpi, another for each MPI and number of ranks; all of it under {WHOLE[0]} at {WHOLE[1]}"
+    parser.addoption("--sample", action="store_true", help=text)
 
 
-def chosen(items: list[pytest.Item], where: str) -> set[str]:
-    """Of each test in ``tests/mpi`` the variants, at least one, that run `where`: an MPI and its ranks.
+def chosen(items: list[pytest.Item], where: tuple[str, int]) -> set[str]:
+    """The names of the sample that runs in one place: under an MPI, at a number of ranks.
 
-    Elsewhere others do.  By a hash of their names, since a fixed stride would leave out whole values of a parameter.
+    Of the tests in ``tests/mpi`` half, and of each a share of the variants, at least one.  Other places have others.
+    Chosen by a hash of names, since a fixed stride would leave out whole values of a parameter.  Tests marked
+    ``every_variant`` are part of every sample.
     """
+    kept: set[str] = set()
     variants: dict[str, list[str]] = {}
     for item in items:
-        apart = HERE / "mpi" not in item.path.parents or item.get_closest_marker("every_variant")
-        variants.setdefault(item.nodeid if apart else item.nodeid.partition("[")[0], []).append(item.nodeid)
-    return {
-        name
-        for names in variants.values()
-        for name in sorted(names, key=lambda name: zlib.crc32(f"{where} {name}".encode()))[: -(-len(names) // SHARE)]
-    }
+        if HERE / "mpi" not in item.path.parents or item.get_closest_marker("every_variant"):
+            kept.add(item.nodeid)
+        else:
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
+    for test, names in variants.items():
+        if where in HALVES[zlib.crc32(test.encode()) % 2]:
+            names.sort(key=lambda name: zlib.crc32(f"{where} {name}".encode()))
+            kept.update(names[: -(-len(names) // SHARE)])
+    return kept
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if with_mpi(config) and not config.getoption("--every-variant"):
+    if with_mpi(config) and config.getoption("--sample"):
         from mpi4py import MPI
 
-        library, ranks = MPI.get_vendor()[0], MPI.COMM_WORLD.size
-        if (library, ranks) != ("MPICH", WHOLE):
-            kept = chosen(items, f"{library} {ranks}")
+        where = MPI.get_vendor()[0], MPI.COMM_WORLD.size
+        if where != WHOLE:
+            kept = chosen(items, where)
             config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
             items[:] = [item for item in items if item.nodeid in kept]
     for item in items:

@@ -173,7 +173,7 @@ def test_the_run_is_as_it_was_if_they_do_not_come(mpirun, script, tmp_path, case
 @pytest.mark.parametrize("case", ["one is killed", "dies here"])
 def test_one_of_them_dies(launch, script, tmp_path, case):
     process = launch(2, script, case, tmp_path, options=ULFM)
-    output = process.communicate(timeout=40)[0]
+    output = process.communicate(timeout=120)[0]
     assert re.search("problem: .*has died", output), output
     assert output.count("ended with 2") == 2, output
     assert all_gone(tmp_path)
@@ -184,7 +184,7 @@ def test_one_of_them_dies(launch, script, tmp_path, case):
 def test_the_leader_dies(launch, script, tmp_path, case):
     """They belong to nobody and go; the next leader has others come."""
     process = launch(3, script, case, tmp_path, options=ULFM)
-    output = process.communicate(timeout=40)[0]
+    output = process.communicate(timeout=120)[0]
     assert output.count("survivors: 2") == 2, output
     assert "met 4" in output, output
     assert all_gone(tmp_path)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-SOON = 20.0
+SOON = 60.0
 
 # Twenty steps with a checkpoint after every fourth; in step 10 of the first start the last rank does FAULT.
 TRAINING = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -333,9 +334,9 @@ class TestTop:
     def test_many_silent_ranks_are_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run = write(tmp_path / "run", processes=[[self.line(rank, 1, 5)] for rank in range(20)])
         assert main(["top", "--once", "--rows", "1", str(run)]) == 0
-        told = capsys.readouterr().out
-        assert "silent: ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more for 60 s\n" in told
-        assert f"mpishard why {run} tells who waits for whom" in told.replace("\n", "")
+        told = " ".join(capsys.readouterr().out.split())
+        assert re.search("silent: ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more for 6[0-9] s ", told)
+        assert f"mpishard why {run} tells who waits for whom" in told
 
     def test_a_run_whose_processes_are_gone(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         starts = [{"time": 0, "problem": {"steps": 9}}]
@@ -371,7 +372,7 @@ class TestWrongPlaces:
         run = write(tmp_path / "run", [{"epoch": 1}], [[{"x": 2}]], [{"a": 1}])
         assert main(["plot", str(run)]) == 2
         assert main(["top", str(run)]) == 0
-        assert "no step yet" in capsys.readouterr().out
+        assert "no step yet" in " ".join(capsys.readouterr().out.split())
 
     def test_a_picture_that_cannot_be_written(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run = write(tmp_path / "run", [{"step": 1, "loss": 1.0, "seconds": 0.5, "workers": 1}])
