@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack, overload
 
 from mpishard import array as arrays
 from mpishard.gradients import GradientBuckets
@@ -10,10 +10,11 @@ from mpishard.layout import split
 from mpishard.mesh import Mesh
 from mpishard.optim import Rule, ShardedOptimizer, ShardingConfiguration, optimizer_of
 from mpishard.optim.agreement import check_place
+from mpishard.optim.configuration import ConfigurationOptions
 from mpishard.optim.ordered import OrderedSums
 from mpishard.optim.replicas import Replicas
 from mpishard.optim.whole import gather_whole
-from mpishard.parameters import FlatParameters
+from mpishard.parameters import FlatParameters, Model
 
 Array = Any
 
@@ -39,7 +40,7 @@ class ShardedModel:
 
     splits: ClassVar[bool] = False
 
-    def __init__(self, model: Any, config: ShardingConfiguration | Mesh) -> None:
+    def __init__(self, model: Model, config: ShardingConfiguration | Mesh) -> None:
         if isinstance(model, type) and issubclass(model, Rule):
             raise TypeError(f"give a rule with its settings, {model.__name__}(lr=...), not the class {model.__name__}")
         if not isinstance(getattr(model, "parameters", None), FlatParameters):
@@ -142,7 +143,17 @@ class HybridShardedModel(ShardedModel):
     splits = True
 
 
-def as_distributed(model_or_rule: Any, mesh_or_config: Mesh | ShardingConfiguration) -> Any:
+@overload
+def as_distributed(model_or_rule: Rule, mesh_or_config: Mesh | ShardingConfiguration) -> ShardedOptimizer: ...
+
+
+@overload
+def as_distributed(model_or_rule: Model, mesh_or_config: Mesh | ShardingConfiguration) -> ShardedModel: ...
+
+
+def as_distributed(
+    model_or_rule: Rule | Model, mesh_or_config: Mesh | ShardingConfiguration
+) -> ShardedOptimizer | ShardedModel:
     """Make a model or an update rule distributed.
 
     Parameters
@@ -171,11 +182,39 @@ def as_distributed(model_or_rule: Any, mesh_or_config: Mesh | ShardingConfigurat
     return (HybridShardedModel if hybrid else ShardedModel)(model_or_rule, config)
 
 
-def as_distributed_for_high_bandwidth(model_or_rule: Any, mesh: Mesh, **options: Any) -> Any:
+@overload
+def as_distributed_for_high_bandwidth(
+    model_or_rule: Rule, mesh: Mesh, **options: Unpack[ConfigurationOptions]
+) -> ShardedOptimizer: ...
+
+
+@overload
+def as_distributed_for_high_bandwidth(
+    model_or_rule: Model, mesh: Mesh, **options: Unpack[ConfigurationOptions]
+) -> ShardedModel: ...
+
+
+def as_distributed_for_high_bandwidth(
+    model_or_rule: Rule | Model, mesh: Mesh, **options: Unpack[ConfigurationOptions]
+) -> ShardedOptimizer | ShardedModel:
     """`as_distributed` with `ShardingConfiguration.create_for_high_bandwidth`, which gets the options."""
     return as_distributed(model_or_rule, ShardingConfiguration.create_for_high_bandwidth(mesh, **options))
 
 
-def as_distributed_for_low_bandwidth(model_or_rule: Any, mesh: Mesh, **options: Any) -> Any:
+@overload
+def as_distributed_for_low_bandwidth(
+    model_or_rule: Rule, mesh: Mesh, **options: Unpack[ConfigurationOptions]
+) -> ShardedOptimizer: ...
+
+
+@overload
+def as_distributed_for_low_bandwidth(
+    model_or_rule: Model, mesh: Mesh, **options: Unpack[ConfigurationOptions]
+) -> ShardedModel: ...
+
+
+def as_distributed_for_low_bandwidth(
+    model_or_rule: Rule | Model, mesh: Mesh, **options: Unpack[ConfigurationOptions]
+) -> ShardedOptimizer | ShardedModel:
     """`as_distributed` with `ShardingConfiguration.create_for_low_bandwidth`, which gets the options."""
     return as_distributed(model_or_rule, ShardingConfiguration.create_for_low_bandwidth(mesh, **options))

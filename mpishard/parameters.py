@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -203,8 +203,12 @@ class FlatParameters:
             if self.sharded is None or name not in self._piece_of:
                 raise
             raise RuntimeError(
-                f"parameter {name!r} is sharded (ZeRO-3) and not gathered now; call use() before"
+                f"parameter {name!r} is sharded (ZeRO-3) and not gathered now; call use([{name!r}]) on all ranks before"
             ) from None
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The flat buffer, for NumPy's functions: ``np.save(path, parameters)``."""
+        return np.array(self.flat, dtype, copy=copy)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._piece_of)
@@ -290,6 +294,20 @@ class FlatParameters:
     def reset_gradients(self) -> None:
         """Forget the gradients; the next backward pass starts from zero.  Optimizers do this after each step."""
         self.gradients.reset()
+
+
+class Model(Protocol):
+    """What is trained: its parameters, and a function of a batch that writes their gradients.
+
+    ``loss_and_gradient(*batch)`` returns the loss summed over the batch, and writes or adds to the views that
+    ``parameters.gradient(name)`` gives.
+    """
+
+    @property
+    def parameters(self) -> FlatParameters: ...
+
+    @property
+    def loss_and_gradient(self) -> Callable[..., float]: ...
 
 
 def _runs_of_units(specs: Sequence[ParameterSpec], units: Sequence[Sequence[str]] | None) -> list[tuple[int, int]]:

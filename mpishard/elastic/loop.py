@@ -75,9 +75,9 @@ class ElasticLoop(Loop):
     def __init__(
         self,
         elastic: ElasticOptimizer,
-        problem: OptimizationProblem,
+        problem: OptimizationProblem[Any],
         optimizer: ShardedOptimizer,
-        callback: Callable[[TrainingState], bool | None] | None,
+        callback: Callable[[TrainingState[Any]], bool | None] | None,
         progress: bool,
         watching: bool,
         checkpoints: Checkpoints | None,
@@ -118,7 +118,7 @@ class ElasticLoop(Loop):
         if not newcomer:
             self.committed = self._commit_anew()
 
-    def run(self) -> OptimizationResult:
+    def run(self) -> OptimizationResult[Any]:
         self.optimizer.measure_norm |= self.problem.tolerance is not None
         fail_alone(self.heals)
         leave_to_others(False)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mpishard.capabilities import heals_in_place
+from mpishard.checkpoint import Checkpoints
 from mpishard.elastic.crew import is_newcomer
 from mpishard.elastic.loop import ElasticLoop
 from mpishard.elastic.outside import Outside
@@ -19,7 +20,9 @@ from mpishard.elastic.watch import Watch
 from mpishard.mesh import Mesh
 from mpishard.optim import Rule, ShardedOptimizer, ShardingConfiguration, optimizer_of
 from mpishard.optim.agreement import check_problem
-from mpishard.training import Scaling
+from mpishard.optim.problem import OptimizationResult, P, TrainingState
+from mpishard.record import RunRecord
+from mpishard.training import OptimizationProblem, Scaling
 
 _NUMBER = 2**24
 
@@ -202,11 +205,20 @@ class ElasticOptimizer:
         if wanted is not None:
             self.resize(wanted)
 
-    def optimize(self, problem: Any, **options: Any) -> Any:
-        """Minimise an `OptimizationProblem`, as `ShardedOptimizer.optimize`; every process of the job takes part.
+    def optimize(
+        self,
+        problem: OptimizationProblem[P],
+        *,
+        callback: Callable[[TrainingState[P]], bool | None] | None = None,
+        progress: bool = True,
+        checkpoints: Checkpoints | None = None,
+        resume: bool = False,
+        record: RunRecord | None = None,
+    ) -> OptimizationResult[P]:
+        """Minimise a problem; the options are those of `ShardedOptimizer.optimize`.
 
-        At its end all processes that live are workers again, and have the result.  While it runs, SIGTERM and SIGUSR1
-        are its own; their handlers before are put back.
+        Every process of the job takes part.  At its end all processes that live are workers again, and have the result.
+        While it runs, SIGTERM and SIGUSR1 are its own; their handlers before are put back.
 
         Raises
         ------
@@ -223,14 +235,22 @@ class ElasticOptimizer:
 
         with ExitStack() as stack:
             limits = self.min_workers, self._most
-            folder = self._folder(options.get("checkpoints"))
+            folder = self._folder(checkpoints)
             self.outside = stack.enter_context(Outside(self.mesh.world, *limits, folder, self.discover))
             self.watch = Watch(self.failure_timeout)
             if heals_in_place():
                 stack.enter_context(self.watch)
-            return problem.minimize(self.optimizer, loop=loop, **options)
+            return problem.minimize(
+                self.optimizer,
+                callback=callback,
+                progress=progress,
+                checkpoints=checkpoints,
+                resume=resume,
+                record=record,
+                loop=loop,
+            )
 
-    def _folder(self, checkpoints: Any) -> Path | None:
+    def _folder(self, checkpoints: Checkpoints | None) -> Path | None:
         """Where the run is found from other shells."""
         folder: Path | None = self.folder or getattr(checkpoints, "folder", None)
         if folder is not None:

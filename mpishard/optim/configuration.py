@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 from mpishard.compression import Int8Compressor, PieceCompressor, PowerSGDCompressor
 from mpishard.mesh import Mesh
@@ -12,6 +12,23 @@ from mpishard.optim import traffic
 from mpishard.parameters import FlatParameters
 
 NONFINITE = ("raise", "skip", "ignore")
+
+
+class ConfigurationOptions(TypedDict, total=False):
+    """Settings of a `ShardingConfiguration` by name, for those who hand them on."""
+
+    auto_sync_gradients: bool
+    minimum_parameter_group_size: int
+    overlap_communication: bool
+    max_gradient_norm: float | None
+    nonfinite_gradients: Literal["raise", "skip", "ignore"]
+    loss_scale: float | Literal["dynamic"] | None
+    reproducible: bool
+    enable_gradient_compression: bool
+    gradient_compressor: PieceCompressor | PowerSGDCompressor | None
+    compress_after: int
+    hierarchical: bool | int
+    sync_every: int
 
 
 @dataclass(frozen=True)
@@ -73,8 +90,8 @@ class ShardingConfiguration:
     minimum_parameter_group_size: int = field(default=1024, kw_only=True)
     overlap_communication: bool = field(default=True, kw_only=True)
     max_gradient_norm: float | None = field(default=None, kw_only=True)
-    nonfinite_gradients: str = field(default="raise", kw_only=True)
-    loss_scale: float | str | None = field(default=None, kw_only=True)
+    nonfinite_gradients: Literal["raise", "skip", "ignore"] = field(default="raise", kw_only=True)
+    loss_scale: float | Literal["dynamic"] | None = field(default=None, kw_only=True)
     reproducible: bool = field(default=False, kw_only=True)
     enable_gradient_compression: bool = field(default=False, kw_only=True)
     gradient_compressor: PieceCompressor | PowerSGDCompressor | None = field(default=None, kw_only=True)
@@ -126,7 +143,7 @@ class ShardingConfiguration:
             )
         scale = self.loss_scale
         if scale is not None and scale != "dynamic":
-            if isinstance(scale, str) or isinstance(scale, bool) or not 0 < scale < math.inf:
+            if isinstance(scale, str | bool) or not 0 < scale < math.inf:
                 raise ValueError(f'loss_scale={scale!r} must be a number above 0, "dynamic", or None for no scaling')
         if scale == "dynamic" and self.nonfinite_gradients == "ignore":
             raise ValueError(
@@ -158,7 +175,7 @@ class ShardingConfiguration:
         return plain | {"gradient_compressor": None if compressor is None else repr(compressor)}
 
     @classmethod
-    def create_for_high_bandwidth(cls, mesh: Mesh, **options: Any) -> ShardingConfiguration:
+    def create_for_high_bandwidth(cls, mesh: Mesh, **options: Unpack[ConfigurationOptions]) -> ShardingConfiguration:
         """For shared memory and fast interconnects.
 
         Gradients are summed every step as they are, in buckets of 2**18 elements, while the backward pass still runs.
@@ -166,7 +183,7 @@ class ShardingConfiguration:
         return replace(cls(mesh, minimum_parameter_group_size=2**18), **options)
 
     @classmethod
-    def create_for_low_bandwidth(cls, mesh: Mesh, **options: Any) -> ShardingConfiguration:
+    def create_for_low_bandwidth(cls, mesh: Mesh, **options: Unpack[ConfigurationOptions]) -> ShardingConfiguration:
         """For networks that are slower than the model, such as Ethernet, where each message costs.
 
         Few messages, in buckets of 2**23 elements after the backward pass; compressed to 8 bits, between nodes only

@@ -150,10 +150,9 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def optimize(self, problem: Any, **options: Any) -> Any:
-        """As `ShardedOptimizer.optimize`, after what workers have done by themselves until now is one state."""
+    def begin_run(self) -> None:
+        """What workers have done by themselves until now becomes one state."""
         self.prepare_save()
-        return super().optimize(problem, **options)
 
     def update(self, count: float, *, rate_factor: float = 1.0) -> bool:
         """Take this worker's own step, along its gradient over its share of `count`; average what is due."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from mpishard.optim.agreement import agree_on_step, check_gradients, check_layou
 from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.inspection import Inspection
 from mpishard.optim.loss_scale import LossScale
+from mpishard.optim.problem import OptimizationResult, P, Problem, TrainingState
 from mpishard.optim.rules import Rule
 from mpishard.optim.run_state import check_rule, facts_of, shards
 from mpishard.optim.strategies import Strategy
@@ -26,6 +27,10 @@ from mpishard.optim.whole import cut_whole, gather_whole
 from mpishard.parameters import FlatParameters, check_flat
 from mpishard.state import RunState
 from mpishard.threads import fix_blas_threads
+
+if TYPE_CHECKING:
+    from mpishard.checkpoint import Checkpoints
+    from mpishard.record import RunRecord
 
 Array = Any
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
@@ -196,10 +201,53 @@ class ShardedOptimizer:
         for slot in self._slots.values():
             self._strategy.mend(slot)
 
-    def optimize(self, problem: Any, **options: Any) -> Any:
-        """Minimise an `OptimizationProblem`; see `OptimizationProblem.minimize` for the options and the result."""
+    def optimize(
+        self,
+        problem: Problem[P],
+        *,
+        callback: Callable[[TrainingState[P]], bool | None] | None = None,
+        progress: bool = True,
+        checkpoints: Checkpoints | None = None,
+        resume: bool = False,
+        record: RunRecord | None = None,
+    ) -> OptimizationResult[P]:
+        """Minimise a problem: take its steps, or go on with a run that has taken some.
+
+        Parameters
+        ----------
+        problem : OptimizationProblem
+        callback : callable, optional
+            Called with a `TrainingState` on every rank after every step; returning True on any rank stops all of them.
+        progress : bool
+            Show progress on stderr of rank 0.
+        checkpoints : Checkpoints, optional
+            Save there as ``checkpoints.every`` says, and after the last step.
+        resume : bool
+            Go on from the newest whole one of `checkpoints`, at whatever number of ranks and in whatever layout it was
+            written, or begin if there is none: with its parameters and state, at its step, with its samples.  The steps
+            of the run before count as steps of this one, and its losses come first in `loss_history`: NaN if another
+            loop wrote the checkpoint without.  A run that had reached its steps or its tolerance takes no more.
+        record : RunRecord, optional
+            Write there how the run goes, for ``mpishard plot`` and others.
+
+        Returns
+        -------
+        OptimizationResult
+
+        Raises
+        ------
+        ValueError
+            On every rank and before the first step, if the problem differs between ranks, nothing would stop the loop,
+            checkpoints cannot hold `facts`, or the checkpoint is of other tensors, another rule or other samples.
+        """
         check_problem(problem)
-        return problem.minimize(self, **options)
+        self.begin_run()
+        return problem.minimize(
+            self, callback=callback, progress=progress, checkpoints=checkpoints, resume=resume, record=record
+        )
+
+    def begin_run(self) -> None:
+        """Make the state of all ranks one before `optimize` takes steps.  Collective."""
 
     def bind(self, parameters: FlatParameters) -> Strategy:
         """Make the state for these parameters, or go on with them where it is made; `step` does this by itself.

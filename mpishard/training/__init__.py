@@ -1,7 +1,8 @@
 """Training: a problem, the loop that solves it on all ranks, and what came of it."""
 
+from mpishard.optim.problem import OptimizationResult, TrainingState
 from mpishard.training.loop import Loop
-from mpishard.training.problem import OptimizationProblem, OptimizationResult, TrainingState
+from mpishard.training.problem import OptimizationProblem
 from mpishard.training.scaling import Scaling
 
 __all__ = ["Loop", "OptimizationProblem", "OptimizationResult", "Scaling", "TrainingState"]

@@ -18,12 +18,13 @@ from mpishard.checkpoint.index import check_facts
 from mpishard.data.sampling import Sampler, micro_batches, share
 from mpishard.optim import ShardedOptimizer
 from mpishard.optim.ordered import OrderedSums
+from mpishard.optim.problem import OptimizationResult, TrainingState
 from mpishard.parameters import FlatParameters
 from mpishard.progress import Progress
 from mpishard.record import RunRecord
 from mpishard.state import RunState
 from mpishard.threads import fix_blas_threads
-from mpishard.training.problem import OptimizationProblem, OptimizationResult, TrainingState
+from mpishard.training.problem import OptimizationProblem
 from mpishard.training.scaling import Scaling
 from mpishard.tree_sum import Deal, tree_sum
 
@@ -42,9 +43,9 @@ class Loop:
 
     def __init__(
         self,
-        problem: OptimizationProblem,
+        problem: OptimizationProblem[Any],
         optimizer: ShardedOptimizer,
-        callback: Callable[[TrainingState], bool | None] | None,
+        callback: Callable[[TrainingState[Any]], bool | None] | None,
         progress: bool,
         watching: bool,
         checkpoints: Checkpoints | None,
@@ -117,7 +118,7 @@ class Loop:
         if not self.of_model:
             self.gradients = arrays.zeros(self.parameters.size, self.parameters.dtype, like=self.parameters.like)
 
-    def run(self) -> OptimizationResult:
+    def run(self) -> OptimizationResult[Any]:
         self.optimizer.measure_norm |= self.problem.tolerance is not None
         reason = self.what_is_reached(self.optimizer.gradient_norm if self.resumed else math.nan)
         try:
@@ -129,12 +130,12 @@ class Loop:
             self.progress.close()
         return self.result(reason)
 
-    def result(self, reason: str) -> OptimizationResult:
+    def result(self, reason: str) -> OptimizationResult[Any]:
         """What has come of the run, which ended for this reason."""
         if self.record is not None:
             self.record.close()
         return OptimizationResult(
-            parameters=self.parameters if self.split else self.parameters.flat,
+            parameters=self.parameters if self.of_model else self.parameters.flat,
             loss_history=np.array(self.losses),
             steps=len(self.losses),
             samples=self.consumed(),

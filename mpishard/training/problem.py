@@ -1,95 +1,26 @@
-"""Minimising a sum over samples: the problem, and what came of it."""
+"""Minimising a sum over samples: the problem."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
 from mpishard.checkpoint import Checkpoints
 from mpishard.collectives import Axis
 from mpishard.optim import ShardedOptimizer
-from mpishard.parameters import FlatParameters, check_flat
+from mpishard.optim.problem import OptimizationResult, P, TrainingState
+from mpishard.parameters import FlatParameters, Model, check_flat
 from mpishard.record import RunRecord
 
 if TYPE_CHECKING:
     from mpishard.training.loop import Loop
 
-Array = Any
-
 
 @dataclass(frozen=True)
-class TrainingState:
-    """What a callback sees after a step.
-
-    Attributes
-    ----------
-    step : int
-        Steps that the optimizer has behind it; they go on where a restored state stopped, and so do the samples.
-    loss : float
-        Mean loss over the samples of this step, before its update; in steps in which ranks do not meet, as between the
-        averages of `LocalSGDOptimizer`, over those of this rank.
-    learning_rate : float
-        Of this step.
-    gradient_norm : float
-        Of the averaged gradient, before clipping; NaN unless clipping or a tolerance needs it.
-    samples : int
-        Samples that this run has used so far, over all ranks.
-    seconds : float
-        Since the loop began.
-    parameters : array or FlatParameters
-        The current parameters, not a copy.
-    """
-
-    step: int
-    loss: float
-    learning_rate: float
-    gradient_norm: float
-    samples: int
-    seconds: float
-    parameters: Array | FlatParameters
-
-
-@dataclass(frozen=True)
-class OptimizationResult:
-    """What came of an optimization, the same on every rank but for `communication`.
-
-    Attributes
-    ----------
-    parameters : array or FlatParameters
-        The final parameters, flat; where no rank holds all of them (ZeRO-3, tensor or pipeline ranks) the
-        FlatParameters that was trained, of which ``HybridShardedModel.gather_full_parameters`` makes one array.
-    loss_history : ndarray, float64 (steps,)
-        Mean loss of each step's samples, before its update.
-    steps, samples : int
-        Steps done and samples used, over all ranks, from the beginning of the run on.
-    resumed_steps : int
-        Those of the steps that lay behind the checkpoint from which it went on; 0 for a run from the beginning.
-    skipped_steps : int
-        Steps whose gradients were not finite and were left out, since it went on.
-    seconds : float
-        Since it went on.
-    stop_reason : str
-        ``"steps"``, ``"tolerance"``, ``"seconds"`` or ``"callback"``; of an elastic run ``"signal"`` too.
-    communication : dict
-        What this rank communicated over all axes since the mesh was made: calls, bytes sent and seconds by kind.
-    """
-
-    parameters: Array | FlatParameters
-    loss_history: np.ndarray
-    steps: int
-    samples: int
-    resumed_steps: int
-    skipped_steps: int
-    seconds: float
-    stop_reason: str
-    communication: dict[str, dict[str, float]]
-
-
-@dataclass(frozen=True)
-class OptimizationProblem:
+class OptimizationProblem(Generic[P]):
     """What to minimise: the mean over samples of a loss.
 
     Parameters
@@ -127,7 +58,7 @@ class OptimizationProblem:
     """
 
     function: Callable[[Any, np.ndarray, Any], float]
-    start: Array | FlatParameters
+    start: P
     samples: int
     batch_size: int
     micro_batch_size: int | None = field(default=None, kw_only=True)
@@ -156,54 +87,57 @@ class OptimizationProblem:
 
     @classmethod
     def for_model(
-        cls, model: Any, batch: Callable[[np.ndarray], tuple[Any, ...]], **options: Any
-    ) -> OptimizationProblem:
-        """Train a model: ``batch(samples)`` gives the arguments of ``model.loss_and_gradient``; `options` as above."""
+        cls,
+        model: Model,
+        batch: Callable[[np.ndarray], tuple[Any, ...]],
+        *,
+        samples: int,
+        batch_size: int,
+        micro_batch_size: int | None = None,
+        steps: int | None = None,
+        tolerance: float | None = None,
+        seconds: float | None = None,
+        seed: int = 0,
+        tokens_per_sample: int = 1,
+        facts: Mapping[str, Any] | None = None,
+    ) -> OptimizationProblem[FlatParameters]:
+        """Train a model: ``batch(samples)`` gives the arguments of ``model.loss_and_gradient``; the rest as above."""
         architecture = getattr(model, "architecture", None)
+        own = {}
         if is_dataclass(architecture) and not isinstance(architecture, type):
-            options["facts"] = {"model.json": asdict(architecture), **options.get("facts", {})}
+            own = {"model.json": asdict(architecture)}
 
         def function(parameters: Any, samples: np.ndarray, gradients: Any) -> float:
             return model.loss_and_gradient(*batch(samples))
 
-        return cls(function, model.parameters, **options)
+        return OptimizationProblem(
+            function,
+            model.parameters,
+            samples,
+            batch_size,
+            micro_batch_size=micro_batch_size,
+            steps=steps,
+            tolerance=tolerance,
+            seconds=seconds,
+            seed=seed,
+            tokens_per_sample=tokens_per_sample,
+            facts={**own, **(facts or {})},
+        )
 
     def minimize(
         self,
         optimizer: ShardedOptimizer,
         *,
-        callback: Callable[[TrainingState], bool | None] | None = None,
+        callback: Callable[[TrainingState[P]], bool | None] | None = None,
         progress: bool = True,
         checkpoints: Checkpoints | None = None,
         resume: bool = False,
         record: RunRecord | None = None,
         loop: Callable[..., Loop] | None = None,
-    ) -> OptimizationResult:
-        """Run the loop; `ShardedOptimizer.optimize` calls this.  Collective over the optimizer's mesh.
+    ) -> OptimizationResult[P]:
+        """Run the loop; `ShardedOptimizer.optimize` calls this and tells of the options.
 
-        Parameters
-        ----------
-        callback : callable, optional
-            Called on every rank after every step; returning True on any rank stops all of them.
-        progress : bool
-            Show progress on stderr of rank 0.
-        checkpoints : Checkpoints, optional
-            Save there as ``checkpoints.every`` says, and after the last step.
-        resume : bool
-            Go on from the newest whole one of `checkpoints`, at whatever number of ranks and in whatever layout it was
-            written, or begin if there is none: with its parameters and state, at its step, with its samples.  The steps
-            of the run before count as steps of this one, and its losses come first in `loss_history`: NaN if another
-            loop wrote the checkpoint without.  A run that had reached its steps or its tolerance takes no more.
-        record : RunRecord, optional
-            Write there how the run goes, for ``mpishard plot`` and others.
-        loop : callable, optional
-            Makes the loop, for optimizers that need another one than `Loop`.
-
-        Raises
-        ------
-        ValueError
-            On every rank and before the first step, if the problem differs between ranks, nothing would stop the loop,
-            checkpoints cannot hold `facts`, or the checkpoint is of other tensors, another rule or other samples.
+        `loop` makes it, for optimizers that need another one than `Loop`.
         """
         if not (checkpoints is None or hasattr(checkpoints, "due")):
             raise TypeError(f"checkpoints must be Checkpoints(folder, mesh), got {type(checkpoints).__name__}")

@@ -111,7 +111,7 @@ def test_ranks_without_samples_take_part(mesh):
             tokens_per_sample=8,
         )
         result = strategy(AdamW(lr=1e-2), mesh).optimize(task, progress=False)
-        assert (result.parameters is model.parameters) == (strategy is ZeRO3Optimizer)
+        assert result.parameters is model.parameters
         results.append((result.loss_history, model.parameters.gather()))
     for one, other in zip(*results, strict=True):
         assert np.allclose(one, other, rtol=1e-12, atol=1e-12)
