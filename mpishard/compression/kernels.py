@@ -9,12 +9,12 @@ Integers keep their width by a cast after each operation (Numba widens to 64 bit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
 
-from mpishard.compiling import HostFunction
+from mpishard.compiling import HostFunction, before_compiling
 
 Array = Any
 _HALF, _SIGN, _INFINITE = np.float32(0.5), np.int32(0x8000), np.int32(0x7F800000)
@@ -22,17 +22,29 @@ LARGEST_HALF = 65504.0
 _RUN = 1024  # elements that fit the first-level cache several times
 
 
-@register_jitable
+def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For functions that compiled ones call."""
+
+    @before_compiling
+    def register() -> None:
+        from numba.extending import register_jitable
+
+        register_jitable(function)
+
+    return function
+
+
+@_inner
 def _int32(x):  # type: ignore[no-untyped-def]
     return np.float32(x).view(np.int32)
 
 
-@register_jitable
+@_inner
 def _float32(bits):  # type: ignore[no-untyped-def]
     return np.int32(bits).view(np.float32)
 
 
-@register_jitable
+@_inner
 def _half(x):  # type: ignore[no-untyped-def]
     """The bits of a float32 of at most 65504, an infinity or NaN, as float16, rounded to nearest even."""
     bits = _int32(x)
@@ -47,7 +59,7 @@ def _half(x):  # type: ignore[no-untyped-def]
     return np.int32(found | np.int32(np.int32(bits >> np.int32(16)) & _SIGN))
 
 
-@register_jitable
+@_inner
 def _of_half(half):  # type: ignore[no-untyped-def]
     half = np.int32(half)
     magnitude = np.int32(half & np.int32(0x7FFF))
@@ -83,7 +95,7 @@ def _from_float16(values: np.ndarray, halves: np.ndarray, add: bool) -> None:
             values[i] = _of_half(halves[i])
 
 
-@register_jitable
+@_inner
 def _upper(x):  # type: ignore[no-untyped-def]
     """The bits of a float32 as bfloat16, rounded to nearest even."""
     bits = _int32(x)
@@ -94,7 +106,7 @@ def _upper(x):  # type: ignore[no-untyped-def]
     return np.int32((special if is_nan else rounded) >> np.int32(16))
 
 
-@register_jitable
+@_inner
 def _of_upper(upper):  # type: ignore[no-untyped-def]
     return _float32(np.int32(np.int32(upper) << np.int32(16)))
 

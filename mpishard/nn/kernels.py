@@ -15,11 +15,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
-from numba.extending import overload
 
-from mpishard.compiling import HostFunction
+from mpishard.compiling import HostFunction, before_compiling
 from mpishard.nn.formulas import GELU_CUBIC, GELU_SLOPE
 
 Array = Any
@@ -42,28 +40,33 @@ def _exp(x: Any) -> Any:
     return math.exp(x)
 
 
-@overload(_exp, jit_options={"error_model": "numpy", "fastmath": {"contract"}})
-def _exp_overload(x: Any) -> Any:
-    # Cephes expf: x = n log 2 + r with |r| <= log(2) / 2, exp(x) = 2^n exp(r). The two parts of log 2 make n times the
-    # first exact. The comparisons let NaN through and keep 2^n a normal number: nothing is smaller than about 1e-38.
-    log2e, high, low = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
-    c0, c1, c2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
-    c3, c4, c5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
-    half, one, least, most = np.float32(0.5), np.float32(1.0), np.float32(-87.33654), np.float32(88.72283)
+@before_compiling
+def _overload_exp() -> None:
+    import numba
+    from numba.extending import overload
 
-    def exp32(x: Any) -> Any:
-        x = least if x < least else x
-        x = most if x > most else x
-        n = np.floor(x * log2e + half)
-        r = x - n * high - n * low
-        p = ((((c0 * r + c1) * r + c2) * r + c3) * r + c4) * r + c5
-        power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
-        return (p * r * r + r + one) * power
+    @overload(_exp, jit_options={"error_model": "numpy", "fastmath": {"contract"}})
+    def exp_overload(x: Any) -> Any:
+        # Cephes expf: x = n log 2 + r with |r| <= log(2) / 2, exp(x) = 2^n exp(r). The two parts of log 2 make n times the
+        # first exact. The comparisons let NaN through and keep 2^n a normal number: nothing is smaller than about 1e-38.
+        log2e, high, low = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
+        c0, c1, c2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+        c3, c4, c5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+        half, one, least, most = np.float32(0.5), np.float32(1.0), np.float32(-87.33654), np.float32(88.72283)
 
-    def exp64(x: Any) -> Any:
-        return math.exp(x)
+        def exp32(x: Any) -> Any:
+            x = least if x < least else x
+            x = most if x > most else x
+            n = np.floor(x * log2e + half)
+            r = x - n * high - n * low
+            p = ((((c0 * r + c1) * r + c2) * r + c3) * r + c4) * r + c5
+            power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+            return (p * r * r + r + one) * power
 
-    return exp32 if x == numba.float32 else exp64
+        def exp64(x: Any) -> Any:
+            return math.exp(x)
+
+        return exp32 if x == numba.float32 else exp64
 
 
 @_kernel
