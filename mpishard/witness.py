@@ -22,16 +22,20 @@ from mpi4py import MPI
 _PATIENCE_S = 10.0
 
 # argv: host, number of ranks, and of those on this node.  Descriptor 0 is a listening socket; a rank connects and says
-# its rank and process, and hears back when all are watched: what ended before that would be seen in no order.
+# its rank and process, and hears back when all are watched: what ended before that would be seen in no order.  Anybody on
+# the node can find the socket and connect; the kernel tells who it is.
 _SCRIPT = """
-import select, socket, sys
+import os, select, socket, struct, sys
 host, size, here, patience = sys.argv[1:]
 socket.setdefaulttimeout(float(patience))
 listener = socket.socket(fileno=0)
 events, ranks = select.epoll(), {}
 try:
-    for _ in range(int(here)):
+    while len(ranks) < int(here):
         rank = listener.accept()[0]
+        if struct.unpack("3i", rank.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1] != os.getuid():
+            rank.close()
+            continue
         ranks[rank.fileno()] = rank, rank.recv(100).decode()
         events.register(rank, select.EPOLLIN)
     for rank, _ in ranks.values():
@@ -85,9 +89,9 @@ class Witness:
         if self._number:
             with contextlib.suppress(OSError):
                 self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._socket.settimeout(_PATIENCE_S)
                 self._socket.connect(address)
                 self._socket.send(f"{comm.rank} {os.getpid()}".encode())
-                self._socket.settimeout(_PATIENCE_S)
                 self._socket.recv(1)
         node.Free()
 
