@@ -22,8 +22,8 @@ from mpi4py import MPI
 _PATIENCE_S = 10.0
 
 # argv: host, number of ranks, and of those on this node.  Descriptor 0 is a listening socket; a rank connects and says
-# its rank and process, and hears back when all are watched: what ended before that would be seen in no order.  Anybody on
-# the node can find the socket and connect; the kernel tells who it is.
+# its rank and process, and hears back when all are watched: what ended before that would be seen in no order.  Anybody
+# on the node can find the socket and connect; the kernel tells who it is.
 _SCRIPT = """
 import os, select, socket, struct, sys
 host, size, here, patience = sys.argv[1:]

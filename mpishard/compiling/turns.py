@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import os
 import stat
@@ -15,11 +16,6 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
-
-try:
-    import fcntl
-except ImportError:  # no POSIX
-    fcntl = None  # type: ignore[assignment]
 
 _PATIENCE_S = 30.0
 _POLL_S = 0.005
@@ -99,8 +95,6 @@ def _unlock(byte: int) -> None:
 
 def _file() -> int | None:
     """The open file of this user and node; None where there is none that others can neither write nor lock."""
-    if fcntl is None:
-        return None
     return _open(os.path.join(tempfile.gettempdir(), f"mpishard-{os.getuid()}.lock"))
 
 

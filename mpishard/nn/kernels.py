@@ -47,8 +47,9 @@ def _overload_exp() -> None:
 
     @overload(_exp, jit_options={"error_model": "numpy", "fastmath": {"contract"}})
     def exp_overload(x: Any) -> Any:
-        # Cephes expf: x = n log 2 + r with |r| <= log(2) / 2, exp(x) = 2^n exp(r). The two parts of log 2 make n times the
-        # first exact. The comparisons let NaN through and keep 2^n a normal number: nothing is smaller than about 1e-38.
+        # Cephes expf: x = n log 2 + r with |r| <= log(2) / 2, exp(x) = 2^n exp(r). The two parts of log 2 make n times
+        # the first exact. The comparisons let NaN through and keep 2^n a normal number: nothing is smaller than about
+        # 1e-38.
         log2e, high, low = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
         c0, c1, c2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
         c3, c4, c5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
