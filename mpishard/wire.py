@@ -45,14 +45,14 @@ def to_wire(buffer: Array, *, reads: bool = True, arithmetic: bool = False) -> A
 
 def from_wire(wire: Array, buffer: Array) -> Array:
     """Bring what MPI left in `wire` back into `buffer`, unless they are the same memory; returns `buffer`."""
-    if arrays.is_device(wire):
+    if arrays.is_device(wire) or (not arrays.is_device(buffer) and np.may_share_memory(wire, buffer)):
         return buffer
+    widened = is_half(buffer.dtype) and wire.dtype == np.float32
+    values = wire.astype(buffer.dtype) if widened else wire.view(buffer.dtype)
     if arrays.is_device(buffer):
-        widened = is_half(buffer.dtype) and wire.dtype == np.float32
-        narrow = wire.astype(buffer.dtype) if widened else wire.view(buffer.dtype)
-        arrays.copy_to_device(narrow, buffer.reshape(-1))
-    elif not np.may_share_memory(wire, buffer):
-        buffer.reshape(-1)[...] = wire
+        arrays.copy_to_device(values, buffer.reshape(-1))
+    else:
+        buffer.reshape(-1)[...] = values
     return buffer
 
 
