@@ -198,6 +198,15 @@ class Ledger:
         self._summed = 0
 
 
+def users_level() -> int:
+    """The `stacklevel` for a warning of the caller's that shows the first line outside mpishard which led to it."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and _inside(frame):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _inside(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_PACKAGE)
 

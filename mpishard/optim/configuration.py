@@ -50,8 +50,9 @@ class ShardingConfiguration:
     max_gradient_norm : float, optional
         Scale the averaged gradient down to this global 2-norm where it is larger.
     nonfinite_gradients : {"raise", "skip", "ignore"}
-        What all ranks do if a gradient is NaN or infinite on any of them: raise FloatingPointError that names tensor
-        and rank, leave parameters and state as they are and count the step as skipped, or go on.
+        What all ranks do if a gradient is NaN or infinite on any of them, or in `optimize` a loss: raise
+        FloatingPointError that names tensor or samples and rank, leave parameters and state as they are and count the
+        step as skipped, or go on.
     loss_scale : float or "dynamic", optional
         Gradients arrive multiplied by this, so that small ones survive half precision: models multiply the gradient of
         their loss by ``parameters.loss_scale``, whose effect the optimizer divides out.  "dynamic": 2**16 at first;

@@ -154,13 +154,14 @@ class LocalSGDOptimizer(ShardedOptimizer):
         """What workers have done by themselves until now becomes one state."""
         self.prepare_save()
 
-    def update(self, count: float, *, rate_factor: float = 1.0) -> bool:
+    def update(self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "") -> bool:
         """Take this worker's own step, along its gradient over its share of `count`; average what is due."""
         self.mend()
         if self._local == 0:
             self._averages.begin()
         try:
-            usable = super().update(count / self._strategy.workers, rate_factor=rate_factor)
+            share = count / self._strategy.workers
+            usable = super().update(share, rate_factor=rate_factor, nonfinite_loss=nonfinite_loss)
         except FloatingPointError as error:
             usable = False
             self.skipped_steps += 1

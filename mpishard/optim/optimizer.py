@@ -287,10 +287,11 @@ class ShardedOptimizer:
         self._prepare_step()
         return self._strategy
 
-    def update(self, count: float, *, rate_factor: float = 1.0) -> bool:
+    def update(self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "") -> bool:
         """Finish the reductions and update with the sum over `count`; False if the step was skipped.
 
-        The rule's learning rate is multiplied by `rate_factor`.
+        The rule's learning rate is multiplied by `rate_factor`.  What is NaN or infinite in this rank's loss, in words,
+        counts as such a gradient does.
 
         `step` and training loops end in this.
         """
@@ -299,6 +300,7 @@ class ShardedOptimizer:
         strategy.buckets.end_pass()
         strategy.drain()
         divisor = float(count) * self.loss_scale
+        self._inspection.nonfinite_loss = nonfinite_loss
         usable = self._gradients_are_usable(divisor)
         if usable:
             clip = 1.0
@@ -613,19 +615,20 @@ class ShardedOptimizer:
         mode, limit = self.config.nonfinite_gradients, self.config.max_gradient_norm
         self.gradient_norm = math.nan
         measure = limit is not None or self.measure_norm
-        if mode == "ignore" and not measure:
+        if mode == "ignore" and not measure and not self._inspection.is_first:
             return True
         norm = self._inspection.norm(measure)
         if not math.isinf(norm):
             self.gradient_norm = norm / divisor
-            return True
-        if self.scaling.overflowed():
+            if self._inspection.finite_loss:
+                return True
+        elif self.scaling.overflowed():
             return False
         if mode == "raise":
-            where, step = self._inspection.culprits(), self.clock + 1
+            what = self._inspection.culprits(self.clock + 1)
             self._strategy.buckets.reset()
             raise FloatingPointError(
-                f"NaN or infinite gradient at step {step}: {where}; parameters and state are unchanged.  "
+                f"{what}; parameters and state are unchanged.  "
                 'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'
             )
         return mode == "ignore"

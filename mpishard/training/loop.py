@@ -26,9 +26,11 @@ from mpishard.state import RunState
 from mpishard.threads import fix_blas_threads
 from mpishard.training.problem import OptimizationProblem
 from mpishard.training.scaling import Scaling
+from mpishard.training.sum_check import check_sums
 from mpishard.tree_sum import Deal, tree_sum
 
 Array = Any
+_NAMED = 5  # samples that a message lists
 
 
 class Loop:
@@ -81,6 +83,7 @@ class Loop:
         self.untold: list[tuple[float, int]] = []
         self.wished = 0
         self.rate = math.nan  # of the last step
+        self.nonfinite_loss = ""  # of this rank in the step that is being taken, in words
         self.record = record
         self.checkpoints = checkpoints
         if checkpoints is not None:
@@ -121,6 +124,8 @@ class Loop:
     def run(self) -> OptimizationResult[Any]:
         self.optimizer.measure_norm |= self.problem.tolerance is not None
         reason = self.what_is_reached(self.optimizer.gradient_norm if self.resumed else math.nan)
+        if self.optimizer.mesh.debug and not reason:
+            check_sums(self)
         try:
             while not reason:
                 reason = self.step(self.before + len(self.losses) + 1)
@@ -246,6 +251,7 @@ class Loop:
         """Compute a step and update; returns its loss and its learning rate."""
         self.optimizer.config.mesh.ledger.step = step
         self.batch = self.sampler.following(self.position, self.batch_size)
+        self.nonfinite_loss = ""
         losses, count = self.losses_and_gradient(self.batch)
         self.meets = self.meets_always or self.optimizer.meets
         if self.meets:
@@ -257,7 +263,7 @@ class Loop:
         factor = self.rate_factor
         rate = factor * self.optimizer.rule.learning_rate(self.optimizer.steps + 1)
         with self.phase("update"):
-            self.optimizer.update(count, rate_factor=factor)
+            self.optimizer.update(count, rate_factor=factor, nonfinite_loss=self.nonfinite_loss)
         self.rate = rate
         return loss, rate
 
@@ -348,10 +354,13 @@ class Loop:
         loss = self.problem.function(parameters, samples, self.gradients)
         self.optimizer.mesh.ledger.note(f"{len(samples)} samples", "function", began)
         try:
-            return float(loss)
+            loss = float(loss)
         except (TypeError, ValueError):
             what = f"a {type(loss).__name__}"
             raise TypeError(f"the function must return the summed loss as one number, got {what}") from None
+        if not math.isfinite(loss) and not self.nonfinite_loss:
+            self.nonfinite_loss = f"{loss} of {_listed(samples)}"
+        return loss
 
     def consumed(self) -> int:
         """Samples that this run has used so far."""
@@ -398,3 +407,10 @@ class Loop:
         if self.problem.tolerance is not None and norm <= self.problem.tolerance:
             return "tolerance"
         return "steps" if self.problem.steps is not None and len(self.losses) >= self.problem.steps else ""
+
+
+def _listed(samples: np.ndarray) -> str:
+    """Sample indices in words, the first few of them."""
+    named = ", ".join(map(str, samples[:_NAMED].tolist()))
+    more = f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else ""
+    return f"samples {named}{more}" if named else "no samples"

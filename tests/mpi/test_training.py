@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -351,6 +352,95 @@ def test_nonfinite_loss_gradients_end_the_loop_on_all_ranks(mesh, strategy):
     task = OptimizationProblem(broken, np.zeros(3), samples=45, batch_size=15, steps=10)
     with pytest.raises(FloatingPointError, match="step 4: 'parameters' on rank 0"):
         strategy(SGD(lr=0.1), mesh).optimize(task, progress=False)
+
+
+@pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO2Optimizer, ZeRO3Optimizer])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nonfinite_loss_with_finite_gradients(mesh, strategy, value):
+    def broken(parameters, samples, gradients):
+        return least_squares(parameters, samples, gradients) + (value if 7 in samples else 0.0)
+
+    def train(mode, **options):
+        optimizer = strategy(SGD(lr=1e-3), ShardingConfiguration(mesh, nonfinite_gradients=mode, **options))
+        task = OptimizationProblem(broken, np.zeros(6), samples=45, batch_size=15, micro_batch_size=1, steps=3)
+        return optimizer.optimize(task, progress=False)
+
+    (step,) = [number for number in (1, 2, 3) if 7 in Sampler(45, 15).batch(number)]
+    with pytest.raises(FloatingPointError, match=rf"loss at step {step}: {value} of samples 7 on rank \d+; parameters"):
+        train("raise")
+    skipping, ignoring = train("skip", max_gradient_norm=1.0), train("ignore")
+    assert (skipping.skipped_steps, ignoring.skipped_steps) == (1, 0)
+    for result in (skipping, ignoring):
+        assert np.flatnonzero(~np.isfinite(result.loss_history)).tolist() == [step - 1]
+    assert np.isfinite(skipping.parameters).all()
+
+
+def test_infinite_loss_is_no_fault_of_the_loss_scale(mesh):
+    optimizer = DDPOptimizer(SGD(lr=0.1), ShardingConfiguration(mesh, loss_scale="dynamic"))
+    task = gpt_problem(steps=1)
+    broken = replace(task, function=lambda *arguments: task.function(*arguments) + np.inf)
+    before = optimizer.loss_scale
+    with pytest.raises(FloatingPointError, match="infinite loss at step 1: inf of samples"):
+        optimizer.optimize(broken, progress=False)
+    assert optimizer.loss_scale == before
+
+
+@pytest.mark.parametrize("mode", ["raise", "ignore"])
+def test_a_gradient_that_nobody_sees_is_told_once(mesh, mode):
+    def assigns(parameters, samples, gradients):
+        gradients = DATA[samples].T @ np.ones(len(samples))
+        return float(gradients @ gradients)
+
+    optimizer = DDPOptimizer(SGD(lr=0.1), ShardingConfiguration(mesh, nonfinite_gradients=mode))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.optimize(replace(problem(), function=assigns), progress=False)
+    told = [warning for warning in caught if "gradient is exactly zero" in str(warning.message)]
+    assert len(told) == (mesh.rank == 0)
+    assert all(warning.filename == __file__ for warning in told)
+
+
+def mean(parameters, samples, gradients):
+    own = np.zeros_like(gradients)
+    loss = least_squares(parameters, samples, own)
+    gradients += own / len(samples)
+    return loss / len(samples)
+
+
+def overwriting(parameters, samples, gradients):
+    own = np.zeros_like(gradients)
+    loss = least_squares(parameters, samples, own)
+    gradients[...] = own
+    return loss
+
+
+def penalised(parameters, samples, gradients):
+    return least_squares(parameters, samples, gradients) + 100.0
+
+
+def test_debug_finds_functions_that_return_no_sums(same_on_all):
+    with mpishard.Mesh(debug=True) as mesh:
+        for wrong, what in ((mean, "returns a mean"), (overwriting, "overwrites"), (penalised, "does not return sums")):
+            with pytest.raises(ValueError, match=what):
+                DDPOptimizer(SGD(lr=1e-3), mesh).optimize(replace(problem(batch_size=16), function=wrong))
+        random = np.random.default_rng(mesh.rank)
+        for right in (least_squares, lambda *arguments: least_squares(*arguments) * (1 + random.standard_normal())):
+            task = replace(problem(batch_size=16), function=right)
+            result = DDPOptimizer(SGD(lr=1e-3), mesh).optimize(task, progress=False)
+            assert same_on_all(result.parameters)
+        expected = alone(DDPOptimizer, SGD(lr=1e-3), lambda: problem(batch_size=16))
+        assert np.allclose(result.parameters, expected.parameters, rtol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO2Optimizer])
+def test_debug_looks_at_models_where_they_add_up_by_themselves(strategy):
+    with mpishard.Mesh(debug=True) as mesh:
+        task = gpt_problem(batch_size=16, steps=1)
+        strategy(SGD(lr=0.1), mesh).optimize(task, progress=False)
+        wrong = replace(task, function=lambda p, samples, g: task.function(p, samples, g) / max(1, len(samples)))
+        if strategy is DDPOptimizer:
+            with pytest.raises(ValueError, match="returns a mean"):
+                strategy(SGD(lr=0.1), mesh).optimize(wrong, progress=False)
 
 
 def test_sharded_model_and_rule_in_one_line_each(mesh, same_on_all):

@@ -1,0 +1,90 @@
+"""Debug: whether a function returns sums over its samples, by one micro-batch and its two halves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpishard import array as arrays
+from mpishard.data.sampling import share
+
+if TYPE_CHECKING:
+    from mpishard.training.loop import Loop
+
+# A mean in place of a sum is off by a factor of two; rounding in half precision by a thousandth.
+_TOLERANCE = 0.02
+_AGAIN = 1e-5  # and in two calls for the same samples
+
+
+def check_sums(loop: Loop) -> None:
+    """Raise ValueError on all ranks unless loss and gradient of a micro-batch are the sums of those of its halves.
+
+    Parameters and state are as before.  Not for models whose ranks meet inside a backward pass (ZeRO-2 and 3, tensor
+    and pipeline ranks), and not for functions that give two results for the same samples.  Collective.
+    """
+    if loop.split or (loop.of_model and loop.buckets.on_demand):
+        return
+    batch = loop.sampler.following(loop.position, loop.batch_size)
+    samples = share(batch, loop.axis.rank, loop.axis.size, loop.problem.micro_batch_size)[0]
+    half = len(samples) // 2
+    problem: Exception | None = None
+    if half:
+        try:
+            problem = _difference(loop, samples[:half], samples[half : 2 * half])
+        except Exception as error:  # of the user's function: all ranks hear of it
+            problem = error
+        loop.parameters.reset_gradients()
+    loop.optimizer.world.agree(problem)
+
+
+def _difference(loop: Loop, first: np.ndarray, second: np.ndarray) -> ValueError | None:
+    """What is wrong with the function, if anything is."""
+    both = np.concatenate([first, second])
+    (loss,), (gradient,) = _results(loop, both)
+    losses, (of_first, of_halves) = _results(loop, first, second)
+    loss_of_halves = sum(losses)
+    pairs = (loss, loss_of_halves), (gradient, of_halves)
+    if all(_alike(whole, halves) for whole, halves in pairs):
+        return None
+    (again,), (gradient_again,) = _results(loop, both)
+    if not (_alike(loss, again, _AGAIN) and _alike(gradient, gradient_again, _AGAIN)):
+        return None  # a random function, or one that is not finite
+    told = (
+        f"the loss of {len(both)} samples is {loss:.6g} and those of their two halves {losses[0]:.6g} and "
+        f"{losses[1]:.6g}, the norm of the gradient {np.linalg.norm(gradient):.6g} and that of the halves', added up, "
+        f"{np.linalg.norm(of_halves):.6g}"
+    )
+    if all(_alike(whole, halves) or _alike(2 * whole, halves) for whole, halves in pairs):
+        return ValueError(
+            f"the function returns a mean where it must return a sum: {told}; return the sum over the samples, and add "
+            "the sum of their gradients: the one division is by the number of samples of all ranks"
+        )
+    if _alike(gradient - of_first, of_halves):
+        return ValueError(
+            f"the function overwrites the gradients where it must add to them: {told}; use gradients += ..."
+        )
+    return ValueError(f"the function does not return sums over its samples: {told}")
+
+
+def _results(loop: Loop, *parts: np.ndarray) -> tuple[list[float], list[np.ndarray]]:
+    """The losses of some samples, and the gradient as it has added up after each."""
+    buckets = loop.buckets
+    loop.parameters.reset_gradients()
+    losses, gradients = [], []
+    if not loop.of_model:
+        loop.gradients[...] = 0
+    for samples in parts:
+        buckets.hold = True
+        losses.append(loop.pass_over(samples))
+        if loop.of_model:
+            buckets.end_pass(last=False)
+        gradients.append(np.array(arrays.to_host(buckets.flat if loop.of_model else loop.gradients), np.float64))
+    loop.nonfinite_loss = ""
+    return losses, gradients
+
+
+def _alike(one: np.ndarray | float, other: np.ndarray | float, tolerance: float = _TOLERANCE) -> bool:
+    """Whether they differ by no more than so much of their largest element."""
+    most = max(np.abs(one).max(initial=0), np.abs(other).max(initial=0))
+    return bool(np.abs(np.subtract(one, other)).max(initial=0) <= tolerance * most)
