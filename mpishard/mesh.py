@@ -44,8 +44,8 @@ class Mesh:
         ``MPISHARD_TIMEOUT``, else 600.
     debug : bool, optional
         Compare every collective across ranks before it starts, and raise `CollectiveMismatchError` on all of them
-        where they differ; and compare the copies of replicated parameters after every step.  Default from
-        ``MPISHARD_DEBUG`` (1 or 0).
+        where they differ; compare the copies of replicated parameters after every step; and at the start of `optimize`
+        see whether the function of its problem returns sums.  Default from ``MPISHARD_DEBUG`` (1 or 0).
 
     Attributes
     ----------
