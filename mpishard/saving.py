@@ -70,7 +70,9 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Read the newest whole checkpoint, of any layout, into parameters and optimizer, in place, and return its facts.
 
-    Collective over the mesh.  Every element is read by one rank; copies travel over MPI.
+    Collective over the mesh.  Everything is checked first: hashes, facts, what compressed values decode to.  Then every
+    element is read by one rank, straight into its place, and copies travel over MPI.  So a rank needs memory for what
+    travels at a time, some megabytes, and not for a second copy of anything.
 
     Parameters
     ----------
@@ -89,8 +91,12 @@ def load_checkpoint(
         If there is no checkpoint.
     ValueError, TypeError
         If all are damaged, or the newest whole one is of other tensors or of another rule; if the parameters of any
-        rank cannot be written to, or are others than those of the rest.  On every rank, and before anything has
-        changed.
+        rank cannot be written to, or are others than those of the rest; or facts make no sense, such as ``steps``
+        below 0.  On every rank, and before anything has changed.
+    OSError
+        On every rank, if the folder cannot be listed; or if the disk fails in the second of two readings of the same
+        bytes, and no older checkpoint can be read: only then are parameters and state partly overwritten, and the
+        message says so.
     """
     if optimizer is None and not isinstance(mesh, Mesh):
         raise TypeError(

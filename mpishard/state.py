@@ -5,6 +5,7 @@ Checkpoints, resharding and resizing take it from whoever has it, and know neith
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,9 @@ SLOT = "optimizer/{}"
 # What compression has left over, of gradients and of averages of parameters.
 GRADIENT_ERRORS = "gradient_errors"
 AVERAGE_ERRORS = "average_errors"
+
+_LONGEST = 500  # characters of a value in a message
+_MOST = 2**53  # all whole numbers up to here are floats
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,40 @@ def check_same_tensors(
     raise ValueError(
         f"{what} is of another model: it has {len(theirs)} tensors and this model {len(ours)}; {'; '.join(told)}"
     )
+
+
+def whole_fact(facts: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 0) -> int:
+    """The whole number that a fact is; ValueError if facts that were read have anything else there."""
+    value = facts.get(name, default)
+    if type(value) is not int or not least <= value <= _MOST:
+        raise ValueError(f"{_told(facts, name)}, which must be a whole number of at least {least}")
+    return value
+
+
+def finite_fact(facts: Mapping[str, Any], name: str, default: float | None = None, *, above: float = 0.0) -> float:
+    """The finite number above a bound that a fact is; ValueError if facts that were read have anything else there."""
+    value = facts.get(name, default)
+    if type(value) not in (int, float) or not above < value < math.inf:
+        raise ValueError(f"{_told(facts, name)}, which must be a finite number above {above:g}")
+    return float(value)
+
+
+def names_fact(facts: Mapping[str, Any], name: str) -> list[str]:
+    """The list of names that a fact is, empty where it is missing; ValueError if there is anything else."""
+    value = facts.get(name, [])
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        raise ValueError(f"{_told(facts, name)}, which must be a list of names")
+    return list(value)
+
+
+def _told(facts: Mapping[str, Any], name: str) -> str:
+    return f"the saved state has {name}={brief(facts[name])}" if name in facts else f"the saved state has no {name}"
+
+
+def brief(value: Any) -> str:
+    """A value in words for a message; what was read may be a table of a hundred thousand numbers."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
 
 
 def link_name(name: str) -> str:

@@ -204,7 +204,9 @@ class Checkpoints:
     def load(self, state: RunState, *, check: Callable[[Mapping[str, Any]], None] | None = None) -> Contents | None:
         """Read the newest whole checkpoint into the arrays of `state`, whatever layout wrote it.
 
-        Every file is hashed before HDF5 opens any.  Rank 0 warns of each damaged checkpoint that is passed over.
+        Every file is hashed before HDF5 opens any, and every chunk of compressed values is decoded once to see that it
+        has them all; only then are values read, straight into place, without memory for a second copy.  Rank 0 warns of
+        each damaged checkpoint that is passed over.
 
         Parameters
         ----------
@@ -222,8 +224,10 @@ class Checkpoints:
         ------
         ValueError
             On every rank: there are only damaged ones, or the newest whole one is of other tensors, or `check` says so.
+            Nothing was written.
         OSError
-            On every rank, if the folder cannot be listed.
+            On every rank, if the folder cannot be listed; or, with arrays partly written, if a disk fails that gave the
+            same bytes a moment before and no older checkpoint can be read.
         """
         axis = self._open()
         self._settle()

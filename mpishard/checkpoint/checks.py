@@ -14,11 +14,11 @@ import h5py
 
 from mpishard.checkpoint.pieces import StoredPiece
 from mpishard.layout import Box
+from mpishard.state import brief
 
 # Each cut dimension doubles the corners of a box.
 _MOST_CORNERS = 2**22
 _KIND = re.compile(r"(?!(json|history)\b)\w+(/\w+)?", re.ASCII)
-_FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_LZF}
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def refusing(path: Path) -> Iterator[None]:
         told = str(error) or "too large or too deep"
         if not isinstance(error, ValueError):
             told = f"{type(error).__name__}: {told}"
-        raise ValueError(f"{path} is refused: {told}") from error
+        raise ValueError(f"{path} is refused: {brief(told)}") from error
 
 
 def file_inside(folder: Path, name: str) -> Path:
@@ -50,15 +50,6 @@ def check_kind(kind: str) -> None:
     """Raise ValueError unless it can be the group of an array, such as ``"optimizer/exp_avg"``."""
     if not _KIND.fullmatch(kind):
         raise ValueError(f"{kind!r} cannot be the kind of an array; wanted a name, or two with a slash between")
-
-
-def check_hard_link(h5: h5py.File, path: str) -> None:
-    """Raise ValueError unless the last part of a path is a link to an object of this very file."""
-    name = path.encode()
-    if not h5.id.links.exists(name):
-        raise ValueError(f"{path} is missing")
-    if h5.id.links.get_info(name).type != h5py.h5l.TYPE_HARD:
-        raise ValueError(f"{path} is a link to elsewhere")
 
 
 def check_links(h5: h5py.File, expected: set[str]) -> None:
@@ -82,37 +73,6 @@ def check_links(h5: h5py.File, expected: set[str]) -> None:
         problem = f"it lacks /{min(missing).decode()}, and {len(missing) - 1} more of what its tables name"
     if problem is not None:
         raise ValueError(problem)
-
-
-def check_lies_here(dataset: h5py.h5d.DatasetID) -> None:
-    """Raise ValueError unless all values of a data set lie in its own file.
-
-    Comes first: HDF5 opens the sources of some virtual data sets to tell their shape.
-    """
-    plist = dataset.get_create_plist()
-    if plist.get_layout() == h5py.h5d.VIRTUAL:
-        raise ValueError("the values are those of another, virtual data set")
-    if plist.get_external_count():
-        raise ValueError("the values lie in a file outside")
-
-
-def check_written(dataset: h5py.h5d.DatasetID) -> None:
-    """Raise ValueError unless all values of a data set were written, with filters that are known."""
-    plist = dataset.get_create_plist()
-    if plist.get_layout() == h5py.h5d.CHUNKED:
-        unknown = [plist.get_filter(i)[0] for i in range(plist.get_nfilters())]
-        if not set(unknown) <= _FILTERS:
-            raise ValueError(f"it has filters {unknown}, of which not all are known")
-        pairs = list(zip(dataset.shape, plist.get_chunk(), strict=True))
-        if any(chunk > extent for extent, chunk in pairs):
-            raise ValueError("its chunks are larger than itself")
-        whole = dataset.get_num_chunks() == prod(-(-extent // chunk) for extent, chunk in pairs)
-    else:
-        # Text has a reference of another size on disk than in memory.
-        text = dataset.dtype.kind == "O"
-        whole = text or dataset.get_storage_size() == prod(dataset.shape) * dataset.dtype.itemsize
-    if not whole:
-        raise ValueError("some of its values were never written")
 
 
 def box_of(space: h5py.h5s.SpaceID) -> Box:

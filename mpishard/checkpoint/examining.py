@@ -12,6 +12,7 @@ from mpishard.checkpoint.comparing import figures
 from mpishard.checkpoint.folder import Candidate
 from mpishard.checkpoint.index import Contents, read_index
 from mpishard.checkpoint.manifest import INDEX, Manifest
+from mpishard.checkpoint.reading import damages
 from mpishard.checkpoint.sources import Stored
 
 
@@ -68,7 +69,7 @@ def found_at(path: Path) -> list[Candidate]:
 
 
 def examine(candidate: Candidate) -> Examination:
-    """Hash every file of a checkpoint, then read its index.  Nothing is opened with HDF5 before its hash was right."""
+    """Hash every file of a checkpoint, read its index, decode chunks.  HDF5 opens nothing before its hash was right."""
     folder, manifest = candidate.path, candidate.manifest
     if manifest is None:
         return Examination(folder, None, None, (candidate.problem,))
@@ -79,6 +80,8 @@ def examine(candidate: Candidate) -> Examination:
             contents = contents_of(folder, manifest)
         except ValueError as error:
             problems.append(str(error))
+    if contents is not None and not problems:
+        problems += damages(contents, contents.pieces)
     return Examination(folder, manifest, contents, tuple(problems))
 
 

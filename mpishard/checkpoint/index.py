@@ -21,6 +21,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from mpishard import hdf5
 from mpishard.checkpoint import checks
 from mpishard.checkpoint.pieces import BLOCK, DTYPES, VERSION, StoredPiece, new_file, read_mark
 from mpishard.state import link_name
@@ -203,9 +204,9 @@ def read_index(folder: Path) -> Contents:
             tensors, kinds = _tensors(texts.pop("tensors")), _kinds(texts.pop("kinds"))
             history = _children(h5, "history")
             checks.check_links(h5, _expected(h5, tensors, kinds, [*texts, *_TABLES], history))
-            facts = {name: _attribute(h5, name) for name in h5.attrs if name not in own}
+            facts = {name: hdf5.attribute(h5, name) for name in h5.attrs if name not in own}
             facts |= {name + _JSON: value for name, value in texts.items()}
-            facts |= {name: _numbers(h5, name, path.stat().st_size) for name in history}
+            facts |= {name: _numbers(h5, name) for name in history}
             pieces = [
                 piece
                 for kind, dtype in kinds.items()
@@ -228,20 +229,9 @@ def read_index(folder: Path) -> Contents:
     )
 
 
-def _attribute(h5: h5py.File, name: str) -> Any:
-    attribute = h5.attrs.get_id(name)
-    text = h5py.check_string_dtype(attribute.dtype)
-    if attribute.get_space().get_simple_extent_type() != h5py.h5s.SCALAR:
-        raise ValueError(f"its attribute {name!r} is not a single value")
-    if attribute.dtype.kind not in "biuf" and (text is None or text.length is not None):
-        raise ValueError(f"its attribute {name!r} is neither a number nor text but {attribute.dtype}")
-    value = h5.attrs[name]
-    return value.item() if isinstance(value, np.generic) else value
-
-
 def _check_origin(h5: h5py.File, mark: bytes) -> dict[str, Any]:
     """What `write_index` says in attributes; ValueError unless this is an index, and one that this version reads."""
-    own: dict[str, Any] = {name: _attribute(h5, name) if name in h5.attrs else None for name in _OWN}
+    own: dict[str, Any] = {name: hdf5.attribute(h5, name) if name in h5.attrs else None for name in _OWN}
     if own["format"] != _FORMAT:
         raise ValueError(f"its format is {own['format']!r}, not {_FORMAT!r}")
     if own["version"] != VERSION:
@@ -261,33 +251,24 @@ def _children(h5: h5py.File, group: str) -> list[str]:
     """Names in a group that may be missing; its link is not followed elsewhere."""
     if not h5.id.links.exists(group.encode()):
         return []
-    checks.check_hard_link(h5, group)
+    hdf5.check_hard_link(h5, group)
     return list(h5[group])
-
-
-def _open(h5: h5py.File, path: str) -> h5py.h5d.DatasetID:
-    checks.check_hard_link(h5, path)
-    dataset = h5py.h5d.open(h5.id, path.encode())
-    checks.check_lies_here(dataset)
-    return dataset
 
 
 def _text(h5: h5py.File, name: str) -> Any:
     """What the JSON text in a data set says."""
-    dataset = _open(h5, f"json/{name}")
+    dataset = hdf5.open_plain(h5, f"json/{name}")
     text = h5py.check_string_dtype(dataset.dtype)
     if dataset.shape != () or text is None or text.length is not None:
         raise ValueError(f"its table {name} is {dataset.dtype} {dataset.shape}, not text")
-    checks.check_written(dataset)
-    return json.loads(h5py.Dataset(dataset)[()])
+    return json.loads(dataset[()])
 
 
-def _numbers(h5: h5py.File, name: str, file_size: int) -> np.ndarray:
-    dataset = _open(h5, f"history/{name}")
-    if dataset.rank != 1 or dataset.dtype.kind not in "iuf" or dataset.shape[0] * dataset.dtype.itemsize > file_size:
+def _numbers(h5: h5py.File, name: str) -> np.ndarray:
+    dataset = hdf5.open_plain(h5, f"history/{name}")
+    if dataset.ndim != 1 or dataset.dtype.kind not in "iuf":
         raise ValueError(f"its array {name} is {dataset.dtype} {dataset.shape}; wanted one of numbers, and 1-D")
-    checks.check_written(dataset)
-    return h5py.Dataset(dataset)[()]
+    return dataset[()]
 
 
 def _tensors(table: Any) -> dict[str, tuple[int, ...]]:
@@ -327,7 +308,7 @@ def _mapped(h5: h5py.File, kind: str, name: str, shape: tuple[int, ...], dtype: 
     with checks.told_of(kind, name):
         pieces: list[StoredPiece] = []
         if 0 in shape:
-            checks.check_lies_here(dataset)
+            hdf5.check_lies_here(dataset)
         else:
             plist = dataset.get_create_plist()
             if plist.get_layout() != h5py.h5d.VIRTUAL:

@@ -11,7 +11,7 @@ from mpishard.checkpoint import folder, manifest, polling
 from mpishard.checkpoint.examining import contents_of
 from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.manifest import Manifest
-from mpishard.checkpoint.reading import check_fits, fill
+from mpishard.checkpoint.reading import check_fits, damages, fill
 from mpishard.collectives import Axis
 from mpishard.state import RunState
 
@@ -20,6 +20,10 @@ Check = Callable[[Mapping[str, Any]], None]
 
 def load_newest(run: Path, state: RunState, axis: Axis, patient: Axis, check: Check | None) -> Contents | None:
     """Read the newest whole checkpoint in a folder into the arrays of `state`.  Collective.
+
+    All of it is checked before anything is written: hashes, the index, what chunks decode to, whether it fits.  Then
+    values are read into place, so that no rank needs memory for a second copy: at most for a chunk, and for what
+    travels at a time to ranks that hold copies.
 
     Parameters
     ----------
@@ -40,38 +44,47 @@ def load_newest(run: Path, state: RunState, axis: Axis, patient: Axis, check: Ch
     Raises
     ------
     ValueError
-        On every rank, if there are only damaged ones, or, before anything is written, if the newest whole one does not
-        fit.
+        On every rank and before anything is written, if there are only damaged ones, or if the newest whole one does
+        not fit.
     OSError
-        On every rank, if the folder cannot be listed.
+        On every rank, if the folder cannot be listed.  Or if a disk fails that gave the same bytes a moment before, and
+        no older checkpoint can be read: then the arrays are partly written, and the message says so.
     """
     known, passed_over = _find(run, patient)
+    spoilt = False
     for path, listed in known:
         contents = None
         problems = _verify(path, listed, patient)
         if not problems:
             contents, problems = _open(path, listed, patient)
         if contents is not None and not problems:
+            problems = _decode(contents, state, patient)
+        if contents is not None and not problems:
             axis.agree(_misfit(contents, state, check))
             try:
-                fill(contents, state, axis)
+                fill(contents, state, axis, patient)
                 return contents
             except ValueError as error:  # on all ranks
-                problems = [str(error)]
+                problems, spoilt = [str(error)], True
         passed_over += problems
         _warn(axis, f"the checkpoint {path} is damaged and passed over: {'; '.join(problems[:3])}")
+    if spoilt:
+        raise OSError(
+            f"a disk failed while a checkpoint in {run} was read into place: {'; '.join(passed_over)}; parameters and "
+            "optimizer state are partly overwritten: load again, or make them anew"
+        )
     if passed_over:
         raise ValueError(f"no checkpoint in {run} is whole: {'; '.join(passed_over)}")
     return None
 
 
-def _misfit(contents: Contents, state: RunState, check: Check | None) -> ValueError | None:
+def _misfit(contents: Contents, state: RunState, check: Check | None) -> Exception | None:
     """Why a checkpoint cannot become this state, whole as it is."""
     try:
         check_fits(contents, state)
         if check is not None:
             check(contents.facts)
-    except ValueError as error:
+    except Exception as error:  # whatever it is, all ranks hear of it
         return error
     return None
 
@@ -113,6 +126,12 @@ def _open(path: Path, listed: Manifest, axis: Axis) -> tuple[Contents | None, li
     except (ValueError, OSError) as error:
         problem = [str(error)]
     return contents, list(dict.fromkeys(polling.gather_lists(axis, problem)))
+
+
+def _decode(contents: Contents, state: RunState, axis: Axis) -> list[str]:
+    """What is wrong with the pieces of a checkpoint that a state wants; the ranks divide them."""
+    wanted = [piece for piece in contents.pieces if piece.kind in state.kinds]
+    return polling.gather_lists(axis, damages(contents, wanted[axis.rank :: axis.size]))
 
 
 def _warn(axis: Axis, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,12 @@ import h5py
 import numpy as np
 
 from mpishard import array as arrays
-from mpishard.checkpoint import checks
+from mpishard import hdf5
+from mpishard.checkpoint import checks, polling
 from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.pieces import StoredPiece, pieces_mark, read_mark, writer_of
 from mpishard.collectives import Axis
-from mpishard.layout import Box, intersect
+from mpishard.layout import Box, boxes_of_range, intersect
 from mpishard.reshard import reshard
 from mpishard.state import RunState, Shard, check_same_tensors
 
@@ -22,6 +24,9 @@ Array = Any
 
 # Files stay open for the next piece, but a process may have no more than about a thousand.
 _OPEN_FILES = 64
+# Elements read at once where they do not lie end to end in their array.
+_BLOCK = 2**22
+_MOST_TOLD = 3
 
 
 class PieceReader:
@@ -72,14 +77,20 @@ class PieceReader:
             dataset = self._dataset(piece)
             if out.dtype != dataset.dtype:
                 raise ValueError(f"{piece.dataset} is {dataset.dtype}, wanted {out.dtype}")
-            target = out if out.flags.c_contiguous else np.empty(shape, out.dtype)
-            space = dataset.get_space()
-            if shape:
-                space.select_hyperslab(tuple(a - b for (a, _), (b, _) in zip(inside, piece.box, strict=True)), shape)
-            memory = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
-            dataset.read(memory, space, target)
-        if target is not out:
-            out[...] = target
+            first = [start - origin for (start, _), (origin, _) in zip(inside, piece.box, strict=True)]
+            if out.flags.c_contiguous:
+                _read_box(dataset, first, out)
+                return
+            for begin in range(0, out.size, _BLOCK):
+                for box in boxes_of_range(shape, begin, min(begin + _BLOCK, out.size)):
+                    part = np.empty([stop - start for start, stop in box], out.dtype)
+                    _read_box(dataset, [a + start for a, (start, _) in zip(first, box, strict=True)], part)
+                    out[_within(box, tuple((0, extent) for extent in shape))] = part
+
+    def check(self, piece: StoredPiece) -> None:
+        """Raise ValueError, as `read` does, unless all of a piece can be read; decodes its chunks."""
+        with checks.refusing(self._contents.folder / piece.file), checks.told_of(piece.kind, piece.name):
+            hdf5.check_chunks(self._dataset(piece))
 
     def _dataset(self, piece: StoredPiece) -> h5py.h5d.DatasetID:
         """The data set of a piece, once it is known to be one."""
@@ -89,13 +100,13 @@ class PieceReader:
         path = ""
         for name in piece.dataset.strip("/").split("/"):
             path = f"{path}/{name}"
-            checks.check_hard_link(file, path)
+            hdf5.check_hard_link(file, path)
         dataset = h5py.h5d.open(file.id, path.encode())
-        checks.check_lies_here(dataset)
+        hdf5.check_lies_here(dataset)
         dtype = self._contents.kinds[piece.kind]
         if dataset.shape != piece.shape or dataset.dtype != dtype:
             raise ValueError(f"{path} is {dataset.dtype} {dataset.shape}, in the index {dtype} {piece.shape}")
-        checks.check_written(dataset)
+        hdf5.check_written(dataset)
         self._opened = piece, dataset
         return dataset
 
@@ -112,6 +123,32 @@ class PieceReader:
             self._files.popitem(last=False)[1].close()
         self._files[name] = h5py.File(path, "r", locking=False)
         return self._files[name]
+
+
+def _read_box(dataset: h5py.h5d.DatasetID, first: Sequence[int], out: np.ndarray) -> None:
+    """Read the box of a data set that begins at these places, and is shaped like a contiguous array, into that."""
+    space = dataset.get_space()
+    if out.shape:
+        space.select_hyperslab(tuple(first), out.shape)
+    memory = h5py.h5s.create_simple(out.shape) if out.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+    dataset.read(memory, space, out)
+
+
+def damages(contents: Contents, pieces: Iterable[StoredPiece]) -> list[str]:
+    """What is wrong with these pieces of a checkpoint, in words: the first few.  Not collective.
+
+    None: every value of them can be read, unless the disk fails.
+    """
+    found: list[str] = []
+    with PieceReader(contents) as reader:
+        for piece in pieces:
+            try:
+                reader.check(piece)
+            except ValueError as error:
+                found.append(str(error))
+                if len(found) == _MOST_TOLD:
+                    break
+    return found
 
 
 def check_fits(contents: Contents, state: RunState) -> None:
@@ -138,11 +175,19 @@ def check_fits(contents: Contents, state: RunState) -> None:
             )
 
 
-def fill(contents: Contents, state: RunState, axis: Axis) -> None:
-    """Fill the arrays of a state from a checkpoint.  Collective over `axis`, whose ranks count each element once.
+def fill(contents: Contents, state: RunState, axis: Axis, patient: Axis) -> None:
+    """Fill the arrays of a state from a checkpoint without `damages`.  Collective; the ranks count each element once.
 
-    Each rank reads the elements that it stands for, so that every element is read from the disk once; copies come from
-    that rank.
+    Each rank reads the elements that it stands for, straight into its arrays, so that every element is read from the
+    disk once; copies come from that rank.
+
+    Parameters
+    ----------
+    contents : Contents
+    state : RunState
+        Its arrays are written.
+    axis, patient : Axis
+        The ranks of the state: for moving elements, and for waiting for a disk.
 
     Raises
     ------
@@ -156,6 +201,7 @@ def fill(contents: Contents, state: RunState, axis: Axis) -> None:
     except ValueError as error:
         problem = error
     axis.agree(problem)
+    problems = []
     try:
         with PieceReader(contents) as reader:
             for shard in state.shards:
@@ -164,8 +210,10 @@ def fill(contents: Contents, state: RunState, axis: Axis) -> None:
                 else:
                     shard.array[...] = 0
     except ValueError as error:
-        problem = error
-    axis.agree(problem)
+        problems = [str(error)]
+    problems = polling.gather_lists(patient, problems)
+    if problems:
+        raise ValueError("; ".join(problems[:_MOST_TOLD]))
     lacking = [sum(p.size for p in shard.counted) < sum(p.size for p in shard.holding) for shard in state.shards]
     some = axis.all_reduce(np.array([*lacking, False], np.int64), op="max", label="control")
     for shard, copies in zip(state.shards, some[:-1], strict=True):

@@ -20,13 +20,16 @@ from typing import Any
 import h5py
 import numpy as np
 
+from mpishard import hdf5
 from mpishard.layout import ParameterSpec
-from mpishard.state import link_name
+from mpishard.optim.run_state import check_numbers
+from mpishard.state import brief, link_name
 
 _MARK = b"mpishard optimizer state\0"
 _VERSION = 1
 _BLOCK = 512
 _HEADER = struct.Struct(f"<{len(_MARK)}sIQ")
+_MOST_DIMENSIONS, _LONGEST = 32, 2**60  # HDF5 has no more, and no more can be counted
 _DIGEST = slice(_HEADER.size, _HEADER.size + 32)
 
 
@@ -58,7 +61,7 @@ class State:
             (name, shape), (other, other_shape) = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(
                 f"the state is of other parameters: it has {len(saved)} tensors and this model {len(wanted)}; "
-                f"they differ first at {name} {shape} against {other} {other_shape}"
+                f"they differ first at {brief(name)} {shape} against {brief(other)} {other_shape}"
             )
         if self.dtype != dtype:
             raise ValueError(f"the state is {self.dtype}, but the parameters are {dtype}")
@@ -130,50 +133,71 @@ def decode(data: bytes) -> State:
     try:
         with h5py.File(io.BytesIO(data), "r") as h5:
             return _read(h5, len(data))
-    except (ValueError, TypeError, KeyError, AttributeError, OSError, RuntimeError, OverflowError) as error:
+    except Exception as error:  # h5py raises errors of many kinds for content that is absurd
         # Its bytes are those that were written, so whoever wrote them was not `encode`.
-        raise ValueError(f"these bytes are no optimizer state that this mpishard understands: {error}") from None
+        told = brief(str(error) or type(error).__name__)
+        raise ValueError(f"these bytes are no optimizer state that this mpishard understands: {told}") from None
 
 
 def _read(h5: h5py.File, length: int) -> State:
-    names = [name.decode() for name in h5["names"][:]]
-    shapes = [tuple(json.loads(shape)) for shape in h5["shapes"][:]]
+    names, shapes = _texts(h5, "names", length), [json.loads(shape) for shape in _texts(h5, "shapes", length)]
+    for shape in shapes:
+        if len(shape) > _MOST_DIMENSIONS or not all(type(extent) is int and extent < _LONGEST for extent in shape):
+            raise ValueError(f"a tensor of shape {brief(shape)}")
     specs = tuple(ParameterSpec(name, shape) for name, shape in zip(names, shapes, strict=True))
-    dtype = np.dtype(h5.attrs["dtype"])
+    facts = {name: hdf5.attribute(h5, name) for name in h5.attrs}
+    dtype = np.dtype(facts["dtype"])
     if dtype not in (np.float32, np.float64):
         raise ValueError(f"state of dtype {dtype}")
-    groups, others = h5.get("slots", {}), h5.get("others", {})
+    check_numbers(facts)
+    groups, others = _children(h5, "slots"), _children(h5, "others")
     size, count = sum(spec.size for spec in specs), len(groups) + len(others)
     if size * dtype.itemsize * count > length:
         raise ValueError(f"{count} arrays of {size} values do not fit in {length} bytes")
-    scale = None
-    if "loss_scale" in h5.attrs:
-        scale = float(h5.attrs["loss_scale"]), int(h5.attrs["good_steps"])
     return State(
-        rule=str(h5.attrs["rule"]),
-        configuration=json.loads(h5.attrs["configuration"]),
-        steps=int(h5.attrs["steps"]),
-        skipped_steps=int(h5.attrs["skipped_steps"]),
+        rule=facts["rule"],
+        configuration=json.loads(facts["configuration"]),
+        steps=facts["steps"],
+        skipped_steps=facts["skipped_steps"],
         specs=specs,
         dtype=dtype,
         slots={slot: _flat(group, specs, dtype) for slot, group in groups.items()},
-        loss_scale=scale,
-        outer_rule=str(h5.attrs.get("outer_rule", "")),
-        outer_steps=int(h5.attrs.get("outer_steps", 0)),
+        loss_scale=(float(facts["loss_scale"]), facts["good_steps"]) if "loss_scale" in facts else None,
+        outer_rule=facts.get("outer_rule", ""),
+        outer_steps=facts.get("outer_steps", 0),
         others={kind.replace("%2F", "/"): _flat(group, specs, dtype) for kind, group in others.items()},
     )
+
+
+def _texts(h5: h5py.File, name: str, length: int) -> list[str]:
+    """The texts in a data set, which are no longer than the image between them, whatever it claims."""
+    dataset = hdf5.open_plain(h5, name)
+    if dataset.ndim != 1 or h5py.check_string_dtype(dataset.dtype) is None:
+        raise ValueError(f"{name} is {dataset.dtype} {dataset.shape}, not texts")
+    found: list[str] = []
+    for place in range(len(dataset)):  # one at a time: all may refer to one long text
+        found.append(dataset[place].decode())
+        length -= len(found[-1])
+        if length < 0:
+            raise ValueError(f"{name} is longer than the image")
+    return found
+
+
+def _children(h5: h5py.File, name: str) -> dict[str, h5py.Group]:
+    """The groups in a group that may be missing, none of them in another file."""
+    if name not in h5:
+        return {}
+    hdf5.check_hard_link(h5, name)
+    for child in h5[name]:
+        hdf5.check_hard_link(h5[name], child)
+    return dict(h5[name].items())
 
 
 def _flat(group: h5py.Group, specs: Sequence[ParameterSpec], dtype: np.dtype) -> np.ndarray:
     flat = np.empty(sum(spec.size for spec in specs), dtype)
     start = 0
     for spec in specs:
-        link = link_name(spec.name)
-        if not isinstance(group.get(link, getlink=True), h5py.HardLink):
-            raise ValueError(f"{spec.name} is missing, or a link to elsewhere")
-        stored = group[link]
-        if stored.is_virtual or stored.external:
-            raise ValueError(f"the values of {spec.name} lie in another file")
+        stored = hdf5.open_plain(group, link_name(spec.name))
         if stored.shape != spec.shape or stored.dtype != dtype:
             raise ValueError(f"{spec.name} is {stored.dtype} {stored.shape} there, and not {dtype} {spec.shape}")
         flat[start : start + spec.size] = stored[()].reshape(-1)

@@ -19,7 +19,7 @@ from mpishard.optim.rules import Rule
 from mpishard.optim.run_state import shards
 from mpishard.optim.team import Team
 from mpishard.parameters import FlatParameters
-from mpishard.state import RunState
+from mpishard.state import RunState, brief, names_fact
 
 Array = Any
 _OUTER = "outer/"  # before the name of a slot of the outer rule, among the kinds of state
@@ -305,7 +305,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     def check_facts(self, facts: Any) -> None:
         super().check_facts(facts)
-        self._check_outer(facts.get("outer_rule", ""), facts.get("outer_slots.json", ()))
+        self._check_outer(facts.get("outer_rule", ""), names_fact(facts, "outer_slots.json"))
 
     def take_over(self, facts: Any) -> None:
         self._averages.discard()
@@ -374,9 +374,9 @@ class LocalSGDOptimizer(ShardedOptimizer):
     def _check_outer(self, saved: str, saved_slots: Any) -> None:
         own = () if self.outer is None else self.outer.slots
         if (saved, sorted(saved_slots)) != (self._outer_name, sorted(own)):
-            theirs, ours = (", ".join(sorted(names)) or "none" for names in (saved_slots, own))
+            theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, own))
             raise ValueError(
-                f"the state is of the outer rule {saved or 'none'} (slots: {theirs}), but this optimizer has "
+                f"the state is of the outer rule {brief(saved) or 'none'} (slots: {theirs}), but this optimizer has "
                 f"{self._outer_name or 'none'} (slots: {ours}); give outer= as it was when it was saved, or leave its "
                 "state and take the parameters alone"
             )

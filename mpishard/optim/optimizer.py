@@ -19,13 +19,13 @@ from mpishard.optim.inspection import Inspection
 from mpishard.optim.loss_scale import LossScale
 from mpishard.optim.problem import OptimizationResult, P, Problem, TrainingState
 from mpishard.optim.rules import Rule
-from mpishard.optim.run_state import check_rule, facts_of, shards
+from mpishard.optim.run_state import check_numbers, check_rule, facts_of, shards
 from mpishard.optim.strategies import Strategy
 from mpishard.optim.team import Team
 from mpishard.optim.update import take_step
 from mpishard.optim.whole import cut_whole, gather_whole
 from mpishard.parameters import FlatParameters, check_flat
-from mpishard.state import RunState
+from mpishard.state import RunState, names_fact
 from mpishard.threads import fix_blas_threads
 
 if TYPE_CHECKING:
@@ -423,7 +423,8 @@ class ShardedOptimizer:
 
     def check_facts(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless this optimizer can go on with the state that these facts belong to."""
-        check_rule(self.rule, facts.get("rule", "none"), facts.get("slots.json", ()))
+        check_rule(self.rule, facts.get("rule", "none"), names_fact(facts, "slots.json"))
+        check_numbers(facts)
 
     def take_over(self, facts: Mapping[str, Any]) -> None:
         """Go on from these facts of `run_state`, once its arrays are filled.  Not collective."""
@@ -433,7 +434,7 @@ class ShardedOptimizer:
         if "good_steps" in facts:
             self.scaling.restore((float(facts["loss_scale"]), int(facts["good_steps"])))
         if self._strategy.compressed is not None:
-            self._strategy.compressed.forget(self._strategy.error_scale(float(facts["loss_scale"])))
+            self._strategy.compressed.forget(self._strategy.error_scale(float(facts.get("loss_scale", 1.0))))
         self._prepare_step()
         self._parameters.reset_gradients()
         if self._parameters.sharded is not None:

@@ -12,7 +12,17 @@ from mpishard.layout import Holding, cut_holding, split
 from mpishard.optim.rules import Rule
 from mpishard.optim.strategies import Strategy
 from mpishard.parameters import FlatParameters
-from mpishard.state import PARAMETERS, SLOT, RunState, Shard, counted_pieces, pieces_of_ranges
+from mpishard.state import (
+    PARAMETERS,
+    SLOT,
+    RunState,
+    Shard,
+    brief,
+    counted_pieces,
+    finite_fact,
+    pieces_of_ranges,
+    whole_fact,
+)
 
 if TYPE_CHECKING:
     from mpishard.optim.optimizer import ShardedOptimizer
@@ -62,12 +72,23 @@ def facts_of(optimizer: ShardedOptimizer) -> dict[str, Any]:
     return facts | optimizer.further_facts
 
 
+def check_numbers(facts: Mapping[str, Any]) -> None:
+    """Raise ValueError unless `ShardedOptimizer.take_over` can go on from the numbers among these facts."""
+    for name in ("steps", "skipped_steps"):
+        whole_fact(facts, name)
+    for name in ("good_steps", "outer_steps"):
+        whole_fact(facts, name, 0)
+    if "good_steps" in facts or "loss_scale" in facts:
+        finite_fact(facts, "loss_scale")
+    finite_fact(facts, "gradient_norm", 0.0, above=-1.0)
+
+
 def check_rule(rule: Rule, saved: str, saved_slots: Collection[str]) -> None:
     """Raise ValueError unless state that was saved is of a rule of this name with these slots."""
     if (saved, sorted(saved_slots)) != (type(rule).__name__, sorted(rule.slots)):
-        theirs, ours = (", ".join(sorted(names)) or "none" for names in (saved_slots, rule.slots))
+        theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, rule.slots))
         raise ValueError(
-            f"the state is of the rule {saved} (slots: {theirs}), but this optimizer has {type(rule).__name__} "
+            f"the state is of the rule {brief(saved)} (slots: {theirs}), but this optimizer has {type(rule).__name__} "
             f"(slots: {ours}); make the rule as it was when it was saved, or leave its state and take the parameters "
             "alone"
         )

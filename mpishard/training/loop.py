@@ -22,7 +22,7 @@ from mpishard.optim.problem import OptimizationResult, TrainingState
 from mpishard.parameters import FlatParameters
 from mpishard.progress import Progress
 from mpishard.record import RunRecord
-from mpishard.state import RunState
+from mpishard.state import RunState, brief, whole_fact
 from mpishard.threads import fix_blas_threads
 from mpishard.training.problem import OptimizationProblem
 from mpishard.training.scaling import Scaling
@@ -165,12 +165,24 @@ class Loop:
     def resume(self, checkpoints: Checkpoints) -> None:
         """Go on where the newest checkpoint stands."""
         optimizer, run = self.optimizer, self.order()
+        losses = np.empty(0)
+
+        def of_loop(facts: Mapping[str, Any]) -> bool:
+            """Whether a loop like this one saved it, and not one of the user's."""
+            return "samples_consumed" in facts and isinstance(facts.get("loss"), np.ndarray)
 
         def check(facts: Mapping[str, Any]) -> None:
+            nonlocal losses
             optimizer.check_facts(facts)
+            whole_fact(facts, "samples_consumed", 0)
+            whole_fact(facts, "first_workers", 1, least=1)
+            clock = whole_fact(facts, "steps") + whole_fact(facts, "skipped_steps")
+            losses = facts["loss"] if of_loop(facts) else np.full(clock, math.nan)
+            if len(losses) > clock:
+                raise ValueError(f"the state has {len(losses)} losses of {clock} steps")
             changed = [name for name in run if name in facts and not np.array_equal(facts[name], run[name])]
             if changed:
-                told = ", ".join(f"{name}={facts[name]} there and {run[name]} here" for name in changed)
+                told = ", ".join(f"{name}={brief(facts[name])} there and {run[name]} here" for name in changed)
                 raise ValueError(
                     f"the checkpoint is of a run with other samples: {told}; their order would not go on.  Take the "
                     "values it was saved with, or load_checkpoint() into the model and begin a new run"
@@ -180,13 +192,9 @@ class Loop:
         if found is not None:
             optimizer.take_over(found.facts)
             self.position = self.sampler.consumed(optimizer.clock)
-            losses = found.facts.get("loss")
-            if "samples_consumed" not in found.facts or not isinstance(losses, np.ndarray):  # a loop of the user's
-                losses = np.full(optimizer.clock, math.nan)
-            else:
-                self.position = int(found.facts["samples_consumed"])
-                first = int(found.facts.get("first_workers", self.scaling.first))
-                self.scaling = replace(self.scaling, first=first)
+            if of_loop(found.facts):
+                self.position = found.facts["samples_consumed"]
+                self.scaling = replace(self.scaling, first=found.facts.get("first_workers", self.scaling.first))
             self.losses = losses.tolist()
 
     @property

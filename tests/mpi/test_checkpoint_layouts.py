@@ -100,7 +100,7 @@ def test_every_layout_reads_what_another_wrote(base, folder):
             contents = read_index(place)
             state = optimizer.run_state()
             optimizer.check_facts(contents.facts)
-            fill(contents, state, base.world)
+            fill(contents, state, base.world, base.world)
             optimizer.take_over(contents.facts)
             assert np.array_equal(gathered(parameters, optimizer.config), whole), case
             assert optimizer.serialize() == image, case
@@ -115,7 +115,7 @@ def test_parameters_alone(base, folder):
     save(folder, optimizer.run_state(), base.world)
     for mesh in hybrid.meshes(base):
         fresh = model(mesh, start=np.full(hybrid.SIZE, np.nan))
-        fill(read_index(folder), parameters_alone(fresh, mesh.data), base.world)
+        fill(read_index(folder), parameters_alone(fresh, mesh.data), base.world, base.world)
         assert np.array_equal(gathered(fresh, mesh), gathered(parameters, base)), mesh
 
 
@@ -132,7 +132,7 @@ def test_device_arrays(base, folder, strategy):
         )
         other = strategy(RULE, ShardingConfiguration(mesh, minimum_parameter_group_size=24))
         other.bind(fresh)
-        fill(contents, other.run_state(), base.world)
+        fill(contents, other.run_state(), base.world, base.world)
         other.take_over(contents.facts)
         assert np.array_equal(arrays.to_host(gathered(fresh, mesh)), gathered(parameters, base)), mesh
         assert other.serialize() == optimizer.serialize(), mesh
@@ -158,9 +158,9 @@ def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_is_written(ba
         # One rank that is wrong is enough.
         asked = wrong if base.rank == base.size - 1 else state
         with pytest.raises(ValueError, match=message):
-            fill(contents, asked, base.world)
+            fill(contents, asked, base.world, base.world)
         assert all(np.array_equal(shard.array, old + 1) for shard, old in zip(state.shards, before, strict=True))
-    fill(contents, state, base.world)
+    fill(contents, state, base.world, base.world)
     assert all(np.array_equal(shard.array, old) for shard, old in zip(state.shards, before, strict=True))
 
 
@@ -173,7 +173,7 @@ def test_a_piece_that_one_rank_cannot_read_raises_on_all(base, folder):
         (folder / pieces_file(base.size - 1)).write_bytes(b"")
     base.world.barrier()
     with pytest.raises(ValueError, match=r"pieces-.*are not those of this checkpoint"):
-        fill(contents, optimizer.run_state(), base.world)
+        fill(contents, optimizer.run_state(), base.world, base.world)
 
 
 def test_each_element_is_read_from_the_disk_once(base, folder, monkeypatch):
@@ -188,7 +188,7 @@ def test_each_element_is_read_from_the_disk_once(base, folder, monkeypatch):
     for mesh in hybrid.meshes(base):
         read.clear()
         optimizer, _ = built(mesh, DDPOptimizer)
-        fill(read_index(folder), optimizer.run_state(), base.world)
+        fill(read_index(folder), optimizer.run_state(), base.world, base.world)
         seen = {(kind, spec.name): np.zeros(spec.shape, int) for spec in hybrid.specs() for kind in KINDS}
         for told in base.world.exchange(read):
             for kind, name, box in told:

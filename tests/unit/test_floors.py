@@ -11,7 +11,7 @@ import pytest
 
 FLOORS = [
     {"compiling", "formula", "layout", "notes", "progress", "randomness", "schedule", "version", "witness"},
-    {"array", "capabilities", "ledger", "threads"},
+    {"array", "capabilities", "hdf5", "ledger", "threads"},
     {"compression", "gradients", "lane", "pending", "state", "summation", "tree_sum", "wire"},
     {"collectives", "guard"},
     {"mesh", "reshard", "sharding"},

@@ -100,10 +100,10 @@ def set_attribute(name, value):
     return change
 
 
-def link(target):
+def linked(path, target):
     def change(h5):
-        del h5["slots/exp_avg/a%2Fb"]
-        h5["slots/exp_avg/a%2Fb"] = target
+        del h5[path]
+        h5[path] = target
 
     return change
 
@@ -132,9 +132,29 @@ def virtual(h5):
         replace("slots/exp_avg/a%2Fb", data=np.zeros((5, 3))),
         replace("slots/exp_avg/a%2Fb", data=np.zeros((3, 5), np.float32)),
         replace("slots/exp_avg/a%2Fb", shape=(3, 5), dtype=np.float64, external=[("/dev/zero", 0, 120)]),
-        link(h5py.SoftLink("/slots/exp_avg_sq/a%2Fb")),
-        link(h5py.ExternalLink("/elsewhere.h5", "x")),
+        linked("slots/exp_avg/a%2Fb", h5py.SoftLink("/slots/exp_avg_sq/a%2Fb")),
+        linked("slots/exp_avg/a%2Fb", h5py.ExternalLink("/elsewhere.h5", "x")),
         virtual,
+        replace("names", shape=(3,), dtype="S8", external=[("/dev/zero", 0, 24)]),
+        replace("names", data=h5py.Empty(h5py.string_dtype())),
+        replace("names", data=["a/b" * 1000, "none", "."], dtype=h5py.string_dtype(), chunks=(1,)),
+        replace("shapes", shape=(2**46,), dtype=h5py.string_dtype(), chunks=(1024,)),
+        replace("shapes", shape=(2**46,), dtype=h5py.string_dtype()),
+        replace("shapes", data=["[" * 100_000, "[0, 2]", "[]"], dtype=h5py.string_dtype()),
+        replace("shapes", data=[str([1] * 100_000), "[0, 2]", "[]"], dtype=h5py.string_dtype()),
+        replace("shapes", data=["[3, 5.5]", "[0, 2]", "[]"], dtype=h5py.string_dtype()),
+        linked("names", h5py.ExternalLink("/elsewhere.h5", "x")),
+        linked("slots", h5py.SoftLink("/others")),
+        linked("slots/exp_avg", h5py.ExternalLink("/elsewhere.h5", "x")),
+        replace("slots/exp_avg/a%2Fb", data=np.zeros((3, 5)), chunks=(1, 5)),
+        set_attribute("steps", -5),
+        set_attribute("steps", np.inf),
+        set_attribute("steps", 2**60),
+        set_attribute("skipped_steps", 0.5),
+        set_attribute("loss_scale", np.nan),
+        set_attribute("loss_scale", -1.0),
+        set_attribute("good_steps", -1),
+        set_attribute("outer_steps", -1),
         set_attribute("dtype", "object"),
         set_attribute("dtype", "no dtype"),
         set_attribute("steps", "seven"),
@@ -147,8 +167,20 @@ def virtual(h5):
     ],
 )
 def test_forged_images_are_refused(change):
-    with pytest.raises(ValueError, match="no optimizer state that this mpishard understands"):
+    with pytest.raises(ValueError, match="no optimizer state that this mpishard understands") as caught:
         decode(forged(change))
+    assert len(str(caught.value)) < 1000
+
+
+def test_texts_that_are_one_long_text_again_and_again_are_refused():
+    """A megabyte of references to a megabyte of text would take 60 GB."""
+    data = bytearray(forged(replace("names", data=["x" * 2**16, *[""] * 99], dtype=h5py.string_dtype())))
+    with h5py.File(io.BytesIO(data)) as h5:
+        start = h5["names"].id.get_offset()
+    data[start : start + 1600] = data[start : start + 16] * 100
+    data[image._DIGEST] = image._digest(data)
+    with pytest.raises(ValueError, match="names is longer than the image"):
+        decode(bytes(data))
 
 
 def test_an_image_that_was_only_signed_anew_is_read():
