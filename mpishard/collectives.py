@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard import array as arrays
-from mpishard.capabilities import heals_in_place, probe
+from mpishard.capabilities import probe
 from mpishard.lane import Lane
 from mpishard.layout import counts as run_lengths
 from mpishard.layout import split
@@ -81,7 +81,6 @@ class Axis:
         Collective over `comm`, of which `later` is a duplicate, by default made here.
         """
         self.comm = comm
-        self._revoked = False
         self.rank = comm.rank
         self.size = comm.size
         self.members = list(range(comm.size) if members is None else members)
@@ -91,17 +90,11 @@ class Axis:
 
     def revoke(self) -> None:
         """Make every operation on its communicators fail, on all ranks, those under way too.  Not collective (ULFM)."""
-        self._revoked = True
         for part in self._among.values():
             if part is not None:
                 part.revoke()
         for lane in (self._now, self._later):
             lane.revoke()
-
-    @property
-    def revoked(self) -> bool:
-        """Whether some rank has called `revoke` since the axis last moved, and this one has heard of it."""
-        return self._revoked or (heals_in_place() and self._later.comm.Is_revoked())
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank={self.rank}, size={self.size})"

@@ -42,8 +42,10 @@ class Pending:
         self._started_s = ledger.spend(call, call[0])
 
     def test(self) -> bool:
-        """Whether `wait` would return at once."""
-        return all(request.Get_status() for request in self._requests)
+        """Whether `wait` would return at once; MPI.Exception if somebody has died or revoked the axis (ULFM)."""
+        # Not Get_status, which in Open MPI 5 sees neither where a message is concerned, ever.
+        tested = zip(self._requests, self._statuses, strict=True)
+        return all(not request or request.Test(status) for request, status in tested)
 
     def abandon(self) -> None:
         """Wait until MPI has let go of the buffers, whatever came of it."""
@@ -62,7 +64,8 @@ class Pending:
             self._ledger.active = (began, *call[1:])
             try:
                 for request, status in zip(self._requests, self._statuses, strict=True):
-                    request.Wait(status)
+                    if request:  # else `test` has seen its end
+                        request.Wait(status)
                 self._result = self._finish()
                 self._read = ()
             finally:

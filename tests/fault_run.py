@@ -204,7 +204,7 @@ def strike(
 
     A spare is in no phase of a step: the first process strikes it as soon as that is in the phase itself.
     """
-    from mpishard.checkpoint import saver
+    from mpishard.checkpoint import polling, saver
     from mpishard.elastic import crew, loop, newcomer, recruiting
     from mpishard.optim import optimizer
 
@@ -271,6 +271,8 @@ def strike(
     # An exception in the writing of files is the disk's and no fault of the process.
     before(saver, "write_pieces", "save", lambda **_: any(fault.kind in ("kill", "stop") for _, fault in here))
     before(checkpoints, "save", "save", lambda **_: all(fault.kind in ("exception", "exit") for _, fault in here))
+    # Those who write tell the first what they wrote, and how long that is.
+    within(polling, "_sizes", "told")
     healing = []
     before(loop, "reshard_state", "resize", lambda **_: notes.has("resizes") and not healing)
     if me == 0:

@@ -39,7 +39,7 @@ from fault_run import RECRUITING, SPAWNED, Case, Fault
 
 VICTIMS = ("first", "middle", "last", "spawned", "spare")
 PHASES = (
-    *("forward", "reduction", "all-gather", "update", "buddy", "agreement", "committed", "save", "last-save"),
+    *("forward", "reduction", "all-gather", "update", "buddy", "agreement", "committed", "save", "told", "last-save"),
     *("resize", "heal"),
     *RECRUITING,
 )

@@ -18,14 +18,10 @@ from mpishard.pending import Pending
 _FIRST_S, _LONGEST_S = 0.0005, 0.02
 
 
-def finish(axis: Axis, pending: Pending) -> Any:
-    """What `pending.wait` returns, waited for asleep.
-
-    If the axis is revoked meanwhile, by any rank, that raises MPI.Exception; Open MPI's test of a request does not see
-    it, ever.
-    """
+def finish(pending: Pending) -> Any:
+    """What `pending.wait` returns, waited for asleep; MPI.Exception if somebody dies or revokes the axis (ULFM)."""
     pause_s = _FIRST_S
-    while not axis.revoked and not pending.test():
+    while not pending.test():
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_S)
     return pending.wait()
@@ -39,12 +35,18 @@ def gather(axis: Axis, value: Any) -> list[Any]:
     told = _encoded(value)
     sizes = _sizes(axis, told)
     if axis.rank:
-        finish(axis, axis.start_send(told, 0))
+        finish(axis.start_send(told, 0))
         return []
     heard = [told, *(np.empty(size, np.uint8) for size in sizes[1:])]
     receives = [axis.start_recv(buffer, rank) for rank, buffer in enumerate(heard) if rank]
-    for receive in receives:
-        finish(axis, receive)
+    try:
+        for receive in receives:
+            finish(receive)
+    except Exception:
+        axis.revoke()  # or those that cannot end would be waited for
+        for receive in receives:
+            receive.abandon()
+        raise
     return [_decoded(buffer) for buffer in heard]
 
 
@@ -52,10 +54,10 @@ def share(axis: Axis, value: Any) -> Any:
     """The value of rank 0, see `gather`, on all ranks.  Collective."""
     told = _encoded(value if axis.rank == 0 else None)
     size = np.array([told.size], np.int64)
-    finish(axis, axis.start_broadcast(size))
+    finish(axis.start_broadcast(size))
     if axis.rank:
         told = np.empty(int(size[0]), np.uint8)
-    finish(axis, axis.start_broadcast(told))
+    finish(axis.start_broadcast(told))
     return _decoded(told)
 
 
@@ -66,13 +68,13 @@ def gather_lists(axis: Axis, own: list[Any]) -> list[Any]:
     if not sizes.any():
         return []
     heard = np.empty(sizes.sum(), np.uint8)
-    finish(axis, axis.start_all_gather(heard, told, sizes.tolist()))
+    finish(axis.start_all_gather(heard, told, sizes.tolist()))
     return [each for part in np.split(heard, np.cumsum(sizes)[:-1]) if part.size for each in _decoded(part)]
 
 
 def _sizes(axis: Axis, told: np.ndarray) -> np.ndarray:
     sizes = np.zeros(axis.size, np.int64)
-    finish(axis, axis.start_all_gather(sizes, np.array([told.size], np.int64), [1] * axis.size))
+    finish(axis.start_all_gather(sizes, np.array([told.size], np.int64), [1] * axis.size))
     return sizes
 
 
