@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -18,9 +18,12 @@ from mpishard.record.summary import spent
 def plot(
     run: RunFolder,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: run.png in that folder.")] = None,
+    log: Annotated[bool, typer.Option("--log", help="The loss on a logarithmic axis.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="What would be drawn, as data; no picture.")] = False,
 ) -> None:
-    """Draw a run: loss, speed, workers, time by phase, bytes by axis.
+    """Draw a run: loss, learning rate, gradient norm, speed, workers, time by phase, bytes by axis.
+
+    And each series that record.log(step, name=value) was given; one whose name ends in "loss" is drawn with the loss.
 
     Of a run that goes on, what there is so far.  The record is written by optimize(problem,
     record=mpishard.RunRecord(folder, mesh)).
@@ -34,16 +37,18 @@ def plot(
     path = output or run / "run.png"
     from mpishard.cli.plot_figure import draw
 
-    draw(found, path)
+    draw(found, path, log=log)
     typer.echo(path)
 
 
-def _data(run: Run) -> dict[str, dict[str, list[float | None]]]:
+def _data(run: Run) -> dict[str, dict[str, Any]]:
     """By step; JSON has no NaN."""
     used = spent(run)
     tables = {"metrics": run.metrics, "phases": {"step": used.steps, **used.phases}}
     tables["sent"] = {"step": used.steps, **used.sent}
-    return {name: {key: _plain(values) for key, values in columns.items()} for name, columns in tables.items()}
+    data = {name: {key: _plain(values) for key, values in columns.items()} for name, columns in tables.items()}
+    logged = {name: {"step": _plain(steps), "value": _plain(values)} for name, (steps, values) in run.logged.items()}
+    return {**data, "logged": logged}
 
 
 def _plain(values: np.ndarray) -> list[float | None]:

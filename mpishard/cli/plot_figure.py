@@ -1,17 +1,22 @@
-"""The picture of a run: loss, speed, workers, what was sent and what time went into."""
+"""The picture of a run: its loss and other series, speed, workers, what was sent and what time went into."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpishard.cli.figure import AXES, BLUE, GREEN, PINK, SKY, save
+from mpishard.cli.figure import AXES, BLUE, GREEN, ORANGE, PINK, RED, SKY, save
 from mpishard.record import Run
 from mpishard.record.summary import COMPUTATION, binned, spent
 
 _POINTS = 400  # in a line; more cannot be told apart
+_FEW = 60  # points of a line, which are marked
+_ROW = 2.47  # inches
+_OWN = ("learning_rate", "gradient_norm")  # beside the loss
+_OTHERS = (RED, GREEN, ORANGE, PINK)  # losses that the script logs
 _PHASES = {COMPUTATION: SKY, "update": GREEN, "saving": "0.55", "commit": PINK}
 _COLOURS = {**_PHASES, **AXES}
 _LEGEND: dict[str, Any] = {
@@ -23,13 +28,34 @@ _LEGEND: dict[str, Any] = {
 }
 
 
-def draw(run: Run, path: Path) -> None:
-    """Write the picture; its format follows from the name."""
+def draw(run: Run, path: Path, *, log: bool = False) -> None:
+    """Write the picture; its format follows from the name.
+
+    Raises
+    ------
+    ValueError
+        If the loss shall have a logarithmic axis (`log`) and is never above 0.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 7.4), layout="constrained")
-    axes = figure.subplot_mosaic([["loss", "loss"], ["speed", "workers"], ["phases", "sent"]])
-    _draw_metrics(run, axes)
+    # One that is a loss, too, can be compared with the loss; any other has a scale of its own.
+    further = run.further
+    losses = {name: series for name, series in further.items() if name.endswith("loss")}
+    others = {name: series for name, series in further.items() if name not in losses}
+    own = {name: (run.metrics["step"], run.metrics[name]) for name in _OWN if name in run.metrics}
+    small = {f"series {name}": (name, *series) for name, series in (own | others).items()}
+    names = list(small)
+    pairs = [names[first : first + 2] for first in range(0, len(names), 2)]
+    # An odd one out has a row to itself.
+    rows: list[Any] = [pair if len(pair) == 2 else pair * 2 for pair in pairs]
+    rows = [["loss", "loss"], *rows, ["speed", "workers"], ["phases", "sent"]]
+    figure = Figure(figsize=(8, _ROW * len(rows)), layout="constrained")
+    axes = figure.subplot_mosaic(rows)
+    _draw_loss(run, axes["loss"], losses, log)
+    for panel, (name, steps, values) in small.items():
+        _draw_series(axes[panel], steps, values, color=BLUE)
+        axes[panel].set(ylabel=name.replace("_", " "))
+    _draw_speed(run, axes)
     _draw_spent(run, axes)
     for axis in axes.values():
         axis.set_xlabel("step")
@@ -37,33 +63,53 @@ def draw(run: Run, path: Path) -> None:
     save(figure, path)
 
 
-def _draw_metrics(run: Run, axes: dict[str, Any]) -> None:
-    metrics = run.metrics
-    steps = metrics["step"]
-    known = {name: metrics.get(name, np.full(len(steps), np.nan)) for name in ("loss", "seconds", "workers")}
-    # A run of one step is a point, which no line shows.
-    style: dict[str, Any] = {"lw": 1.2, "marker": "o" if len(steps) == 1 else None, "ms": 4}
-    loss = axes["loss"]
-    every, mean = binned(steps.astype(float), _POINTS), binned(known["loss"], _POINTS)
-    if len(mean) < len(steps):
-        loss.plot(steps, known["loss"], lw=0.5, alpha=0.35, color=BLUE, label="every step")
-    loss.plot(every, mean, **style, color=BLUE, label="mean" if len(mean) < len(steps) else None)
-    loss.set(ylabel="loss", title=str(run.folder))
+def _draw_loss(run: Run, axis: Any, others: dict[str, tuple[np.ndarray, np.ndarray]], log: bool) -> None:
+    steps = run.metrics["step"]
+    loss = _metric(run, "loss")
+    if log:
+        if not (loss > 0).any():
+            raise ValueError(f"{run.folder} has no loss above 0, which a logarithmic axis needs; leave out --log")
+        axis.set_yscale("log", nonpositive="mask")
+    if len(steps) > _POINTS:
+        axis.plot(steps, loss, lw=0.5, alpha=0.35, color=BLUE, label="every step")
+    _draw_series(axis, steps, loss, color=BLUE, label="mean" if len(steps) > _POINTS else "loss" if others else None)
+    for (name, (at, values)), colour in zip(others.items(), itertools.cycle(_OTHERS), strict=False):
+        _draw_series(axis, at, values, color=colour, label=name.replace("_", " "))
+    axis.set(ylabel="loss", title=str(run.folder))
     for number, start in enumerate(run.starts[1:]):
         label = None if number else "started again"
-        loss.axvline(start.get("resumed_steps", 0), color="0.5", ls=":", lw=1, label=label)
-    if loss.get_legend_handles_labels()[1]:
-        loss.legend(fontsize=8, frameon=False, loc="upper right")
+        axis.axvline(start.get("resumed_steps", 0), color="0.5", ls=":", lw=1, label=label)
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(fontsize=8, frameon=False, loc="upper right")
 
+
+def _draw_series(axis: Any, steps: np.ndarray, values: np.ndarray, **style: Any) -> None:
+    """A line, or where values are few and apart their places too."""
+    marker = "o" if len(steps) <= _FEW and (len(steps) == 1 or np.diff(steps).max(initial=0) > 1) else None
+    at, mean = binned(steps.astype(float), _POINTS), binned(values, _POINTS)
+    axis.plot(at, mean, lw=1.2, marker=marker, ms=4, **style)
+
+
+def _metric(run: Run, name: str) -> np.ndarray:
+    """A series of the run itself by step, NaN where it has none."""
+    found: np.ndarray = run.metrics.get(name, np.full(len(run.metrics["step"]), np.nan))
+    return found
+
+
+def _draw_speed(run: Run, axes: dict[str, Any]) -> None:
+    steps = run.metrics["step"]
+    every = binned(steps.astype(float), _POINTS)
+    # A run of one step is a point, which no line shows.
+    style: dict[str, Any] = {"lw": 1.2, "marker": "o" if len(steps) == 1 else None, "ms": 4}
     tokens, speed = run.tokens_per_step, axes["speed"]
     with np.errstate(divide="ignore"):
-        rate = 1 / binned(known["seconds"], _POINTS)
+        rate = 1 / binned(_metric(run, "seconds"), _POINTS)
     per_token = np.isfinite(tokens)
     speed.plot(every, rate * tokens if per_token else rate, **style, color=BLUE)
     terms = run.starts[-1]["problem"].get("tokens_per_sample", 1) if per_token else 1
     speed.set(ylabel=("tokens" if terms > 1 else "samples" if per_token else "steps") + " / s", ylim=(0, None))
     speed.yaxis.set_major_formatter("{x:,g}")
-    axes["workers"].plot(steps, known["workers"], **style, color=BLUE, drawstyle="steps-post")
+    axes["workers"].plot(steps, _metric(run, "workers"), **style, color=BLUE, drawstyle="steps-post")
     axes["workers"].set(ylabel="data-parallel workers", ylim=(0, None))
     axes["workers"].yaxis.get_major_locator().set_params(integer=True)
 

@@ -17,14 +17,14 @@ from mpishard.record.following import Follower, state_here
 from mpishard.record.reading import Process
 
 _RECENT = 20  # steps that figures are means of
-_MOST_REMARKS, _MOST_RANKS = 3, 8
+_MOST_REMARKS, _MOST_RANKS, _MOST_LOGGED = 3, 8, 8
 _SILENT_S, _SILENT_STEPS = 10.0, 5  # more of both is worth a word
 
 
 def screen(run: Follower, rows: int) -> Group:
     """How the run stands now, with at most so many rows of ranks: those that compute longest come first."""
     processes = run.processes
-    parts: list[Any] = [_headline(run), *_remarks(run, processes)]
+    parts: list[Any] = [_headline(run), *_logged(run), *_remarks(run, processes)]
     if processes:
         shown = sorted(processes, key=lambda process: -_busy(process))[:rows]
         parts.append(_table(run, sorted(shown, key=lambda process: process.lines[-1]["rank"])))
@@ -38,6 +38,7 @@ def snapshot(run: Follower) -> dict[str, Any]:
     return {
         "start": run.start,
         "metrics": run.metrics[-1] if run.metrics else None,
+        "logged": {name: {"step": step, "value": value} for name, (step, value) in run.logged.items()},
         "ranks": [
             {
                 "rank": process.lines[-1]["rank"],
@@ -77,6 +78,16 @@ def _headline(run: Follower) -> Text:
     if steps and step_s and not run.ending:
         told.append(f"{_clock((steps - last['step']) * step_s)} to go")
     return Text(f"{run.folder}: " + ", ".join(told))
+
+
+def _logged(run: Follower) -> list[Text]:
+    """The newest value of each series that the script logs, in lines of a few."""
+    told = [
+        f"{name} {'NaN' if value is None else f'{value:.4g}'} at step {step}"
+        for name, (step, value) in run.logged.items()
+    ]
+    more = [f"and {len(told) - _MOST_LOGGED} more"] if len(told) > _MOST_LOGGED else []
+    return [Text(", ".join(told[:_MOST_LOGGED] + more))] if told else []
 
 
 def _remarks(run: Follower, processes: list[Process]) -> list[Text]:

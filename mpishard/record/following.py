@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpishard.record.lines import read_lines
-from mpishard.record.reading import METRICS, STARTS, Process, own_lines, own_metrics, process_files
+from mpishard.record.reading import LOGGED, METRICS, STARTS, Process, own_lines, own_metrics, process_files
 from mpishard.record.skew import STEPS, Straggler, stragglers
 
 GONE, DEAD, STOPPED = "is gone", "is dead", "is stopped (SIGCONT lets it go on)"
@@ -29,6 +29,8 @@ class Follower:
         The last start; empty before there is one.
     metrics : deque of dict
         The last lines of metrics.
+    logged : dict
+        By name the last step and value that `RunRecord.log` was given.
     processes : list of Process
         Those that have written since the last start, by rank, with their last lines.
     """
@@ -37,6 +39,7 @@ class Follower:
         self.folder = Path(folder)
         self.start: dict[str, Any] = {}
         self.metrics: deque[dict[str, Any]] = deque(maxlen=_METRICS)
+        self.logged: dict[str, tuple[int, float | None]] = {}
         self._places: dict[Path, int] = {}
         self._lines: dict[str, deque[dict[str, Any]]] = {}
 
@@ -45,6 +48,8 @@ class Follower:
         for start in self._new(self.folder / STARTS):
             self.start = start
         self.metrics.extend(own_metrics(self._new(self.folder / METRICS)))
+        for line in own_metrics(self._new(self.folder / LOGGED)):
+            self.logged |= {name: (line["step"], value) for name, value in line.items() if name not in ("step", "time")}
         for file in process_files(self.folder):
             self._lines.setdefault(file.stem, deque(maxlen=STEPS)).extend(own_lines(self._new(file)))
 

@@ -26,9 +26,9 @@ class Lines:
         """Keep a line for the next `flush`."""
         # NaN as null: it is no JSON, and a NaN loss must not make a file that others cannot read.
         try:
-            line = json.dumps(content, allow_nan=False)
+            line = json.dumps(content, allow_nan=False, default=float)
         except ValueError:
-            line = json.dumps(_finite(content))
+            line = json.dumps(_finite(content), default=_finite_number)
         self._waiting.append(line)
 
     def flush(self) -> None:
@@ -86,6 +86,12 @@ def _objects(data: bytes) -> Iterator[dict[str, Any]]:
             content = json.loads(line)
             if isinstance(content, dict):
                 yield content
+
+
+def _finite_number(value: Any) -> float | None:
+    """What JSON has for a number of NumPy's."""
+    number: float | None = _finite(float(value))
+    return number
 
 
 def _finite(content: Any) -> Any:

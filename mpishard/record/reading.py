@@ -11,8 +11,10 @@ import numpy as np
 
 from mpishard.record.lines import read_lines
 
-METRICS, STARTS, PROCESSES = "metrics.jsonl", "starts.jsonl", "processes"
+METRICS, LOGGED, STARTS, PROCESSES = "metrics.jsonl", "logged.jsonl", "starts.jsonl", "processes"
 TRACE = ".trace.jsonl"
+# Series of the run itself.
+OWN = {"step", "time", "seconds", "workers", "samples", "loss", "learning_rate", "gradient_norm", "loss_scale"}
 _OF_PROCESS = {"rank", "ranks", "step", "seconds", "busy", "phases", "axes"}
 _MOST_NEAR = 3
 
@@ -54,12 +56,15 @@ class Run:
         are float64.  Of a step that was taken twice, since a later start went on from a checkpoint before it, the last.
     processes : list of Process
         Sorted by their rank at the end.
+    logged : dict of pairs of arrays
+        What `RunRecord.log` was given besides: by name the steps, int64, and the values, float64.
     """
 
     folder: Path
     starts: list[dict[str, Any]]
     metrics: dict[str, np.ndarray]
     processes: list[Process]
+    logged: dict[str, tuple[np.ndarray, np.ndarray]]
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Run:
@@ -75,8 +80,18 @@ class Run:
         files = process_files(folder)
         processes = [Process(file.stem, lines) for file in files if (lines := own_lines(read_lines(file)[0]))]
         processes.sort(key=lambda process: process.lines[-1]["rank"])
-        metrics = own_metrics(read_lines(folder / METRICS)[0])
-        return cls(folder, read_lines(folder / STARTS)[0], _columns(metrics), processes)
+        metrics = _columns(own_metrics(read_lines(folder / METRICS)[0]))
+        logged = _series(own_metrics(read_lines(folder / LOGGED)[0]), metrics["step"])
+        return cls(folder, read_lines(folder / STARTS)[0], metrics, processes, logged)
+
+    @property
+    def further(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Series that are not the run's own, as `logged`: what `RunRecord.step` was given besides, too."""
+        steps = self.metrics["step"]
+        others = {name: values for name, values in self.metrics.items() if name not in OWN}
+        known = {name: np.isfinite(values) for name, values in others.items()}
+        told = {name: (steps[known[name]], others[name][known[name]]) for name in others if known[name].any()}
+        return told | self.logged
 
     @property
     def tokens_per_step(self) -> float:
@@ -134,3 +149,17 @@ def _columns(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
         for name in names
     }
     return found | {"step": np.array([row["step"] for row in ordered], np.int64)}
+
+
+def _series(lines: list[dict[str, Any]], taken: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Steps and values by name, the last value of each step, without those that a start from a checkpoint undid."""
+    last = taken[-1] if len(taken) else -1
+    found: dict[str, dict[int, float]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name not in ("step", "time") and line["step"] <= last:
+                found.setdefault(name, {})[line["step"]] = np.nan if value is None else value
+    return {
+        name: (np.array(sorted(values), np.int64), np.array([values[step] for step in sorted(values)], np.float64))
+        for name, values in found.items()
+    }

@@ -17,7 +17,7 @@ from mpishard.ledger import Span
 from mpishard.mesh import Mesh
 from mpishard.record.events import Events, require_tensorboard
 from mpishard.record.lines import Lines
-from mpishard.record.reading import METRICS, PROCESSES, STARTS, TRACE
+from mpishard.record.reading import LOGGED, METRICS, OWN, PROCESSES, STARTS, TRACE
 from mpishard.record.starts import plain, surroundings
 from mpishard.record.where import Where
 
@@ -29,12 +29,12 @@ class RunRecord:
     """A folder that tells of a run while it goes on, after a crash, and a year later.
 
     ``starts.jsonl`` has a line for each start, with the configuration, versions, layout and environment;
-    ``metrics.jsonl`` a line for each step, by the first rank; ``processes/HOST-PID.jsonl`` lines of a process: how long
-    its steps took, on what, and what it sent over which axis.  Files are appended to, so a run that goes on in the same
-    folder has one record.  ``mpishard plot FOLDER`` draws it.
+    ``metrics.jsonl`` a line for each step, by the first rank; ``logged.jsonl`` what `log` was given besides;
+    ``processes/HOST-PID.jsonl`` lines of a process: how long its steps took, on what, and what it sent over which axis.
+    Files are appended to, so a run that goes on in the same folder has one record.  ``mpishard plot FOLDER`` draws it.
 
     Give it to ``optimizer.optimize(problem, record=...)``; in a loop of your own call `begin` once and `step` after
-    every step.  Making one and `step` are not collective.
+    every step.  Making one, `step` and `log` are not collective.
 
     Parameters
     ----------
@@ -78,6 +78,7 @@ class RunRecord:
         self._name = f"{os.uname().nodename}-{os.getpid()}"
         self._where: Where | None = None
         self._metrics = Lines(self.folder / METRICS)
+        self._logged = Lines(self.folder / LOGGED)
         self._process = Lines(self.folder / PROCESSES / f"{self._name}.jsonl")
         self._spans = Lines(self.folder / PROCESSES / f"{self._name}{TRACE}")
         self._events = Events(self.folder / "tensorboard") if tensorboard else None
@@ -161,6 +162,34 @@ class RunRecord:
         if not self.every:
             self.flush()
 
+    def log(self, step: int, **values: float) -> None:
+        """Further series beside those of the run, such as ``record.log(state.step, accuracy=0.9)`` in a callback.
+
+        Of any step, as often as there is something to tell; the first rank's values are written, and a series has one
+        value a step, the last.  ``mpishard plot`` draws them, those whose name ends in "loss" beside the loss, and
+        ``mpishard top`` shows the newest.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If a name is that of a series of the run itself, or a value is no number.
+        """
+        if own := sorted(OWN & values.keys()):
+            raise ValueError(f"{own[0]} is a series that the run itself writes; log it under another name")
+        try:
+            step, numbers = int(step), {name: float(value) for name, value in values.items()}
+        except (TypeError, ValueError):
+            raise TypeError(f"log takes a step and numbers by name, got step={step!r} and {values}") from None
+        if self.mesh.rank or self._broken:
+            return
+        with self._lock:
+            clock = round(time.time(), 3)
+            self._logged.add({"step": step, "time": clock, **numbers})
+            if self._events is not None:
+                self._events.add(step, clock, numbers)
+        if not self.every:
+            self.flush()
+
     def flush(self) -> None:
         """Write what waits."""
         with self._lock:
@@ -188,7 +217,7 @@ class RunRecord:
                 written.close()
 
     def _files(self) -> list[Lines | Events]:
-        written: list[Lines | Events] = [self._process, self._metrics, self._spans]
+        written: list[Lines | Events] = [self._process, self._metrics, self._logged, self._spans]
         return written if self._events is None else [*written, self._events]
 
     def _greet(self) -> None:

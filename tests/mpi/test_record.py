@@ -47,7 +47,13 @@ def test_tells_what_happened(mesh, folder, every):
     plain = ddp(mesh).optimize(problem(20), progress=False)
     mesh.ledger.clear()
     record = RunRecord(folder, mesh, every=every)
-    result = ddp(mesh).optimize(problem(20), progress=False, record=record)
+
+    def callback(state):
+        if state.step % 5 == 0:
+            record.log(state.step, first=state.parameters[0])
+            record.log(state.step, held_out_loss=state.loss / 2)
+
+    result = ddp(mesh).optimize(problem(20), progress=False, record=record, callback=callback)
     assert np.array_equal(result.loss_history, plain.loss_history)
     assert np.array_equal(result.parameters, plain.parameters)
     mesh.world.barrier()
@@ -57,6 +63,10 @@ def test_tells_what_happened(mesh, folder, every):
     assert (found.metrics["workers"] == mesh.size).all() and (found.metrics["learning_rate"] == 0.1).all()
     assert found.metrics["samples"][-1] == result.samples and np.isfinite(found.metrics["gradient_norm"]).all()
     assert found.metrics["seconds"].sum() <= result.seconds
+    assert len(read_lines(folder / "metrics.jsonl")[0]) == 20  # what is logged makes no second line of a step
+    steps, values = found.logged["held_out_loss"]
+    assert steps.tolist() == [5, 10, 15, 20] and np.array_equal(values, result.loss_history[4::5] / 2)
+    assert found.logged["first"][1][-1] == result.parameters[0]
     (start,) = found.starts
     assert start["ranks"] == mesh.size and start["problem"]["batch_size"] == 8 and start["rule"]["rule"] == "AdamW"
     assert start["configuration"]["max_gradient_norm"] == 0.5

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from mpishard.cli import main
 from mpishard.record import Run
@@ -129,6 +130,35 @@ class TestRun:
         np.testing.assert_array_equal(steps, [1, 2, 3])
         np.testing.assert_array_equal(seconds, [0.5, 0.25, 0.125])
 
+    def test_logged_values_are_the_last_of_each_step(self, tmp_path: Path) -> None:
+        run = write(tmp_path / "run", [{"step": s, "loss": 1.0, "rank_of": s if s == 2 else None} for s in (1, 2, 3)])
+        lines = [(2, 0.1), (9, 0.2), (2, 0.3), (3, None)]  # step 9 was taken before a start from a checkpoint
+        text = "".join(json.dumps({"step": step, "time": 0, "accuracy": value}) + "\n" for step, value in lines)
+        (run / "logged.jsonl").write_text(text)
+        found = Run.read(run)
+        steps, values = found.logged["accuracy"]
+        assert steps.tolist() == [2, 3] and values[0] == 0.3 and np.isnan(values[1])
+        # What `step` was given besides is drawn like it.
+        assert list(found.further) == ["rank_of", "accuracy"] and found.further["rank_of"][0] == [2]
+
+
+def test_what_can_be_logged(tmp_path: Path) -> None:
+    import mpishard
+
+    with mpishard.Mesh() as mesh, mpishard.RunRecord(tmp_path / "run", mesh) as record:
+        record.begin()
+        record.step(1, loss=np.float32(0.5))
+        record.log(1, accuracy=np.float64("nan"), top=np.int64(3))
+        with pytest.raises(ValueError, match="loss is a series that the run itself writes"):
+            record.log(1, loss=0.5)
+        with pytest.raises(TypeError, match="numbers by name"):
+            record.log(1, accuracy="high")
+        with pytest.raises(TypeError, match="numbers by name"):
+            record.log(None, accuracy=1)
+    assert read_lines(tmp_path / "run" / "metrics.jsonl")[0][0]["loss"] == 0.5
+    (line,) = read_lines(tmp_path / "run" / "logged.jsonl")[0]
+    assert (line["step"], line["accuracy"], line["top"]) == (1, None, 3)
+
 
 class TestSpent:
     def test_means_over_processes_and_sums_of_bytes(self, tmp_path: Path) -> None:
@@ -205,8 +235,23 @@ class TestPlot:
     def test_data(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["plot", str(run), "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
+        assert told["logged"] == {}
         assert told["metrics"]["loss"][:2] == [1, 0.5] and told["phases"]["computation"][0] == 0.5
         assert not (run / "run.png").exists()
+
+    def test_series_beside_the_loss(self, run: Path) -> None:
+        metrics = [{"step": s, "loss": 1 / s, "learning_rate": 0.1} for s in range(1, 6)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+        logged = {"step": 3, "speed": 1, "held_out_loss": 0.5, "gradient norm": 2}  # names of panels, too
+        (run / "logged.jsonl").write_text(json.dumps(logged) + "\n")
+        assert main(["plot", str(run), "--log"]) == 0
+        with Image.open(run / "run.png") as picture:
+            assert picture.height == pytest.approx(5 * 247, abs=2)  # loss, 3 small ones in 2 rows, 2 rows
+
+    def test_a_loss_without_a_logarithm(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        run = write(tmp_path / "run", [{"step": 1, "loss": -1.0}])
+        assert main(["plot", str(run), "--log"]) == 2
+        assert "no loss above 0" in capsys.readouterr().err
 
     def test_of_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["plot", str(tmp_path)]) == 2
@@ -330,6 +375,16 @@ class TestTop:
         assert "nan" not in capsys.readouterr().out
         assert main(["top", "--json", str(run)]) == 0
         assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["ranks"][0]["seconds"] is None
+
+    def test_the_newest_of_what_is_logged(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        run = write(tmp_path / "run", [{"step": 30, "time": 0, "loss": 1.0}])
+        lines = [{"step": 10, "a": 1}, {"step": 20, "a": 0.25}, *({"step": 5, f"b{n}": None} for n in range(9))]
+        (run / "logged.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert main(["top", "--once", str(run)]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert "a 0.25 at step 20, b0 NaN at step 5" in told and "b6 NaN at step 5, and 2 more" in told
+        assert main(["top", "--json", str(run)]) == 0
+        assert json.loads(capsys.readouterr().out)["logged"]["a"] == {"step": 20, "value": 0.25}
 
     def test_many_silent_ranks_are_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run = write(tmp_path / "run", processes=[[self.line(rank, 1, 5)] for rank in range(20)])
