@@ -5,52 +5,52 @@
 >>> optimizer = mpishard.as_distributed(mpishard.AdamW(lr=1e-3), mesh)
 """
 
-from mpishard import nn
-from mpishard.checkpoint import Checkpoints
-from mpishard.collectives import Axis
-from mpishard.distributed import (
-    HybridShardedModel,
-    ShardedModel,
-    as_distributed,
-    as_distributed_for_high_bandwidth,
-    as_distributed_for_low_bandwidth,
-)
-from mpishard.elastic.completion import watch_script
-from mpishard.elastic.optimizer import ElasticOptimizer
-from mpishard.elastic.signals import Signals
-from mpishard.guard import abort_on_exception
-from mpishard.lane import CollectiveMismatchError
-from mpishard.layout import ParameterSpec
-from mpishard.mesh import Mesh
-from mpishard.optim import (
-    LAMB,
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    DDPOptimizer,
-    HybridShardedOptimizer,
-    Lion,
-    LocalSGDOptimizer,
-    RMSprop,
-    ShardingConfiguration,
-    ZeRO1Optimizer,
-    ZeRO2Optimizer,
-    ZeRO3Optimizer,
-)
-from mpishard.optim.schedules import constant, cosine, inverse_square_root, linear, warmup
-from mpishard.parameters import FlatParameters
-from mpishard.pending import Pending
-from mpishard.record import RunRecord
-from mpishard.reshard import reshard_state
-from mpishard.saving import load_checkpoint, save_checkpoint
-from mpishard.training import OptimizationProblem, OptimizationResult, TrainingState
-from mpishard.version import VERSION
+import os
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__version__ = VERSION
+from mpishard.version import VERSION as __version__
 
-abort_on_exception()
-watch_script()
+if TYPE_CHECKING:
+    from mpishard import nn
+    from mpishard.checkpoint import Checkpoints
+    from mpishard.collectives import Axis
+    from mpishard.distributed import (
+        HybridShardedModel,
+        ShardedModel,
+        as_distributed,
+        as_distributed_for_high_bandwidth,
+        as_distributed_for_low_bandwidth,
+    )
+    from mpishard.elastic.optimizer import ElasticOptimizer
+    from mpishard.elastic.signals import Signals
+    from mpishard.lane import CollectiveMismatchError
+    from mpishard.layout import ParameterSpec
+    from mpishard.mesh import Mesh
+    from mpishard.optim import (
+        LAMB,
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        DDPOptimizer,
+        HybridShardedOptimizer,
+        Lion,
+        LocalSGDOptimizer,
+        RMSprop,
+        ShardingConfiguration,
+        ZeRO1Optimizer,
+        ZeRO2Optimizer,
+        ZeRO3Optimizer,
+    )
+    from mpishard.optim.schedules import constant, cosine, inverse_square_root, linear, warmup
+    from mpishard.parameters import FlatParameters
+    from mpishard.pending import Pending
+    from mpishard.record import RunRecord
+    from mpishard.reshard import reshard_state
+    from mpishard.saving import load_checkpoint, save_checkpoint
+    from mpishard.training import OptimizationProblem, OptimizationResult, TrainingState
 
 __all__ = [
     "LAMB",
@@ -95,3 +95,65 @@ __all__ = [
     "save_checkpoint",
     "warmup",
 ]
+
+# Where public names come from; a room is imported when one of its names is first asked for.
+_ROOMS = {
+    "checkpoint": "Checkpoints",
+    "collectives": "Axis",
+    "distributed": "HybridShardedModel ShardedModel as_distributed as_distributed_for_high_bandwidth as_distributed_for_low_bandwidth",
+    "elastic.optimizer": "ElasticOptimizer",
+    "elastic.signals": "Signals",
+    "lane": "CollectiveMismatchError",
+    "layout": "ParameterSpec",
+    "mesh": "Mesh",
+    "optim": "LAMB SGD Adagrad Adam AdamW DDPOptimizer HybridShardedOptimizer Lion LocalSGDOptimizer RMSprop ShardingConfiguration ZeRO1Optimizer ZeRO2Optimizer ZeRO3Optimizer",
+    "optim.schedules": "constant cosine inverse_square_root linear warmup",
+    "parameters": "FlatParameters",
+    "pending": "Pending",
+    "record": "RunRecord",
+    "reshard": "reshard_state",
+    "saving": "load_checkpoint save_checkpoint",
+    "training": "OptimizationProblem OptimizationResult TrainingState",
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}
+
+# What launchers and the supervisor leave in the environment of the processes that they start.
+_STARTED_BY = (
+    "PMI",
+    "OMPI_COMM_",
+    "PRTE_LAUNCHED",
+    "SLURM_STEP_",
+    "MPI_LOCAL",
+    "PALS_",
+    "FLUX_",
+    "JSM_",
+    "MV2_COMM_",
+    "MPISHARD_RUN",
+)
+
+
+def __getattr__(name: str) -> Any:
+    room = f"{__name__}.{_ROOM_OF.get(name, name)}"
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = import_module(room)
+    except ModuleNotFoundError as error:
+        if error.name != room:
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = globals()[name] = getattr(module, name) if name in _ROOM_OF else module
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+# A rank may fail before it has a mesh, and the others must hear of it: ranks start MPI here, and it ends the job.
+if "mpi4py.MPI" in sys.modules or any(name.startswith(_STARTED_BY) for name in os.environ):
+    from mpishard.elastic.completion import watch_script
+    from mpishard.guard import abort_on_exception
+
+    abort_on_exception()
+    watch_script()

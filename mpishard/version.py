@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-from importlib import metadata
-
 VERSION = "0.1.0"
 
 _PACKAGES = {
@@ -19,6 +16,9 @@ _PACKAGES = {
 
 def versions() -> dict[str, str]:
     """Of mpishard, Python and the packages that it computes with, those that are installed."""
+    import platform
+    from importlib import metadata
+
     found = {"mpishard": VERSION, "Python": platform.python_version()}
     for name, distributions in _PACKAGES.items():
         for distribution in distributions:

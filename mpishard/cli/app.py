@@ -5,46 +5,62 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
-from mpi4py import MPI
+from typer.core import TyperGroup
 
-from mpishard.cli.bench import bench
-from mpishard.cli.checkpoint import convert, diff, export, import_, inspect, verify
-from mpishard.cli.estimate import estimate
-from mpishard.cli.info import info
-from mpishard.cli.plot import plot
-from mpishard.cli.resize import resize
-from mpishard.cli.run import run
-from mpishard.cli.schedule import schedule
-from mpishard.cli.top import top
-from mpishard.cli.trace import trace
-from mpishard.cli.why import why
 from mpishard.version import VERSION
 
+# The module of each command, and what the list of commands says of it.  A module is imported when its command is run:
+# the list opens no files that it does not need, and starts no MPI.
+_COMMANDS = {
+    "info": ("info", "Show what this MPI and this machine can do, and what is wrong."),
+    "schedule": ("schedule", "Draw a pipeline schedule, with its bubble and its memory."),
+    "estimate": ("estimate", "Compare the layouts of a model on so many ranks."),
+    "bench": ("bench", "Measure how fast the ranks compute and communicate."),
+    "run": ("run", "Run a command on several ranks, and again when some are lost."),
+    "resize": ("resize", "Let a run that goes on have another number of workers."),
+    "plot": ("plot", "Draw a run: loss, speed, workers, time by phase, bytes by axis."),
+    "top": ("top", "Show live how a run stands, and what its ranks spend time on."),
+    "why": ("why", "Say why a run does not go on: who waits where, and for whom."),
+    "trace": ("trace", "Write a timeline of all ranks, and draw it as a Gantt chart."),
+    "inspect": ("checkpoint", "Show what is in a checkpoint, or in the newest of a run."),
+    "verify": ("checkpoint", "Check a checkpoint, or all of a run, for damage."),
+    "convert": ("checkpoint", "Write a checkpoint as another number of files, or as one."),
+    "export": ("checkpoint", "Write the model in a checkpoint as safetensors or NumPy archive."),
+    "import": ("checkpoint", "Make a checkpoint of safetensors or of a NumPy archive."),
+    "diff": ("checkpoint", "Show how far two checkpoints are apart, tensor by tensor."),
+}
+_SETTINGS: dict[str, dict[str, Any]] = {"run": {"allow_interspersed_args": False}}
+
+
+class _Commands(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        if name not in _COMMANDS:
+            return None
+        module = import_module(f"mpishard.cli.{_COMMANDS[name][0]}")
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        function = getattr(module, "import_" if name == "import" else name)
+        alone.command(name, context_settings=_SETTINGS.get(name))(function)
+        return typer.main.get_command(alone)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Look at the machine, layouts and schedules before a run, run it, watch it, and look at its checkpoints.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(info)
-app.command()(schedule)
-app.command(short_help="Compare the layouts of a model on so many ranks.")(estimate)
-app.command()(bench)
-app.command(context_settings={"allow_interspersed_args": False})(run)
-app.command()(resize)
-app.command()(plot)
-app.command()(top)
-app.command()(why)
-app.command()(trace)
-app.command()(inspect)
-app.command()(verify)
-app.command()(convert)
-app.command()(export)
-app.command("import")(import_)
-app.command()(diff)
 
 
 def _show_version(wanted: bool) -> None:
@@ -62,6 +78,12 @@ def _of_all(
     pass
 
 
+def _place() -> tuple[int, int]:
+    """Rank and number of ranks of this process; only ranks have MPI started when mpishard is imported."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return (0, 1) if mpi is None else (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (default: that of the process) and return its exit code.
 
@@ -69,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     all ranks under mpirun have alike, are told by the first.
     """
     alike = True
-    if MPI.COMM_WORLD.size > 1:
+    rank, ranks = _place()
+    if ranks > 1:
         # Open MPI gives its ranks a terminal even where their output ends in a file: no colours there.
         os.environ["TERM"] = "dumb"
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -88,6 +111,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = error.format_message()
         where = getattr(getattr(error, "ctx", None), "command_path", "mpishard")
         message = f"{message.rstrip('.')}; see {where} --help"
-    if not alike or MPI.COMM_WORLD.rank == 0:
+    if not alike or rank == 0:
         typer.echo(f"mpishard: error: {' '.join(message.split())}", err=True)
     return 2

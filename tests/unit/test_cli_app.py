@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpishard.cli import main
+from mpishard.cli.app import _COMMANDS
 from mpishard.version import VERSION
 
 
@@ -25,3 +26,10 @@ def test_wrong_usage_says_where_help_is(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["plot", "--colour"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("mpishard: error: ") and told.endswith("--colour; see mpishard plot --help\n")
+
+
+@pytest.mark.parametrize("name", _COMMANDS)
+def test_the_list_says_what_commands_say_of_themselves(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert _COMMANDS[name][1].removesuffix(".") in told

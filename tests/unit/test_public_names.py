@@ -1,0 +1,81 @@
+"""What `import mpishard` shows, and how little it opens before a name is used."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpishard
+
+LAUNCHED = tuple(mpishard._STARTED_BY)
+HEAVY = ("mpi4py", "numpy", "numba", "h5py", "matplotlib", "rich", "typer", "xxhash", "tqdm")
+COUNT = """
+import json, sys
+opened = set()
+sys.addaudithook(lambda event, args: event == "open" and opened.add(str(args[0])))
+{}
+print(json.dumps([len(opened), sorted({{name.partition(".")[0] for name in sys.modules}})]))
+"""
+
+
+def seen_after(code: str, **environment: str) -> tuple[int, set[str]]:
+    """How many files Python opens in `code`, and which packages it imports, in a process that no launcher started."""
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
+    command = [sys.executable, "-c", COUNT.format(code)]
+    told = subprocess.run(command, env=alone | environment, capture_output=True, text=True, check=True).stdout
+    count, packages = json.loads(told.splitlines()[-1])
+    return count, set(packages)
+
+
+@pytest.mark.parametrize(
+    ("code", "heavy", "most"),
+    [
+        ("import mpishard", set(), 30),
+        ("from mpishard.cli import main; main(['--help'])", {"typer"}, 150),
+        ("from mpishard.cli import main; main(['--version'])", {"typer"}, 150),
+    ],
+)
+def test_what_nobody_uses_is_not_imported(code: str, heavy: set[str], most: int) -> None:
+    count, packages = seen_after(code)
+    assert packages & set(HEAVY) == heavy
+    assert count < most
+
+
+def test_models_and_optimizers_need_no_compiler_before_their_first_step() -> None:
+    code = """
+import mpishard
+mesh = mpishard.Mesh()
+mpishard.ZeRO2Optimizer(mpishard.AdamW(), mesh), mpishard.nn.GPT(9, 8, width=8, layers=1, heads=1), mpishard.Checkpoints
+"""
+    assert seen_after(code)[1].isdisjoint(("numba", "matplotlib"))
+
+
+def test_a_rank_starts_mpi_when_it_imports_mpishard() -> None:
+    # Its launcher waits for that: a rank that failed before it would leave the others waiting.
+    assert "mpi4py" in seen_after("import mpishard", MPI_LOCALNRANKS="1")[1]
+
+
+def test_type_checkers_and_python_find_the_same_names() -> None:
+    tree = ast.parse(Path(mpishard.__file__).read_text("utf-8"))
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    rooms = {
+        alias.name: node.module for node in checked.body for alias in node.names if isinstance(node, ast.ImportFrom)
+    }
+    assert rooms == {"nn": "mpishard"} | {name: f"mpishard.{room}" for name, room in mpishard._ROOM_OF.items()}
+    assert sorted(rooms) == sorted(mpishard.__all__)
+    assert sorted(dir(mpishard)) == sorted([*mpishard.__all__, "__version__"])
+    for name in mpishard.__all__:
+        assert getattr(mpishard, name) is not None
+
+
+def test_what_is_no_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'mpishard' has no attribute 'Mash'"):
+        _ = mpishard.Mash
+    assert not hasattr(mpishard, "_private")
+    assert mpishard.compression.Int8Compressor  # a room, by its own name
