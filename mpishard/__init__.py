@@ -10,7 +10,9 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mpishard.version import VERSION as __version__
+from mpishard.version import VERSION
+
+__version__ = VERSION
 
 if TYPE_CHECKING:
     from mpishard import nn
@@ -100,13 +102,15 @@ __all__ = [
 _ROOMS = {
     "checkpoint": "Checkpoints",
     "collectives": "Axis",
-    "distributed": "HybridShardedModel ShardedModel as_distributed as_distributed_for_high_bandwidth as_distributed_for_low_bandwidth",
+    "distributed": "HybridShardedModel ShardedModel as_distributed as_distributed_for_high_bandwidth "
+    "as_distributed_for_low_bandwidth",
     "elastic.optimizer": "ElasticOptimizer",
     "elastic.signals": "Signals",
     "lane": "CollectiveMismatchError",
     "layout": "ParameterSpec",
     "mesh": "Mesh",
-    "optim": "LAMB SGD Adagrad Adam AdamW DDPOptimizer HybridShardedOptimizer Lion LocalSGDOptimizer RMSprop ShardingConfiguration ZeRO1Optimizer ZeRO2Optimizer ZeRO3Optimizer",
+    "optim": "LAMB SGD Adagrad Adam AdamW DDPOptimizer HybridShardedOptimizer Lion LocalSGDOptimizer RMSprop "
+    "ShardingConfiguration ZeRO1Optimizer ZeRO2Optimizer ZeRO3Optimizer",
     "optim.schedules": "constant cosine inverse_square_root linear warmup",
     "parameters": "FlatParameters",
     "pending": "Pending",
