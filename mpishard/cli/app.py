@@ -22,7 +22,7 @@ _COMMANDS = {
     "bench": ("bench", "Measure how fast the ranks compute and communicate."),
     "run": ("run", "Run a command on several ranks, and again when some are lost."),
     "resize": ("resize", "Let a run that goes on have another number of workers."),
-    "plot": ("plot", "Draw a run: loss, speed, workers, time by phase, bytes by axis."),
+    "plot": ("plot", "Draw a run: loss and other series, speed, workers, time, bytes."),
     "top": ("top", "Show live how a run stands, and what its ranks spend time on."),
     "why": ("why", "Say why a run does not go on: who waits where, and for whom."),
     "trace": ("trace", "Write a timeline of all ranks, and draw it as a Gantt chart."),
