@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from mpishard.checkpoint.index import Contents, read_index
 from mpishard.checkpoint.manifest import INDEX, Manifest
 from mpishard.checkpoint.reading import damages
 from mpishard.checkpoint.sources import Stored
+
+_MOST_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,13 @@ def found_at(path: Path) -> list[Candidate]:
     """
     if not path.exists():
         where = f"the link {path} leads to {path.readlink()}, which" if path.is_symlink() else f"{path}"
-        raise ValueError(f"{where} is not there")
+        nearest = next(above for above in (*path.parents, Path.cwd()) if above.is_dir())
+        named = "the working directory" if nearest == Path() else f"{nearest}"
+        raise ValueError(f"{where} is not there; {_what_is_there(nearest, named)}")
     path = path.resolve()
     if not path.is_dir():
+        if is_checkpoint(path.parent):
+            raise ValueError(f"{path} is a file of the checkpoint {path.parent}; give that folder")
         raise ValueError(f"{path} is a file; give the folder of a checkpoint, or of the checkpoints of a run")
     found = folders.candidates(path)
     if not found and is_checkpoint(path):
@@ -63,9 +70,25 @@ def found_at(path: Path) -> list[Candidate]:
         except ValueError as error:
             return [Candidate(path, None, str(error))]
     if not found:
-        below = [each for each in sorted(path.iterdir()) if each.is_dir() and folders.candidates(each)]
-        raise ValueError(f"there is no checkpoint in {path}" + (f"; there are some in {below[0]}" if below else ""))
+        raise ValueError(f"there is no checkpoint in {path}; {_what_is_there(path, 'it')}")
     return found
+
+
+def _what_is_there(folder: Path, named: str) -> str:
+    """Instead of what was asked for, in words: folders of checkpoints at or below a folder, or else what it holds."""
+    inside = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
+    runs = [
+        each for each in (folder, *inside) if each.is_dir() and os.access(each, os.R_OK) and folders.candidates(each)
+    ]
+    if runs:
+        return f"there are some in {_some(map(str, runs))}"
+    return f"{named} holds {_some(each.name for each in inside)}" if inside else f"{named} is empty"
+
+
+def _some(names: Iterable[str]) -> str:
+    told = list(names)
+    more = f" and {len(told) - _MOST_NAMES} more" if len(told) > _MOST_NAMES else ""
+    return ", ".join(told[:_MOST_NAMES]) + more
 
 
 def examine(candidate: Candidate) -> Examination:

@@ -59,7 +59,8 @@ def estimate(
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node, with the two below.")] = None,
     network_bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of a rank between nodes.")] = None,
     network_latency: Annotated[float | None, typer.Option(help="Seconds of a short message between nodes.")] = None,
-    rows: Annotated[int, typer.Option(help="Most lines of the table.")] = 40,
+    rows: Annotated[int, typer.Option(help="Most lines of the table: the best layouts.")] = 10,
+    show_all: Annotated[bool, typer.Option("--all", help="All layouts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
 ) -> None:
     """Compare the layouts of a model on so many ranks: time of a step, memory and bytes sent of a rank.
@@ -135,7 +136,7 @@ def estimate(
         return
     if len(found) == 1:
         details(found[0], tokens, machine)
-    overview(found, limit, rows, tokens)
+    overview(found, limit, len(found) if show_all else rows, tokens)
     nodes = f", {machine.ranks_per_node} ranks a node." if machine.network else ", all ranks on one node."
     typer.echo(f"Times are predicted for {machine.name}" + (nodes if machine is not TYPICAL else _MEASURE))
 

@@ -90,7 +90,7 @@ def overview(found: Sequence[Estimate], limit: float, shown: int, tokens: int) -
         missing = ", ".join(column.replace("\n", " ") for column in rows[0] if column not in columns)
         output.print(f"(not shown in {output.width} columns: {missing})")
     if len(found) > shown:
-        output.print(f"... and {len(found) - shown} more; --rows N shows more of them")
+        output.print(f"... and {len(found) - shown} more; --all shows them")
     over = sum(each.memory.total > limit for each in found)
     if over == len(found):
         least = min(found, key=lambda each: each.memory.total)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -98,7 +97,7 @@ class ElasticLoop(Loop):
         self.crew = Crew(self.mesh.world.comm, self.mesh.place, self.mesh.data.size)
         self.elastic.watch.follow(self.crew.fellows)
         self.heals = heals_in_place()
-        self.reason = self.what_is_reached(self.optimizer.gradient_norm if self.resumed else math.nan)
+        self.reason = self.what_was_reached()
         # The last step that is committed, the loss of the one that is ready to be, and the last of which all know
         # whether it ends the run.
         self.done = self.decided = self.optimizer.clock

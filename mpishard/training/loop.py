@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -123,7 +124,7 @@ class Loop:
 
     def run(self) -> OptimizationResult[Any]:
         self.optimizer.measure_norm |= self.problem.tolerance is not None
-        reason = self.what_is_reached(self.optimizer.gradient_norm if self.resumed else math.nan)
+        reason = self.what_was_reached()
         if self.optimizer.mesh.debug and not reason:
             check_sums(self)
         try:
@@ -409,6 +410,19 @@ class Loop:
         if wish:
             return "callback" if wish == 2 else "seconds"
         return self.what_is_reached(self.optimizer.gradient_norm)
+
+    def what_was_reached(self) -> str:
+        """Which goal the run that this one goes on from had come to, and says so; none if it is empty."""
+        reason = self.what_is_reached(self.optimizer.gradient_norm if self.resumed else math.nan)
+        if reason and self.resumed and self.checkpoints is not None and self.optimizer.mesh.rank == 0:
+            goal = f"{reason}={getattr(self.problem, reason)}"
+            print(
+                f"mpishard: the run in {self.checkpoints.folder} had reached {goal} at step {self.optimizer.clock}: "
+                "nothing is left to do.  Ask for more, and it goes on from there",
+                file=sys.stderr,
+                flush=True,
+            )
+        return reason
 
     def what_is_reached(self, norm: float) -> str:
         """Which goal, after a step with a gradient of this norm; none if it is empty."""

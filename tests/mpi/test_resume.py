@@ -38,7 +38,7 @@ def problem(steps, **changes):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_run_goes_on_where_it_stopped(mesh, folder, same_on_all, asynchronous):
+def test_a_run_goes_on_where_it_stopped(mesh, folder, same_on_all, asynchronous, capsys):
     whole = DDPOptimizer(RULE, mesh).optimize(problem(9), progress=False)
     with Checkpoints(folder, mesh, every=2, asynchronous=asynchronous) as checkpoints:
         DDPOptimizer(RULE, mesh).optimize(problem(5), progress=False, checkpoints=checkpoints)
@@ -51,9 +51,12 @@ def test_a_run_goes_on_where_it_stopped(mesh, folder, same_on_all, asynchronous)
         assert np.array_equal(result.parameters, whole.parameters)
         assert same_on_all(result.parameters)
         # Once more, with nothing left to do.
+        capsys.readouterr()
         result = DDPOptimizer(RULE, mesh).optimize(problem(9), progress=False, checkpoints=checkpoints, resume=True)
         assert (result.steps, result.resumed_steps) == (9, 9)
         assert np.array_equal(result.parameters, whole.parameters)
+        told = "had reached steps=9 at step 9: nothing is left to do"
+        assert (told in capsys.readouterr().err) == (mesh.rank == 0)
 
 
 def gpt_run(comm, steps, zero_stage, tensor=1, pipeline=1, folder=None, resume=False):

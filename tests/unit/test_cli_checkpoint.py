@@ -238,9 +238,12 @@ def test_diff(tmp_path, shell):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect", "{empty}"], "there is no checkpoint in"),
+        (["inspect", "{empty}"], "empty; it is empty"),
         (["inspect", "{above}"], "; there are some in "),
-        (["inspect", "{empty}/absent"], "absent is not there"),
+        (["inspect", "{empty}/absent"], "absent is not there; "),
+        (["inspect", "{above}/absent/latest"], "latest is not there; there are some in"),
+        (["inspect", "{others}"], "; it holds a0, a1, a2, a3, a4 and 2 more"),
+        (["inspect", "{run}/index.h5"], "give that folder"),
         (["verify", "{file}"], "is a file; give the folder"),
         (["inspect", "{run}", "--tensor", "nothing"], "there is no tensor 'nothing'"),
         (["convert", "{run}", "{empty}/x"], "give either --files N"),
@@ -263,7 +266,9 @@ def test_errors_are_one_line(arguments, message, saved, tmp_path, shell):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.npz").write_bytes(b"nothing")
     names = {"run": saved / "latest", "empty": tmp_path / "empty", "file": tmp_path / "file.npz"}
-    names["above"] = saved.parent
+    names |= {"above": saved.parent, "others": tmp_path / "others"}
+    for number in range(7):
+        (tmp_path / "others" / f"a{number}").mkdir(parents=True)
     code, _, errors = shell(*(each.format(**names) for each in arguments))
     assert code == 2 and len(errors) == 1 and errors[0].startswith("mpishard: error: ") and message in errors[0]
     assert not list((tmp_path / "empty").iterdir())

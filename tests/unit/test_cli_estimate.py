@@ -35,7 +35,7 @@ def test_zero_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_table_of_layouts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(f"{MODEL} --ranks 8 --batch 16 --memory-limit 8MB --rows 100") == 0
+    assert run(f"{MODEL} --ranks 8 --batch 16 --memory-limit 8MB --all") == 0
     shown = capsys.readouterr()
     lines = shown.out.splitlines()
     assert shown.err == ""
@@ -51,12 +51,19 @@ def test_table_of_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mpishard bench" in lines[-1]
 
 
+def test_the_ten_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{MODEL} --ranks 8 --batch 16") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line[:1] == " " and line.split()[0].isdigit()] == lines[3:13]
+    assert lines[13] == "... and 62 more; --all shows them"
+
+
 @pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
 def test_a_narrow_terminal_cuts_no_figures(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert run(f"{MODEL} --ranks 8 --data 2 --tensor 2 --memory-limit 8MB --rows 100") == 0
+    assert run(f"{MODEL} --ranks 8 --data 2 --tensor 2 --memory-limit 8MB --all") == 0
     text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines() if line.startswith("   2     2     2")]
     assert len(rows) == 16 and "…" not in text
