@@ -156,6 +156,10 @@ def __dir__() -> list[str]:
 
 # A rank may fail before it has a mesh, and the others must hear of it: ranks start MPI here, and it ends the job.
 if "mpi4py.MPI" in sys.modules or any(name.startswith(_STARTED_BY) for name in os.environ):
+    from mpishard.launches import check_before_mpi
+
+    check_before_mpi()
+
     from mpishard.elastic.completion import watch_script
     from mpishard.guard import abort_on_exception
 

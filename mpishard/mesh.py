@@ -17,6 +17,7 @@ from mpi4py import MPI
 from mpishard.capabilities import heals_in_place
 from mpishard.collectives import Axis
 from mpishard.guard import Watchdog, abort_on_exception
+from mpishard.launches import explain, foreign_launch, launches
 from mpishard.layout import Place
 from mpishard.ledger import Ledger
 from mpishard.threads import limit_blas_threads
@@ -65,7 +66,8 @@ class Mesh:
     Raises
     ------
     ValueError
-        On every rank, if the sizes do not multiply out to the number of ranks.
+        On every rank, if the sizes do not multiply out to the number of ranks, or if the launcher of another MPI has
+        started several, each of which is alone in its world.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Mesh:
     ) -> None:
         if comm is None:
             comm = MPI.COMM_WORLD
+        _check_launcher()
         cell = newcomer_cell()
         if cell is not None and comm.size == MPI.COMM_WORLD.size:
             data, (tensor, pipeline) = -1, cell
@@ -272,6 +275,13 @@ def _sizes(ranks: int, **sizes: Any) -> tuple[int, int, int]:
         hint = "change the sizes or the number of ranks" if unknown else "leave data=-1 to infer it"
         raise ValueError(f"mesh {asked} needs {need} ranks, got {ranks}; {hint}")
     return sizes["data"], sizes["tensor"], sizes["pipeline"]
+
+
+def _check_launcher() -> None:
+    library = MPI.get_vendor()[0]
+    launch = foreign_launch(launches(os.environ), library)
+    if launch is not None and launch.ranks > 1 == MPI.COMM_WORLD.size:
+        raise ValueError(f"this rank is alone in its MPI_COMM_WORLD: {explain(launch, library)}")
 
 
 def _timeout(timeout: float | None) -> float:

@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_info
 from mpishard.array import can_pin, device_count
 from mpishard.capabilities import Capabilities, could_heal_in_place, heals_in_place, probe
 from mpishard.elastic.launchers import Launcher, find_launcher
-from mpishard.environment.launches import Launch, launches
+from mpishard.launches import Launch, launches
 from mpishard.threads import chosen_by_user, cpu_quota, own_cores
 from mpishard.version import versions
 

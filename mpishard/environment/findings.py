@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpishard.elastic.launchers import Launcher
 from mpishard.environment.facts import Facts
-from mpishard.environment.launches import OPEN_MPI, SLURM, Launch, launch_of
+from mpishard.launches import OPEN_MPI, SLURM, Launch, launch_of
 
 WRONG, WARNING, NOTE = "wrong", "warning", "note"
 

@@ -63,6 +63,15 @@ def test_a_launcher_of_another_mpi(told: dict[str, str], alone: Callable[..., An
     assert (finished.code, finished.output) == (0, ""), finished.all
 
 
+def test_a_script_under_a_launcher_of_another_mpi(alone: Callable[..., Any]) -> None:
+    # With it MPI_Init of MPICH ends the process; that of Open MPI makes worlds of one rank.
+    pmix = {} if LIBRARY == "Open MPI" else {"PMIX_RANK": "0"}
+    finished = alone("-c", "import mpishard; mpishard.Mesh()", **OTHER, **pmix)
+    (launch,) = launches(OTHER)
+    said = f"the {launch.launcher} started 3 ranks, but mpi4py is bound to {LIBRARY}; use "
+    assert finished.code == 1 and said in finished.errors.splitlines()[-1], finished.all
+
+
 def test_no_colours_under_a_launcher(mpirun: Callable[..., Any]) -> None:
     """Open MPI gives ranks a terminal even where what they print ends in a file."""
     finished = mpirun(2, "-m", "mpishard", "bench", "--collectives", TERM="xterm-256color")

@@ -13,6 +13,7 @@ from mpishard.cli import main
 from mpishard.cli.info_text import show
 from mpishard.elastic.launchers import Launcher
 from mpishard.environment import Blas, Facts, Finding, findings, launch_of, launches
+from mpishard.launches import foreign_launch
 
 MPICH = Capabilities("MPICH", "5.0.2", (5, 0), True, True, False)
 OPEN_MPI = Capabilities("Open MPI", "5.0.11", (3, 1), True, False, False)
@@ -95,6 +96,26 @@ def test_of_two_launchers_the_one_that_made_the_world_counts() -> None:
     both = launches({**PRTE, **HYDRA, "PMI_SIZE": "1"})
     assert [launch.ranks for launch in both] == [4, 1]
     assert findings([replace(GOOD, launches=both)]) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "library", "is_foreign"),
+    [
+        (HYDRA, "Open MPI", True),
+        (PRTE, "MPICH", True),
+        (HYDRA, "MPICH", False),
+        (HYDRA, "Intel MPI", False),
+        (PRTE, "Open MPI", False),
+        # one inside the other
+        ({**PRTE, **HYDRA}, "MPICH", False),
+        # srun starts ranks of both, and what is not known is not judged
+        (SRUN, "MPICH", False),
+        (PRTE, "unknown", False),
+        ({}, "MPICH", False),
+    ],
+)
+def test_the_launcher_of_another_mpi(environment: dict[str, str], library: str, is_foreign: bool) -> None:
+    assert (foreign_launch(launches(environment), library) is not None) is is_foreign
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FLOORS = [
-    {"compiling", "formula", "layout", "notes", "progress", "randomness", "schedule", "version", "witness"},
+    {"compiling", "formula", "launches", "layout", "notes", "progress", "randomness", "schedule", "version", "witness"},
     {"array", "capabilities", "hdf5", "ledger", "threads"},
     {"compression", "gradients", "lane", "pending", "state", "summation", "tree_sum", "wire"},
     {"collectives", "guard"},
