@@ -136,18 +136,20 @@ _STARTED_BY = (
 )
 
 
-def __getattr__(name: str) -> Any:
-    room = f"{__name__}.{_ROOM_OF.get(name, name)}"
-    if name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = import_module(room)
-    except ModuleNotFoundError as error:
-        if error.name != room:
-            raise
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    value = globals()[name] = getattr(module, name) if name in _ROOM_OF else module
-    return value
+if not TYPE_CHECKING:  # a type checker has the names from above, and shall know no others
+
+    def __getattr__(name: str) -> Any:
+        room = f"{__name__}.{_ROOM_OF.get(name, name)}"
+        if name.startswith("_"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            module = import_module(room)
+        except ModuleNotFoundError as error:
+            if error.name != room:
+                raise
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        value = globals()[name] = getattr(module, name) if name in _ROOM_OF else module
+        return value
 
 
 def __dir__() -> list[str]:

@@ -30,6 +30,7 @@ def own_gradient(mesh: mpishard.Mesh, record: mpishard.RunRecord, start: Vector)
     assert_type(result.parameters, Vector)
     assert_type(result.stop_reason, str)
     print(result.losses)  # type: ignore[attr-defined]
+    print(mpishard.AdamX)  # type: ignore[attr-defined]
     optimizer.optimize(problem, resum=True)  # type: ignore[call-arg]
     optimizer.optimize(None)  # type: ignore[arg-type]
     optimizer.optimize(problem, record="run")  # type: ignore[arg-type]

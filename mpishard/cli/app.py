@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from mpishard.version import VERSION
 
@@ -49,6 +49,15 @@ class _Commands(TyperGroup):
         alone.command(name, context_settings=_SETTINGS.get(name))(function)
         return typer.main.get_command(alone)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        # Commands of which nothing but what the list says is known: none of their modules is imported.
+        listed: Any = {name: TyperCommand(name, help=summary) for name, (_, summary) in _COMMANDS.items()}
+        command, ctx.command = ctx.command, TyperGroup(commands=listed)
+        try:
+            return super().shell_complete(ctx, incomplete)
+        finally:
+            ctx.command = command
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
@@ -57,7 +66,6 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     help="Look at the machine, layouts and schedules before a run, run it, watch it, and look at its checkpoints.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )

@@ -22,6 +22,23 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"mpishard {VERSION}\n"
 
 
+@pytest.mark.parametrize(
+    ("typed", "expected"), [("mpishard in", ["info", "inspect"]), ("mpishard inspect --t", ["--tensor"])]
+)
+def test_the_tab_key_completes(
+    typed: str, expected: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "_MPISHARD_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split()) - 1),
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as exit:
+        main([])
+    assert exit.value.code == 0 and capsys.readouterr().out.split() == expected
+
+
 def test_wrong_usage_says_where_help_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", "--unheard"]) == 2
     told = capsys.readouterr().err

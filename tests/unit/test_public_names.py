@@ -22,6 +22,14 @@ sys.addaudithook(lambda event, args: event == "open" and opened.add(str(args[0])
 {}
 print(json.dumps([len(opened), sorted({{name.partition(".")[0] for name in sys.modules}})]))
 """
+# What the tab key runs.
+COMPLETE = """
+import contextlib, io, os
+os.environ |= {"_MPISHARD_COMPLETE": "complete_bash", "COMP_WORDS": "mpishard p", "COMP_CWORD": "1"}
+from mpishard.cli import main
+with contextlib.suppress(SystemExit):
+    main([])
+"""
 
 
 def seen_after(code: str, **environment: str) -> tuple[int, set[str]]:
@@ -39,6 +47,7 @@ def seen_after(code: str, **environment: str) -> tuple[int, set[str]]:
         ("import mpishard", set(), 30),
         ("from mpishard.cli import main; main(['--help'])", {"typer"}, 150),
         ("from mpishard.cli import main; main(['--version'])", {"typer"}, 150),
+        (COMPLETE, {"typer"}, 200),
     ],
 )
 def test_what_nobody_uses_is_not_imported(code: str, heavy: set[str], most: int) -> None:
