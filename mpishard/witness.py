@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 from mpi4py import MPI
 
@@ -48,6 +48,29 @@ sys.exit(f"mpishard: rank {who} of {size} (process {process} on {host}) has died
 """
 
 
+class _Exit:
+    """``os._exit`` of a rank while a witness is on duty: a death, which is never told as success.
+
+    MPICH's launcher ends the job then, and in half of those that were seen the code of the job was this rank's 0.
+    """
+
+    def __init__(self) -> None:
+        self._rank, self._really_exit = os.getpid(), os._exit
+
+    def __call__(self, status: int) -> NoReturn:
+        if os.getpid() == self._rank:  # and no fork of it
+            status = status or 1
+        self._really_exit(status)
+
+
+def _watch_exits(wanted: bool) -> None:
+    """In a run that outlives its ranks the code is another matter: Open MPI then ends the job for one that is not 0."""
+    if wanted and not isinstance(os._exit, _Exit) and MPI.get_vendor()[0] != "Open MPI":
+        os._exit = _Exit()
+    elif not wanted and isinstance(os._exit, _Exit):
+        os._exit = os._exit._really_exit
+
+
 def silence_witnesses() -> None:
     """The job is about to be ended by this rank, which has said why: what dies now is no news.  Not collective."""
     for witness in Witness._on_duty:
@@ -78,6 +101,7 @@ class Witness:
     def __init__(self, comm: MPI.Intracomm, group: MPI.Group) -> None:
         self._group, self._users = group, 1
         self._on_duty.append(self)
+        _watch_exits(True)
         node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -115,6 +139,7 @@ class Witness:
         if self._users:
             return
         self._on_duty.remove(self)
+        _watch_exits(bool(self._on_duty))
         if not MPI.Is_finalized():
             self._group.Free()
         if self._process is not None:

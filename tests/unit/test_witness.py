@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from mpi4py import MPI
 
 from mpishard import witness
 
@@ -41,3 +42,26 @@ def test_another_user_is_no_rank():
             assert rank.recv(1) == b"."
             rank.close()
             assert "rank 0 of 1 (process 77 on host) has died" in process.communicate(timeout=20)[1]
+
+
+def test_a_rank_that_leaves_by_itself_has_not_succeeded():
+    script = """
+import os
+from mpi4py import MPI
+from mpishard.witness import Witness
+first, second = Witness.over(MPI.COMM_SELF), Witness.over(MPI.COMM_SELF)
+first.dismiss()
+child = os.fork()
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+if {dismissed}:
+    second.dismiss()
+os._exit(0)
+"""
+    codes = [
+        subprocess.run([sys.executable, "-c", script.format(dismissed=dismissed)], timeout=60).returncode
+        for dismissed in (False, True)
+    ]
+    # The launcher of Open MPI calls it a failure itself.
+    assert codes == [0 if MPI.get_vendor()[0] == "Open MPI" else 1, 0]
