@@ -146,7 +146,7 @@ def _agreed(
         check_place(named, mesh)
     except (ValueError, TypeError) as error:
         problem = error
-    agree_on_step(mesh.world, named, None, problem)
+    agree_on_step(mesh.world, named, None, problem, optimizer)
     assert named is not None
     return named
 

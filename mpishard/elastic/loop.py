@@ -36,6 +36,7 @@ from mpishard.elastic.run_folder import RunFolder, RunLost
 from mpishard.guard import die, fail_alone
 from mpishard.optim import ShardedOptimizer
 from mpishard.optim.run_state import facts_of
+from mpishard.optim.settings import agree_on_settings, settings_of
 from mpishard.progress import Progress
 from mpishard.record import RunRecord
 from mpishard.reshard import reshard_state
@@ -258,9 +259,12 @@ class ElasticLoop(Loop):
         asked = elastic.outside.signals.report()
         awaited = self.recruitment is not None and not come and self.recruitment.is_new
         discovered = elastic.outside.discovered if world.rank == 0 else -1
-        wishes = np.array([self.own_wish, elastic.request, asked, -asked, come, awaited, discovered], np.int64)
+        changed = self.optimizer.settings.changed(self.optimizer)
+        wishes = np.array([self.own_wish, elastic.request, asked, -asked, come, awaited, discovered, changed], np.int64)
         heard = world.all_reduce(wishes, op="max", label="control").tolist()
-        wish, request, most, least, come, awaited, elastic.outside.discovered = heard
+        wish, request, most, least, come, awaited, elastic.outside.discovered, changed = heard
+        if changed:  # by a callback
+            self.optimizer.settings.agree(self.optimizer)
         elastic.heed(request)
         self.recruits, self.awaited = come, bool(awaited)
         self.reason = self.why_stop(wish) or ("signal" if -least > 0 else "")
@@ -411,24 +415,15 @@ class ElasticLoop(Loop):
 
     def _check_scripts(self) -> None:
         """Raise on all of the crew if those who have come have another model or problem.  Collective."""
-        model = self.parameters.fingerprint, self.parameters.description
-        rule = self.optimizer.rule
-        settings = {name: value for name, value in rule.configuration().items() if not callable(getattr(rule, name, 0))}
-        settings |= self.problem.settings
-        told = self.crew.axis.exchange((model, {name: str(value) for name, value in settings.items()}))
-        for other, theirs in told:
-            if other != told[0][0]:
-                raise ValueError(
-                    f"spawned processes have made another model than the others: {told[0][0][1]} and {other[1]}, or "
-                    "cut into stages elsewhere; the script must make the same everywhere: give stage_costs as numbers, "
-                    "not to be measured"
-                )
-            for name, value in told[0][1].items():
-                if theirs.get(name) != value:
-                    raise ValueError(
-                        f"spawned processes have {name}={theirs.get(name)} and the others {name}={value}; the script "
-                        "must come to the same whenever it is started, also from what it reads or draws"
-                    )
+        model = f"{self.parameters.description} ({self.parameters.fingerprint:x})"
+        own = {"model": model, **self.problem.settings, "scaling": self.elastic.scaling}
+        agree_on_settings(
+            self.crew.axis,
+            settings_of(self.optimizer) | {name: str(value) for name, value in own.items()},
+            what="settings, those that were spawned as well",
+            way_out="the script must come to the same whenever it is started, also from what it reads, draws, or "
+            "measures (stage_costs)",
+        )
 
     def _reshard(self, source: RunState | None, target: RunState | None) -> Mapping[str, Any]:
         """Move the committed state to its new places; returns its facts.  Collective over the crew."""

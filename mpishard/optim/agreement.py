@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpishard import array as arrays
 from mpishard.collectives import Axis
 from mpishard.mesh import Mesh
+from mpishard.optim.settings import differing, settings_of
 from mpishard.optim.strategies import Strategy
 from mpishard.optim.team import Team
 from mpishard.parameters import FlatParameters, check_flat
+
+if TYPE_CHECKING:
+    from mpishard.optim.optimizer import ShardedOptimizer
 
 Array = Any
 
@@ -73,10 +77,16 @@ def check_gradients(parameters: FlatParameters, gradients: Array) -> None:
 
 
 def agree_on_step(
-    ranks: Axis | Team, parameters: FlatParameters | None, count: float | None, problem: Exception | None
+    ranks: Axis | Team,
+    parameters: FlatParameters | None,
+    count: float | None,
+    problem: Exception | None,
+    optimizer: ShardedOptimizer | None = None,
 ) -> None:
     """Raise on all of `ranks` if any has a problem, or if they are about to take different steps."""
     model = -1 if parameters is None else parameters.fingerprint
+    if optimizer is not None:
+        model ^= optimizer.settings.fingerprint(optimizer)
     number = -1 if count is None else int(np.float64(count).view(np.int64))
     facts = np.array([problem is not None, model, -model, number, -number], np.int64)
     ranks.all_reduce(facts, op="max", label="control")
@@ -84,8 +94,10 @@ def agree_on_step(
         ranks.raise_together(problem)
     assert parameters is not None
     if facts[1] != -facts[2]:
-        described = zip(ranks.members, ranks.exchange(parameters.description), strict=True)
-        told = ", ".join(f"rank {rank} {what}" for rank, what in described)
+        models = ranks.exchange((parameters.fingerprint, parameters.description))
+        if optimizer is not None and len({model for model, _ in models}) == 1:
+            raise differing(ranks, settings_of(optimizer))
+        told = ", ".join(f"rank {rank} {what}" for rank, (_, what) in zip(ranks.members, models, strict=True))
         raise ValueError(f"all ranks must have the same parameters in the same order; here: {told}")
     if facts[3] != -facts[4]:
         raise ValueError(f"count must be the global number, the same on all ranks; got {ranks.exchange(count)}")

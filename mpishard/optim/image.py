@@ -53,6 +53,12 @@ class State:
     outer_steps: int = 0
     others: Mapping[str, np.ndarray] = field(default_factory=dict)
 
+    def told(self, data: bytes) -> dict[str, str]:
+        """What all ranks must agree on of the state, which was read from these bytes."""
+        numbers = {"steps": self.steps, "skipped_steps": self.skipped_steps, "loss_scale": self.loss_scale}
+        told = {f"{name} of the state": str(value) for name, value in numbers.items()}
+        return told | {"SHA-256 of the state": f"{bytes(data[_DIGEST]).hex()[:16]}..."}
+
     def check_parameters(self, specs: Sequence[ParameterSpec], dtype: np.dtype) -> None:
         """Raise ValueError unless it is of parameters of these names, shapes and dtype, in this order."""
         saved, wanted = ([(spec.name, spec.shape) for spec in each] for each in (self.specs, specs))

@@ -17,6 +17,7 @@ from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.optimizer import ShardedOptimizer
 from mpishard.optim.rules import Rule
 from mpishard.optim.run_state import shards
+from mpishard.optim.settings import settings_of_rule
 from mpishard.optim.team import Team
 from mpishard.parameters import FlatParameters
 from mpishard.state import RunState, brief, names_fact
@@ -303,6 +304,11 @@ class LocalSGDOptimizer(ShardedOptimizer):
             facts |= {"outer_slots.json": list(self.outer.slots)}
         return facts
 
+    @property
+    def further_settings(self) -> dict[str, Any]:
+        local = {"sync_every": self.sync_every, "parts": self.parts, "delay": self.delay, "outer": self._outer_name}
+        return local if self.outer is None else local | settings_of_rule(self.outer, of="outer ")
+
     def check_facts(self, facts: Any) -> None:
         super().check_facts(facts)
         self._check_outer(facts.get("outer_rule", ""), names_fact(facts, "outer_slots.json"))
@@ -382,14 +388,9 @@ class LocalSGDOptimizer(ShardedOptimizer):
             )
 
     def _check_parts(self) -> None:
-        """Raise on all ranks unless all have the same settings, and buckets for each part.  Collective."""
-        settings = f"sync_every={self.sync_every}, parts={self.parts}, delay={self.delay}, outer={self._outer_name}"
-        told = self.world.exchange((settings, len(self._strategy.buckets.buckets)))
-        for rank, (theirs, _) in enumerate(told):
-            if theirs != told[0][0]:
-                raise ValueError(f"rank 0 has {told[0][0]} and rank {rank} {theirs}; they must be the same on all")
+        """Raise on all ranks unless there are buckets for each part.  Collective."""
         # A stage of the pipeline may have fewer than others, or none.
-        most = max(buckets for _, buckets in told)
+        most = max(self.world.exchange(len(self._strategy.buckets.buckets)))
         if most < self.parts and self.parts > 1:
             raise ValueError(
                 f"parts={self.parts}, but no rank has more than {most} buckets to deal out; use fewer parts, or a "

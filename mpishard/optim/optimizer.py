@@ -20,6 +20,7 @@ from mpishard.optim.loss_scale import LossScale
 from mpishard.optim.problem import OptimizationResult, P, Problem, TrainingState
 from mpishard.optim.rules import Rule
 from mpishard.optim.run_state import check_numbers, check_rule, facts_of, shards
+from mpishard.optim.settings import Settings, differing, settings_of, settings_of_state
 from mpishard.optim.strategies import Strategy
 from mpishard.optim.team import Team
 from mpishard.optim.update import take_step
@@ -60,6 +61,8 @@ class ShardedOptimizer:
         Find `gradient_norm` even where clipping does not need it (one more pass over the gradients).
     scaling : LossScale
         Finds `loss_scale`.
+    settings : Settings
+        What all ranks have compared.
     gradient_norm : float
         Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured.
     """
@@ -93,6 +96,7 @@ class ShardedOptimizer:
         self.measure_norm = False
         self.gradient_norm = math.nan
         self.scaling = LossScale(self.config.loss_scale)
+        self.settings = Settings()
         self._parameters: FlatParameters | None = None
         self._strategy: Strategy
         self._inspection: Inspection
@@ -149,7 +153,8 @@ class ShardedOptimizer:
         Raises
         ------
         ValueError, TypeError
-            On every rank if any rank's arguments do not fit, or differ between ranks; nothing has changed then.
+            On every rank if any rank's arguments do not fit, or differ between ranks, or if rules or configurations do;
+            nothing has changed then.
         FloatingPointError
             On every rank if any gradient is NaN or infinite (see `nonfinite_gradients`); parameters and state are
             unchanged.
@@ -161,7 +166,7 @@ class ShardedOptimizer:
             self._strategy.buckets.end_pass(last=automatic)
         named, problem = self._checked(parameters, gradients, count)
         if automatic or synchronized or self._parameters is None:
-            agree_on_step(self._who_agrees(), named, count, problem)
+            agree_on_step(self._who_agrees(), named, count, problem, self)
         elif problem is not None:
             raise problem
         assert named is not None
@@ -185,12 +190,14 @@ class ShardedOptimizer:
         Otherwise ranks agree already; parameters and state of which several ranks keep copies are copied again from
         data rank 0, tensor rank 0 and the stages that own ties, which mends copies that something else has changed.
         """
-        bound = self.world.exchange(self._parameters is not None)
-        if not all(bound):
-            if any(bound):
-                raise ValueError(f"ranks {[r for r, b in enumerate(bound) if not b]} have not called step() yet")
+        told = self.world.exchange((self._parameters is not None, self.settings.fingerprint(self)))
+        unbound = [rank for rank, (bound, _) in enumerate(told) if not bound]
+        if unbound:
+            if len(unbound) < len(told):
+                raise ValueError(f"ranks {unbound} have not called step() yet")
             return
-        assert self._parameters is not None
+        if len(set(told)) > 1:
+            raise differing(self.world, settings_of(self))
         calls = self._calls()
         if calls:
             if self._accumulated is not None:
@@ -237,8 +244,9 @@ class ShardedOptimizer:
         Raises
         ------
         ValueError
-            On every rank and before the first step, if the problem differs between ranks, nothing would stop the loop,
-            checkpoints cannot hold `facts`, or the checkpoint is of other tensors, another rule or other samples.
+            On every rank and before the first step, if the problem or the settings differ between ranks, nothing would
+            stop the loop, checkpoints cannot hold `facts`, or the checkpoint is of other tensors, another rule or other
+            samples.
         """
         check_problem(problem)
         self.begin_run()
@@ -257,7 +265,8 @@ class ShardedOptimizer:
         Raises
         ------
         ValueError
-            If they are not laid out for this mesh, or not those that the state is of; on all ranks at the first call.
+            If they are not laid out for this mesh, or not those that the state is of; on all ranks at the first call,
+            and there also if rules or configurations differ between ranks.
         """
         problem = None
         try:
@@ -265,7 +274,7 @@ class ShardedOptimizer:
         except ValueError as error:
             problem = error
         if self._parameters is None:
-            self.world.agree(problem)
+            self.settings.agree(self, settings_of_state(self, parameters), problem)
         elif problem is not None:
             raise problem
         if self._parameters is parameters:
@@ -350,8 +359,8 @@ class ShardedOptimizer:
         Raises
         ------
         ValueError, TypeError
-            On every rank if the bytes of any are truncated, damaged, foreign, of another rule or of other parameters;
-            the optimizer is as it was.
+            On every rank if the bytes of any are truncated, damaged, foreign, of another rule or of other parameters,
+            or if ranks have different ones; the optimizer is as it was.
         """
         state, problem = None, None
         try:
@@ -361,7 +370,7 @@ class ShardedOptimizer:
                 state.check_parameters(self._parameters.specs, self._parameters.dtype)
         except (ValueError, TypeError) as error:
             problem = error
-        self.world.agree(problem)
+        self.settings.agree(self, None if state is None else state.told(data), problem, what="settings and state")
         assert state is not None
         self.steps, self.skipped_steps = state.steps, state.skipped_steps
         self.scaling.restore(state.loss_scale)
@@ -419,6 +428,11 @@ class ShardedOptimizer:
     @property
     def further_facts(self) -> dict[str, Any]:
         """What `run_state` tells besides what all optimizers do."""
+        return {}
+
+    @property
+    def further_settings(self) -> dict[str, Any]:
+        """What decides its steps besides the rule and the configuration."""
         return {}
 
     def check_facts(self, facts: Mapping[str, Any]) -> None:

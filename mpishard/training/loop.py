@@ -392,8 +392,10 @@ class Loop:
             return self.why_stop(0)
         self.tell_losses()
         if self.watching:
-            wishes = np.array([self.wished], np.int64)
-            self.wished = int(self.optimizer.world.all_reduce(wishes, op="max", label="control")[0])
+            wishes = np.array([self.wished, self.optimizer.settings.changed(self.optimizer)], np.int64)
+            self.wished, changed = self.optimizer.world.all_reduce(wishes, op="max", label="control").tolist()
+            if changed:  # by a callback
+                self.optimizer.settings.agree(self.optimizer)
         return self.why_stop(self.wished)
 
     def tell_losses(self) -> None:

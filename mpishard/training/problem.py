@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 
 from mpishard.checkpoint import Checkpoints
-from mpishard.collectives import Axis
 from mpishard.optim import ShardedOptimizer
 from mpishard.optim.problem import OptimizationResult, P, TrainingState
 from mpishard.parameters import FlatParameters, Model, check_flat
@@ -139,13 +138,15 @@ class OptimizationProblem(Generic[P]):
 
         `loop` makes it, for optimizers that need another one than `Loop`.
         """
-        if not (checkpoints is None or hasattr(checkpoints, "due")):
-            raise TypeError(f"checkpoints must be Checkpoints(folder, mesh), got {type(checkpoints).__name__}")
-        if not (record is None or isinstance(record, RunRecord)):
-            raise TypeError(f"record must be RunRecord(folder, mesh), got {type(record).__name__}")
-        if resume and checkpoints is None:
-            raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
-        watching = self._agree_on_problem(optimizer.world, callback is not None)
+        problem: Exception | None = None
+        try:
+            _check_options(checkpoints, resume, record)
+        except (TypeError, ValueError) as error:
+            problem = error
+        given = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
+        self._agree_on_problem(optimizer, given, problem)
+        watches = np.array([callback is not None or self.seconds is not None], np.int64)
+        watching = bool(optimizer.world.all_reduce(watches, op="max", label="control")[0])
         if self.steps is None and self.tolerance is None and not watching:
             raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
         from mpishard.training.loop import Loop  # which is made of problems
@@ -158,13 +159,20 @@ class OptimizationProblem(Generic[P]):
         names = ("samples", "batch_size", "micro_batch_size", "steps", "tolerance", "seed", "tokens_per_sample")
         return {name: getattr(self, name) for name in names}
 
-    def _agree_on_problem(self, axis: Axis, callback: bool) -> bool:
-        """Raise on all ranks if they solve different problems; whether any rank may wish to stop by itself."""
+    def _agree_on_problem(
+        self, optimizer: ShardedOptimizer, given: Mapping[str, Any], problem: Exception | None
+    ) -> None:
+        """Raise on all ranks if any has a problem, or if they solve different ones or in different ways."""
         start = self.start if isinstance(self.start, FlatParameters) else FlatParameters.over(self.start)
-        own = self.settings | {"start": f"{start.description} ({start.fingerprint:x})"}
-        told = axis.exchange((own, callback or self.seconds is not None))
-        for name in own:
-            values = [problem[name] for problem, _ in told]
-            if any(value != values[0] for value in values):
-                raise ValueError(f"{name} must be the same on all ranks, got {', '.join(map(str, values))} by rank")
-        return any(wish for _, wish in told)
+        own = {"start": f"{start.description} ({start.fingerprint:x})", **self.settings, **given}
+        optimizer.settings.agree(optimizer, {name: str(value) for name, value in own.items()}, problem)
+
+
+def _check_options(checkpoints: Any, resume: Any, record: Any) -> None:
+    """Raise unless these options of `minimize` are what they should be."""
+    if not (checkpoints is None or hasattr(checkpoints, "due")):
+        raise TypeError(f"checkpoints must be Checkpoints(folder, mesh), got {type(checkpoints).__name__}")
+    if not (record is None or isinstance(record, RunRecord)):
+        raise TypeError(f"record must be RunRecord(folder, mesh), got {type(record).__name__}")
+    if resume and checkpoints is None:
+        raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")

@@ -1,0 +1,86 @@
+"""Numbers and flags among the arguments of public calls: checked, and returned as plain Python values.
+
+NumPy's numbers and booleans are taken too.  True and False are no numbers, and numbers or strings are no flags.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+
+def integer(name: str, value: Any, *, least: int | None = None) -> int:
+    """`value` as an int.
+
+    Raises
+    ------
+    TypeError
+        If it is no whole number.
+    ValueError
+        If it is below `least`.
+    """
+    wanted = "a whole number" if least is None else f"a whole number of at least {least}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={shown(value)} must be {wanted}")
+    if least is not None and value < least:
+        raise ValueError(f"{name}={shown(value)} must be {wanted}")
+    return int(value)
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    finite: bool = True,
+    otherwise: str = "",
+) -> float:
+    """`value` as a float, never NaN.
+
+    Parameters
+    ----------
+    least, above, below, most : float, optional
+        It must be ``>= least``, ``> above``, ``< below`` and ``<= most``.
+    finite : bool
+        Whether infinity is refused.
+    otherwise : str
+        What else the argument may be, such as ``"None for no clipping"``; for the message.
+
+    Raises
+    ------
+    TypeError
+        If it is no number.
+    ValueError
+        If it is NaN or outside of the limits.
+    """
+    limits = {"of at least": least, "above": above, "below": below, "of at most": most}
+    told = " and ".join(f"{relation} {limit:g}" for relation, limit in limits.items() if limit is not None)
+    wanted = f"a {'finite ' if finite and below is None and most is None else ''}number {told}".rstrip()
+    wanted += f", or {otherwise}" if otherwise else ""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={shown(value)} must be {wanted}")
+    plain = float(value)
+    inside = (least is None or plain >= least) and (above is None or plain > above)
+    inside = inside and (below is None or plain < below) and (most is None or plain <= most)
+    if not inside or math.isnan(plain) or (finite and math.isinf(plain)):
+        raise ValueError(f"{name}={shown(value)} must be {wanted}")
+    return plain
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` as a bool; TypeError unless it is True or False."""
+    if not isinstance(value, bool | np.bool):
+        raise TypeError(f"{name}={shown(value)} must be True or False")
+    return bool(value)
+
+
+def shown(value: Any) -> str:
+    """The repr of what was given, shortened where it is long."""
+    return reprlib.repr(value)
