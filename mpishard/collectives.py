@@ -35,6 +35,12 @@ _KNOWN_ERRORS: dict[str, type[Exception]] = {
 }
 
 
+def _known_kind(problem: Exception) -> str:
+    """The kind of an error, or the nearest one above it, that other ranks can raise too."""
+    kinds = [kind.__name__ for kind in type(problem).__mro__]
+    return next((name for name in kinds if name in _KNOWN_ERRORS), kinds[0])
+
+
 class Axis:
     """One direction of a mesh: the ranks that differ in one coordinate only, and the collectives over them.
 
@@ -288,7 +294,7 @@ class Axis:
 
     def raise_together(self, problem: Exception | None) -> None:
         """The raising half of `agree`, once all ranks know that some rank has a problem."""
-        told = self.exchange(None if problem is None else (type(problem).__name__, str(problem)))
+        told = self.exchange(None if problem is None else (_known_kind(problem), str(problem)))
         if problem is not None:
             raise problem
         rank, (kind, text) = next((rank, what) for rank, what in enumerate(told) if what is not None)

@@ -53,7 +53,7 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
     pieces: list[StoredPiece] = []
     with provisional(target, total_bytes(source, source.kinds)) as path:
         disk.make_folder(path)
-        with disk.hold(path / manifests.NAME):
+        with disk.hold(path / manifests.NAME) as held:
             for writer, bounds in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
                 holding = cut_holding(whole, [bounds])
                 boxes = [(kind, piece.name, piece.box) for kind in source.kinds for piece in holding]
@@ -74,7 +74,7 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
             for name in sorted({piece.file for piece in pieces} | {INDEX}):
                 disk.sync(path / name)
                 entries[name] = FileEntry(*manifests.hash_file(path / name))
-            publish(Unfinished(path, target, id, generation), Manifest(id, generation, step, entries))
+            publish(Unfinished(path, target, id, generation, held), Manifest(id, generation, step, entries))
 
 
 def _parts(source: Source, holding: Holding) -> Iterator[Part]:
@@ -102,7 +102,7 @@ def write_plain(contents: Contents, target: Path) -> None:
     """
     mark = f"mpishard plain {contents.id}\n".encode().ljust(BLOCK, b"\0")
     with Stored(contents) as source, published(target, total_bytes(source, source.kinds)) as path:
-        with h5py.File(contents.folder / INDEX, "r") as index, new_file(path, mark) as (h5, file):
+        with h5py.File(contents.folder / INDEX, "r") as index, new_file(path, mark, held=True) as (h5, file):
             h5.attrs.update(index.attrs)
             h5.attrs["format"] = "mpishard plain checkpoint"
             for group in ("json", "history"):

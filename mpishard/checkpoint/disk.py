@@ -24,10 +24,10 @@ def make_folder(path: Path) -> None:
     os.mkdir(path)
 
 
-def write(path: Path, data: bytes) -> None:
-    """Write a file."""
-    with open(path, "wb") as file:
-        file.write(data)
+def write(file: io.FileIO, data: bytes) -> None:
+    """Write a file that was made by `hold`."""
+    with open(file.fileno(), "wb", closefd=False) as stream:
+        stream.write(data)
 
 
 def hold(path: Path) -> io.FileIO:
@@ -45,13 +45,18 @@ def hold(path: Path) -> io.FileIO:
     return file
 
 
+def unlinked(path: str, flags: int) -> int:
+    """An opener of files that follows no link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def abandoned(path: Path, held: Path) -> bool:
     """Whether the process that made a file, a link or a folder, and in it the file `held`, is dead.
 
     Where no lock tells, it is dead if nothing was changed for an hour.
     """
     try:
-        with io.FileIO(held, "r+") as file:
+        with io.FileIO(held, "r+", opener=unlinked) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
     except BlockingIOError:
@@ -111,13 +116,13 @@ def free_bytes(path: Path) -> int | None:
 
 
 class DiskFile(io.FileIO):
-    """A file that HDF5 writes through, which keeps errors to itself.
+    """A new file, or one made by `hold`, that HDF5 writes through, which keeps errors to itself.
 
     After the first error it writes nothing and says that it has, so that HDF5 can go on to close the file.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "w+")
+    def __init__(self, path: Path, held: bool = False) -> None:
+        super().__init__(path, "w+" if held else "x+", opener=unlinked)
         self.error: BaseException | None = None
 
     def write(self, data: Any) -> int:

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from mpishard.checkpoint.disk import unlinked
 from mpishard.checkpoint.publishing import published
 from mpishard.checkpoint.sources import Source, blocks, inside, total_bytes
 from mpishard.layout import Box
@@ -71,7 +72,7 @@ def write_archive(source: Source, file: Path, *, optimizer: bool = False) -> Non
     for name in source.tensors:
         if name.startswith(_SLOTS) or "\0" in name or name == "__metadata__":
             raise ValueError(f"a tensor named {name!r} cannot be told from other entries of {file.name}; rename it")
-    with published(file, total_bytes(source, kinds)) as path, path.open("wb") as stream:
+    with published(file, total_bytes(source, kinds)) as path, open(path, "wb", opener=unlinked) as stream:
         write(source, labels, stream)
 
 

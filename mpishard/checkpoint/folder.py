@@ -186,7 +186,8 @@ def publish(unfinished: Unfinished, manifest: Manifest) -> None:
     OSError
     """
     path, run = unfinished.path, unfinished.path.parent
-    disk.write(path / manifests.NAME, manifest.encode())
+    assert unfinished.held is not None
+    disk.write(unfinished.held, manifest.encode())
     disk.sync(path / manifests.NAME)
     disk.sync(path)
     disk.rename(path, unfinished.target)

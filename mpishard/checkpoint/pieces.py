@@ -94,7 +94,7 @@ def write_pieces(path: Path, parts: Iterable[Part], *, id: str, writer: int, com
     Parameters
     ----------
     path : Path
-        An existing file is overwritten.
+        Must not be there.
     parts : iterable of Part
         Of float16, float32 or float64 values; taken one at a time.  Those without elements are left out.
     id : str
@@ -150,12 +150,12 @@ def _is_empty(box: Box) -> bool:
 
 
 @contextmanager
-def new_file(path: Path, mark: bytes) -> Iterator[tuple[h5py.File, DiskFile]]:
-    """A new HDF5 file to be filled, and the file under it, whose `check` tells whether to go on.
+def new_file(path: Path, mark: bytes, *, held: bool = False) -> Iterator[tuple[h5py.File, DiskFile]]:
+    """A new HDF5 file, or a `held` one, to be filled, and the file under it, whose `check` tells whether to go on.
 
     The user block `mark` is written last.  An error of the disk is raised on leaving, whatever HDF5 said of it.
     """
-    with DiskFile(path) as disk:
+    with DiskFile(path, held) as disk:
         try:
             with h5py.File(disk, "w", libver=_LIBVER, userblock_size=BLOCK) as h5:
                 yield h5, disk

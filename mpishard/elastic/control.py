@@ -2,21 +2,23 @@
 
 ``control`` in the run's folder is made when the run begins and removed when it ends.  The run writes ``run`` there: its
 limits, its workers, and what came of the last request.  Who wants another number of workers writes ``request``; the run
-looks for it between steps and removes it with its answer.  Nothing here needs MPI.
+looks for it between steps and removes it with its answer.  Whoever may write into the run's folder can exchange this
+one, so that its owner and mode are looked at whenever it is used.  Nothing here needs MPI.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import stat
+import sys
 import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mpishard.notes import read_note, write_note
+from mpishard.files import NotPrivateError, opened, warn_of_writers
+from mpishard.notes import read_note, remove_notes, write_note
 
 _POLL_S = 0.2
 _WAIT_POLL_S = 0.05
@@ -69,36 +71,33 @@ class ControlFolder:
                 f"the run needs a folder {self.path}, which cannot be made: {error.strerror}; give it a folder that "
                 "all processes may write to, as ElasticOptimizer(..., folder=...) or that of its checkpoints"
             ) from None
-        self.check()
-        for file in self.path.iterdir():
-            file.unlink()
+        remove_notes(self.path)
+        warn_of_writers(self.path.parent)
 
     def check(self) -> None:
         """Raise ValueError if somebody else could write there, FileNotFoundError if there is nothing."""
-        found = self.path.lstat()
-        if found.st_uid != os.geteuid():
-            raise ValueError(
-                f"{self.path} belongs to user {found.st_uid}, and this is user {os.geteuid()}: only who started a run "
-                "may resize it"
-            )
-        if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-            raise ValueError(f"{self.path} must be a folder that nobody else may open (mode 0700)")
+        with opened(self.path, private=True):
+            pass
 
     def remove(self) -> None:
         """The run has ended."""
-        with contextlib.suppress(OSError):
-            for file in self.path.iterdir():
-                file.unlink()
+        with contextlib.suppress(OSError, NotPrivateError):
+            remove_notes(self.path)
             self.path.rmdir()
 
     def write(self, name: str, content: Any) -> None:
-        write_note(self.path / name, content)
+        write_note(self.path / name, content, private=True)
+
+    def _read(self, name: str) -> Any:
+        return read_note(self.path / name, private=True)
 
     @property
     def request(self) -> tuple[str, int | None] | None:
         """Id and number of the request that is there; no number if it is not one."""
         try:
-            found = read_note(self.path / "request")
+            found = self._read("request")
+        except NotPrivateError:
+            raise
         except ValueError:
             return "", None
         if found is None:
@@ -111,13 +110,13 @@ class ControlFolder:
         """Remove the request, unless another one is there by now."""
         request = self.request
         if request is not None and request[0] == id:
-            with contextlib.suppress(FileNotFoundError):
-                (self.path / "request").unlink()
+            with contextlib.suppress(FileNotFoundError), opened(self.path, private=True) as folder:
+                os.unlink("request", dir_fd=folder)
 
     @property
     def standing(self) -> Standing | None:
         """What the run says of itself; None if there is no run."""
-        found = read_note(self.path / "run")
+        found = self._read("run")
         if found is None:
             return None
         answer = found.pop("answer")
@@ -141,6 +140,7 @@ class Control:
         # Id of the request that the run has taken over, and the workers of then.
         self._taken: tuple[str, int] | None = None
         self._next = 0.0
+        self._exchanged = False  # has been told of
 
     def poll(self, workers: int, step: int, waits: bool = False) -> int | None:
         """Say how many workers there are after this step, and return how many are asked for, if it is news.
@@ -153,9 +153,18 @@ class Control:
         if (waits or self._taken is None) and now < self._next:
             return None
         self._next = now + _POLL_S
-        with contextlib.suppress(OSError):  # of a disk that comes back, or of a folder removed by its owner
+        try:
             return self._poll(workers, step, waits)
-        return None
+        except OSError:  # of a disk that comes back, or of a folder removed by its owner
+            return None
+        except NotPrivateError as error:
+            if not self._exchanged:
+                said = (
+                    f"mpishard: somebody has exchanged the folder for requests, which are not heard any more: {error}"
+                )
+                print(said, file=sys.stderr, flush=True)
+            self._exchanged = True
+            return None
 
     def _poll(self, workers: int, step: int, waits: bool) -> int | None:
         known = self._standing

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpishard.notes import read_note, write_note
+from mpishard.notes import read_note, remove_notes, write_note
 
 _FOLDER, _ATTEMPT = "MPISHARD_RUN", "MPISHARD_ATTEMPT"
 
@@ -73,19 +72,15 @@ class RunFolder:
         """
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise ValueError(f"{path} must be a folder of the user's own that nobody else may open (mode 0700)")
-        for name in ("started", "step", "ended", "given-up", "failure", "healed"):
-            for file in path.glob(f"{name}-*"):
-                file.unlink()
+        names = ("started", "step", "ended", "given-up", "failure", "healed")
+        remove_notes(path, *(f"{name}-" for name in names))
         return cls(path.absolute(), -1).next()
 
     def next(self) -> RunFolder:
         """The same folder for another start; from now on the one before is over."""
-        before = read_note(self.path / "start")
+        before = read_note(self.path / "start", private=True)
         following = replace(self, attempt=self.attempt + 1 if before is None else before + 1)
-        write_note(self.path / "start", following.attempt)
+        write_note(self.path / "start", following.attempt, private=True)
         return following
 
     @classmethod
@@ -134,7 +129,7 @@ class RunFolder:
         OSError
             If the folder cannot be looked into.
         """
-        return read_note(self.path / "start") != self.attempt
+        return read_note(self.path / "start", private=True) != self.attempt
 
     @property
     def started(self) -> bool:
@@ -175,10 +170,10 @@ class RunFolder:
         return None if found is None else Failure(**found)
 
     def _write(self, name: str, content: Any) -> None:
-        write_note(self._path(name), content)
+        write_note(self._path(name), content, private=True)
 
     def _read(self, name: str) -> Any:
-        return read_note(self._path(name))
+        return read_note(self._path(name), private=True)
 
     def _path(self, name: str) -> Path:
         return self.path / f"{name}-{self.attempt}"

@@ -58,7 +58,7 @@ def ask(folder: Path, limit: float) -> Asked:
     answers: dict[str, dict[str, Any]] = {}
     request = folder / REQUEST
     if limit > 0:
-        request.touch()
+        write_note(request, None)
         asked, deadline = request.stat().st_mtime, time.monotonic() + limit
         while len(answers) < len(processes) and time.monotonic() < deadline:
             time.sleep(_POLL_S)

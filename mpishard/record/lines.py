@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mpishard.files import open_to_append
+
 
 class Lines:
     """Appends to a file.  Opened at the first write, since a process may have nothing to say."""
@@ -45,7 +47,7 @@ class Lines:
         self._waiting.clear()
         try:
             if self._descriptor < 0:
-                self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+                self._descriptor = open_to_append(self.path)
                 data = self._after_a_torn_line() + data
             # In one call, so that those who read meanwhile see whole lines.
             if os.write(self._descriptor, data) < len(data):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from mpishard.files import create
 from mpishard.ledger import Call
 from mpishard.mesh import Mesh
 from mpishard.notes import read_note, write_note
@@ -62,7 +63,8 @@ class Where(threading.Thread):
     def watch(self) -> None:
         """Begin to answer."""
         with contextlib.suppress(OSError, AttributeError, ValueError):  # no disk, no SIGQUIT, no such threads
-            self._stack = open(self._stack_path, "wb")
+            self._stack_path.unlink(missing_ok=True)
+            self._stack = os.fdopen(create(self._stack_path), "wb")
             faulthandler.register(signal.SIGQUIT, self._stack, all_threads=False)
         self.start()
 
@@ -92,7 +94,7 @@ class Where(threading.Thread):
             asked = self._time_asked()
             if waited > LONG_S and time.time() - asked > LONG_S:
                 with contextlib.suppress(OSError):
-                    self._request.touch()
+                    write_note(self._request, None)
                 asked = self._time_asked()
             dumped = self._size_of_stack()
             if asked > self._asked or dumped > self._dumped:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -216,7 +217,7 @@ def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypat
         action = getattr(disk, name)
 
         def recorded(path, *rest, name=name, action=action):
-            steps.append((name, path.name))
+            steps.append((name, Path(path.name).name))
             return action(path, *rest)
 
         monkeypatch.setattr(disk, name, recorded)
@@ -226,7 +227,7 @@ def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypat
     assert steps[:7] == [
         ("make_folder", written),
         ("hold", "manifest.json"),
-        ("write", "manifest.json"),
+        ("write", "manifest.json.unheld"),  # as it was called when it was made
         ("sync", "manifest.json"),
         ("sync", written),
         ("rename", written),

@@ -181,6 +181,16 @@ def test_files_tell_what_they_are_of_without_hdf5(folder):
     assert (folder / "index.h5").read_bytes()[:512] == index_mark(ID)
 
 
+def test_a_link_in_the_place_of_a_new_file_is_not_followed(tmp_path):
+    """Another user may have put it there, with a file of the owner's at its other end."""
+    own, link = tmp_path / "own", tmp_path / pieces_file(0)
+    own.write_text("secret")
+    link.symlink_to(own)
+    with pytest.raises(FileExistsError):
+        write_pieces(link, [], id=ID, writer=0)
+    assert own.read_text() == "secret"
+
+
 def test_a_writer_with_nothing_to_write(tmp_path):
     write_pieces(tmp_path / pieces_file(0), [], id=ID, writer=0)
     empty = Part("parameters", "empty", ((0, 0), (0, 3)), np.empty((0, 3)))
@@ -194,6 +204,7 @@ def test_values_that_do_not_fit_are_not_written(tmp_path):
     for wrong in (np.zeros((2, 2)), np.zeros(3, np.int64), np.zeros(3, complex)):
         with pytest.raises(ValueError, match=r"wanted floating-point numbers of shape \(3,\)"):
             write_pieces(tmp_path / "x.h5", [Part("parameters", "a", ((0, 3),), wrong)], id=ID, writer=0)
+        (tmp_path / "x.h5").unlink()
     with pytest.raises(ValueError, match="compression 'zip' is not one of"):
         write_pieces(tmp_path / "x.h5", [], id=ID, writer=0, compression="zip")
 
@@ -241,6 +252,7 @@ def test_a_disk_that_fails_at_any_byte_leaves_nothing_open(tmp_path, compression
     many = [Part("parameters", f"t{i}", ((0, 300),), np.random.default_rng(i).random(300)) for i in range(60)]
     write_pieces(path, many, id=ID, writer=0, compression=compression)
     size = path.stat().st_size
+    path.unlink()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     opened = h5py.h5f.OBJ_FILE | h5py.h5f.OBJ_GROUP | h5py.h5f.OBJ_DATASET
     before = h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, opened)
@@ -254,6 +266,7 @@ def test_a_disk_that_fails_at_any_byte_leaves_nothing_open(tmp_path, compression
         assert caught.value.filename == str(path)
         assert h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, opened) == before
         assert path.read_bytes()[:512] != pieces_mark(ID, 0)
+        path.unlink()
     write_pieces(path, many, id=ID, writer=0, compression=compression)
     assert path.stat().st_size == size
     with pytest.raises(FileNotFoundError, match="nowhere"):
@@ -527,8 +540,10 @@ def bad_piece(folder, message, name="plain.weight"):
 
 def test_a_file_of_another_checkpoint_is_refused(folder):
     path = folder / pieces_file(1)
+    path.unlink()
     write_pieces(path, parts(1, 3), id="f" * 32, writer=1)
     bad_piece(folder, f"are not those of this checkpoint.*{ID}")
+    path.unlink()
     write_pieces(path, parts(1, 3), id=ID, writer=2)
     bad_piece(folder, "are not those of this checkpoint")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from mpishard.elastic.control import Control, ControlFolder, request_resize
 from mpishard.elastic.discovery import Discovery, count_slots
 from mpishard.elastic.signals import Signals
 from mpishard.elastic.watch import Fellow, Watch, this_process
+from mpishard.files import NotPrivateError
 
 LIMITS = 2, 6
 
@@ -95,8 +97,29 @@ class TestControl:
 
     def test_a_folder_of_another_user_is_refused(self, folder, monkeypatch):
         monkeypatch.setattr(os, "geteuid", lambda: 4242)
-        with pytest.raises(ValueError, match="only who started a run may resize it"):
+        with pytest.raises(ValueError, match="only who has started a run may use it"):
             request_resize(folder.path.parent, 3, 1.0)
+
+    def test_a_folder_that_was_exchanged_is_not_written(self, folder, tmp_path, monkeypatch, capfd):
+        """Whoever may write into the run's folder can rename what is in it."""
+        control = Control(folder, *LIMITS)
+        assert control.poll(4, 1) is None
+        (tmp_path / "secret").write_text("mine")
+        (tmp_path / "secret").chmod(0o600)
+        exchanged = folder.path.rename(tmp_path / "before")
+        folder.path.mkdir(mode=0o777)
+        folder.path.chmod(0o777)
+        for name in ("run", "request", f".run-{os.uname().nodename}-{os.getpid()}"):
+            (folder.path / name).symlink_to(tmp_path / "secret")
+        for step in (2, 3):
+            assert control.poll(3, step) is None
+        assert capfd.readouterr().err.count("somebody has exchanged the folder for requests") == 1
+        assert (tmp_path / "secret").read_text() == "mine" and (exchanged / "run").exists()
+        shutil.rmtree(folder.path)
+        folder.path.symlink_to(exchanged)
+        for use in (folder.make, folder.check, lambda: folder.write("run", {}), lambda: folder.request):
+            with pytest.raises(NotPrivateError, match="must be a folder"):
+                use()
 
     def test_a_run_that_does_not_answer_gets_no_request_later(self, folder):
         with pytest.raises(TimeoutError, match="taken back"):

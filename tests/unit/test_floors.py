@@ -11,8 +11,8 @@ import pytest
 
 FLOORS = [
     {"arguments"},
-    {"compiling", "formula", "launches", "layout", "notes", "progress", "randomness", "schedule", "version", "witness"},
-    {"array", "capabilities", "hdf5", "ledger", "threads"},
+    {"compiling", "files", "formula", "launches", "layout", "progress", "randomness", "schedule", "version", "witness"},
+    {"array", "capabilities", "hdf5", "ledger", "notes", "threads"},
     {"compression", "gradients", "lane", "pending", "state", "summation", "tree_sum", "wire"},
     {"collectives", "guard"},
     {"mesh", "reshard", "sharding"},

@@ -1,0 +1,105 @@
+"""Files in folders that other users may write into, too.
+
+Who may write into a folder can put a link to somebody else's file there, under a name that is about to be written, or
+exchange a folder in it.  So new files take no name that is there, links are not followed, and a folder that must be
+private is looked at again whenever it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import grp
+import os
+import pwd
+import stat
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class NotPrivateError(ValueError):
+    """A folder that only its owner should open is another one by now, or open to others."""
+
+
+def create(path: Path | str, mode: int = 0o666, folder: int | None = None) -> int:
+    """Descriptor of a new file, to read and write; FileExistsError if anything has its name, a link included."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
+
+
+def open_to_append(path: Path, mode: int = 0o644) -> int:
+    """Descriptor of a file, new or not, to read and append to; OSError if its name is that of a link or a pipe."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, mode)
+    except OSError as error:
+        text = "it is a link, which is not followed" if error.errno == errno.ELOOP else error.strerror
+        raise OSError(error.errno, text, str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return descriptor
+
+
+@contextlib.contextmanager
+def opened(folder: Path, *, private: bool = False) -> Iterator[int]:
+    """Descriptor of a folder, for names in it.
+
+    Raises
+    ------
+    NotPrivateError
+        If it should be private and is no folder, another user's, or one that others may open.
+    OSError
+        FileNotFoundError if it is not there.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if private else 0)
+    try:
+        descriptor = os.open(folder, flags)
+    except OSError as error:
+        # Linux has the one for links, others the other.
+        if private and error.errno in (errno.ENOTDIR, errno.ELOOP) and os.path.lexists(folder):
+            raise NotPrivateError(f"{folder} must be a folder that nobody else may open (mode 0700)") from None
+        raise
+    try:
+        if private:
+            _check_private(folder, os.fstat(descriptor))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _check_private(folder: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise NotPrivateError(
+            f"{folder} belongs to user {found.st_uid}, and this is user {os.geteuid()}: only who has started a run may "
+            "use it"
+        )
+    if found.st_mode & 0o077:
+        raise NotPrivateError(f"{folder} must be a folder that nobody else may open (mode 0700)")
+
+
+def warn_of_writers(folder: Path) -> None:
+    """Warn, once a process, if other users may write into a folder that this run writes into."""
+    found = os.stat(folder)
+    if found.st_uid not in (0, os.geteuid()):
+        who = f"belongs to user {found.st_uid}, who may write into it"
+    elif found.st_mode & 0o002:
+        who = "may be written by all users"
+    elif found.st_mode & 0o020 and not _is_own_group(found.st_gid):
+        who = f"may be written by the users of group {found.st_gid}"
+    else:
+        return
+    warnings.warn(
+        f"{folder} {who}: they can exchange what this run writes there and reads again; take a folder of your own "
+        f"(chmod go-w {folder}), unless you trust them",
+        RuntimeWarning,
+        stacklevel=1,  # the same line whoever asks, so that Python shows it once
+    )
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether a group is the one that many systems make for each user alone."""
+    with contextlib.suppress(KeyError):
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid()).pw_name
+        return group.gr_name == user and set(group.gr_mem) <= {user}
+    return False
