@@ -25,6 +25,7 @@ from mpishard.checkpoint.pieces import COMPRESSIONS
 from mpishard.checkpoint.saver import Outcome, Task
 from mpishard.checkpoint.snapshot import Snapshot, live_parts
 from mpishard.collectives import Axis
+from mpishard.files import warn_of_writers
 from mpishard.ledger import Ledger
 from mpishard.mesh import Mesh
 from mpishard.state import RunState
@@ -43,7 +44,7 @@ class Checkpoints:
     Parameters
     ----------
     folder : path
-        The same for all ranks, on a disk that all of them see.  Made with the first checkpoint.  Two runs may save into
+        The same for all ranks, on a disk that all of them see.  Made when it is needed.  Two runs may save into
         one folder, each beside what the other has, but then the newest of both is loaded.
     mesh : Mesh
     every : int or float, optional
@@ -133,6 +134,29 @@ class Checkpoints:
         if self._pace is None:
             return self.every is not None and step > 0 and step % self.every == 0
         return self._pace.asks(step) and self._pace.decide(step, self.mesh.world.exchange(self._pace.measured(step)))
+
+    def rehearse(self) -> None:
+        """Write a little where checkpoints will be written, and remove it.
+
+        So that a folder that some rank cannot write, or sees another one than the rest, is found before hours of
+        training.  Rank 0 warns, once, of a folder that other users may write into, too.
+
+        Raises
+        ------
+        OSError
+            On every rank, as `save`; or a warning, as `on_error` has it.
+        ValueError
+            On every rank, if the folder is itself a checkpoint.
+        """
+        axis = self._open()
+        self._settle()
+        unfinished, fault = self._make_folder(0)
+        if unfinished is not None:
+            fault = saver.rehearse(unfinished, axis)
+        if fault is not None:
+            self._conclude(Outcome(fault), None, None)
+        elif axis.rank == 0:
+            warn_of_writers(self.folder)
 
     def save(self, state: RunState, *, asynchronous: bool | None = None) -> Path | None:
         """Write a checkpoint.
@@ -303,8 +327,7 @@ class Checkpoints:
         return self._axis
 
     def _begin(self, state: RunState) -> tuple[Unfinished | None, Fault | None, int]:
-        """Rank 0 makes the folder; all ranks learn where it is, or what went wrong."""
-        axis = self._open()
+        """The folder of a new checkpoint, or what went wrong, and the step, on which all ranks must agree."""
         step: Any = state.facts.get("step")
         sound = isinstance(step, int | np.integer) and step >= 0
         steps = self.mesh.world.exchange(int(step) if sound else str(step))
@@ -313,10 +336,21 @@ class Checkpoints:
                 "facts['step'] must be one number of at least 0, the same on all ranks, got "
                 f"{', '.join(map(str, steps))} by rank"
             )
+        unfinished, fault = self._make_folder(int(step))
+        if unfinished is not None:
+            if self._adopts:
+                self._own |= unfinished.others
+            self._adopts = False
+            self._own.add(unfinished.id)  # now: a death may leave nobody who knows that it was finished
+        return unfinished, fault, int(step)
+
+    def _make_folder(self, step: int) -> tuple[Unfinished | None, Fault | None]:
+        """Rank 0 makes a folder to be filled; all ranks learn where it is, or what went wrong."""
+        axis = self._open()
         unfinished, fault, made = None, None, None
         if axis.rank == 0:
             try:
-                unfinished = folder.begin(self.folder, int(step))
+                unfinished = folder.begin(self.folder, step)
                 made = (unfinished.path.name, unfinished.target.name, unfinished.id)
             except Exception as error:
                 fault = Fault.of(error, 0, self.folder)
@@ -326,12 +360,7 @@ class Checkpoints:
             name, target, id = told["made"]
             # Only rank 0, which writes the index, needs the generation.
             unfinished = Unfinished(self.folder / name, self.folder / target, id, 0)
-        if unfinished is not None:
-            if self._adopts:
-                self._own |= unfinished.others
-            self._adopts = False
-            self._own.add(unfinished.id)  # now: a death may leave nobody who knows that it was finished
-        return unfinished, Fault.first([told["fault"]]), int(step)
+        return unfinished, Fault.first([told["fault"]])
 
     def _settle(self) -> None:
         """Wait for the save under way and raise or warn about its error, on all ranks alike."""
@@ -341,7 +370,7 @@ class Checkpoints:
             self._flight = None
             self._conclude(flight.outcome(), flight.task.step, flight.task.unfinished)
 
-    def _conclude(self, outcome: Outcome, step: int, unfinished: Unfinished | None) -> Path | None:
+    def _conclude(self, outcome: Outcome, step: int | None, unfinished: Unfinished | None) -> Path | None:
         if outcome.fault is None:
             assert unfinished is not None
             for remark in outcome.remarks:

@@ -74,12 +74,15 @@ class Fault:
         """For JSON."""
         return asdict(self)
 
-    def error(self, step: int) -> Exception:
-        """The exception to raise on every rank."""
+    def error(self, step: int | None) -> Exception:
+        """The exception to raise on every rank; without a step, of a run that has not saved any yet."""
         more = f", and {self.others} more failed" if self.others else ""
-        what = f"the checkpoint of step {step} was not saved: rank {self.rank} failed at {self.path}: {self.text}{more}"
+        what = "checkpoints cannot be saved" if step is None else f"the checkpoint of step {step} was not saved"
+        what += f": rank {self.rank} failed at {self.path}: {self.text}{more}"
         if self.kind != OSError.__name__:
             return _KNOWN.get(self.kind, RuntimeError)(what)
         way_out = next((way for numbers, way in _WAYS_OUT.items() if self.errno in numbers), _OTHER_WAY_OUT)
-        message = f"{what}; {way_out}. Checkpoints before it are untouched"
+        message = f"{what}; {way_out}"
+        if step is not None:
+            message += ". Checkpoints before it are untouched"
         return OSError(message) if self.errno is None else OSError(self.errno, message)

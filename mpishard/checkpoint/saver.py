@@ -83,6 +83,38 @@ def carry_out(task: Task, axis: Axis) -> Outcome:
     return Outcome(Fault.first([heard["fault"]]), tuple(heard["remarks"]))
 
 
+def rehearse(unfinished: Unfinished, axis: Axis) -> Fault | None:
+    """Write a little where a checkpoint would be written, and remove it.  Collective over `axis`.
+
+    Returns
+    -------
+    Fault or None
+        What keeps a rank from it, the same on all ranks.
+    """
+    told = polling.gather(axis, _write_a_little(unfinished.path / pieces_file(axis.rank), axis.rank))
+    fault = Fault.first([each["fault"] for each in told])
+    if axis.rank == 0:
+        assert unfinished.held is not None
+        if fault is None:
+            try:
+                _check_seen(unfinished.path, told)
+            except OSError as error:
+                fault = Fault.of(error, 0, unfinished.path)
+        _discard(unfinished.path)
+        unfinished.held.close()
+    return Fault.first([polling.share(axis, None if fault is None else fault.plain)])
+
+
+def _write_a_little(path: Path, rank: int) -> dict[str, Any]:
+    try:
+        with disk.DiskFile(path) as file:
+            file.write(b"rehearsal")
+            file.check()
+    except OSError as error:
+        return {"fault": Fault.of(error, rank, path).plain, "entry": None}
+    return {"fault": None, "entry": (len(b"rehearsal"), "")}
+
+
 def _write_own(task: Task, rank: int) -> dict[str, Any]:
     """Write the file of this rank; returns what rank 0 needs to know of it."""
     path = task.unfinished.path / pieces_file(rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mpishard.files import warn_of_writers
 from mpishard.ledger import Span
 from mpishard.mesh import Mesh
 from mpishard.record.events import Events, require_tensorboard
@@ -108,18 +110,30 @@ class RunRecord:
         Raises
         ------
         OSError
-            On every rank, if the folder cannot be made or written.
+            On every rank, if the folder cannot be made or written, unless it is for a full disk.
         """
-        problem: Exception | None = None
+        failed = None
         try:
             (self.folder / PROCESSES).mkdir(parents=True, exist_ok=True)
             if self.mesh.rank == 0:
+                warn_of_writers(self.folder)
                 starts = Lines(self.folder / STARTS)
                 starts.add({**surroundings(self.mesh), **plain(facts or {})})
                 starts.close()
         except OSError as error:
-            problem = error
-        self.mesh.world.agree(problem)
+            failed = (error.errno, error.strerror or str(error), str(error.filename or self.folder))
+        told = self.mesh.world.exchange(failed)
+        rank = next((rank for rank, each in enumerate(told) if each is not None), None)
+        if rank is not None:
+            number, text, path = told[rank]
+            what = f"the record of the run cannot be written: rank {rank} failed at {path}: {text}"
+            if number not in (errno.ENOSPC, errno.EDQUOT):
+                raise OSError(
+                    number, f"{what}; give RunRecord a folder that all ranks may write into, or leave the record out"
+                )
+            self._broken = True
+            if self.mesh.rank == 0:
+                print(f"mpishard: {what}; training goes on without", file=sys.stderr, flush=True)
         self._begin_step()
         self._greet()
 

@@ -162,6 +162,8 @@ class Loop:
         except ValueError as error:
             problem = error
         world.agree(problem)
+        if self.begins:
+            checkpoints.rehearse()
 
     def resume(self, checkpoints: Checkpoints) -> None:
         """Go on where the newest checkpoint stands."""

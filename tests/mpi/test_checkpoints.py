@@ -22,6 +22,7 @@ from runs import assert_is_at, state, values
 from mpishard import Mesh
 from mpishard import array as arrays
 from mpishard.checkpoint import Checkpoints, disk, folder, manifest, saver
+from mpishard.checkpoint.faults import Fault
 from mpishard.layout import Piece
 from mpishard.state import Shard
 
@@ -191,6 +192,23 @@ def test_an_error_is_a_warning_if_so_configured(mesh, run, monkeypatch, asynchro
                 checkpoints.save(at(2, mesh))
                 checkpoints.wait()
         check_load(checkpoints, 1)
+
+
+def test_a_rank_that_cannot_write_is_found_before_the_first_save(mesh, run, monkeypatch):
+    with Checkpoints(run, mesh) as checkpoints:
+        checkpoints.rehearse()
+        check_nothing_unfinished(mesh, run)
+        for missing in (False, True):  # a disk that refuses, and another folder than that of rank 0
+            with monkeypatch.context() as patch:
+                fault = None if missing else Fault(mesh.rank, "there", "Read-only", "OSError", errno.EROFS).plain
+                if mesh.rank == mesh.size - 1:
+                    patch.setattr(saver, "_write_a_little", lambda *_, fault=fault: {"fault": fault, "entry": (9, "")})
+                match = (
+                    "rank 0 failed .*: No such file" if missing else f"rank {mesh.size - 1} failed at there: Read-only"
+                )
+                with pytest.raises(OSError, match=f"checkpoints cannot be saved: {match}"):
+                    checkpoints.rehearse()
+            check_nothing_unfinished(mesh, run)
 
 
 def test_callers_errors_are_raised_on_all_ranks(mesh, run):

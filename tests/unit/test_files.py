@@ -1,0 +1,164 @@
+"""Files in folders that others may write into: links are not followed, and who may write there is told of once."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pwd
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, RunRecord, files
+from mpishard.checkpoint import Checkpoints, saver
+from mpishard.notes import read_note, write_note
+from mpishard.record.lines import Lines
+from mpishard.record.where import Where
+
+
+@pytest.fixture
+def mesh():
+    with Mesh(MPI.COMM_SELF) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def secret(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("mine")
+    yield path
+    assert path.read_text() == "mine"
+
+
+class TestLinks:
+    def test_a_note_takes_the_place_of_a_link(self, tmp_path, secret):
+        (tmp_path / "run").symlink_to(secret)
+        with pytest.raises(OSError):
+            read_note(tmp_path / "run")
+        write_note(tmp_path / "run", [1])
+        assert not (tmp_path / "run").is_symlink() and read_note(tmp_path / "run") == [1]
+
+    def test_a_pipe_is_not_waited_for(self, tmp_path):
+        os.mkfifo(tmp_path / "run")
+        with pytest.raises(ValueError):
+            read_note(tmp_path / "run")
+        with pytest.raises(OSError, match="it is no file"):
+            files.open_to_append(tmp_path / "run")
+
+    def test_lines_are_not_added_to_what_a_link_leads_to(self, tmp_path, secret):
+        (tmp_path / "metrics.jsonl").symlink_to(secret)
+        lines = Lines(tmp_path / "metrics.jsonl")
+        lines.add({"step": 1})
+        with pytest.raises(OSError, match=r"it is a link, which is not followed: .*metrics\.jsonl"):
+            lines.flush()
+
+    def test_a_stack_is_not_written_to_what_a_link_leads_to(self, tmp_path, secret, mesh):
+        (tmp_path / "processes").mkdir()
+        (tmp_path / "processes" / "host-1.stack").symlink_to(secret)
+        where = Where(tmp_path, "host-1", mesh, lambda: None, lambda steps: None, 1.0)
+        where.watch()
+        where.end()
+
+
+class TestPrivateFolders:
+    def test_only_ones_own(self, tmp_path, monkeypatch):
+        folder = tmp_path / "control"
+        with pytest.raises(FileNotFoundError), files.opened(folder, private=True):
+            pass
+        folder.mkdir(mode=0o700)
+        write_note(folder / "run", 1, private=True)
+        assert read_note(folder / "run", private=True) == 1 and read_note(folder / "request", private=True) is None
+        (tmp_path / "link").symlink_to(folder)
+        folder.chmod(0o750)
+        for path in (folder / "run", tmp_path / "link" / "run"):
+            with pytest.raises(files.NotPrivateError, match="nobody else may open"):
+                write_note(path, 2, private=True)
+            with pytest.raises(files.NotPrivateError, match="nobody else may open"):
+                read_note(path, private=True)
+        folder.chmod(0o700)
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
+        with pytest.raises(files.NotPrivateError, match="and this is user 4242"):
+            write_note(folder / "run", 2, private=True)
+
+
+class TestOthers:
+    @pytest.mark.parametrize(("mode", "told"), [(0o755, ""), (0o777, "all users"), (0o1777, "all users")])
+    def test_are_told_of(self, tmp_path, mode, told):
+        tmp_path.chmod(mode)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("default")
+            files.warn_of_writers(tmp_path)
+            files.warn_of_writers(tmp_path)
+        assert [told in str(each.message) for each in found] == [True] * bool(told)
+
+    def test_a_group_of_ones_own_is_nobody_else(self, tmp_path, monkeypatch):
+        tmp_path.chmod(0o775)
+        own = pwd.getpwuid(os.geteuid()).pw_name
+        group = type("Group", (), {"gr_name": own, "gr_mem": []})
+        monkeypatch.setattr(files.grp, "getgrgid", lambda gid: group)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            files.warn_of_writers(tmp_path)
+            group.gr_name = "project"
+            with pytest.raises(RuntimeWarning, match="the users of group"):
+                files.warn_of_writers(tmp_path)
+            group.gr_name = own
+            stranger = SimpleNamespace(st_uid=os.geteuid() + 1, st_gid=0, st_mode=0o40755)
+            monkeypatch.setattr(os, "stat", lambda path: stranger)
+            with pytest.raises(RuntimeWarning, match="belongs to user .*, who may write into it"):
+                files.warn_of_writers(tmp_path)
+
+
+class TestTheStartOfARun:
+    def optimize(self, mesh, **options):
+        steps = []
+
+        def function(parameters, samples, gradients):
+            steps.append(len(samples))
+            return 0.0
+
+        problem = OptimizationProblem(function, np.zeros(3), samples=4, batch_size=4, steps=2)
+        DDPOptimizer(SGD(lr=0.1), mesh).optimize(problem, progress=False, **options)
+        return len(steps)
+
+    @pytest.mark.parametrize("every", [None, 1000])
+    def test_a_folder_that_cannot_hold_checkpoints_is_found_before_a_step(self, tmp_path, mesh, secret, every):
+        with Checkpoints(secret / "run", mesh, every=every) as checkpoints:
+            with pytest.raises(
+                OSError, match=r"^\[Errno 20\] checkpoints cannot be saved: rank 0 failed .*give the path"
+            ):
+                self.optimize(mesh, checkpoints=checkpoints)
+        with Checkpoints(secret / "run", mesh, every=every, on_error="warn") as checkpoints:
+            with pytest.warns(RuntimeWarning, match="checkpoints cannot be saved"):
+                assert self.optimize(mesh, checkpoints=checkpoints) == 2
+
+    def test_nothing_is_left_of_looking(self, tmp_path, mesh, monkeypatch):
+        with Checkpoints(tmp_path / "run", mesh) as checkpoints:
+            checkpoints.rehearse()
+            assert os.listdir(tmp_path / "run") == []
+
+            def full(path, rank):
+                return {"fault": saver.Fault(rank, str(path), "No space left", "OSError", errno.ENOSPC).plain}
+
+            monkeypatch.setattr(saver, "_write_a_little", full)
+            with pytest.raises(OSError, match="cannot be saved: .*: No space left; make room"):
+                checkpoints.rehearse()
+            assert os.listdir(tmp_path / "run") == []
+
+    def test_a_record_that_cannot_be_written_says_that_it_is_the_record(self, mesh, secret):
+        with pytest.raises(
+            OSError, match="the record of the run cannot be written: rank 0 failed at .*secret.*: Not a d"
+        ):
+            self.optimize(mesh, record=RunRecord(secret / "run", mesh))
+
+    def test_a_disk_that_is_full_at_the_beginning_does_not_end_the_run(self, tmp_path, mesh, monkeypatch, capfd):
+        def full(lines):
+            raise OSError(errno.ENOSPC, "No space left on device", str(lines.path))
+
+        monkeypatch.setattr(Lines, "flush", full)
+        assert self.optimize(mesh, record=RunRecord(tmp_path / "run", mesh, every=0)) == 2
+        told = capfd.readouterr().err
+        assert told.count("\n") == 1 and "the record of the run cannot be written" in told and "goes on without" in told
