@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
+import mpi4py
 import typer
 from typer.core import TyperCommand, TyperGroup
 
@@ -33,6 +34,9 @@ _COMMANDS = {
     "import": ("checkpoint", "Make a checkpoint of safetensors or of a NumPy archive."),
     "diff": ("checkpoint", "Show how far two checkpoints are apart, tensor by tensor."),
 }
+# Those that talk to other ranks, or ask MPI what it can do.  The others load it at most, for what they share with
+# training: Open MPI leaves a folder behind where it was started without its mpirun, and a segment of shared memory.
+_WITH_MPI = ("info", "bench")
 _SETTINGS: dict[str, dict[str, Any]] = {"run": {"allow_interspersed_args": False}}
 
 
@@ -89,7 +93,7 @@ def _of_all(
 def _place() -> tuple[int, int]:
     """Rank and number of ranks of this process; only ranks have MPI started when mpishard is imported."""
     mpi = sys.modules.get("mpi4py.MPI")
-    return (0, 1) if mpi is None else (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
+    return (0, 1) if mpi is None or not mpi.Is_initialized() else (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,6 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Open MPI gives its ranks a terminal even where their output ends in a file: no colours there.
         os.environ["TERM"] = "dumb"
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:  # this process is nothing but a command
+        name = next((word for word in given if not word.startswith("-")), "")
+        mpi4py.rc.initialize = name in _WITH_MPI and "--help" not in given
     try:
         return app(given or ["--help"], prog_name="mpishard", standalone_mode=False) or 0
     except typer.Abort:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from mpi4py import MPI
 
 from mpishard.elastic import bare
 from mpishard.elastic.hosts import parse_hosts
@@ -74,8 +73,10 @@ def run(
         probe_every,
         probe_limit,
     )
-    # The supervisor takes the place of this process, without MPI.
-    MPI.Finalize()
+    # The supervisor takes the place of this process, without MPI, which is started where a launcher started this.
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        mpi.Finalize()
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup had it, before MPI took the signal
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     sys.stdout.flush()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from sources import Arrays, write
 
 from mpishard.cli import main
 from mpishard.cli.app import _COMMANDS
@@ -50,3 +55,33 @@ def test_the_list_begins_as_what_commands_say_of_themselves(name: str, capsys: p
     assert main([name, "--help"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert _COMMANDS[name][1].removesuffix(".").partition(":")[0] in told
+
+
+COMMANDS_WITHOUT_MPI = """
+import sys
+from mpishard.cli import main
+
+for typed in sys.argv[1:]:
+    sys.argv = ["mpishard", *typed.split()]
+    assert main() == 0, typed
+mpi = sys.modules.get("mpi4py.MPI")
+assert mpi is None or not mpi.Is_initialized(), sys.argv
+"""
+
+
+def test_commands_that_need_no_mpi_do_not_start_it(tmp_path: Path) -> None:
+    """Open MPI leaves files behind where it was started without its mpirun."""
+    write(Arrays(), tmp_path / "step", 2, generation=1)
+    typed = [
+        *(f"{name} --help" for name in _COMMANDS),
+        "estimate --ranks 4 --parameters 1e9",
+        "inspect step",
+        "verify step",
+        "diff step step",
+        "convert step other --files 1",
+        "export step model.npz",
+        "import model.npz another",
+    ]
+    command = [sys.executable, "-c", COMMANDS_WITHOUT_MPI, *typed]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 0, finished.stderr
