@@ -34,11 +34,11 @@ class Kernel:
     def __init__(self, formula: Callable[..., Any]) -> None:
         translated = Formula(formula)
         self.__doc__ = formula.__doc__
-        self.name = translated.name
-        self.arrays = translated.arrays
-        self.scalars = translated.scalars
-        self.written = translated.written
-        self.c_body = translated.c_body
+        self.name: str = translated.name
+        self.arrays: tuple[str, ...] = translated.arrays
+        self.scalars: tuple[str, ...] = translated.scalars
+        self.written: tuple[str, ...] = translated.written
+        self.c_body: str = translated.c_body
         self._host = HostFunction(translated.as_function())
         self._device: Any = None
 

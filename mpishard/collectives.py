@@ -62,6 +62,10 @@ class Axis:
     ledger : Ledger
     """
 
+    rank: int
+    size: int
+    members: list[int]
+
     def __init__(
         self,
         name: str,

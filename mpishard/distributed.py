@@ -49,7 +49,7 @@ class ShardedModel:
                 "a flat array needs no model: give it to OptimizationProblem"
             )
         self.model = model
-        self.config = ShardingConfiguration.of(config)
+        self.config: ShardingConfiguration = ShardingConfiguration.of(config)
         mesh = self.config.mesh
         if not self.splits and mesh.data.size < mesh.size:
             raise ValueError(

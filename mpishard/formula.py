@@ -43,9 +43,9 @@ class Formula(ast.NodeTransformer):
         signature = tree.args
         if signature.vararg or signature.kwarg or signature.kwonlyargs or signature.defaults:
             self._refuse(tree, "parameters without defaults, stars or keywords")
-        self.name = tree.name
-        self.arrays = tuple(a.arg for a in signature.posonlyargs)
-        self.scalars = tuple(a.arg for a in signature.args)
+        self.name: str = tree.name
+        self.arrays: tuple[str, ...] = tuple(a.arg for a in signature.posonlyargs)
+        self.scalars: tuple[str, ...] = tuple(a.arg for a in signature.args)
         self.constants: dict[str, float] = {}
         self._known = {*self.arrays, *self.scalars}
         for name in self._known:
@@ -53,10 +53,10 @@ class Formula(ast.NodeTransformer):
         body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
         if not self.arrays or not body or not isinstance(body[-1], ast.Return):
             self._refuse(tree, "arrays before a `/` and end by returning the arrays that it changes")
-        self.written = self._returned(body[-1])
+        self.written: tuple[str, ...] = self._returned(body[-1])
         statements = [self._statement(node) for node in body[:-1]]
-        self.loop = self._loop([ast.unparse(node) for node in statements])
-        self.c_body = self._c_body(statements)
+        self.loop: str = self._loop([ast.unparse(node) for node in statements])
+        self.c_body: str = self._c_body(statements)
 
     def _refuse(self, node: ast.AST, wanted: str) -> NoReturn:
         code = self.function.__code__

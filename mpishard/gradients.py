@@ -160,13 +160,13 @@ class GradientBuckets:
         on_demand: bool = False,
     ) -> None:
         runs = [Run(0, len(pieces))] if runs is None else runs
-        self.buckets = make_buckets(pieces, minimum, runs, sizes)
+        self.buckets: tuple[Bucket, ...] = make_buckets(pieces, minimum, runs, sizes)
         self.on_demand = on_demand
         self.inspect: Callable[[Bucket, Array], None] | None = None
-        self.hold = reduce is None
-        self.merges = 0
-        self.reduced = False
-        self.peak_bytes = 0
+        self.hold: bool = reduce is None
+        self.merges: int = 0
+        self.reduced: bool = False
+        self.peak_bytes: int = 0
         self.on_reset: list[Callable[[], None]] = []
         self._like = like
         self._reduce = reduce

@@ -104,7 +104,7 @@ class Ledger:
     def __init__(self) -> None:
         self.active: tuple[Any, ...] | None = None
         self.step = 0
-        self.seconds = 0.0
+        self.seconds: float = 0.0
         self.spans: list[Span] | None = None
         self._entries: list[tuple[tuple[Any, ...], int, float]] = []
         self._summed = 0

@@ -70,6 +70,17 @@ class Mesh:
         started several, each of which is alone in its world.
     """
 
+    debug: bool
+    ledger: Ledger
+    shape: dict[str, int]
+    coordinates: dict[str, int]
+    world: Axis
+    data: Axis
+    tensor: Axis
+    pipeline: Axis
+    node: Axis
+    blas_threads: int
+
     def __init__(
         self,
         comm: MPI.Intracomm | None = None,

@@ -13,7 +13,7 @@ from mpishard import array as arrays
 from mpishard.array import is_array
 from mpishard.collectives import Axis
 from mpishard.gradients import GradientBuckets, Run, make_runs
-from mpishard.layout import WHOLE, Box, ParameterSpec, Place, merge_ties
+from mpishard.layout import WHOLE, Box, Holding, ParameterSpec, Place, merge_ties
 from mpishard.sharding import ShardedUnits
 
 Array = Any
@@ -109,13 +109,13 @@ class FlatParameters:
         return cls.over(arrays.aligned_copy(flat), [ParameterSpec(name, each.shape) for name, each in values.items()])
 
     def _set_layout(self, specs: Sequence[ParameterSpec], place: Place, units: Sequence[Sequence[str]] | None) -> None:
-        self.specs = tuple(merge_ties(specs))
+        self.specs: tuple[ParameterSpec, ...] = tuple(merge_ties(specs))
         self.place = place
-        self.local = tuple(spec for spec in self.specs if place.holds(spec))
-        self.pieces = place.holding(self.specs)
+        self.local: tuple[ParameterSpec, ...] = tuple(spec for spec in self.specs if place.holds(spec))
+        self.pieces: Holding = place.holding(self.specs)
         self.lent = False
-        self.loss_scale = 1.0
-        self.units = _runs_of_units(self.local, units)
+        self.loss_scale: float = 1.0
+        self.units: list[tuple[int, int]] = _runs_of_units(self.local, units)
         self._piece_of = {piece.name: piece for piece in self.pieces}
         self._unit_of = {
             piece.name: index for index, (first, last) in enumerate(self.units) for piece in self.pieces[first:last]
@@ -130,7 +130,9 @@ class FlatParameters:
         else:
             assert sharded is not None
             self._views = sharded.views
-        self.gradients = GradientBuckets(self.pieces, self._like, minimum=max(1, self.size), runs=self.gradient_runs())
+        self.gradients: GradientBuckets = GradientBuckets(
+            self.pieces, self._like, minimum=max(1, self.size), runs=self.gradient_runs()
+        )
 
     def gradient_runs(self, *, by_unit: bool = False, replicas_apart: bool = False) -> list[Run]:
         """Runs of pieces whose gradients are complete at different times, so that no bucket may span two of them.

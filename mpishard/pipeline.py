@@ -117,13 +117,13 @@ class Pipeline:
         wire_dtype: Any = None,
     ) -> None:
         self.axis = axis
-        self.chunks = tuple(chunks)
+        self.chunks: tuple[Chunk, ...] = tuple(chunks)
         self.schedule = schedule
         self.parameters = parameters
-        self.stages = axis.size * len(self.chunks)
-        self.wire_dtype = None if wire_dtype is None else np.dtype(wire_dtype)
+        self.stages: int = axis.size * len(self.chunks)
+        self.wire_dtype: np.dtype | None = None if wire_dtype is None else np.dtype(wire_dtype)
         self.executed: list[Executed] = []
-        self.peak_in_flight = 0
+        self.peak_in_flight: int = 0
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._idle: list[list[_Flight]] = [[] for _ in self.chunks]
         self._flights: dict[tuple[int, int], _Flight] = {}

@@ -56,7 +56,7 @@ class ShardedUnits:
         self._places = [0]
         for cuts in self._cuts:
             self._places.append(self._places[-1] + cuts[axis.rank + 1] - cuts[axis.rank])
-        self.shard = arrays.zeros(self._places[-1], like.dtype, like=like)
+        self.shard: Array = arrays.zeros(self._places[-1], like.dtype, like=like)
         self._largest = max((stop - start for start, stop in self._extents), default=0)
         self._free: list[Array] = []
         self._blocks: dict[int, Array] = {}

@@ -106,7 +106,7 @@ class Checkpoints:
             raise ValueError(f"compression={compression!r} is none of {', '.join(map(str, COMPRESSIONS))}")
         if on_error not in ("raise", "warn"):
             raise ValueError(f"on_error={on_error!r} must be 'raise' or 'warn'")
-        self.folder = Path(folder).absolute()  # a script may change its directory
+        self.folder: Path = Path(folder).absolute()  # a script may change its directory
         self.mesh = mesh
         self.every = every
         self.keep = keep

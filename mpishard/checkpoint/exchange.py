@@ -143,7 +143,9 @@ class Archive(AbstractContextManager["Archive"]):
         with self._refused(), ExitStack() as stack:
             opened = _Safetensors(file, stack) if file.suffix == ".safetensors" else _Npz(file, stack)
             self._file: _Safetensors | _Npz = opened
-            self.facts = _facts(opened.facts_text)
+            self.facts: dict[str, Any] = _facts(opened.facts_text)
+            self.tensors: dict[str, tuple[int, ...]]
+            self.kinds: dict[str, np.dtype]
             self.tensors, self.kinds = self._sort(opened.entries)
             self._stack = stack.pop_all()
 

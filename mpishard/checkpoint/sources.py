@@ -41,7 +41,9 @@ class Stored(AbstractContextManager["Stored"]):
     """The tensors of a checkpoint whose hashes were found right; a `Source`."""
 
     def __init__(self, contents: Contents) -> None:
-        self.facts, self.tensors, self.kinds = contents.facts, contents.tensors, contents.kinds
+        self.facts: dict[str, Any] = contents.facts
+        self.tensors: dict[str, tuple[int, ...]] = contents.tensors
+        self.kinds: dict[str, np.dtype] = contents.kinds
         self._reader = PieceReader(contents)
         self._pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)
         for piece in contents.pieces:

@@ -53,7 +53,7 @@ class Committed:
         ]
         to = buddies(nodes)
         self._to, self._source = to[axis.rank], to.index(axis.rank)
-        self.neighbour = identities[self._source]
+        self.neighbour: int = identities[self._source]
         self._theirs: list[Holding] = list(told[self._source][1])
         self._copies: list[list[Array]] = [
             [np.empty(held, shard.array.dtype) for held, shard in zip(told[self._source][0], state.shards, strict=True)]

@@ -50,7 +50,7 @@ class ControlFolder:
     """The control folder of a run, as both sides see it."""
 
     def __init__(self, run: Path) -> None:
-        self.path = run.absolute() / "control"
+        self.path: Path = run.absolute() / "control"
 
     def make(self) -> None:
         """Make it, with its run's folder, or take what an earlier run left.

@@ -118,8 +118,8 @@ class Crew:
     lost: ClassVar[bool] = False
 
     def __init__(self, comm: MPI.Intracomm, place: Place, workers: int) -> None:
-        self.workers = workers
-        self.cell = place.tensor_size * place.pipeline_size
+        self.workers: int = workers
+        self.cell: int = place.tensor_size * place.pipeline_size
         self.fellows: list[Fellow] = []
         self._place = place
         self._identity: int | None = None
@@ -129,7 +129,7 @@ class Crew:
             atexit.register(_leave)
             try:
                 met = Newcomer.this.join()
-                self.axis = in_time(lambda: _shared_axis(met))
+                self.axis: Axis = in_time(lambda: _shared_axis(met))
             except MPI.Exception:
                 die("mpishard: another process has died while this one came to the run, which goes on without both")
             self._line_up(0)
@@ -169,8 +169,8 @@ class Crew:
         ]
         self._ranks = chosen + [rank for rank in ordered if rank not in chosen]
         self._posts = [crew[rank].post for rank in self._ranks]
-        self.identities = [identities[rank] for rank in self._ranks]
-        self.left = [crew[rank].leaves for rank in self._ranks]
+        self.identities: list[int] = [identities[rank] for rank in self._ranks]
+        self.left: list[bool] = [crew[rank].leaves for rank in self._ranks]
         self.fellows = [crew[rank].fellow for rank in self._ranks]
 
     def _whole(self, posts: Iterable[int]) -> int:

@@ -31,7 +31,7 @@ class Discovery:
         else:
             path = Path(source).absolute()  # a script may change its directory
             self._ask = lambda: _ask_file(path)
-        self.known = -1  # what the run has heard already
+        self.known: int = -1  # what the run has heard already
         self._news: int | None = None
         self._lock = threading.Lock()
         self._end = threading.Event()

@@ -72,7 +72,7 @@ class Newcomer:
 
     def __init__(self) -> None:
         Newcomer.this = self
-        self.waits = True
+        self.waits: bool = True
         self._leaves = self._bereaved = False
         self._leader = MPI.Comm.Get_parent()
         self._called = threading.Event()

@@ -85,6 +85,10 @@ class ElasticOptimizer:
     time, and so the memory that it takes.
     """
 
+    scaling: str
+    request: int
+    agreed: int
+
     def __init__(
         self,
         optimizer: Rule | ShardedOptimizer,
@@ -131,7 +135,8 @@ class ElasticOptimizer:
             raise ValueError(f"failure_timeout={failure_timeout} must be above 0 seconds")
         self.min_workers = min_workers
         self.max_workers = self._most = max_workers
-        self.folder = None if folder is None else Path(folder).absolute()  # a script may change its directory
+        # A script may change its directory.
+        self.folder: Path | None = None if folder is None else Path(folder).absolute()
         self.discover = discover
         self.failure_timeout = failure_timeout
         self.respawn = respawn
@@ -236,8 +241,8 @@ class ElasticOptimizer:
         with ExitStack() as stack:
             limits = self.min_workers, self._most
             folder = self._folder(checkpoints)
-            self.outside = stack.enter_context(Outside(self.mesh.world, *limits, folder, self.discover))
-            self.watch = Watch(self.failure_timeout)
+            self.outside: Outside = stack.enter_context(Outside(self.mesh.world, *limits, folder, self.discover))
+            self.watch: Watch = Watch(self.failure_timeout)
             if heals_in_place():
                 stack.enter_context(self.watch)
             return problem.minimize(

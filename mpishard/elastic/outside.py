@@ -42,7 +42,7 @@ class Outside:
         folder: Path | None,
         discover: Callable[[], int] | str | os.PathLike[str] | None,
     ) -> None:
-        self.signals = Signals()
+        self.signals: Signals = Signals()
         self._axis = axis
         self._limits = min_workers, max_workers
         self._discovery = None if discover is None else Discovery(discover)

@@ -127,8 +127,8 @@ class Recruitment:
     """
 
     def __init__(self, processes: int, cell: tuple[int, int]) -> None:
-        self.here = False
-        self.problem = ""
+        self.here: bool = False
+        self.problem: str = ""
         self.processes = processes
         self._began = time.monotonic()
         self._inter: MPI.Intercomm | None = None

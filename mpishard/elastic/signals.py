@@ -31,7 +31,7 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.came = False
+        self.came: bool = False
         self._reported: float | None = None
         self._before: dict[signal.Signals, Any] = {}
 

@@ -89,8 +89,8 @@ class Supervisor:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.hosts = parse_hosts(job.hosts) if job.hosts else ()
-        self.slots = sum(host.slots for host in self.hosts) or len(os.sched_getaffinity(0))
+        self.hosts: tuple[Host, ...] = parse_hosts(job.hosts) if job.hosts else ()
+        self.slots: int = sum(host.slots for host in self.hosts) or len(os.sched_getaffinity(0))
         ranks = self.slots if job.ranks is None else job.ranks
         policy = job.policy
         if ranks < policy.min_workers or ranks % policy.multiple_of:

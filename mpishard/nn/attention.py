@@ -56,13 +56,13 @@ class CausalSelfAttention(Layer):
     ) -> None:
         if heads < 1 or width % heads:
             raise ValueError(f"width {width} is not a multiple of {heads} heads; every head needs as many channels")
-        self.qkv = Linear(f"{name}.qkv", width, 3 * width, split=1)
-        self.output = Linear(
+        self.qkv: Linear = Linear(f"{name}.qkv", width, 3 * width, split=1)
+        self.output: Linear = Linear(
             f"{name}.output", width, width, scale=output_scale, split=0, sequence_parallel=sequence_parallel
         )
         super().__init__(name, [self.qkv, self.output])
-        self.head_width = width // heads
-        self.scale = 1 / math.sqrt(self.head_width)
+        self.head_width: int = width // heads
+        self.scale: float = 1 / math.sqrt(self.head_width)
 
     def forward(self, x_nc: Array, work: Workspace, length: int, residual_nc: Array | None = None) -> Array:
         """Attention within each run of `length` rows, plus `residual` where given.

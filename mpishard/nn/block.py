@@ -16,9 +16,9 @@ class MLP(Layer):
     """``GELU(x W1 + b1) W2 + b2`` with four times as many channels inside, which tensor parallelism splits."""
 
     def __init__(self, name: str, width: int, *, output_scale: float = 0.02, sequence_parallel: bool = False) -> None:
-        self.expand = Linear(f"{name}.expand", width, 4 * width, split=1)
-        self.activation = GELU(f"{name}.activation")
-        self.contract = Linear(
+        self.expand: Linear = Linear(f"{name}.expand", width, 4 * width, split=1)
+        self.activation: GELU = GELU(f"{name}.activation")
+        self.contract: Linear = Linear(
             f"{name}.contract", 4 * width, width, scale=output_scale, split=0, sequence_parallel=sequence_parallel
         )
         super().__init__(name, [self.expand, self.activation, self.contract])
@@ -60,10 +60,12 @@ class Block(Layer):
         self, name: str, width: int, heads: int, *, output_scale: float = 0.02, sequence_parallel: bool = False
     ) -> None:
         rows = dict(sequence_parallel=sequence_parallel)
-        self.attention_norm = LayerNorm(f"{name}.attention_norm", width, **rows)
-        self.attention = CausalSelfAttention(f"{name}.attention", width, heads, output_scale=output_scale, **rows)
-        self.mlp_norm = LayerNorm(f"{name}.mlp_norm", width, **rows)
-        self.mlp = MLP(f"{name}.mlp", width, output_scale=output_scale, **rows)
+        self.attention_norm: LayerNorm = LayerNorm(f"{name}.attention_norm", width, **rows)
+        self.attention: CausalSelfAttention = CausalSelfAttention(
+            f"{name}.attention", width, heads, output_scale=output_scale, **rows
+        )
+        self.mlp_norm: LayerNorm = LayerNorm(f"{name}.mlp_norm", width, **rows)
+        self.mlp: MLP = MLP(f"{name}.mlp", width, output_scale=output_scale, **rows)
         super().__init__(name, [self.attention_norm, self.attention, self.mlp_norm, self.mlp])
         self.width = width
         self.share_scratch(name)

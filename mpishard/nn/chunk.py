@@ -51,7 +51,7 @@ class Chunk:
         keeping: KeepAll | KeepLess,
     ) -> None:
         self.stage = stage
-        self.units = tuple(units)
+        self.units: tuple[Layer, ...] = tuple(units)
         self.workspaces: list[Workspace] = []
         self._parameters = parameters
         self._tensor = tensor

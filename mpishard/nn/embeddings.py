@@ -31,8 +31,11 @@ class Embedding(Layer):
 
     def __init__(self, name: str, count: int, width: int, *, scale: float = 0.02, split: int | None = None) -> None:
         super().__init__(name)
-        self.count, self.width, self.scale, self.split = count, width, scale, split
-        self.weight_name = f"{name}.weight"
+        self.count: int = count
+        self.width: int = width
+        self.scale: float = scale
+        self.split: int | None = split
+        self.weight_name: str = f"{name}.weight"
 
     def specs(self) -> list[ParameterSpec]:
         return [ParameterSpec(self.weight_name, (self.count, self.width), tensor_dim=self.split)]

@@ -136,7 +136,7 @@ class GPT:
         compute_dtype: Any = None,
         module: Any = np,
     ) -> None:
-        self.architecture = Architecture(vocabulary_size, context_length, width, layers, heads, tied)
+        self.architecture: Architecture = Architecture(vocabulary_size, context_length, width, layers, heads, tied)
         self.mesh = mesh
         dtype = np.dtype(dtype)
         if dtype not in (np.float32, np.float64):
@@ -177,7 +177,7 @@ class GPT:
             for stage in own
         }
         local = [unit for stage in own for unit in units[stage]]
-        self.parameters = FlatParameters(
+        self.parameters: FlatParameters = FlatParameters(
             specs,
             dtype,
             module=module,
@@ -194,12 +194,12 @@ class GPT:
             unit.initialize(seed)
             if isinstance(unit, Top) and isinstance(unit.head, TiedLinear):
                 unit.head.announces = not place.runs(0)
-        self.chunks = [
+        self.chunks: list[Chunk] = [
             Chunk(stage, units[stage], self.parameters, tensor, self._scratch, self._keeping) for stage in own
         ]
-        self.blocks = [unit for unit in local if isinstance(unit, Block)]
+        self.blocks: list[Block] = [unit for unit in local if isinstance(unit, Block)]
         axis = cast(Axis, _OnlyStage(Ledger())) if mesh is None else mesh.pipeline
-        self.pipeline = Pipeline(axis, self.chunks, schedule, self.parameters, wire_dtype=wire_dtype)
+        self.pipeline: Pipeline = Pipeline(axis, self.chunks, schedule, self.parameters, wire_dtype=wire_dtype)
         self._inputs = Pool()
         # A scaled loss may overflow in half precision; optimizers look for that.
         self._expected: dict[str, Any] = {} if compute_dtype is None else {"over": "ignore", "invalid": "ignore"}

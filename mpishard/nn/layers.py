@@ -27,7 +27,7 @@ from mpishard.array import module_of
 from mpishard.layout import ParameterSpec
 from mpishard.nn import formulas, kernels
 from mpishard.nn.parallel import ALONE, TensorParallel
-from mpishard.nn.products import make_matmul
+from mpishard.nn.products import Matmul, make_matmul
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters import FlatParameters
 from mpishard.randomness import normal
@@ -58,8 +58,9 @@ class Layer:
     """
 
     def __init__(self, name: str, children: Sequence[Layer] = ()) -> None:
+        self.role: str
         self.name = self.role = name
-        self.children = tuple(children)
+        self.children: tuple[Layer, ...] = tuple(children)
 
     def share_scratch(self, prefix: str) -> None:
         """Drop `prefix` from the roles: several networks of one kind that run in turns then share scratch memory."""
@@ -78,9 +79,9 @@ class Layer:
         """
         self.parameters = parameters
         self.tensor = tensor
-        self.module = module_of(parameters.like)
-        self.ops = operations(parameters.like)
-        self.matmul = make_matmul(self.module, compute_dtype)
+        self.module: Any = module_of(parameters.like)
+        self.ops: Any = operations(parameters.like)
+        self.matmul: Matmul = make_matmul(self.module, compute_dtype)
         for child in self.children:
             child.bind(parameters, tensor, compute_dtype)
 
@@ -132,8 +133,11 @@ class LayerNorm(Layer):
 
     def __init__(self, name: str, width: int, *, epsilon: float = 1e-5, sequence_parallel: bool = False) -> None:
         super().__init__(name)
-        self.width, self.epsilon, self.sequence_parallel = width, epsilon, sequence_parallel
-        self.weight_name, self.bias_name = f"{name}.weight", f"{name}.bias"
+        self.width: int = width
+        self.epsilon: float = epsilon
+        self.sequence_parallel: bool = sequence_parallel
+        self.weight_name: str = f"{name}.weight"
+        self.bias_name: str = f"{name}.bias"
 
     def specs(self) -> list[ParameterSpec]:
         names = self.weight_name, self.bias_name

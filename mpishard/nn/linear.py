@@ -50,10 +50,13 @@ class Linear(Layer):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__(name)
-        self.inputs, self.outputs, self.scale, self.split = inputs, outputs, scale, split
+        self.inputs: int = inputs
+        self.outputs: int = outputs
+        self.scale: float = scale
+        self.split: int | None = split
         self.sequence_parallel = sequence_parallel
-        self.weight_name = f"{name}.weight"
-        self.bias_name = f"{name}.bias" if bias else None
+        self.weight_name: str = f"{name}.weight"
+        self.bias_name: str | None = f"{name}.bias" if bias else None
 
     def specs(self) -> list[ParameterSpec]:
         specs = [ParameterSpec(self.weight_name, (self.inputs, self.outputs), tensor_dim=self.split)]

@@ -42,6 +42,8 @@ class Pair(ABC):
 
     def __init__(self, axis: Axis | None) -> None:
         self.axis = axis
+        self.rank: int
+        self.size: int
         self.rank, self.size = (0, 1) if axis is None else (axis.rank, axis.size)
 
     @abstractmethod
@@ -129,7 +131,7 @@ class GatherColumns(Pair):
 
     def __init__(self, axis: Axis | None, columns: int) -> None:
         super().__init__(axis)
-        self.cuts = split(columns, self.size)
+        self.cuts: list[int] = split(columns, self.size)
 
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
         return _join_columns(self, self.cuts, x_nc, rows, memory, FORWARD)
@@ -143,7 +145,7 @@ class ScatterColumns(Pair):
 
     def __init__(self, axis: Axis | None, columns: int) -> None:
         super().__init__(axis)
-        self.cuts = split(columns, self.size)
+        self.cuts: list[int] = split(columns, self.size)
 
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
         return _own_columns(self, self.cuts, x_nc, memory)
@@ -197,8 +199,10 @@ class TensorParallel:
 
     def __init__(self, axis: Axis | None = None, sequence_parallel: bool = False) -> None:
         self.axis = axis
+        self.rank: int
+        self.size: int
         self.rank, self.size = (0, 1) if axis is None else (axis.rank, axis.size)
-        self.splits_rows = sequence_parallel and self.size > 1
+        self.splits_rows: bool = sequence_parallel and self.size > 1
         self.enter: Pair = GatherRows(axis) if self.splits_rows else Copy(axis)
         self.leave: Pair = ReduceScatterRows(axis) if self.splits_rows else Reduce(axis)
 

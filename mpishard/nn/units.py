@@ -48,8 +48,8 @@ class Stem(Layer):
     """Token and position embeddings."""
 
     def __init__(self, vocabulary_size: int, context_length: int, width: int) -> None:
-        self.tokens = Embedding(TABLE, vocabulary_size, width, split=0)
-        self.positions = PositionEmbedding("position_embedding", context_length, width)
+        self.tokens: Embedding = Embedding(TABLE, vocabulary_size, width, split=0)
+        self.positions: PositionEmbedding = PositionEmbedding("position_embedding", context_length, width)
         super().__init__("stem", [self.tokens, self.positions])
         self.width = width
 
@@ -76,14 +76,15 @@ class Top(Layer):
     def __init__(
         self, width: int, vocabulary_size: int, *, tied: bool = False, sequence_parallel: bool = False
     ) -> None:
-        self.final_norm = LayerNorm("final_norm", width, sequence_parallel=sequence_parallel)
-        self.head = (
+        self.final_norm: LayerNorm = LayerNorm("final_norm", width, sequence_parallel=sequence_parallel)
+        self.head: TiedLinear | Linear = (
             TiedLinear("head", f"{TABLE}.weight", width, vocabulary_size)
             if tied
             else Linear("head", width, vocabulary_size, bias=False, split=1)
         )
         super().__init__("top", [self.final_norm, self.head])
-        self.width, self.vocabulary_size = width, vocabulary_size
+        self.width: int = width
+        self.vocabulary_size: int = vocabulary_size
 
     @property
     def first(self) -> int:

@@ -86,12 +86,12 @@ class Workspace:
     """
 
     def __init__(self, dtype: Any, module: Any = np, sharing: Workspace | None = None) -> None:
-        self.dtype = np.dtype(dtype)
+        self.dtype: np.dtype = np.dtype(dtype)
         self.module = module
-        self.saved = Pool(module)
+        self.saved: Pool = Pool(module)
         self.scratch: Pool = Pool(module) if sharing is None else sharing.scratch
         self.kept: dict[str, Any] = {}
-        self.rows = 0
+        self.rows: int = 0
         self.deferred: list[Callable[[], None]] | None = None
         self.defers_products = True
         self._parts: dict[str, Workspace] = {}

@@ -64,7 +64,7 @@ class LocalUpdates(DataParallel):
         # Of the ranks of a node each has the whole gradient of the worker: they need not ask each other.
         self.team = Team(self.mesh)
         self._within = None if self.hierarchical is None else self.hierarchical.within
-        self.workers = self.axis.size // (1 if self._within is None else self._within.size)
+        self.workers: int = self.axis.size // (1 if self._within is None else self._within.size)
 
     def reduce(self, bucket: Bucket, gradient: Array) -> None:
         self.settle(bucket, gradient)
@@ -162,7 +162,7 @@ class Averages:
             self.slots[name] = arrays.zeros(parameters.size, parameters.dtype, like=parameters.like)
             if rule.initial(name):
                 self.slots[name][...] = rule.initial(name)
-        self.steps = [0] * parts
+        self.steps: list[int] = [0] * parts
 
     @property
     def nbytes(self) -> int:

@@ -55,10 +55,10 @@ class CompressedSums(ABC):
         self._parts = {
             bucket.index: slice(*ends) for bucket, *ends in zip(buckets, starts[:-1], starts[1:], strict=True)
         }
-        self.scale = scale
+        self.scale: float = scale
         size = sum(bucket.size for bucket in buckets)
-        self.errors = arrays.zeros(size, like.dtype, like=like)
-        self.owned = arrays.zeros(starts[-1], like.dtype, like=like)
+        self.errors: Array = arrays.zeros(size, like.dtype, like=like)
+        self.owned: Array = arrays.zeros(starts[-1], like.dtype, like=like)
         self._new_errors = arrays.zeros(size, like.dtype, like=like)
         self._new_owned = arrays.zeros(starts[-1], like.dtype, like=like)
         self._sent: set[int] = set()

@@ -98,7 +98,7 @@ class HierarchicalSums:
         self, axes: NodeAxes, buckets: Sequence[Bucket], like: Array, compressor: PieceCompressor | None, scale: float
     ) -> None:
         self._axes = axes
-        self.within = axes.within
+        self.within: Axis = axes.within
         self._like = like
         self._counts = {bucket.index: counts(split(bucket.size, axes.within.size)) for bucket in buckets}
         # This rank's pieces as buckets of an array in which they lie end to end.

@@ -139,11 +139,11 @@ class LocalSGDOptimizer(ShardedOptimizer):
                 "step is the worker's own already; leave it out, and accumulate over micro-batches of a step"
             )
         super().__init__(rule, config)
-        self.sync_every = int(sync_every)
+        self.sync_every: int = int(sync_every)
         self.outer = outer
-        self.parts = int(parts)
-        self.delay = int(delay)
-        self.staleness = 0
+        self.parts: int = int(parts)
+        self.delay: int = int(delay)
+        self.staleness: int = 0
         self._averages: Averages
         self._local = 0  # steps since all workers were in one state
         self._problem: Exception | None = None

@@ -29,9 +29,9 @@ class LossScale:
     """
 
     def __init__(self, setting: float | str | None) -> None:
-        self.dynamic = setting == "dynamic"
-        self.value = _START if isinstance(setting, str) else 1.0 if setting is None else float(setting)
-        self.good_steps = 0
+        self.dynamic: bool = setting == "dynamic"
+        self.value: float = _START if isinstance(setting, str) else 1.0 if setting is None else float(setting)
+        self.good_steps: int = 0
 
     def overflowed(self) -> bool:
         """Halve; False if it is fixed or cannot be smaller, and the fault is not in the scale."""

@@ -68,6 +68,8 @@ class ShardedOptimizer:
     """
 
     strategy: type[Strategy]
+    gradient_norm: float
+    scaling: LossScale
 
     def __init__(self, rule: Rule, config: ShardingConfiguration | Mesh) -> None:
         if not isinstance(rule, Rule):
@@ -75,7 +77,7 @@ class ShardedOptimizer:
                 f"{type(self).__name__} needs an update rule such as AdamW(lr=1e-3), got {type(rule).__name__}"
             )
         self.rule = rule
-        self.config = ShardingConfiguration.of(config)
+        self.config: ShardingConfiguration = ShardingConfiguration.of(config)
         if self.config.reproducible:
             if self.strategy.gradients_on_demand and self.config.mesh.pipeline.size > 1:
                 raise ValueError(
@@ -89,10 +91,10 @@ class ShardedOptimizer:
                 "parameters most of the time; use one of these, or a configuration with gradient_compressor=None and "
                 "enable_gradient_compression=False"
             )
-        self.axis = self.config.mesh.data
-        self.world = self.config.mesh.world
-        self.steps = 0
-        self.skipped_steps = 0
+        self.axis: Axis = self.config.mesh.data
+        self.world: Axis = self.config.mesh.world
+        self.steps: int = 0
+        self.skipped_steps: int = 0
         self.measure_norm = False
         self.gradient_norm = math.nan
         self.scaling = LossScale(self.config.loss_scale)

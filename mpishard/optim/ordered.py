@@ -67,14 +67,14 @@ class OrderedSums:
     """
 
     def __init__(self, axis: Axis, like: Array) -> None:
-        self.nbytes = 0
+        self.nbytes: int = 0
         self._axis = axis
         self._like = like
         self._free: list[Array] = []
         self._exchanges: dict[int, int] = {}
         # What the exchanges before have added up to, by bucket: values of the nodes that precede the next one.
         self._stacks: dict[int, list[Array]] = {}
-        self.deal = Deal(axis.size, axis.size)
+        self.deal: Deal = Deal(axis.size, axis.size)
 
     def reset(self) -> None:
         """Begin a new step, in which each rank has one micro-batch unless `deal` is set."""

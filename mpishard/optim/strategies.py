@@ -23,6 +23,7 @@ from mpishard.collectives import Axis
 from mpishard.compression import PowerSGDCompressor
 from mpishard.gradients import Bucket, GradientBuckets
 from mpishard.layout import counts, split
+from mpishard.mesh import Mesh
 from mpishard.optim.buckets import bucket_layout
 from mpishard.optim.compressed import PieceSums
 from mpishard.optim.configuration import ShardingConfiguration
@@ -75,15 +76,16 @@ class Strategy(ABC):
     gathers_gradients: ClassVar[bool] = False
 
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
+        self.mesh: Mesh
         self.mesh = mesh = config.mesh
-        self.axis = mesh.data
+        self.axis: Axis = mesh.data
         self.team: Axis | Team = mesh.world
-        self.overlap = config.overlap_communication
-        self.ordered = OrderedSums(self.axis, parameters.like) if config.reproducible else None
+        self.overlap: bool = config.overlap_communication
+        self.ordered: OrderedSums | None = OrderedSums(self.axis, parameters.like) if config.reproducible else None
         Replicas(mesh, parameters).spread()
         self.attach(parameters)
         runs, sizes = bucket_layout(config, parameters, by_unit=self.shards_parameters)
-        self.buckets = GradientBuckets(
+        self.buckets: GradientBuckets = GradientBuckets(
             parameters.pieces,
             parameters.like,
             config.minimum_parameter_group_size,
@@ -101,7 +103,7 @@ class Strategy(ABC):
         if self.ordered is not None:
             self.buckets.on_reset.append(self.ordered.reset)
         self.compresses = True
-        self.compressed = self._make_compressed(config, parameters)
+        self.compressed: CompressedSums | None = self._make_compressed(config, parameters)
         if self.compressed is not None:
             self.buckets.on_reset.append(self.compressed.reset)
 
@@ -122,7 +124,7 @@ class Strategy(ABC):
     def attach(self, parameters: FlatParameters) -> None:
         """Go on with these parameters, which are laid out like those before."""
         self.parameters = parameters
-        self.replicas = Replicas(self.mesh, parameters)
+        self.replicas: Replicas = Replicas(self.mesh, parameters)
 
     @property
     def owned(self) -> int:

@@ -36,7 +36,7 @@ class Follower:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder: Path = Path(folder)
         self.start: dict[str, Any] = {}
         self.metrics: deque[dict[str, Any]] = deque(maxlen=_METRICS)
         self.logged: dict[str, tuple[int, float | None]] = {}

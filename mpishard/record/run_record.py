@@ -73,7 +73,7 @@ class RunRecord:
             raise ValueError(f"every={every!r} must be at least 0 seconds")
         if tensorboard:
             require_tensorboard()
-        self.folder = Path(folder)
+        self.folder: Path = Path(folder)
         self.mesh = mesh
         self.trace = trace
         self.every = every
