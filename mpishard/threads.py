@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from mpi4py import MPI
-from threadpoolctl import threadpool_limits
+from threadpoolctl import threadpool_info, threadpool_limits
 
 # How many ranks of the job are on this node, by Open MPI, MPICH and Slurm; more than those of a smaller communicator.
 _RANKS_ON_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 _CHOSEN_BY_USER = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+# Multiplications of a product from which a second thread is worth its while: about half a millisecond's.
+_LARGE_PRODUCT = 2**25
 
 
 def own_cores() -> set[int]:
@@ -87,3 +93,43 @@ def fix_blas_threads() -> None:
     """Limit BLAS to one thread, unless the user chose: how it cuts a product decides the bits of the result."""
     if not chosen_by_user():
         threadpool_limits(1)
+
+
+def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """``numpy.matmul``, with one thread where the product is small, unless the user chose how many.
+
+    OpenBLAS would split it, and its threads spin for the next one while other code runs.  Where the cores are free a
+    transformer of width 64 gains nothing from a second thread; where they are not, all wait in every product for the
+    thread that has no core, and its steps were seen to take 10 times as long.  The shape alone decides: so do the bits.
+    """
+    rows = a.shape[-2] if a.ndim > 1 else 1
+    if rows * a.shape[-1] * b.shape[-1] >= _LARGE_PRODUCT or (openblas := _openblas()) is None:
+        return np.matmul(a, b, out=out)
+    get_threads, set_threads = openblas
+    threads = get_threads()
+    if threads == 1:
+        return np.matmul(a, b, out=out)
+    set_threads(1)
+    try:
+        return np.matmul(a, b, out=out)
+    finally:
+        set_threads(threads)
+
+
+@functools.cache
+def _openblas() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
+    """How NumPy's OpenBLAS is asked for its number of threads and given another; None with another BLAS.
+
+    Not by threadpoolctl, which takes microseconds.
+    """
+    paths = [each["filepath"] for each in threadpool_info() if each["internal_api"] == "openblas"]
+    if not paths or chosen_by_user():
+        return None
+    library = ctypes.PyDLL(min(paths, key=lambda path: "numpy" not in path))  # SciPy brings one of its own
+    for prefix in ("scipy_", ""):
+        for suffix in ("64_", "_64", ""):
+            names = (f"{prefix}openblas_{what}_num_threads{suffix}" for what in ("get", "set"))
+            get_threads, set_threads = (getattr(library, name, None) for name in names)
+            if get_threads is not None and set_threads is not None:
+                return get_threads, set_threads
+    return None

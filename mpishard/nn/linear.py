@@ -11,7 +11,7 @@ from typing import Any
 from mpishard.layout import ParameterSpec
 from mpishard.nn.layers import Layer
 from mpishard.nn.parallel import Memory
-from mpishard.nn.products import Matmul
+from mpishard.nn.products import Matmul, make_matmul
 from mpishard.nn.workspace import Workspace
 
 Array = Any
@@ -146,7 +146,7 @@ class Linear(Layer):
             view, accumulate = self.parameters.gradient(self.bias_name)
             ones = work.scratch("ones", (len(dy_no),), work.dtype)
             ones.fill(1)
-            _product_into(self.module.matmul, ones, dy_no, view, accumulate, work)
+            _product_into(make_matmul(self.module), ones, dy_no, view, accumulate, work)
             self._finished(self.bias_name, work)
 
     def weight_gradient(self, x_ni: Array, dy_no: Array, work: Workspace) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard import threads
 from mpishard.wire import is_half
 
 Array = Any
@@ -33,7 +34,7 @@ def make_matmul(module: Any, compute_dtype: Any = None) -> Matmul:
         in float32 as well, and round the result to half precision, once, before it becomes float32 again.
     """
     if compute_dtype is None:
-        return module.matmul
+        return threads.matmul if module is np else module.matmul
     compute = _of_rounded if module is np else functools.partial(_of_halves, module)
     return functools.partial(compute, np.dtype(compute_dtype))
 
@@ -76,7 +77,7 @@ def warn_if_slow(compute_dtype: Any, module: Any) -> None:
 
 def _of_rounded(half: np.dtype, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.matmul(a.astype(half).astype(a.dtype), b.astype(half).astype(b.dtype), out=out)
+        return threads.matmul(a.astype(half).astype(a.dtype), b.astype(half).astype(b.dtype), out=out)
 
 
 def _of_halves(module: Any, half: np.dtype, a: Array, b: Array, out: Array) -> Array:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 
+from mpishard import threads
 from mpishard.threads import cpu_quota
 
 
@@ -43,3 +46,43 @@ CGROUP, V1 = "proc/self/cgroup", "sys/fs/cgroup/cpu"
 )
 def test_quota_of_cpu_time(files: dict[str, str], quota: float, tmp_path: Path) -> None:
     assert cpu_quota(system(tmp_path, files)) == quota
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "given"),
+    [
+        ((64, 64), (64, 64), [1, 4]),
+        ((9, 64, 64), (9, 64, 64), [1, 4]),  # each of them is small
+        ((64,), (64, 64), [1, 4]),
+        ((512, 256), (256, 256), []),
+    ],
+)
+def test_small_products_have_one_thread(
+    a: tuple[int, ...], b: tuple[int, ...], given: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_to: list[int] = []
+    monkeypatch.setattr(threads, "_openblas", lambda: (lambda: 4, set_to.append))
+    assert np.array_equal(threads.matmul(np.ones(a), np.ones(b)), np.matmul(np.ones(a), np.ones(b)))
+    assert set_to == given
+
+
+def test_the_number_of_threads_is_what_it_was_after_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "chosen_by_user", lambda: None)
+    threads._openblas.cache_clear()
+    found = threads._openblas()
+    if found is None:
+        pytest.skip("NumPy has another BLAS here")
+    get_threads, _ = found
+    with threadpool_limits(2):
+        with pytest.raises(ValueError):
+            threads.matmul(np.ones((2, 3)), np.ones((2, 3)))
+        assert get_threads() == 2
+    threads._openblas.cache_clear()
+
+
+@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"])
+def test_a_choice_of_the_user_stands(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "2")
+    threads._openblas.cache_clear()
+    assert threads._openblas() is None
+    threads._openblas.cache_clear()
