@@ -55,7 +55,7 @@ def test_sums_beyond_the_range_of_float16_are_finite_and_operands_beyond_it_are_
 def test_without_a_dtype_it_is_the_plain_product():
     assert make_matmul(np) is threads.matmul
     gpt = nn.GPT(*SIZES)
-    assert all(layer.matmul is np.matmul for layer in (gpt.blocks[0].attention, gpt.blocks[0].mlp.expand))
+    assert all(layer.matmul is threads.matmul for layer in (gpt.blocks[0].attention, gpt.blocks[0].mlp.expand))
 
 
 @pytest.mark.parametrize("half", HALVES)
