@@ -22,6 +22,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpishard.ledger import Call, Ledger
+from mpishard.tracebacks import describe
 from mpishard.witness import Witness, silence_witnesses
 
 _ASK, _ASK_ALL, _ANSWER = 1, 2, 3
@@ -32,19 +33,21 @@ _ANSWER_S = 2.0
 _FLUSH_S = 0.2
 # What is wrong on all ranks alike is told by the first, which has ended the others by then.
 _FIRST_S = 1.0
+# Exit code of a program that Ctrl-C has ended, as shells tell it.
+_INTERRUPTED = 128 + signal.SIGINT
 # Longest answer; the numbers of stack frames that fit are more than anybody reads.
 _ANSWER_BYTES = 2000
 
 
-def abort(message: str) -> None:
-    """Print `message` on stderr and end every process of the job with exit code 1."""
+def abort(message: str, code: int = 1) -> None:
+    """Print `message` on stderr and end every process of the job with an exit code."""
     silence_witnesses()
     sys.stderr.write(message if message.endswith("\n") else message + "\n")
     sys.stderr.flush()
     time.sleep(_FLUSH_S)  # launchers drop what is still in the pipe when the job is aborted
     with contextlib.suppress(OSError):  # the last word is ours: MPICH has this process say that MPI_Abort was called
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    MPI.COMM_WORLD.Abort(1)
+    MPI.COMM_WORLD.Abort(code)
 
 
 def die(message: str) -> None:
@@ -56,6 +59,12 @@ def die(message: str) -> None:
     sys.stderr.flush()
     time.sleep(_FLUSH_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _tell(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
+    """The excepthook of a process without others, which ends by itself."""
+    interrupted = issubclass(kind, KeyboardInterrupt)
+    sys.stderr.write("mpishard: ended by Ctrl-C\n" if interrupted else describe(error or kind(), where))
 
 
 class _AbortOnException:
@@ -75,7 +84,11 @@ class _AbortOnException:
         step = f" at step {number}" if number else ""
         if self.note is not None:
             self.note(error or kind(), number)
-        text = "".join(traceback.format_exception(kind, error, where))
+        if issubclass(kind, KeyboardInterrupt):
+            if comm.rank > 0:
+                time.sleep(_FIRST_S)
+            abort(f"mpishard: Ctrl-C{step} ends the job", _INTERRUPTED)
+        text = describe(error or kind(), where)
         if self.alone:
             die(f"mpishard: process {comm.rank} failed{step} and leaves the run\n{text}")
         if comm.rank > 0:
@@ -93,8 +106,8 @@ def abort_on_exception(
     """From now on an exception that nobody catches, in any thread of this process, aborts the job of several ranks.
 
     Importing mpishard does this, since a rank may fail before it has a mesh; a mesh adds its ledger, which knows the
-    step.  Sessions at a prompt are left alone, and so is a rank without others, not spawned by any, unless somebody
-    wants a note.
+    step.  Sessions at a prompt are left alone.  A rank without others, not spawned by any, gets a shorter traceback
+    only, unless somebody wants a note.
 
     Parameters
     ----------
@@ -103,7 +116,11 @@ def abort_on_exception(
     """
     known = isinstance(sys.excepthook, _AbortOnException)
     alone = MPI.COMM_WORLD.size == 1 and MPI.Comm.Get_parent() == MPI.COMM_NULL
-    if hasattr(sys, "ps1") or (alone and note is None and not known):
+    if hasattr(sys, "ps1"):
+        return
+    if alone and note is None and not known:
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = _tell
         return
     if not isinstance(sys.excepthook, _AbortOnException):
         hook = _AbortOnException()

@@ -11,7 +11,19 @@ import pytest
 
 FLOORS = [
     {"arguments"},
-    {"compiling", "files", "formula", "launches", "layout", "progress", "randomness", "schedule", "version", "witness"},
+    {
+        "compiling",
+        "files",
+        "formula",
+        "launches",
+        "layout",
+        "progress",
+        "randomness",
+        "schedule",
+        "tracebacks",
+        "version",
+        "witness",
+    },
     {"array", "capabilities", "hdf5", "ledger", "notes", "threads"},
     {"compression", "gradients", "lane", "pending", "state", "summation", "tree_sum", "wire"},
     {"collectives", "guard"},

@@ -1,0 +1,65 @@
+"""Ctrl-C ends a run in order: the first one is noted, and the loop stops after its step; the second ends the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, ClassVar
+
+
+class Interrupts:
+    """As a context manager it takes SIGINT, once, unless somebody else does; and puts back what handled it before.
+
+    Outside of the main thread, where Python does not let anybody do so, it takes none.
+
+    Parameters
+    ----------
+    speaks : bool
+        Whether this rank says on stderr that it has come.
+
+    Attributes
+    ----------
+    came : bool
+        One has come to this process.
+    is_supervised : callable or None
+        In a job of `mpishard run`: says whether that was asked to end it, and so has sent SIGTERM or SIGUSR1 to all
+        ranks, which then stand for Ctrl-C.
+    """
+
+    is_ending: ClassVar[Callable[[], bool] | None] = None
+
+    def __init__(self, speaks: bool) -> None:
+        self.came = False
+        self._speaks = speaks
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            heard = (signal.SIGINT,) if Interrupts.is_ending is None else (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+            for number in heard:
+                if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        ends = Interrupts.is_ending
+        if number != signal.SIGINT and not (ends is not None and ends()):
+            signal.signal(number, self._before.pop(signal.Signals(number)))
+            os.kill(os.getpid(), number)
+            return
+        self.came = True
+        self.__exit__(None, None, None)
+        if self._speaks and ends is None:  # not by print, in the middle of which this may have come
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nmpishard: Ctrl-C: the run ends after this step; once more, and it ends at once\n")
