@@ -22,6 +22,7 @@ from mpi4py import MPI
 from mpishard.elastic.processes import die_with_single_threaded_parent, end_with_daemon
 from mpishard.elastic.run_folder import Ended, Failure, RunFolder, RunLost
 from mpishard.guard import abort_on_exception
+from mpishard.interrupts import Interrupts
 
 _POLL_S = 0.25
 # Where Python and its packages are, this one, and what was made of a text.
@@ -73,6 +74,7 @@ class Completion:
         die_with_single_threaded_parent()
         if self._is_first:
             run.note_started()
+        Interrupts.is_ending = lambda: run.is_ending
         abort_on_exception(note=self._note_failure)
         atexit.register(self._end)
         self._thread = threading.Thread(target=self._follow, name="mpishard-progress", daemon=True)

@@ -72,7 +72,7 @@ class RunFolder:
         """
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        names = ("started", "step", "ended", "given-up", "failure", "healed")
+        names = ("started", "step", "ended", "given-up", "failure", "healed", "ending")
         remove_notes(path, *(f"{name}-" for name in names))
         return cls(path.absolute(), -1).next()
 
@@ -120,6 +120,10 @@ class RunFolder:
         """A process failed; of several the last one stands."""
         self._write("failure", asdict(failure))
 
+    def note_ending(self) -> None:
+        """The user wishes the run to end; its processes are sent a signal then."""
+        self._write("ending", "")
+
     @property
     def is_over(self) -> bool:
         """Whether the supervisor has given this start up, or the whole run, with its folder.
@@ -134,6 +138,10 @@ class RunFolder:
     @property
     def started(self) -> bool:
         return self._read("started") is not None
+
+    @property
+    def is_ending(self) -> bool:
+        return self._read("ending") is not None
 
     @property
     def step(self) -> int:

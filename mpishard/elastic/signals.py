@@ -1,4 +1,4 @@
-"""What SIGTERM and SIGUSR1 ask of a process of an elastic run: to leave it, or to stop it if all workers are asked."""
+"""What SIGTERM, SIGUSR1 and Ctrl-C ask of a process of an elastic run: to leave it, or to stop it if all are asked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _SKEW_S = 1.0
 
 
 class Signals:
-    """As a context manager it takes the two signals, and puts back at its end what handled them before.
+    """As a context manager it takes SIGTERM and SIGUSR1, and puts back at its end what handled them before.
+
+    It takes Ctrl-C too, unless somebody else does; the second one ends the process.
 
     Outside of the main thread, where Python does not let anybody do so, it takes none.  `came` says whether one has
     come to this process.
@@ -37,7 +39,8 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in _HEARD:
+            ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            for number in (*_HEARD, signal.SIGINT) if ctrl_c else _HEARD:
                 before = signal.signal(number, self._note)
                 # None: a handler that is not Python's and that Python cannot put back.
                 self._before[number] = signal.SIG_DFL if before is None else before
@@ -68,3 +71,5 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.came = True
+        if number == signal.SIGINT:
+            signal.signal(number, self._before.pop(signal.SIGINT))

@@ -196,7 +196,7 @@ class Supervisor:
         while process.poll() is None:
             time.sleep(_POLL_S)
             now = time.monotonic()
-            if self._handle_signals(process) or (self._stopped and now - self._stop_began > job.grace):
+            if self._handle_signals(process, folder) or (self._stopped and now - self._stop_began > job.grace):
                 return set()
             if now - looked >= _LOOK_S:
                 looked = now
@@ -220,7 +220,7 @@ class Supervisor:
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
 
-    def _handle_signals(self, process: subprocess.Popen[bytes]) -> bool:
+    def _handle_signals(self, process: subprocess.Popen[bytes], folder: RunFolder) -> bool:
         """Pass on what came; returns whether the job must end now."""
         while self._signals:
             number = self._signals.pop(0)
@@ -232,6 +232,8 @@ class Supervisor:
             self._stopped, self._stop_began = number, time.monotonic()
             name = signal.Signals(number).name
             self._say(f"{name}: the ranks have {self.job.grace:g} s to leave; again, and they are killed")
+            with contextlib.suppress(OSError):
+                folder.note_ending()
             process.send_signal(self.launcher.leave_signal)
         return False
 

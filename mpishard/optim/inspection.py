@@ -35,6 +35,8 @@ class Inspection:
         What is NaN or infinite in the loss of this rank, in words; whoever computes a loss writes it before `norm`.
     finite_loss : bool
         Whether the losses of all ranks were finite, by the last call of `norm`.
+    interrupted : bool
+        Before `norm`: whether this rank wishes to stop; after it: whether any of the team does.
     """
 
     def __init__(self, strategy: Strategy, parameters: FlatParameters) -> None:
@@ -47,6 +49,7 @@ class Inspection:
         self._first_steps = _FIRST_STEPS
         self.nonfinite_loss = ""
         self.finite_loss = True
+        self.interrupted = False
         strategy.buckets.inspect = self.look
         strategy.buckets.on_reset.append(self.forget)
 
@@ -71,7 +74,7 @@ class Inspection:
             start += piece.size
 
     def norm(self, measure: bool) -> float:
-        """Agree on whether the summed gradients are finite, and the losses.  Collective.
+        """Agree on whether the summed gradients are finite, and the losses, and on whether to stop.  Collective.
 
         Returns
         -------
@@ -84,10 +87,10 @@ class Inspection:
         tops = [summation.largest(part) for part in counted]
         finite = not self._nonfinite and all(map(math.isfinite, tops))
         # Maximum and NaN do not go together in MPI: infinity stands for both.
-        shared = np.array([max(tops, default=0.0) if finite else math.inf, bool(self.nonfinite_loss)])
+        shared = np.array([max(tops, default=0.0) if finite else math.inf, bool(self.nonfinite_loss), self.interrupted])
         self._team.all_reduce(shared, op="max", label="control")
-        top, nonfinite_loss = shared.tolist()
-        self.finite_loss = not nonfinite_loss
+        top, nonfinite_loss, interrupted = shared.tolist()
+        self.finite_loss, self.interrupted = not nonfinite_loss, bool(interrupted)
         if self._first_steps:
             self._first_steps = 0 if top == 0 else self._first_steps - 1
             if top == 0 and self._strategy.mesh.rank == 0:

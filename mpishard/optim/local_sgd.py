@@ -155,14 +155,18 @@ class LocalSGDOptimizer(ShardedOptimizer):
         """What workers have done by themselves until now becomes one state."""
         self.prepare_save()
 
-    def update(self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "") -> bool:
+    def update(
+        self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "", interrupted: bool = False
+    ) -> bool:
         """Take this worker's own step, along its gradient over its share of `count`; average what is due."""
         self.mend()
         if self._local == 0:
             self._averages.begin()
         try:
             share = count / self._strategy.workers
-            usable = super().update(share, rate_factor=rate_factor, nonfinite_loss=nonfinite_loss)
+            usable = super().update(
+                share, rate_factor=rate_factor, nonfinite_loss=nonfinite_loss, interrupted=interrupted
+            )
         except FloatingPointError as error:
             usable = False
             self.skipped_steps += 1
@@ -208,6 +212,10 @@ class LocalSGDOptimizer(ShardedOptimizer):
     def _begins_and_ends(self) -> bool:
         """Whether the next step takes an average that is begun in it."""
         return self.delay == 0 and bool(self._due(self._local + 1))
+
+    @property
+    def agrees_in_update(self) -> bool:
+        return False
 
     @property
     def prepares_saves(self) -> bool:

@@ -298,11 +298,13 @@ class ShardedOptimizer:
         self._prepare_step()
         return self._strategy
 
-    def update(self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "") -> bool:
+    def update(
+        self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "", interrupted: bool = False
+    ) -> bool:
         """Finish the reductions and update with the sum over `count`; False if the step was skipped.
 
         The rule's learning rate is multiplied by `rate_factor`.  What is NaN or infinite in this rank's loss, in words,
-        counts as such a gradient does.
+        counts as such a gradient does.  `interrupted` of any rank is told to all, where they agree in `update`.
 
         `step` and training loops end in this.
         """
@@ -311,7 +313,7 @@ class ShardedOptimizer:
         strategy.buckets.end_pass()
         strategy.drain()
         divisor = float(count) * self.loss_scale
-        self._inspection.nonfinite_loss = nonfinite_loss
+        self._inspection.nonfinite_loss, self._inspection.interrupted = nonfinite_loss, interrupted
         usable = self._gradients_are_usable(divisor)
         if usable:
             clip = 1.0
@@ -409,6 +411,17 @@ class ShardedOptimizer:
     def meets(self) -> bool:
         """Whether the next update waits for the other data ranks.  The same on all ranks."""
         return True
+
+    @property
+    def agrees_in_update(self) -> bool:
+        """Whether all ranks agree on something in each update.  The same on all ranks."""
+        config = self.config
+        return config.nonfinite_gradients != "ignore" or config.max_gradient_norm is not None or self.measure_norm
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether any rank was interrupted, by the last update; the same on all ranks if they agree in it."""
+        return self._inspection.interrupted
 
     @property
     def prepares_saves(self) -> bool:

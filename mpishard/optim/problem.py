@@ -69,7 +69,8 @@ class OptimizationResult(Generic[P]):
     seconds : float
         Since it went on.
     stop_reason : str
-        ``"steps"``, ``"tolerance"``, ``"seconds"`` or ``"callback"``; of an elastic run ``"signal"`` too.
+        ``"steps"``, ``"tolerance"``, ``"seconds"`` or ``"callback"``; ``"signal"`` after Ctrl-C, of an elastic run also
+        after other signals.
     communication : dict
         What this rank communicated over all axes since the mesh was made: calls, bytes sent and seconds by kind.
     """

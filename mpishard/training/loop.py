@@ -17,6 +17,7 @@ from mpishard.array import aligned_copy
 from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint.index import check_facts
 from mpishard.data.sampling import Sampler, micro_batches, share
+from mpishard.interrupts import Interrupts
 from mpishard.optim import ShardedOptimizer
 from mpishard.optim.ordered import OrderedSums
 from mpishard.optim.problem import OptimizationResult, TrainingState
@@ -32,6 +33,8 @@ from mpishard.tree_sum import Deal, tree_sum
 
 Array = Any
 _NAMED = 5  # samples that a message lists
+_WISHES = ("", "seconds", "callback", "signal")
+_INTERRUPT = 3
 
 
 class Loop:
@@ -83,6 +86,8 @@ class Loop:
         self.meets = True
         self.untold: list[tuple[float, int]] = []
         self.wished = 0
+        self.interrupts = Interrupts(speaks=optimizer.mesh.rank == 0)
+        self.resumes = resume
         self.rate = math.nan  # of the last step
         self.nonfinite_loss = ""  # of this rank in the step that is being taken, in words
         self.record = record
@@ -127,10 +132,13 @@ class Loop:
         reason = self.what_was_reached()
         if self.optimizer.mesh.debug and not reason:
             check_sums(self)
+        # Where ranks agree in every update, they hear of Ctrl-C there, with no collective more.
+        self.watching |= not self.optimizer.agrees_in_update
         try:
-            while not reason:
-                reason = self.step(self.before + len(self.losses) + 1)
-                self.save(last=bool(reason))
+            with self.interrupts:
+                while not reason:
+                    reason = self.step(self.before + len(self.losses) + 1)
+                    self.save(last=bool(reason))
         finally:
             self.buckets.hold = not self.optimizer.config.auto_sync_gradients
             self.progress.close()
@@ -140,6 +148,8 @@ class Loop:
         """What has come of the run, which ended for this reason."""
         if self.record is not None:
             self.record.close()
+        if reason == "signal" and self.optimizer.mesh.rank == 0:
+            print(f"mpishard: stopped after step {self.optimizer.clock}; {self.way_on()}", file=sys.stderr, flush=True)
         return OptimizationResult(
             parameters=self.parameters if self.of_model else self.parameters.flat,
             loss_history=np.array(self.losses),
@@ -151,6 +161,13 @@ class Loop:
             stop_reason=reason,
             communication=self.optimizer.config.mesh.ledger.summary(),
         )
+
+    def way_on(self) -> str:
+        """How to go on with a run that was stopped, in words."""
+        if self.checkpoints is None:
+            return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can go on"
+        how = "the same command goes on" if self.resumes else "optimize(..., resume=True) goes on"
+        return f"{how} from the checkpoint in {self.checkpoints.folder}"
 
     def check(self, checkpoints: Checkpoints) -> None:
         """Raise now what would go wrong at the first save."""
@@ -274,7 +291,9 @@ class Loop:
         factor = self.rate_factor
         rate = factor * self.optimizer.rule.learning_rate(self.optimizer.steps + 1)
         with self.phase("update"):
-            self.optimizer.update(count, rate_factor=factor, nonfinite_loss=self.nonfinite_loss)
+            self.optimizer.update(
+                count, rate_factor=factor, nonfinite_loss=self.nonfinite_loss, interrupted=self.interrupts.came
+            )
         self.rate = rate
         return loss, rate
 
@@ -394,10 +413,13 @@ class Loop:
             return self.why_stop(0)
         self.tell_losses()
         if self.watching:
+            self.wished = _INTERRUPT if self.interrupts.came else self.wished
             wishes = np.array([self.wished, self.optimizer.settings.changed(self.optimizer)], np.int64)
             self.wished, changed = self.optimizer.world.all_reduce(wishes, op="max", label="control").tolist()
             if changed:  # by a callback
                 self.optimizer.settings.agree(self.optimizer)
+        elif self.optimizer.interrupted:
+            self.wished = _INTERRUPT
         return self.why_stop(self.wished)
 
     def tell_losses(self) -> None:
@@ -412,7 +434,7 @@ class Loop:
     def why_stop(self, wish: int) -> str:
         """Why to stop if this is the strongest wish of any rank; empty if there is no reason."""
         if wish:
-            return "callback" if wish == 2 else "seconds"
+            return _WISHES[wish]
         return self.what_is_reached(self.optimizer.gradient_norm)
 
     def what_was_reached(self) -> str:

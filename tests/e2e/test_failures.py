@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ def test_exception_on_one_rank(failing: Callable[..., Any], via: str) -> None:
     assert "ArithmeticError: spoilt" in finished.errors
     assert f"line {LINE_OF_FAILURE}" in finished.errors
     assert "rank 1" in finished.errors
+    assert finished.seconds < SOON
+
+
+def test_ctrl_c_is_no_failure(failing: Callable[..., Any]) -> None:
+    finished = failing("raise KeyboardInterrupt")
+    assert finished.code == 128 + signal.SIGINT
+    assert "mpishard: Ctrl-C ends the job" in finished.errors and "Traceback" not in finished.errors, finished.all
     assert finished.seconds < SOON
 
 

@@ -316,3 +316,14 @@ time.sleep(1000)
     sent.wait_for(lambda: all((sent.folder / f"got-{rank}").exists() for rank in range(2)))
     sent.process.send_signal(signal.SIGTERM)
     assert sent.code() == code, sent.errors
+
+
+def test_ctrl_c_saves_a_checkpoint_under_any_optimizer(run):
+    script = TRAINING.replace("steps=20", "steps=10**6")
+    stopped = run(["-n", 2], script, "")
+    stopped.wait_for(lambda: len(stopped.steps) > 2)
+    stopped.process.send_signal(signal.SIGINT)
+    assert stopped.code() == 0, stopped.errors
+    step = stopped.steps[-1][1]
+    assert f"mpishard: stopped after step {step}; the same command goes on" in stopped.errors
+    assert (stopped.folder / "checkpoints" / f"step-{step:08d}").is_dir()

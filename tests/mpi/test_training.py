@@ -268,6 +268,58 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(mesh, comm, tmp_path):
     assert (folder / "latest").resolve().name == "step-00000003"
 
 
+@pytest.fixture
+def ctrl_c():
+    """Presses Ctrl-C in this process, which may have been started where it is ignored, as in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def pressing(press, step, function=least_squares):
+    """`function`, which presses in its call for a step; it must be called once a step."""
+    calls = iter(range(1, 1000))
+
+    def interrupted(*arguments):
+        if next(calls) == step:
+            press()
+        return function(*arguments)
+
+    return interrupted
+
+
+@pytest.mark.parametrize("kind", ["default", "ignore", "local"])
+def test_ctrl_c_on_one_rank_stops_all_with_a_checkpoint(mesh, comm, tmp_path, capfd, ctrl_c, kind):
+    def optimizer():
+        if kind == "local":
+            return LocalSGDOptimizer(AdamW(lr=0.1), mesh, sync_every=3)
+        return DDPOptimizer(AdamW(lr=0.1), ShardingConfiguration(mesh, nonfinite_gradients=nonfinite))
+
+    nonfinite = "ignore" if kind == "ignore" else "raise"
+    folder, culprit = comm.bcast(tmp_path), mesh.rank == mesh.size - 1
+    task = replace(problem(), function=pressing(ctrl_c, 3) if culprit else least_squares)
+    with mpishard.Checkpoints(folder, mesh) as checkpoints:
+        result = optimizer().optimize(task, progress=False, checkpoints=checkpoints)
+        assert (result.steps, result.stop_reason) == (3, "signal")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        resumed = optimizer().optimize(problem(), progress=False, checkpoints=checkpoints, resume=True)
+    assert (resumed.resumed_steps, resumed.stop_reason) == (3, "steps")
+    errors = capfd.readouterr().err
+    assert ("stopped after step 3; optimize(..., resume=True) goes on from" in errors) == (mesh.rank == 0)
+    assert ("Ctrl-C: the run ends after this step" in errors) == (culprit and mesh.rank == 0)
+
+
+def test_the_second_ctrl_c_ends_the_process(ctrl_c):
+    def press_twice():
+        ctrl_c()
+        ctrl_c()
+
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh, pytest.raises(KeyboardInterrupt):
+        task = replace(problem(), function=pressing(press_twice, 2))
+        DDPOptimizer(SGD(lr=0.1), mesh).optimize(task, progress=False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_stops_when_time_is_over_on_any_rank(mesh, comm):
     def slow(parameters, samples, gradients):
         time.sleep(0.06 if mesh.rank == mesh.size - 1 else 0)
@@ -279,8 +331,8 @@ def test_stops_when_time_is_over_on_any_rank(mesh, comm):
     assert len(set(comm.allgather(result.steps))) == 1
 
 
-@pytest.mark.parametrize("reason", ["callback", "seconds"])
-def test_one_rank_stops_all_of_any_mesh(comm, reason):
+@pytest.mark.parametrize("reason", ["callback", "seconds", "signal"])
+def test_one_rank_stops_all_of_any_mesh(comm, reason, ctrl_c):
     """Ranks of other stages, or of other parts of a tensor, have a data axis of their own."""
 
     def callback(state):
@@ -297,7 +349,10 @@ def test_one_rank_stops_all_of_any_mesh(comm, reason):
             for culprit in {0, mesh.size - 1}:
                 culprits.append(culprit)
                 task = replace(large_gpt_problem(mesh, microbatches=4), seconds=seconds, steps=20)
-                result = DDPOptimizer(SGD(lr=0.1), mesh).optimize(task, callback=callback, progress=False)
+                if reason == "signal" and mesh.rank == culprit:
+                    task = replace(task, function=pressing(ctrl_c, 2, task.function))
+                listener = None if reason == "signal" else callback  # with one, ranks tell each other their wishes
+                result = DDPOptimizer(SGD(lr=0.1), mesh).optimize(task, callback=listener, progress=False)
                 steps = comm.allgather((result.steps, result.stop_reason))
                 assert steps == steps[:1] * comm.size
                 assert result.stop_reason == reason

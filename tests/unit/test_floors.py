@@ -15,6 +15,7 @@ FLOORS = [
         "compiling",
         "files",
         "formula",
+        "interrupts",
         "launches",
         "layout",
         "progress",

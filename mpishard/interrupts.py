@@ -1,4 +1,4 @@
-"""Ctrl-C ends a run in order: the first one is noted, and the loop stops after its step; the second ends the process."""
+"""Ctrl-C ends a run in order: the first is noted, and the loop stops after its step; the second ends the process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            heard = (signal.SIGINT,) if Interrupts.is_ending is None else (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+            heard = (
+                (signal.SIGINT,) if Interrupts.is_ending is None else (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+            )
             for number in heard:
                 if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
                     self._before[number] = signal.signal(number, self._note)
