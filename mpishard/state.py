@@ -121,7 +121,8 @@ def check_same_tensors(
         *(f"{name} is {theirs[name]} there and {ours[name]} here" for name in changed[:2]),
     ]
     raise ValueError(
-        f"{what} is of another model: it has {len(theirs)} tensors and this model {len(ours)}; {'; '.join(told)}"
+        f"{what} is of another model: it has {len(theirs)} tensors and this model {len(ours)}; "
+        f"{'; '.join(map(brief, told))}"
     )
 
 

@@ -60,7 +60,13 @@ def load_newest(run: Path, state: RunState, axis: Axis, patient: Axis, check: Ch
         if contents is not None and not problems:
             problems = _decode(contents, state, patient)
         if contents is not None and not problems:
-            axis.agree(_misfit(contents, state, check))
+            try:
+                axis.agree(_misfit(contents, state, check))
+            except Exception as error:  # on all ranks
+                if not spoilt:
+                    raise
+                problems = [str(error)]
+        if contents is not None and not problems:
             try:
                 fill(contents, state, axis, patient)
                 return contents

@@ -227,6 +227,13 @@ def test_a_disk_that_fails_after_all_was_checked_is_told_of(tmp_path, mesh, monk
         with pytest.warns(RuntimeWarning, match="input/output error"):
             assert checkpoints.load(found).facts["step"] == 1
         assert_is_at(found, 1)
+
+        def refuse(facts):
+            if facts["step"] == 1:
+                raise ValueError("not this one")
+
+        with pytest.raises(OSError, match="not this one.*partly overwritten"):
+            checkpoints.load(state(0, empty=True), check=refuse)
         failing.append("step-00000001")
         with pytest.raises(OSError, match="partly overwritten"):
             checkpoints.load(state(0, empty=True))
