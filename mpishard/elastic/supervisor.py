@@ -24,6 +24,7 @@ from types import FrameType
 from mpishard.elastic.course import Course
 from mpishard.elastic.hosts import Host, Patrol, check_shell, parse_hosts, sweep
 from mpishard.elastic.launchers import Launcher, find_launcher
+from mpishard.elastic.leftovers import Leftovers
 from mpishard.elastic.policy import History, Outcome, Policy, Start, Stop, decide
 from mpishard.elastic.processes import Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
 from mpishard.elastic.run_folder import RunFolder
@@ -102,6 +103,7 @@ class Supervisor:
         self.ranks = ranks
         self.launcher: Launcher = find_launcher(job.launcher)
         self._line = ""  # that of the last start, as one would type it
+        self._leftovers = Leftovers()  # of the last start
         self._signals: list[int] = []
         self._stopped = 0
         self._stop_began = 0.0
@@ -128,6 +130,7 @@ class Supervisor:
         start = Start(self.ranks, self.hosts, history)
         ended = 0.0
         for number in itertools.count(1):
+            self._leftovers = Leftovers()
             process = self._start(start, folder)
             if number > 1:
                 where = f" on {', '.join(host.name for host in start.hosts)}" if start.hosts else ""
@@ -164,6 +167,7 @@ class Supervisor:
         if process.poll() is None:
             self._end(process, _END_WITHOUT_S if lost else _END_S)
         self._end_all()
+        self._leftovers.remove(process.pid)
         stopped = self._stopped or next((number for number in self._signals if number in _STOP), 0)
         return replace(outcome, code=process.returncode, stopped=stopped)
 
@@ -200,6 +204,7 @@ class Supervisor:
                 return set()
             if now - looked >= _LOOK_S:
                 looked = now
+                self._leftovers.look()
                 reason = course.look()
                 if awaited and course.step:
                     awaited = False
