@@ -11,6 +11,7 @@ import numpy as np
 from mpishard import array as arrays
 from mpishard.array import accumulate
 from mpishard.collectives import Axis
+from mpishard.compiling import prepare
 from mpishard.mesh import Mesh
 from mpishard.optim import image
 from mpishard.optim.agreement import agree_on_step, check_gradients, check_layout, check_problem, check_same_model
@@ -85,6 +86,7 @@ class ShardedOptimizer:
                     "micro-batches cannot be told apart; use ZeRO-1 or DDP there"
                 )
             fix_blas_threads()
+        prepare()  # not in the first step
         if self.config.compressor is not None and self.strategy.shards_parameters:
             raise ValueError(
                 f"gradient compression is for DDP, ZeRO-1 and ZeRO-2, not for {type(self).__name__}, which sends "
