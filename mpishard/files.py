@@ -80,7 +80,10 @@ def _check_private(folder: Path, found: os.stat_result) -> None:
 
 def warn_of_writers(folder: Path) -> None:
     """Warn, once a process, if other users may write into a folder that this run writes into."""
-    found = os.stat(folder)
+    try:
+        found = os.stat(folder)
+    except OSError:  # whoever uses it will hear
+        return
     if found.st_uid not in (0, os.geteuid()):
         who = f"belongs to user {found.st_uid}, who may write into it"
     elif found.st_mode & 0o002:

@@ -92,7 +92,8 @@ def load_checkpoint(
     ValueError, TypeError
         If all are damaged, or the newest whole one is of other tensors or of another rule; if the parameters of any
         rank cannot be written to, or are others than those of the rest; or facts make no sense, such as ``steps``
-        below 0.  On every rank, and before anything has changed.
+        below 0.  On every rank, and before anything has changed; only an optimizer that has taken no step has made all
+        copies of the parameters those of data rank 0, as its first step would.
     OSError
         On every rank, if the folder cannot be listed; or if the disk fails in the second of two readings of the same
         bytes, and no older checkpoint can be read: only then are parameters and state partly overwritten, and the
