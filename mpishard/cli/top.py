@@ -47,6 +47,6 @@ def top(
             while True:
                 time.sleep(every)
                 follower.update()
-                live.update(screen(follower, min(rows, max(1, output.height - 11))), refresh=True)
+                live.update(screen(follower, min(rows, max(1, output.height - 12))), refresh=True)
     except KeyboardInterrupt:
         output.print(screen(follower, rows))
