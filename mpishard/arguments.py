@@ -60,9 +60,10 @@ def number(
     ValueError
         If it is NaN or outside of the limits.
     """
-    limits = {"of at least": least, "above": above, "below": below, "of at most": most}
+    limits = {"at least": least, "above": above, "below": below, "at most": most}
     told = " and ".join(f"{relation} {limit:g}" for relation, limit in limits.items() if limit is not None)
-    wanted = f"a {'finite ' if finite and below is None and most is None else ''}number {told}".rstrip()
+    wanted = "a finite number" if finite and below is None and most is None else "a number"
+    wanted += f"{' of' if told.startswith('at') else ''} {told}" if told else ""
     wanted += f", or {otherwise}" if otherwise else ""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={shown(value)} must be {wanted}")

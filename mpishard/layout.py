@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
+from mpishard.arguments import flag, integer, shown
+
 Box = tuple[tuple[int, int], ...]
 
 
@@ -47,9 +49,17 @@ class ParameterSpec:
     copies: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(extent) for extent in self.shape))
-        if not self.name:
-            raise ValueError("a parameter needs a name")
+        _check_name(self.name)
+        shape: object = self.shape
+        if isinstance(shape, str) or not isinstance(shape, Iterable):
+            raise TypeError(f"parameter {self.name!r}: shape={shown(shape)} must be a tuple of whole numbers")
+        what = f"parameter {self.name!r}: {{}}".format
+        object.__setattr__(self, "shape", tuple(integer(what("extent"), extent) for extent in self.shape))
+        object.__setattr__(self, "stage", integer(what("stage"), self.stage, least=0))
+        object.__setattr__(self, "copies", tuple(integer(what("copy"), stage, least=0) for stage in self.copies))
+        object.__setattr__(self, "partial", flag(what("partial"), self.partial))
+        if self.tensor_dim is not None:
+            object.__setattr__(self, "tensor_dim", integer(what("tensor_dim"), self.tensor_dim))
         if min(self.shape, default=0) < 0:
             raise ValueError(f"parameter {self.name!r} has the negative extent {min(self.shape)} in {self.shape}")
         if self.tensor_dim is not None and not 0 <= self.tensor_dim < len(self.shape):
@@ -71,6 +81,16 @@ class ParameterSpec:
     def box(self) -> Box:
         """The box that covers the whole tensor."""
         return tuple((0, extent) for extent in self.shape)
+
+
+def _check_name(name: object) -> None:
+    """Raise unless it can name a tensor, in a file too."""
+    if not isinstance(name, str):
+        raise TypeError(f"a parameter's name must be a string, got {shown(name)}")
+    if not name:
+        raise ValueError("a parameter needs a name")
+    if "\0" in name or any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise ValueError(f"the parameter name {name!r} has a NUL or a surrogate in it, which files cannot hold")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.arguments import flag
 from mpishard.capabilities import heals_in_place
 from mpishard.collectives import Axis
 from mpishard.guard import Watchdog, abort_on_exception
@@ -99,7 +100,7 @@ class Mesh:
             data, (tensor, pipeline) = -1, cell
         data, tensor, pipeline = _sizes(comm.size, data=data, tensor=tensor, pipeline=pipeline)
         timeout = _timeout(timeout)
-        self.debug = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0") if debug is None else debug
+        self.debug = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0") if debug is None else flag("debug", debug)
         self.ledger = Ledger()
         world = comm.Dup()
         self._watchdog: Watchdog | None = Watchdog(world, self.ledger, timeout)
@@ -300,6 +301,8 @@ def _timeout(timeout: float | None) -> float:
     name, value = "timeout", timeout
     if value is None:
         name, value = "MPISHARD_TIMEOUT", os.environ.get("MPISHARD_TIMEOUT") or _DEFAULT_TIMEOUT_S
+    elif isinstance(value, bool):
+        raise TypeError(f"timeout={value} must be a number of seconds")
     try:
         seconds = float(value)
     except (TypeError, ValueError):

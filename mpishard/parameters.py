@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpishard import array as arrays
+from mpishard.arguments import shown
 from mpishard.array import is_array
 from mpishard.collectives import Axis
 from mpishard.gradients import GradientBuckets, Run, make_runs
@@ -65,8 +66,12 @@ class FlatParameters:
         units: Sequence[Sequence[str]] | None = None,
         sharded_over: Axis | None = None,
     ) -> None:
-        self._set_layout(specs, place, units)
         dtype = np.dtype(dtype)
+        if dtype not in (np.float32, np.float64):
+            raise TypeError(f"parameters must be float32 or float64, got {dtype}")
+        if wrong := [spec for spec in specs if not isinstance(spec, ParameterSpec)]:
+            raise TypeError(f"specs must be ParameterSpec(name, shape), got {shown(wrong[0])}")
+        self._set_layout(specs, place, units)
         if sharded_over is not None:
             self._like = module.zeros(0, dtype)
             self._bind(None, ShardedUnits(self.pieces, self.units, sharded_over, self._like))
@@ -101,7 +106,11 @@ class FlatParameters:
         module : module
             ``numpy`` (default) or ``cupy``: where they are.
         """
-        values = {name: module.from_dlpack(tensor) for name, tensor in tensors.items()}
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"tensors must be a mapping of names to tensors, got {type(tensors).__name__}")
+        if not tensors:
+            raise ValueError("there are no tensors to name: the mapping is empty")
+        values = {name: _from_dlpack(name, tensor, module) for name, tensor in tensors.items()}
         dtypes = sorted({str(value.dtype) for value in values.values()})
         if len(dtypes) > 1:
             raise TypeError(f"tensors must be all float32 or all float64, got {' and '.join(dtypes)}")
@@ -327,6 +336,17 @@ def _runs_of_units(specs: Sequence[ParameterSpec], units: Sequence[Sequence[str]
             runs.append((index, index + 1))
         previous = key
     return runs
+
+
+def _from_dlpack(name: str, tensor: Any, module: Any) -> Array:
+    try:
+        return module.from_dlpack(tensor)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        kind = f"{type(tensor).__name__} of {tensor.dtype}" if hasattr(tensor, "dtype") else type(tensor).__name__
+        raise TypeError(
+            f"tensor {name!r} is a {kind}, and must be one of float32 or float64 that {module.__name__}.from_dlpack "
+            f"takes: {error}"
+        ) from None
 
 
 def check_flat(what: str, array: Array, *, written: bool = False) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mpishard import array as arrays
+from mpishard.arguments import flag, integer
 from mpishard.capabilities import probe
 from mpishard.checkpoint import folder, polling, saver
 from mpishard.checkpoint.faults import Fault
@@ -92,9 +93,10 @@ class Checkpoints:
             if any(other[name] != told[0][name] for other in told):
                 values = ", ".join(other[name] for other in told)
                 raise ValueError(f"{name} must be the same on all ranks, got {values} by rank")
-        if keep is not None and (not isinstance(keep, int | np.integer) or keep < 1):
-            raise ValueError(f"keep={keep!r} must be a whole number of at least 1, or None")
-        in_steps = isinstance(every, int | np.integer)
+        if keep is not None:
+            keep = integer("keep", keep, least=1)
+        asynchronous = flag("asynchronous", asynchronous)
+        in_steps = not isinstance(every, bool) and isinstance(every, int | np.integer)
         if every is not None and not (
             every >= 1 if in_steps else isinstance(every, float | np.floating) and 0 < every < 1
         ):

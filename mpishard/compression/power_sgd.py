@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from mpishard import array as arrays
+from mpishard.arguments import integer
 from mpishard.randomness import normal
 
 Array = Any
@@ -32,8 +31,7 @@ class PowerSGDCompressor:
     rank: int = 4
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int | np.integer) or self.rank < 1:
-            raise ValueError(f"rank={self.rank!r} must be a whole number of at least 1")
+        object.__setattr__(self, "rank", integer("rank", self.rank, least=1))
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of this shape is smaller as two factors than as it is."""

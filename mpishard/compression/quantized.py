@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpishard import array as arrays
+from mpishard.arguments import integer
 from mpishard.compression import kernels
 from mpishard.compression.compressor import FusedCompressor, padded
 
@@ -19,8 +20,7 @@ class _Blockwise(FusedCompressor):
     block: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block, int | np.integer) or self.block < 1:
-            raise ValueError(f"block={self.block!r} must be a whole number of at least 1")
+        object.__setattr__(self, "block", integer("block", self.block, least=1))
 
     def _parts(self, wire: Array, size: int) -> tuple[Array, Array]:
         """The scales, and what follows."""

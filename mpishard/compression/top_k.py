@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpishard import array as arrays
+from mpishard.arguments import number
 from mpishard.compression import kernels
 from mpishard.compression.compressor import PieceCompressor
 
@@ -31,8 +32,7 @@ class TopKCompressor(PieceCompressor):
     fraction: float = 0.01
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fraction, int | float | np.floating) or not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction={self.fraction!r} must be above 0 and at most 1")
+        object.__setattr__(self, "fraction", number("fraction", self.fraction, above=0, most=1))
 
     def count(self, size: int) -> int:
         """How many of so many elements are sent."""

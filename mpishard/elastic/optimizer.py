@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
+from mpishard.arguments import flag, integer, number
 from mpishard.capabilities import heals_in_place
 from mpishard.checkpoint import Checkpoints
 from mpishard.elastic.crew import is_newcomer
@@ -118,9 +117,8 @@ class ElasticOptimizer:
                 f"the mesh {mesh.sizes} shares its ranks with one of another shape, made by reshaped(); an elastic run "
                 f"needs one of its own, made as Mesh({sizes})"
             )
-        for name, number in (("min_workers", min_workers), ("max_workers", max_workers)):
-            if not isinstance(number, int | np.integer):
-                raise TypeError(f"{name}={number!r} must be a whole number")
+        min_workers = integer("min_workers", min_workers)
+        max_workers = integer("max_workers", max_workers)
         if not 1 <= min_workers <= max_workers:
             raise ValueError(f"min_workers={min_workers} and max_workers={max_workers} must be 1 <= min <= max")
         if not (discover is None or callable(discover) or isinstance(discover, str | os.PathLike)):
@@ -131,15 +129,14 @@ class ElasticOptimizer:
                 f"min_workers={min_workers}, but only {there} can be made of the {mesh.size} processes; "
                 "start more of them"
             )
-        if not failure_timeout > 0:
-            raise ValueError(f"failure_timeout={failure_timeout} must be above 0 seconds")
+        failure_timeout = number("failure_timeout", failure_timeout, above=0, finite=False)
         self.min_workers = min_workers
         self.max_workers = self._most = max_workers
         # A script may change its directory.
         self.folder: Path | None = None if folder is None else Path(folder).absolute()
         self.discover = discover
         self.failure_timeout = failure_timeout
-        self.respawn = respawn
+        self.respawn = flag("respawn", respawn)
         self.scaling = Scaling(scaling, 1).policy
         self.request = self.agreed = 0 if is_newcomer() else min(max_workers, there)
         mesh.unwatch()
@@ -176,8 +173,7 @@ class ElasticOptimizer:
         ValueError
             If it is below `min_workers` or above `max_workers`, or would leave some workers without a sample.
         """
-        if not isinstance(workers, int | np.integer):
-            raise TypeError(f"resize({workers!r}) needs a whole number of workers")
+        workers = integer("workers", workers)
         if not self.min_workers <= workers <= self.max_workers:
             raise ValueError(
                 f"resize({workers}) is outside of min_workers={self.min_workers} to max_workers={self.max_workers}"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from mpishard.arguments import flag, integer
 from mpishard.array import copy_to_device, is_array, to_host
 from mpishard.collectives import Axis
 from mpishard.layout import Place, split
@@ -136,6 +137,10 @@ class GPT:
         compute_dtype: Any = None,
         module: Any = np,
     ) -> None:
+        for name, value in (("tied", tied), ("sequence_parallel", sequence_parallel), ("recompute", recompute)):
+            flag(name, value)
+        flag("sharded_parameters", sharded_parameters)
+        seed = integer("seed", seed)
         self.architecture: Architecture = Architecture(vocabulary_size, context_length, width, layers, heads, tied)
         self.mesh = mesh
         dtype = np.dtype(dtype)

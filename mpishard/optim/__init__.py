@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from mpishard.arguments import integer
 from mpishard.mesh import Mesh
 from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.local_sgd import LocalSGDOptimizer
@@ -90,8 +91,8 @@ class HybridShardedOptimizer(ShardedOptimizer):
         *,
         zero_stage: int = 1,
     ) -> None:
-        if not isinstance(zero_stage, int) or zero_stage not in range(len(STRATEGIES)):
-            raise ValueError(f"zero_stage={zero_stage!r} must be 0, 1, 2 or 3")
+        if integer("zero_stage", zero_stage, least=0) >= len(STRATEGIES):
+            raise ValueError(f"zero_stage={zero_stage} must be 0, 1, 2 or 3")
         self.strategy = STRATEGIES[zero_stage]
         config = ShardingConfiguration.of(config)
         if (pipeline_parallel_size, tensor_parallel_size, data_parallel_size) != (1, 1, -1):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict, Unpack
 
+from mpishard.arguments import flag, integer, number
 from mpishard.compression import Int8Compressor, PieceCompressor, PowerSGDCompressor
 from mpishard.mesh import Mesh
 from mpishard.optim import traffic
@@ -103,11 +103,14 @@ class ShardingConfiguration:
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
             raise TypeError(f"a ShardingConfiguration needs a Mesh, got {type(self.mesh).__name__}")
-        size = self.minimum_parameter_group_size
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"minimum_parameter_group_size={size!r} must be a whole number of at least 1")
-        if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
-            raise ValueError(f"max_gradient_norm={self.max_gradient_norm!r} must be above 0, or None for no clipping")
+        for name in ("auto_sync_gradients", "overlap_communication", "reproducible", "enable_gradient_compression"):
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
+        for name, least in (("minimum_parameter_group_size", 1), ("sync_every", 1), ("compress_after", 0)):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
+        norm = self.max_gradient_norm
+        if norm is not None:  # an infinite one measures the norm and leaves gradients as they are
+            norm = number("max_gradient_norm", norm, above=0, finite=False, otherwise="None for no clipping")
+            object.__setattr__(self, "max_gradient_norm", norm)
         if self.nonfinite_gradients not in NONFINITE:
             raise ValueError(f"nonfinite_gradients={self.nonfinite_gradients!r} must be one of {', '.join(NONFINITE)}")
         if self.reproducible and not self.auto_sync_gradients:
@@ -125,10 +128,6 @@ class ShardingConfiguration:
                 f"gradient_compressor={self.gradient_compressor!r} must be one of mpishard.compression, such as "
                 "Int8Compressor()"
             )
-        for name, least in (("sync_every", 1), ("compress_after", 0)):
-            steps = getattr(self, name)
-            if isinstance(steps, bool) or not isinstance(steps, int) or steps < least:
-                raise ValueError(f"{name}={steps!r} must be a whole number of at least {least}")
         if self.compress_after and self.compressor is None:
             raise ValueError(
                 f"compress_after={self.compress_after} without anything that compresses; give gradient_compressor, or "
@@ -144,8 +143,8 @@ class ShardingConfiguration:
             )
         scale = self.loss_scale
         if scale is not None and scale != "dynamic":
-            if isinstance(scale, str | bool) or not 0 < scale < math.inf:
-                raise ValueError(f'loss_scale={scale!r} must be a number above 0, "dynamic", or None for no scaling')
+            scale = number("loss_scale", scale, above=0, otherwise='"dynamic", or None for no scaling')
+            object.__setattr__(self, "loss_scale", scale)
         if scale == "dynamic" and self.nonfinite_gradients == "ignore":
             raise ValueError(
                 'loss_scale="dynamic" looks for gradients that overflow, nonfinite_gradients="ignore" lets them pass; '

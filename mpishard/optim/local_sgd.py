@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpishard import array as arrays
+from mpishard.arguments import integer
 from mpishard.collectives import Axis
 from mpishard.mesh import Mesh
 from mpishard.optim import image
@@ -109,10 +110,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         if sync_every is None:
             sync_every = config.sync_every if config.sync_every > 1 else _SYNC_EVERY
         for name, number, least in (("sync_every", sync_every, 1), ("parts", parts, 1), ("delay", delay, 0)):
-            if not isinstance(number, int | np.integer) or isinstance(number, bool):
-                raise TypeError(f"{name}={number!r} must be a whole number of at least {least}")
-            if number < least:
-                raise ValueError(f"{name}={number} must be at least {least}")
+            integer(name, number, least=least)
         if delay > sync_every:
             raise ValueError(
                 f"delay={delay} is more than sync_every={sync_every}, so that a part's next average would begin before "

@@ -596,7 +596,7 @@ class ShardedOptimizer:
                     "these parameters have gradients of their own, from a backward pass, and step() was given an array "
                     "too, now or since the last update; use one or the other, parameters.reset_gradients() forgets both"
                 )
-            if count is not None and not 0 < count < math.inf:
+            if count is not None and (isinstance(count, bool | str) or not 0 < count < math.inf):
                 raise ValueError(f"count={count!r}, the global number of samples, must be above 0")
             self._check_model(named)
             self.rule.learning_rate(self.steps + 1)  # a schedule that fails shall fail before anything changes

@@ -15,9 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import sqrt
-from numbers import Real
 from typing import Any, ClassVar
 
+from mpishard.arguments import flag, number, shown
 from mpishard.array import Kernel, empty
 from mpishard.optim import formulas
 from mpishard.summation import norm_of
@@ -41,30 +41,28 @@ class Rule(ABC):
 
     def __post_init__(self) -> None:
         if not callable(self.lr):
-            self._check("lr", minimum=0.0)
+            self._check("lr")
         for field in fields(self):
             if field.name in ("momentum", "dampening", "weight_decay", "eps", "lr_decay", "initial_accumulator_value"):
-                self._check(field.name, minimum=0.0)
+                self._check(field.name)
+            elif field.name in ("nesterov", "amsgrad", "centered"):
+                what = f"{type(self).__name__}: {field.name}"
+                object.__setattr__(self, field.name, flag(what, getattr(self, field.name)))
             elif field.name == "alpha":
-                self._check("alpha", minimum=0.0, below=1.0)
+                self._check("alpha", below=1.0)
             elif field.name == "betas":
                 self._check_betas(getattr(self, field.name))
 
-    def _check(self, name: str, minimum: float, below: float = math.inf) -> None:
-        value = getattr(self, name)
-        allowed = f"in [{minimum:g}, {below:g})" if below < math.inf else f"at least {minimum:g} and finite"
-        if not isinstance(value, Real):
-            raise TypeError(f"{type(self).__name__}: {name} must be a number {allowed}, got {value!r}")
-        if not minimum <= float(value) < below:
-            raise ValueError(f"{type(self).__name__}: {name} must be {allowed}, got {value}")
-        object.__setattr__(self, name, float(value))
+    def _check(self, name: str, below: float | None = None) -> None:
+        value = number(f"{type(self).__name__}: {name}", getattr(self, name), least=0, below=below)
+        object.__setattr__(self, name, value)
 
     def _check_betas(self, betas: Any) -> None:
-        if not isinstance(betas, Sequence) or len(betas) != 2 or not all(isinstance(beta, Real) for beta in betas):
-            raise TypeError(f"{type(self).__name__}: betas must be two numbers in [0, 1), got {betas!r}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"{type(self).__name__}: betas must be in [0, 1), got {betas}")
-        object.__setattr__(self, "betas", tuple(float(beta) for beta in betas))
+        what = f"{type(self).__name__}: betas"
+        if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+            raise TypeError(f"{what}={shown(betas)} must be two numbers of at least 0 and below 1")
+        checked = tuple(number(f"{what}[{i}]", beta, least=0, below=1) for i, beta in enumerate(betas))
+        object.__setattr__(self, "betas", checked)
 
     @property
     @abstractmethod

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
+
+from mpishard.arguments import integer, number
 
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
@@ -43,17 +44,16 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name in ("peak", "floor"):
-            value = getattr(self, name)
-            if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-                raise ValueError(f"{self.shape}: {name} must be a number of at least 0, got {value!r}")
-            object.__setattr__(self, name, float(value))
+            object.__setattr__(self, name, number(f"{self.shape}: {name}", getattr(self, name), least=0))
         if self.floor > self.peak:
             raise ValueError(f"{self.shape}: floor={self.floor} is above peak={self.peak}")
         least = 1 if self.shape in ("warmup", "inverse_square_root") else 0
-        if not isinstance(self.warmup, int) or self.warmup < least:
-            raise ValueError(f"{self.shape}: warm-up must be an integer of at least {least}, got {self.warmup!r}")
-        if self.steps is not None and (not isinstance(self.steps, int) or self.steps <= self.warmup):
-            raise ValueError(f"{self.shape}: steps must be an integer above warmup={self.warmup}, got {self.steps!r}")
+        warmup = "steps" if self.shape == "warmup" else "warmup"
+        object.__setattr__(self, "warmup", integer(f"{self.shape}: {warmup}", self.warmup, least=least))
+        if self.steps is not None:
+            object.__setattr__(self, "steps", integer(f"{self.shape}: steps", self.steps))
+            if self.steps <= self.warmup:
+                raise ValueError(f"{self.shape}: steps={self.steps} must be above warmup={self.warmup}")
 
     def __call__(self, step: int) -> float:
         """The learning rate of `step`, which counts from 1."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mpishard.arguments import flag, number
 from mpishard.files import warn_of_writers
 from mpishard.ledger import Span
 from mpishard.mesh import Mesh
@@ -69,9 +70,8 @@ class RunRecord:
     ) -> None:
         if trace is not None and not (len(trace) == 2 and 1 <= trace[0] <= trace[1]):
             raise ValueError(f"trace={trace!r} must be the first and the last step to trace, such as (100, 104)")
-        if not every >= 0:
-            raise ValueError(f"every={every!r} must be at least 0 seconds")
-        if tensorboard:
+        every = number("every", every, least=0)
+        if flag("tensorboard", tensorboard):
             require_tensorboard()
         self.folder: Path = Path(folder)
         self.mesh = mesh

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
+from mpishard.arguments import flag, integer, number
 from mpishard.checkpoint import Checkpoints
 from mpishard.optim import ShardedOptimizer
 from mpishard.optim.problem import OptimizationResult, P, TrainingState
@@ -36,7 +37,7 @@ class OptimizationProblem(Generic[P]):
     samples : int
         Number of samples.
     batch_size : int
-        Samples a step, over all ranks; at least the number of data-parallel ranks.
+        Samples a step, over all ranks; at least the number of data-parallel ranks and at most `samples`.
     micro_batch_size : int, optional
         Most samples in one call of `function`; default: a rank's whole share of the batch, or with
         ``ShardingConfiguration(reproducible=True)`` a sixteenth of the batch.
@@ -73,16 +74,19 @@ class OptimizationProblem(Generic[P]):
             raise TypeError(f"function must be callable, got {type(self.function).__name__}")
         if not isinstance(self.start, FlatParameters):
             check_flat("start", self.start)
-        for name in ("samples", "batch_size", "micro_batch_size", "tokens_per_sample"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int | np.integer) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-        if self.steps is not None and (not isinstance(self.steps, int | np.integer) or self.steps < 0):
-            raise ValueError(f"steps={self.steps!r} must be a whole number of at least 0")
+        for name, least in (("samples", 1), ("batch_size", 1), ("tokens_per_sample", 1), ("seed", None)):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
+        for name, least in (("micro_batch_size", 1), ("steps", 0)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
         for name in ("tolerance", "seconds"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"{name}={value!r} must be at least 0")
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, number(name, getattr(self, name), least=0, finite=False))
+        if self.batch_size > self.samples:
+            raise ValueError(
+                f"batch_size={self.batch_size} is more than samples={self.samples}, and a step takes each sample once; "
+                f"batch_size={self.samples} takes all of them in every step"
+            )
 
     @classmethod
     def for_model(
@@ -140,7 +144,7 @@ class OptimizationProblem(Generic[P]):
         """
         problem: Exception | None = None
         try:
-            _check_options(checkpoints, resume, record)
+            _check_options(progress, checkpoints, resume, record)
         except (TypeError, ValueError) as error:
             problem = error
         given = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
@@ -168,11 +172,12 @@ class OptimizationProblem(Generic[P]):
         optimizer.settings.agree(optimizer, {name: str(value) for name, value in own.items()}, problem)
 
 
-def _check_options(checkpoints: Any, resume: Any, record: Any) -> None:
+def _check_options(progress: Any, checkpoints: Any, resume: Any, record: Any) -> None:
     """Raise unless these options of `minimize` are what they should be."""
     if not (checkpoints is None or hasattr(checkpoints, "due")):
         raise TypeError(f"checkpoints must be Checkpoints(folder, mesh), got {type(checkpoints).__name__}")
     if not (record is None or isinstance(record, RunRecord)):
         raise TypeError(f"record must be RunRecord(folder, mesh), got {type(record).__name__}")
-    if resume and checkpoints is None:
+    flag("progress", progress)
+    if flag("resume", resume) and checkpoints is None:
         raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")

@@ -31,7 +31,7 @@ class Scaling:
     first: int
 
     def __post_init__(self) -> None:
-        if self.policy not in _POWERS:
+        if not isinstance(self.policy, str) or self.policy not in _POWERS:
             known = ", ".join(map(repr, _POWERS))
             raise ValueError(f"scaling={self.policy!r} is none of {known}")
 

@@ -196,7 +196,7 @@ def test_the_control_folder_is_gone_after_the_run(folder):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"failure_timeout": 0}, ValueError, "failure_timeout=0 must be above 0"),
+        ({"failure_timeout": 0}, ValueError, "failure_timeout=0 must be a number above 0"),
         ({"min_workers": "a"}, TypeError, "min_workers='a' must be a whole number"),
         ({"max_workers": 2.5}, TypeError, "max_workers=2.5 must be a whole number"),
         ({"discover": 3}, TypeError, "discover=3 must be a function, or the path of a file"),

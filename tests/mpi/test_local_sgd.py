@@ -625,10 +625,10 @@ def reference_of_resizes(ranks):
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"sync_every": 0}, ValueError, "sync_every=0 must be at least 1"),
+        ({"sync_every": 0}, ValueError, "sync_every=0 must be a whole number of at least 1"),
         ({"sync_every": 2.5}, TypeError, "sync_every=2.5 must be a whole number"),
-        ({"parts": 0}, ValueError, "parts=0 must be at least 1"),
-        ({"delay": -1}, ValueError, "delay=-1 must be at least 0"),
+        ({"parts": 0}, ValueError, "parts=0 must be a whole number of at least 1"),
+        ({"delay": -1}, ValueError, "delay=-1 must be a whole number of at least 0"),
         ({"delay": 9}, ValueError, "delay=9 is more than sync_every=8.*use a delay of at most"),
         ({"outer": 0.7}, TypeError, r"outer must be an update rule such as SGD\(.*got float"),
         ({"outer": LAMB(lr=0.1)}, ValueError, "outer rule LAMB scales by norms.*use an element-wise one"),

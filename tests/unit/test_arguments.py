@@ -1,0 +1,124 @@
+"""Numbers and flags among the arguments of public calls: what is no such thing is refused in one line."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpishard import (
+    SGD,
+    Checkpoints,
+    DDPOptimizer,
+    ElasticOptimizer,
+    FlatParameters,
+    HybridShardedOptimizer,
+    LocalSGDOptimizer,
+    Mesh,
+    OptimizationProblem,
+    ParameterSpec,
+    RunRecord,
+    ShardingConfiguration,
+    cosine,
+    nn,
+)
+from mpishard.arguments import flag, integer, number
+from mpishard.compression import Int8Compressor, TopKCompressor
+
+
+def test_what_is_taken_becomes_a_plain_value():
+    for given, plain in ((3, 3), (np.int64(3), 3), (np.uint8(3), 3)):
+        assert (integer("n", given, least=3), type(integer("n", given))) == (plain, int)
+    for given in (0.5, np.float32(0.5), np.float64(0.5), Fraction(1, 2)):
+        assert (number("x", given, least=0.5, below=0.6), type(number("x", given))) == (0.5, float)
+    assert number("x", np.inf, above=0, finite=False) == np.inf
+    for given in (True, np.True_):
+        assert flag("f", given) is True
+
+
+@pytest.mark.parametrize(
+    ("check", "error", "message"),
+    [
+        (lambda: integer("n", True), TypeError, "n=True must be a whole number$"),
+        (lambda: integer("n", np.True_), TypeError, "n=np.True_ must be a whole number$"),
+        (lambda: integer("n", 2.0, least=1), TypeError, "n=2.0 must be a whole number of at least 1$"),
+        (lambda: integer("n", 0, least=1), ValueError, "n=0 must be a whole number of at least 1$"),
+        (lambda: integer("n", [0] * 10**5), TypeError, r"n=\[0, 0, 0, 0, 0, 0, ...\] must be"),
+        (lambda: number("x", "1", above=0), TypeError, "x='1' must be a finite number above 0$"),
+        (lambda: number("x", np.nan, finite=False), ValueError, "x=nan must be a number$"),
+        (lambda: number("x", np.inf, least=0), ValueError, "x=inf must be a finite number of at least 0$"),
+        (lambda: number("x", 2, above=0, most=1), ValueError, "x=2 must be a number above 0 and at most 1$"),
+        (lambda: number("x", 0, above=0, otherwise="None"), ValueError, "x=0 must be .* above 0, or None$"),
+        (lambda: flag("f", 1), TypeError, "f=1 must be True or False$"),
+        (lambda: flag("f", "no"), TypeError, "f='no' must be True or False$"),
+    ],
+)
+def test_what_is_refused(check, error, message):
+    with pytest.raises(error, match=message):
+        check()
+
+
+def problem(samples=4, batch_size=4, **options):
+    return OptimizationProblem(lambda *_: 0.0, np.ones(3), samples, batch_size, **options)
+
+
+def step(mesh, **options):
+    DDPOptimizer(SGD(), mesh).step(np.ones(3), np.ones(3), **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda mesh: ShardingConfiguration(mesh, max_gradient_norm="1"), "max_gradient_norm='1' must be a number"),
+        (lambda mesh: ShardingConfiguration(mesh, max_gradient_norm=True), "max_gradient_norm=True must be a number"),
+        (
+            lambda mesh: ShardingConfiguration(mesh, minimum_parameter_group_size=True),
+            "group_size=True must be a",
+        ),
+        (lambda mesh: ShardingConfiguration(mesh, overlap_communication="no"), "communication='no' must be True or"),
+        (lambda mesh: ShardingConfiguration(mesh, loss_scale=[1]), r"loss_scale=\[1\] must be a finite number"),
+        (lambda mesh: problem(True), "samples=True must be a whole number"),
+        (lambda mesh: problem(seed=1.5), "seed=1.5 must be a whole number"),
+        (lambda mesh: problem(steps=True), "steps=True must be a whole number"),
+        (lambda mesh: problem(tolerance="1"), "tolerance='1' must be a number"),
+        (lambda mesh: problem(seconds=True), "seconds=True must be a number"),
+        (lambda mesh: problem(4, 5), "batch_size=5 is more than samples=4, .* batch_size=4 takes all"),
+        (lambda mesh: step(mesh, count="3"), "count='3', the global number of samples, must be above 0"),
+        (lambda mesh: step(mesh, count=True), "count=True, the global number of samples, must be above 0"),
+        (lambda mesh: DDPOptimizer(SGD(), mesh).optimize(problem(steps=1), resume="no"), "resume='no' must be True"),
+        (lambda mesh: DDPOptimizer(SGD(), mesh).optimize(problem(steps=1), progress=0), "progress=0 must be True or"),
+        (lambda mesh: HybridShardedOptimizer(SGD(), mesh, zero_stage=True), "zero_stage=True must be a whole number"),
+        (lambda mesh: LocalSGDOptimizer(SGD(), mesh, True), "sync_every=True must be a whole number"),
+        (lambda mesh: ElasticOptimizer(SGD(), mesh, True), "min_workers=True must be a whole number"),
+        (lambda mesh: ElasticOptimizer(SGD(), mesh, failure_timeout="1"), "failure_timeout='1' must be a number"),
+        (lambda mesh: ElasticOptimizer(SGD(), mesh, respawn="no"), "respawn='no' must be True or False"),
+        (lambda mesh: ElasticOptimizer(SGD(), mesh, scaling=[]), r"scaling=\[\] is none of"),
+        (lambda mesh: Checkpoints("nowhere", mesh, keep=True), "keep=True must be a whole number"),
+        (lambda mesh: Checkpoints("nowhere", mesh, every=True), "every=True must be a whole number of steps"),
+        (lambda mesh: RunRecord("nowhere", mesh, tensorboard="no"), "tensorboard='no' must be True or False"),
+        (lambda mesh: Mesh(mesh.world.comm, timeout=True), "timeout=True must be a number of seconds"),
+        (lambda mesh: Mesh(mesh.world.comm, debug="no"), "debug='no' must be True or False"),
+        (lambda mesh: nn.GPT(5, 4, 4, 1, 1, seed=1.5), "seed=1.5 must be a whole number"),
+        (lambda mesh: nn.GPT(5, 4, 4, 1, 1, recompute="no"), "recompute='no' must be True or False"),
+        (lambda mesh: cosine(0.1, True), "cosine: steps=True must be a whole number"),
+        (lambda mesh: Int8Compressor(True), "block=True must be a whole number"),
+        (lambda mesh: TopKCompressor("1"), "fraction='1' must be a number above 0 and at most 1"),
+        (lambda mesh: ParameterSpec("a\0b", (2,)), r"name 'a\\x00b' has a NUL or a surrogate"),
+        (lambda mesh: ParameterSpec("\ud800", (2,)), r"name '\\ud800' has a NUL or a surrogate"),
+        (lambda mesh: ParameterSpec(3, (2,)), "name must be a string, got 3"),
+        (lambda mesh: ParameterSpec("a", 3), "parameter 'a': shape=3 must be a tuple"),
+        (lambda mesh: ParameterSpec("a", (2.7,)), "parameter 'a': extent=2.7 must be a whole number"),
+        (lambda mesh: ParameterSpec("a", (2,), stage=-1), "parameter 'a': stage=-1 must be a whole number of at least"),
+        (lambda mesh: FlatParameters(["a"]), r"specs must be ParameterSpec\(name, shape\), got 'a'"),
+        (lambda mesh: FlatParameters([ParameterSpec("a", (2,))], "int64"), "must be float32 or float64, got int64"),
+        (lambda mesh: FlatParameters.of({}), "there are no tensors to name"),
+        (lambda mesh: FlatParameters.of([np.ones(3)]), "must be a mapping of names to tensors, got list"),
+        (lambda mesh: FlatParameters.of({"a": [1.0]}), "tensor 'a' is a list, and must be one of float32"),
+        (lambda mesh: FlatParameters.of({"a": np.ones(2, ml_dtypes.bfloat16)}), "tensor 'a' is a ndarray of bfloat16"),
+    ],
+)
+def test_public_calls_refuse(mesh, call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(mesh)
