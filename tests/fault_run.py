@@ -175,7 +175,10 @@ def run(case: Case, folder: Path) -> None:
         with Checkpoints(folder / "checkpoints", mesh, every=SAVE_EVERY) as checkpoints:
             hits.append(strike(case, me, notes, mesh, checkpoints, lambda: inner.clock + 1))
             callback = grow if case.spawns or case.respawn else resize if resizes else None
-            result = elastic.optimize(problem, callback=callback, progress=False, checkpoints=checkpoints, resume=True)
+            record = mpishard.RunRecord(folder, mesh)
+            result = elastic.optimize(
+                problem, callback=callback, progress=False, checkpoints=checkpoints, resume=True, record=record
+            )
         full = mpishard.as_distributed(model, mesh).gather_full_parameters()
         found = {
             "parameters": hashlib.sha256(full.tobytes()).hexdigest(),

@@ -37,6 +37,8 @@ from typing import Any
 import fault_run
 from fault_run import RECRUITING, SPAWNED, Case, Fault
 
+from mpishard.record.lines import read_lines
+
 VICTIMS = ("first", "middle", "last", "spawned", "spare")
 PHASES = (
     *("forward", "reduction", "all-gather", "update", "buddy", "agreement", "committed", "save", "told", "last-save"),
@@ -284,6 +286,7 @@ def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: flo
         seconds = time.monotonic() - began
         found = _results(folder)
         newest = Path(folder, "checkpoints", "latest").resolve().name
+        steps = [line["step"] for line in read_lines(Path(folder, "metrics.jsonl"))[0]]
         happened = len(list(Path(folder).glob("fault-*")))
         alive = _alive(folder)
         for number in alive:
@@ -305,6 +308,8 @@ def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: flo
         problem = f"other bits: {found} instead of {reference}"
     elif not newest.startswith(f"step-{fault_run.STEPS:08d}"):
         problem = f"the newest checkpoint is {newest}, and the last step was {fault_run.STEPS}"
+    elif steps != list(range(1, fault_run.STEPS + 1)):
+        problem = f"the record has the steps {steps}"
     return Ended(case, problem, how, seconds, output)
 
 

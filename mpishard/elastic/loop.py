@@ -333,6 +333,8 @@ class ElasticLoop(Loop):
         crew, optimizer = self.crew, self.optimizer
         self.owed = {_CREW}  # in that of the workers nobody is
         was = self.mesh.data.size
+        if self.record is not None:
+            self.record.flush()  # another rank may be the first, which writes what is not there
         if order.recruits:
             self._take_in(order.workers)
         self._check_scripts()

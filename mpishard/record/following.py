@@ -47,7 +47,11 @@ class Follower:
         """Read what has come since."""
         for start in self._new(self.folder / STARTS):
             self.start = start
-        self.metrics.extend(own_metrics(self._new(self.folder / METRICS)))
+        for line in own_metrics(self._new(self.folder / METRICS)):
+            # A start from a checkpoint takes steps again.
+            while self.metrics and self.metrics[-1]["step"] >= line["step"]:
+                self.metrics.pop()
+            self.metrics.append(line)
         for line in own_metrics(self._new(self.folder / LOGGED)):
             self.logged |= {name: (line["step"], value) for name, value in line.items() if name not in ("step", "time")}
         for file in process_files(self.folder):

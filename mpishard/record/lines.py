@@ -15,6 +15,8 @@ from typing import Any
 
 from mpishard.files import open_to_append
 
+_END = 65536
+
 
 class Lines:
     """Appends to a file.  Opened at the first write, since a process may have nothing to say."""
@@ -80,6 +82,12 @@ def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
         end = data.rfind(b"\n") + 1
         return list(_objects(data[:end])), start + end
     return [], start
+
+
+def read_end(path: Path) -> list[dict[str, Any]]:
+    """The last lines of a file, as far as they lie within its last 64 KiB."""
+    size = path.stat().st_size if path.exists() else 0
+    return read_lines(path, max(0, size - _END))[0]
 
 
 def _objects(data: bytes) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ from mpishard.record.lines import read_lines
 METRICS, LOGGED, STARTS, PROCESSES = "metrics.jsonl", "logged.jsonl", "starts.jsonl", "processes"
 TRACE = ".trace.jsonl"
 # Series of the run itself.
-OWN = {"step", "time", "seconds", "workers", "samples", "loss", "learning_rate", "gradient_norm", "loss_scale"}
+OWN = {"step", "start", "time", "seconds", "workers", "samples", "loss", "learning_rate", "gradient_norm", "loss_scale"}
 _OF_PROCESS = {"rank", "ranks", "step", "seconds", "busy", "phases", "axes"}
 _MOST_NEAR = 3
 

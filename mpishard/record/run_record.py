@@ -9,23 +9,27 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from mpishard.arguments import flag, number
+from mpishard.capabilities import heals_in_place
 from mpishard.files import warn_of_writers
 from mpishard.ledger import Span
 from mpishard.mesh import Mesh
 from mpishard.record.events import Events, require_tensorboard
-from mpishard.record.lines import Lines
-from mpishard.record.reading import LOGGED, METRICS, OWN, PROCESSES, STARTS, TRACE
+from mpishard.record.lines import Lines, read_end, read_lines
+from mpishard.record.reading import LOGGED, METRICS, OWN, PROCESSES, STARTS, TRACE, own_metrics
 from mpishard.record.starts import plain, surroundings
 from mpishard.record.where import Where
 
 # Files of processes at most: a folder of a hundred thousand is a burden on a file system, and nobody looks at them.
 _MOST_PROCESSES = 1024
+# After so long a time besides two of `every` the first rank has written a line, though its disk was busy.
+_WRITTEN_S = 5.0
 
 
 class RunRecord:
@@ -34,7 +38,9 @@ class RunRecord:
     ``starts.jsonl`` has a line for each start, with the configuration, versions, layout and environment;
     ``metrics.jsonl`` a line for each step, by the first rank; ``logged.jsonl`` what `log` was given besides;
     ``processes/HOST-PID.jsonl`` lines of a process: how long its steps took, on what, and what it sent over which axis.
-    Files are appended to, so a run that goes on in the same folder has one record.  ``mpishard plot FOLDER`` draws it.
+    Files are appended to, so a run that goes on in the same folder has one record: of a step that was taken again from
+    a checkpoint the last line counts, and ``start`` in it is the number of that start.  ``mpishard plot FOLDER`` draws
+    it.
 
     Give it to ``optimizer.optimize(problem, record=...)``; in a loop of your own call `begin` once and `step` after
     every step.  Making one, `step` and `log` are not collective.
@@ -51,8 +57,8 @@ class RunRecord:
         trace``: tens to hundreds of lines of text a step, so a few steps are enough.  A run that goes on can be asked
         for more, by ``mpishard trace FOLDER --next 3``.
     every : float
-        Seconds after which a thread writes what has come; a process that is killed takes the rest with it.  0: written
-        at the end of each step.
+        Seconds after which a thread writes what has come; a process that is killed takes the rest with it, but for the
+        metrics of a run that heals.  0: written at the end of each step.
 
     Notes
     -----
@@ -85,6 +91,12 @@ class RunRecord:
         self._spans = Lines(self.folder / PROCESSES / f"{self._name}{TRACE}")
         self._events = Events(self.folder / "tensorboard") if tensorboard else None
         self._broken = False
+        # Which start of the run this is, and whether this process has been the first rank since its last step.
+        self._start = 0
+        self._leads = False
+        # Step, time and metrics of the last steps, which the first rank may not have written when it dies.
+        self._keeps = heals_in_place()
+        self._kept: deque[tuple[int, float, Mapping[str, float]]] = deque()
         self._lock = threading.RLock()  # the thread that writes, and the one that trains
         self._phases: dict[str, float] = {}  # of the steps that have ended
         self._now: dict[str, float] = {}  # of the step under way
@@ -134,6 +146,8 @@ class RunRecord:
             self._broken = True
             if self.mesh.rank == 0:
                 print(f"mpishard: {what}; training goes on without", file=sys.stderr, flush=True)
+        self._leads = False
+        self._kept.clear()
         self._begin_step()
         self._greet()
 
@@ -167,12 +181,17 @@ class RunRecord:
             for name, phase in self._now.items():
                 self._phases[name] = self._phases.get(name, 0.0) + phase
             self._now.clear()
-            if self.mesh.rank == 0 and not self._broken:
+            leads = self.mesh.rank == 0
+            if (leads or self._keeps) and not self._broken:
                 own = {"seconds": round(seconds, 6), "workers": self.mesh.data.size, **metrics}
                 clock = round(time.time(), 3)
-                self._metrics.add({"step": step, "time": clock, **own})
-                if self._events is not None:
-                    self._events.add(step, clock, own)
+                if not leads:
+                    self._keep(step, clock, own)
+                else:
+                    if not self._leads:
+                        self._take_over()
+                    self._add_metrics(step, clock, own)
+            self._leads = leads
         if not self.every:
             self.flush()
 
@@ -214,9 +233,7 @@ class RunRecord:
                 for written in self._files():
                     written.flush()
             except OSError as error:
-                self._broken = True
-                said = f"mpishard: the record of the run ends here, training goes on: {error}"
-                print(said, file=sys.stderr, flush=True)
+                self._give_up(error)
 
     def close(self) -> None:
         """Write what waits, and let go of the files."""
@@ -224,6 +241,8 @@ class RunRecord:
             self._where.end()
             self._where = None
             atexit.unregister(self.flush)
+        if self._kept and self.mesh.rank == 0:
+            self._take_over()
         self.flush()
         self.mesh.ledger.spans = None
         for written in self._files():
@@ -233,6 +252,37 @@ class RunRecord:
     def _files(self) -> list[Lines | Events]:
         written: list[Lines | Events] = [self._process, self._metrics, self._logged, self._spans]
         return written if self._events is None else [*written, self._events]
+
+    def _give_up(self, error: OSError) -> None:
+        self._broken = True
+        print(f"mpishard: the record of the run ends here, training goes on: {error}", file=sys.stderr, flush=True)
+
+    def _add_metrics(self, step: int, clock: float, metrics: Mapping[str, float]) -> None:
+        self._metrics.add({"step": step, "start": self._start, "time": clock, **metrics})
+        if self._events is not None:
+            self._events.add(step, clock, metrics)
+
+    def _keep(self, step: int, clock: float, metrics: Mapping[str, float]) -> None:
+        """Keep the metrics of a step, and those before it that the first rank may not have written yet."""
+        kept = self._kept
+        kept.append((step, clock, metrics))
+        while kept[0][1] < clock - 2 * self.every - _WRITTEN_S:
+            kept.popleft()
+
+    def _take_over(self) -> None:
+        """This process is the first rank from now on: write what the one before has not."""
+        kept = list(self._kept)
+        self._kept.clear()
+        try:
+            self._start = len(read_lines(self.folder / STARTS)[0])
+            there = own_metrics(read_end(self.folder / METRICS)) if kept else []
+        except OSError as error:
+            self._give_up(error)
+            return
+        last = max((line["step"] for line in there if line.get("start") == self._start), default=0)
+        for step, clock, metrics in kept:
+            if step > last:
+                self._add_metrics(step, clock, metrics)
 
     def _greet(self) -> None:
         """Be there for those who look: a first line, and a thread that answers them."""

@@ -266,6 +266,8 @@ class Loop:
             if self.checkpoints is None:
                 return
             if due:
+                if self.record is not None:
+                    self.record.flush()  # steps before a checkpoint are not taken again
                 self.checkpoints.save(self.state())
             if last:
                 self.checkpoints.wait()

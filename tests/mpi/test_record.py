@@ -103,6 +103,19 @@ def test_a_run_that_goes_on_has_one_record(mesh, folder):
     assert np.array_equal(run.metrics["loss"], whole.loss_history)
 
 
+def test_steps_that_a_checkpoint_makes_past_are_written(mesh, folder):
+    seen = []
+
+    def look(state):
+        if mesh.rank == 0 and state.step == 5:
+            seen.extend(line["step"] for line in read_lines(folder / "metrics.jsonl")[0])
+
+    with Checkpoints(folder, mesh, every=4) as checkpoints, RunRecord(folder, mesh, every=60) as record:
+        ddp(mesh).optimize(problem(6), progress=False, callback=look, checkpoints=checkpoints, record=record)
+    if mesh.rank == 0:
+        assert seen == [1, 2, 3, 4]
+
+
 def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(mesh, folder):
     if mesh.rank == 0:
         folder.write_text("a file")

@@ -19,6 +19,7 @@ from PIL import Image
 
 from mpishard.cli import main
 from mpishard.record import Run
+from mpishard.record.following import Follower
 from mpishard.record.lines import Lines, read_lines
 from mpishard.record.starts import plain
 from mpishard.record.summary import binned, spent
@@ -118,6 +119,14 @@ class TestRun:
         found = Run.read(write(tmp_path / "run", metrics)).metrics
         np.testing.assert_array_equal(found["step"], [1, 2, 3, 4])
         np.testing.assert_array_equal(found["loss"], [1, 2, 30, 40])
+
+    def test_who_follows_a_run_sees_no_step_of_the_past(self, tmp_path: Path) -> None:
+        run = Follower(write(tmp_path / "run", [{"step": step, "seconds": 1.0} for step in (1, 2, 3, 4, 5)]))
+        run.update()
+        with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 3, "seconds": 2.0}) + "\n")
+        run.update()
+        assert [line["step"] for line in run.metrics] == [1, 2, 3] and run.last_step == 3
 
     def test_no_record_is_an_error_that_says_how_to_write_one(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"no record of a run.*RunRecord\(folder, mesh\)"):
@@ -332,6 +341,35 @@ def test_no_tensorboard_is_told_with_what_to_install(tmp_path: Path, monkeypatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with mpishard.Mesh() as mesh, pytest.raises(ModuleNotFoundError, match=r"pip install 'mpishard\[tensorboard\]'"):
         mpishard.RunRecord(tmp_path / "run", mesh, tensorboard=True)
+
+
+def test_the_next_first_rank_writes_what_a_dead_one_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mpishard
+
+    class Placed(mpishard.Mesh):
+        rank = 0
+
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    # A start before went further, and has taken the same steps.
+    write(tmp_path, [{"step": step, "start": 1, "loss": 0.0} for step in (1, 2, 3, 9)], starts=[{}])
+    with Placed() as first, Placed() as other:
+        other.rank = 1
+        dying, living = (mpishard.RunRecord(tmp_path, mesh, every=60) for mesh in (first, other))
+        dying.begin()
+        for step in range(2, 7):
+            for record in (dying, living):
+                record.step(step, loss=1 / step)
+            if step == 4:
+                dying.flush()
+        other.rank = 0  # the other one has died
+        living.step(7, loss=1 / 7)
+        living.step(8, loss=1 / 8)
+        living.close()
+        lines = read_lines(tmp_path / "metrics.jsonl")[0][4:]
+        assert [(line["step"], line["start"], line["loss"]) for line in lines] == [(s, 2, 1 / s) for s in range(2, 9)]
+        assert set(lines[3]) == set(lines[0])  # of the one and of the other
+        dying._metrics._waiting.clear()  # which a death takes along
+        dying.close()
 
 
 def test_a_record_that_cannot_be_written_does_not_end_the_run(
