@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from mpishard import array as arrays
 from mpishard.capabilities import probe
-from mpishard.lane import Lane
+from mpishard.lane import Comparison, Lane
 from mpishard.layout import counts as run_lengths
 from mpishard.layout import split
 from mpishard.ledger import Ledger, all_reduce_elements, ring_elements
@@ -74,28 +74,33 @@ class Axis:
         *,
         members: Sequence[int] | None = None,
         later: MPI.Intracomm | None = None,
-        debug: bool = False,
+        comparison: Comparison | None = None,
     ) -> None:
         self.name = name
         self.ledger = ledger
         self.largest_count = None if probe().large_counts else 2**31 - 1
-        self._debug = debug
         self._groups: dict[tuple[int, ...], str] = {}
-        self.move(comm, members=members, later=later)
+        self.move(comm, members=members, later=later, comparison=comparison)
 
     def move(
-        self, comm: MPI.Intracomm, *, members: Sequence[int] | None = None, later: MPI.Intracomm | None = None
+        self,
+        comm: MPI.Intracomm,
+        *,
+        members: Sequence[int] | None = None,
+        later: MPI.Intracomm | None = None,
+        comparison: Comparison | None = None,
     ) -> None:
         """Become the axis of other ranks, whoever holds it; the communicators before are not freed.
 
         Collective over `comm`, of which `later` is a duplicate, by default made here.
         """
         self.comm = comm
+        self._comparison = comparison
         self.rank = comm.rank
         self.size = comm.size
         self.members = list(range(comm.size) if members is None else members)
-        self._now = Lane(comm, self._debug)
-        self._later = Lane(comm.Dup() if later is None else later, self._debug)
+        self._now = Lane(comm, self._comparison)
+        self._later = Lane(comm.Dup() if later is None else later, self._comparison)
         self._among: dict[tuple[int, ...] | str, Axis | None] = {}
 
     def revoke(self) -> None:
@@ -132,7 +137,7 @@ class Axis:
             assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
             ranks = MPI.Group.Translate_ranks(now.group, None, self.comm.group)
             members = [self.members[rank] for rank in ranks]
-            part = Axis(name, now, self.ledger, members=members, later=later, debug=self._debug)
+            part = Axis(name, now, self.ledger, members=members, later=later, comparison=self._comparison)
             self._among[name] = part
         return part
 
@@ -147,7 +152,7 @@ class Axis:
             return None
         assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
         members = [self.members[rank] for rank in key]
-        return Axis(self._groups[key], now, self.ledger, members=members, later=later, debug=self._debug)
+        return Axis(self._groups[key], now, self.ledger, members=members, later=later, comparison=self._comparison)
 
     def free(self) -> None:
         """Free the communicators.  Collective."""
@@ -163,7 +168,7 @@ class Axis:
         """Combine `buffer` over all ranks into `out` (default: in place) on every rank; returns the result."""
         lane, ledger, limit = self._now, self.ledger, self.largest_count
         plain = out is None and type(buffer) is np.ndarray and buffer.itemsize != 2 and buffer.flags.carray
-        if not plain or op not in _OPS or lane.check_comm is not None or (limit is not None and buffer.size > limit):
+        if not plain or op not in _OPS or lane.comparison is not None or (limit is not None and buffer.size > limit):
             return self._all_reduce(lane, buffer, out, op, label).wait()
         # The short way: after a large buffer the caches hold nothing of the interpreter, and every function called
         # here costs microseconds.
@@ -479,7 +484,7 @@ class Axis:
         members = self.members if peer is None or peer < 0 else (self.members[self.rank], self.members[peer])
         call = self.ledger.begin(self.name, lane.calls, op, buffer.dtype, buffer.size, label, members)
         if peer is None:
-            lane.compare(self.ledger, call, detail, counts)
+            lane.compare(self.ledger, call, detail, counts, self.members)
         return call
 
 

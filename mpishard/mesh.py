@@ -18,6 +18,7 @@ from mpishard.arguments import flag
 from mpishard.capabilities import heals_in_place
 from mpishard.collectives import Axis
 from mpishard.guard import Watchdog, abort_on_exception
+from mpishard.lane import Comparison
 from mpishard.launches import explain, foreign_launch, launches
 from mpishard.layout import Place
 from mpishard.ledger import Ledger
@@ -110,6 +111,8 @@ class Mesh:
 
     def _split(self, world: MPI.Intracomm, data: int, tensor: int, pipeline: int) -> None:
         self.shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
+        if not self._is_child:
+            self._comparison = Comparison(world) if self.debug else None
         rank = world.rank
         tensor_rank, data_rank, stage = rank % tensor, rank // tensor % data, rank // (tensor * data)
         self.coordinates = {"pipeline": stage, "data": data_rank, "tensor": tensor_rank}
@@ -121,8 +124,8 @@ class Mesh:
             members = MPI.Group.Translate_ranks(now.group, None, world.group)
             known: Axis | None = getattr(self, name, None)
             if known is None:
-                return Axis(name, now, self.ledger, members=members, later=later, debug=self.debug)
-            known.move(now, members=members, later=later)
+                return Axis(name, now, self.ledger, members=members, later=later, comparison=self._comparison)
+            known.move(now, members=members, later=later, comparison=self._comparison)
             return known
 
         def split(color: int, place: int) -> list[MPI.Comm]:
@@ -191,7 +194,7 @@ class Mesh:
         if shape not in self._children:
             child = Mesh.__new__(Mesh)
             child.debug, child.ledger, child._watchdog = self.debug, self.ledger, None
-            child._is_child = True
+            child._is_child, child._comparison = True, self._comparison
             child._split(self.world.comm.Dup(), data, tensor, pipeline)
             self._children[shape] = child
         return self._children[shape]
@@ -219,11 +222,15 @@ class Mesh:
         """Free the communicators, to `move` afterwards.  Collective."""
         for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
             axis.free()
+        if self._comparison is not None and not self._is_child:
+            self._comparison.free()
 
     def revoke(self) -> None:
         """Make every operation on it fail, on all ranks, so that none waits for one that has died.  Not collective."""
         for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
             axis.revoke()
+        if self._comparison is not None:
+            self._comparison.revoke()
 
     def unwatch(self) -> None:
         """No time limits from now on; who dies is named only where the others do not outlive it.  Collective."""

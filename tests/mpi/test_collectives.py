@@ -323,6 +323,37 @@ def test_debug_names_both_call_sites_on_every_rank(comm):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.every_variant
+@pytest.mark.parametrize("later", [False, True])
+def test_debug_names_calls_of_different_axes_on_every_rank(comm, later):
+    with mpishard.Mesh(comm, debug=True) as mesh:
+        for again in range(2):  # numbers of calls no longer agree
+            with pytest.raises(CollectiveMismatchError, match="ranks wait for each other in different") as caught:
+                if mesh.rank == 0:
+                    (mesh.data.start_all_reduce if later else mesh.data.all_reduce)(np.zeros(3))
+                else:
+                    mesh.world.exchange("a value") if again == 0 else mesh.data.all_reduce(np.zeros(3))
+        text = str(caught.value)
+        assert "rank 0: all_reduce(3 x float64, sum) on axis 'data' called at" in text
+        assert "rank 1: exchange(0 x uint8) on axis 'world' called at" in text
+        assert text.count("test_collectives.py:") == mesh.size
+        assert len(set(comm.allgather(text))) == 1 and mesh.ledger.active is None
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.every_variant
+def test_debug_sees_a_circle_of_calls_that_no_two_ranks_share(comm):
+    with mpishard.Mesh(comm, tensor=2, debug=True) as mesh, pytest.raises(CollectiveMismatchError) as caught:
+        if mesh.rank in (0, 3):  # 0 waits for 1, which waits for 3, for 2, for 0
+            mesh.tensor.barrier()
+        elif mesh.rank in (1, 2):
+            mesh.data.barrier()
+        else:
+            mesh.world.barrier()
+    assert all(f"rank {rank}: barrier(0 x uint8) on axis" in str(caught.value) for rank in range(comm.size))
+
+
+@pytest.mark.mpi(min_size=2)
 def test_debug_sees_other_counts_and_operations(comm):
     with mpishard.Mesh(comm, debug=True) as mesh:
         for mine, theirs in (((3, "sum"), (4, "sum")), ((3, "sum"), (3, "max"))):
