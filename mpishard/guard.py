@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -31,6 +31,11 @@ _POLL_S = 0.25
 _SUSPICION_S = 5.0
 _ANSWER_S = 2.0
 _FLUSH_S = 0.2
+# Time limits of collectives for those who have chosen none: before a step is over, since one rank may read data or
+# compile while the others wait for it; when all ranks wait; and afterwards in steps, which vary.
+_SET_UP_S, _LEAST_S, _STEPS = 1800.0, 120.0, 10
+# How often a rank asks before a step is over whether any is at work.
+_LOOK_S = 15.0
 # What is wrong on all ranks alike is told by the first, which has ended the others by then.
 _FIRST_S = 1.0
 # Exit code of a program that Ctrl-C has ended, as shells tell it.
@@ -136,16 +141,68 @@ def fail_alone(alone: bool) -> None:
         sys.excepthook.alone = alone
 
 
+class TimeLimit:
+    """How many seconds a collective may wait: as many as were chosen, or by how long steps have taken until now.
+
+    Parameters
+    ----------
+    chosen : float or None
+        None: `_SET_UP_S` until a step is over; then ten times the longest step, with what came before the next one, and
+        at least `_LEAST_S`.
+    """
+
+    def __init__(self, chosen: float | None) -> None:
+        self.chosen = chosen
+        self._step = 0
+        self._began = 0.0
+        self._longest: float | None = None
+
+    def note(self, step: int, now: float) -> None:
+        """This step is under way at the time `now`; 0 before the first."""
+        if step == self._step:
+            return
+        if self._step:
+            self._longest = max(self._longest or 0.0, now - self._began)
+        self._step, self._began = step, now
+
+    @property
+    def in_set_up(self) -> bool:
+        """Whether nothing was chosen, and no step is over."""
+        return self.chosen is None and self._longest is None
+
+    @property
+    def seconds(self) -> float:
+        if self.chosen is not None:
+            return self.chosen
+        return _SET_UP_S if self._longest is None else max(_LEAST_S, _STEPS * self._longest)
+
+    def __str__(self) -> str:
+        ways = "MPISHARD_TIMEOUT or Mesh(timeout=...)"
+        if self.chosen is not None:
+            return f"{self.seconds:g} s ({ways})"
+        told = f"{_STEPS} times the longest step and at least {_LEAST_S:g} s"
+        return (
+            f"{self.seconds:.0f} s ({'before the first step' if self._longest is None else told}; {ways} sets another)"
+        )
+
+
+class _Reply(NamedTuple):
+    """What a rank says of itself: in words, and whether it has waited for long, or has ended."""
+
+    idle: bool
+    text: str
+
+
 class Watchdog:
-    """Names the ranks to blame when a collective outlasts `limit` seconds, or can never end, and aborts the job.
+    """Names the ranks to blame when a collective outlasts its time limit, or can never end, and aborts the job.
 
     A collective can never end once a member of its axis has ended its script; that is asked after a few seconds.
     Needs an MPI that several threads may call (``MPI_THREAD_MULTIPLE``); without, there is no time limit.  Creation and
     `close` are collective over `comm`.
     """
 
-    def __init__(self, comm: MPI.Intracomm, ledger: Ledger, limit: float) -> None:
-        self.limit = limit
+    def __init__(self, comm: MPI.Intracomm, ledger: Ledger, limit: float | None) -> None:
+        self._limit = TimeLimit(limit)
         self._ledger = ledger
         self._main = threading.main_thread().ident
         self._comm = comm.Dup()
@@ -153,7 +210,8 @@ class Watchdog:
         self._leaving = ""
         self._stand_down = 0.0
         self._asked: Call | None = None
-        self._replies: dict[int, str] = {}
+        self._looks = 0.0
+        self._replies: dict[int, _Reply] = {}
         self._sends: list[Any] = []
         self._thread: threading.Thread | None = None
         self._witness = Witness.over(comm) if comm.size > 1 else None
@@ -187,21 +245,26 @@ class Watchdog:
         if not MPI.Is_finalized() and self._comm.size > 1:
             self._leaving = why
             request = self._comm.Ibarrier()
-            deadline = time.monotonic() + self.limit + 4 * _ANSWER_S
+            deadline = time.monotonic() + self._limit.seconds + 4 * _ANSWER_S
             while not request.Test() and time.monotonic() < deadline:
                 time.sleep(0.0005)
         self.stop()
 
     def _run(self) -> None:
-        poll = min(_POLL_S, self.limit / 4)
+        poll = min(_POLL_S, self._limit.seconds / 4)
         while not self._stop.wait(poll) and not MPI.Is_finalized():
             self._serve()
+            now = time.monotonic()
+            self._limit.note(self._ledger.step, now)
             call = self._ledger.waiting
-            if call is None or time.monotonic() <= self._stand_down:
+            if call is None or now <= self._stand_down:
                 continue
             waited = time.perf_counter() - call.began
-            if waited > self.limit:
-                self._report(f"past the time limit of {self.limit:g} s (MPISHARD_TIMEOUT or Mesh(timeout=...))")
+            if waited > self._limit.seconds:
+                self._report(f"past the time limit of {self._limit}")
+            elif waited > _LEAST_S and self._limit.in_set_up and now > self._looks:
+                self._looks = now + _LOOK_S
+                self._report(f"and no rank has been at work for {_LEAST_S:g} s", if_all_idle=True)
             elif waited > _SUSPICION_S:
                 self._ask_neighbour(call)
 
@@ -215,8 +278,8 @@ class Watchdog:
             self._asked = call
             self._replies.pop(neighbour, None)
             self._send(neighbour, _ASK, b"?")
-        elif self._replies.get(neighbour, "").startswith("has "):
-            self._report(f"and can never end, since rank {neighbour} {self._replies[neighbour]}")
+        elif neighbour in self._replies and self._replies[neighbour].text.startswith("has "):
+            self._report(f"and can never end, since rank {neighbour} {self._replies[neighbour].text}")
 
     def _serve(self) -> None:
         """Answer the questions of other ranks and take in their answers."""
@@ -226,31 +289,35 @@ class Watchdog:
             source, tag = status.Get_source(), status.Get_tag()
             self._comm.Recv([buffer, MPI.BYTE], source, tag)
             if tag == _ANSWER:
-                self._replies[source] = buffer.decode(errors="replace")
+                idle, _, text = buffer.decode(errors="replace").partition(" ")
+                self._replies[source] = _Reply(idle == "True", text)
                 continue
             if tag == _ASK_ALL and source < self._comm.rank:  # one report is enough, the lowest rank's
                 self._stand_down = time.monotonic() + 3 * _ANSWER_S
-            self._send(source, _ANSWER, self._where().encode()[:_ANSWER_BYTES])
+            own = self._where()
+            self._send(source, _ANSWER, f"{own.idle} {own.text}".encode()[:_ANSWER_BYTES])
 
     def _send(self, target: int, tag: int, data: bytes) -> None:
         self._sends = [(request, kept) for request, kept in self._sends if not request.Test()]
         self._sends.append((self._comm.Isend([data, MPI.BYTE], target, tag), data))
 
-    def _where(self) -> str:
-        """What this rank is doing, in words."""
+    def _where(self) -> _Reply:
+        """What this rank is doing."""
         call = self._ledger.waiting
         if call is not None:
-            return f"waits {time.perf_counter() - call.began:.1f} s in {call}"
+            waited = time.perf_counter() - call.began
+            return _Reply(waited > _LEAST_S, f"waits {waited:.1f} s in {call}")
         if self._leaving:
-            return self._leaving
+            return _Reply(True, self._leaving)
         frame = sys._current_frames().get(self._main or 0)
         stack = traceback.extract_stack(frame)[-3:] if frame is not None else []
         place = " < ".join(f"{f.filename}:{f.lineno} ({f.name})" for f in reversed(stack))
         recent = self._ledger.recent
         last = recent[-1].call if recent else None
-        return f"is in no collective: it runs {place or 'unknown code'}; its last collective was {last}"
+        return _Reply(False, f"is in no collective: it runs {place or 'unknown code'}; its last collective was {last}")
 
-    def _report(self, why: str) -> None:
+    def _report(self, why: str, if_all_idle: bool = False) -> None:
+        """Ask all ranks where they are, say so and abort, unless the call has ended meanwhile or another rank does."""
         comm = self._comm
         call = self._ledger.waiting
         self._replies = {comm.rank: self._where()}
@@ -263,9 +330,14 @@ class Watchdog:
             time.sleep(0.01)
         if time.monotonic() <= self._stand_down or self._stop.is_set() or call is None or self._ledger.waiting != call:
             return
+        if if_all_idle and not (len(self._replies) == comm.size and all(each.idle for each in self._replies.values())):
+            return
         waited = time.perf_counter() - call.began
         step = f"; step {self._ledger.step}" if self._ledger.step else ""
         lines = [f"mpishard: a collective has waited {waited:.1f} s, {why}{step}; the job ends"]
         for rank in range(comm.size):
-            lines.append(f"  rank {rank} {self._replies.get(rank, 'does not answer: dead, stopped, or blocked')}")
+            reply = self._replies.get(rank)
+            lines.append(
+                f"  rank {rank} {'does not answer: dead, stopped, or blocked' if reply is None else reply.text}"
+            )
         abort("\n".join(lines))

@@ -24,7 +24,6 @@ from mpishard.layout import Place
 from mpishard.ledger import Ledger
 from mpishard.threads import limit_blas_threads
 
-_DEFAULT_TIMEOUT_S = 600.0
 # Python's -X option of processes that an elastic run has spawned; its value is the run's tensor x pipeline sizes.
 NEWCOMER = "mpishard_newcomer"
 
@@ -44,7 +43,8 @@ class Mesh:
         elastic run has spawned have its tensor and pipeline sizes whatever is given here.
     timeout : float, optional
         Seconds a collective may wait before the job is ended with a report of who waits where; default from
-        ``MPISHARD_TIMEOUT``, else 600.
+        ``MPISHARD_TIMEOUT``.  Without either: ten times the longest step so far, with what came before the next one,
+        and at least 120; before a step is over 1800, or 120 if all ranks wait.
     debug : bool, optional
         Compare every collective across ranks before it starts, and raise `CollectiveMismatchError` on all of them
         where they differ; compare the copies of replicated parameters after every step; and at the start of `optimize`
@@ -303,13 +303,16 @@ def _check_launcher() -> None:
         raise ValueError(f"this rank is alone in its MPI_COMM_WORLD: {explain(launch, library)}")
 
 
-def _timeout(timeout: float | None) -> float:
+def _timeout(timeout: float | None) -> float | None:
+    """The time limit that was chosen; None if none was."""
     value: Any
     name, value = "timeout", timeout
     if value is None:
-        name, value = "MPISHARD_TIMEOUT", os.environ.get("MPISHARD_TIMEOUT") or _DEFAULT_TIMEOUT_S
+        name, value = "MPISHARD_TIMEOUT", os.environ.get("MPISHARD_TIMEOUT") or None
     elif isinstance(value, bool):
         raise TypeError(f"timeout={value} must be a number of seconds")
+    if value is None:
+        return None
     try:
         seconds = float(value)
     except (TypeError, ValueError):

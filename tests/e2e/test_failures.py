@@ -156,6 +156,27 @@ def test_rank_that_leaves_early_is_noticed_long_before_the_limit(tmp_path: Path,
     assert finished.seconds < SOON + 10
 
 
+def test_a_set_up_is_waited_for_unless_nobody_is_at_work(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time, numpy as np, mpishard\n"
+        "from mpishard import guard\n"
+        "guard._LEAST_S = guard._LOOK_S = 1.0\n"
+        "with mpishard.Mesh() as mesh:\n"
+        "    time.sleep(4 * (mesh.rank == 0))\n"
+        "    mesh.world.barrier()\n"
+        "    if mesh.rank == 0:\n"
+        "        mesh.data.all_reduce(np.ones(3))\n"
+        "    mesh.world.barrier()\n"
+    )
+    finished = mpirun(3, script, MPISHARD_TIMEOUT="")
+    assert finished.code != 0
+    assert "no rank has been at work for 1 s" in finished.errors, finished.all
+    for rank, call, line in ((0, "data.all_reduce", 8), (1, "world.barrier #2", 9), (2, "world.barrier #2", 9)):
+        (told,) = [text for text in finished.errors.splitlines() if text.startswith(f"  rank {rank} waits")]
+        assert call in told and f"script.py:{line}" in told
+
+
 def test_rank_that_leaves_the_mesh_early(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
     script = tmp_path / "script.py"
     script.write_text(
