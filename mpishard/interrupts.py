@@ -25,9 +25,9 @@ class Interrupts:
     ----------
     came : bool
         One has come to this process.
-    is_supervised : callable or None
-        In a job of `mpishard run`: says whether that was asked to end it, and so has sent SIGTERM or SIGUSR1 to all
-        ranks, which then stand for Ctrl-C.
+    is_ending : callable or None
+        In a job of `mpishard run`: whether that was asked to end it.  SIGTERM or SIGUSR1, which it then sends to all
+        ranks, stand for Ctrl-C.
     """
 
     is_ending: ClassVar[Callable[[], bool] | None] = None
@@ -39,10 +39,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            heard = (
-                (signal.SIGINT,) if Interrupts.is_ending is None else (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-            )
-            for number in heard:
+            supervised = Interrupts.is_ending is not None
+            for number in (signal.SIGINT, *((signal.SIGTERM, signal.SIGUSR1) if supervised else ())):
                 if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
                     self._before[number] = signal.signal(number, self._note)
         return self
@@ -58,7 +56,7 @@ class Interrupts:
         ends = Interrupts.is_ending
         if number != signal.SIGINT and not (ends is not None and ends()):
             signal.signal(number, self._before.pop(signal.Signals(number)))
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
             return
         self.came = True
         self.__exit__(None, None, None)
