@@ -163,7 +163,8 @@ if "mpi4py.MPI" in sys.modules or any(name.startswith(_STARTED_BY) for name in o
     check_before_mpi()
 
     from mpishard.elastic.completion import watch_script
-    from mpishard.guard import abort_on_exception
+    from mpishard.guard import abort_on_exception, restore_sigusr1
 
     abort_on_exception()
+    restore_sigusr1()
     watch_script()

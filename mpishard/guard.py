@@ -135,6 +135,16 @@ def abort_on_exception(
     sys.excepthook.note = note or sys.excepthook.note
 
 
+def restore_sigusr1() -> None:
+    """Let SIGUSR1, by which a batch script asks ranks to leave, end a script that has no handler for it.
+
+    MPICH takes that signal when it starts, and ignores those of others: the job would go on to its time limit, and
+    nobody would queue it again.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
 def fail_alone(alone: bool) -> None:
     """Whether an exception that nobody catches ends this process only, and the others hear of it from MPI (ULFM)."""
     if isinstance(sys.excepthook, _AbortOnException):

@@ -61,6 +61,13 @@ def test_ctrl_c_is_no_failure(failing: Callable[..., Any]) -> None:
     assert finished.seconds < SOON
 
 
+def test_a_script_without_a_handler_dies_of_sigusr1(mpirun: Callable[..., Any]) -> None:
+    """Also under MPICH, which catches it."""
+    script = "import mpishard, os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('lives')"
+    finished = mpirun(1, "-c", script)
+    assert finished.code != 0 and "lives" not in finished.output, finished.all
+
+
 def test_exception_in_a_thread(failing: Callable[..., Any]) -> None:
     finished = failing(
         "import threading; threading.Thread(target=lambda: 1 / 0).start(); time.sleep(60)",
