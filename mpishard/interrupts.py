@@ -32,6 +32,8 @@ class Interrupts:
 
     is_ending: ClassVar[Callable[[], bool] | None] = None
 
+    came: bool
+
     def __init__(self, speaks: bool) -> None:
         self.came = False
         self._speaks = speaks

@@ -8,13 +8,13 @@ from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.local_sgd import LocalSGDOptimizer
 from mpishard.optim.optimizer import ShardedOptimizer
 from mpishard.optim.rules import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop, Rule
-from mpishard.optim.strategies import DataParallel, ShardedGradients, ShardedParameters, ShardedState
+from mpishard.optim.strategies import DataParallel, ShardedGradients, ShardedParameters, ShardedState, Strategy
 
 
 class DDPOptimizer(ShardedOptimizer):
     """Distributed data parallel: every rank holds parameters, gradients and state; gradients are all-reduced."""
 
-    strategy = DataParallel
+    strategy: type[Strategy] = DataParallel
 
 
 class ZeRO1Optimizer(ShardedOptimizer):
@@ -23,7 +23,7 @@ class ZeRO1Optimizer(ShardedOptimizer):
     Sends what `DDPOptimizer` sends: a reduce-scatter of gradients and an all-gather of parameters.
     """
 
-    strategy = ShardedState
+    strategy: type[Strategy] = ShardedState
 
 
 class ZeRO2Optimizer(ShardedOptimizer):
@@ -33,7 +33,7 @@ class ZeRO2Optimizer(ShardedOptimizer):
     Where a model makes micro-batches itself, every rank must call it equally often, with an empty batch if need be.
     """
 
-    strategy = ShardedGradients
+    strategy: type[Strategy] = ShardedGradients
 
 
 class ZeRO3Optimizer(ShardedOptimizer):
@@ -45,7 +45,7 @@ class ZeRO3Optimizer(ShardedOptimizer):
     is trained as by `ZeRO2Optimizer`.
     """
 
-    strategy = ShardedParameters
+    strategy: type[Strategy] = ShardedParameters
 
 
 def optimizer_of(rule: Rule, config: ShardingConfiguration) -> ShardedOptimizer:

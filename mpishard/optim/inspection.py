@@ -39,6 +39,10 @@ class Inspection:
         Before `norm`: whether this rank wishes to stop; after it: whether any of the team does.
     """
 
+    nonfinite_loss: str
+    finite_loss: bool
+    interrupted: bool
+
     def __init__(self, strategy: Strategy, parameters: FlatParameters) -> None:
         self._strategy = strategy
         self._team = strategy.team

@@ -19,6 +19,7 @@ from mpishard.optim.optimizer import ShardedOptimizer
 from mpishard.optim.rules import Rule
 from mpishard.optim.run_state import shards
 from mpishard.optim.settings import settings_of_rule
+from mpishard.optim.strategies import Strategy
 from mpishard.optim.team import Team
 from mpishard.parameters import FlatParameters
 from mpishard.state import RunState, brief, names_fact
@@ -93,7 +94,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
     `synchronize_optimizer_state`: its workers differ before, and an average may be under way.
     """
 
-    strategy = LocalUpdates
+    strategy: type[Strategy] = LocalUpdates
     _strategy: LocalUpdates
 
     def __init__(

@@ -71,6 +71,7 @@ class ShardedOptimizer:
     strategy: type[Strategy]
     gradient_norm: float
     scaling: LossScale
+    settings: Settings
 
     def __init__(self, rule: Rule, config: ShardingConfiguration | Mesh) -> None:
         if not isinstance(rule, Rule):
