@@ -64,8 +64,8 @@ class ElasticOptimizer:
     Notes
     -----
     SIGTERM or SIGUSR1 to one process: it leaves the run in order, and waits for its end.  To all processes that train,
-    as launchers pass it on: the run saves a checkpoint and stops with ``result.stop_reason == "signal"``.  For a batch
-    script to see that, let the training script end with::
+    as launchers pass it on, or Ctrl-C: the run saves a checkpoint and stops with ``result.stop_reason == "signal"``.
+    For a batch script to see that, let the training script end with::
 
         if result.stop_reason == "signal":
             sys.exit(os.EX_TEMPFAIL)  # 75
