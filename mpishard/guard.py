@@ -3,6 +3,10 @@
 An uncaught exception on any rank prints that rank's traceback and aborts the job.  A watchdog thread on every rank
 notices a collective that waits past the time limit, asks all ranks where they are, prints who waits where and who is
 missing, and aborts; the threads talk over a communicator of their own.  A witness names the rank that is killed.
+
+Under Open MPI's ULFM ``MPI_Abort`` ends its caller only, and nobody hears of it (5.0.11, 4 ranks), nor of one that ends
+with an exit code other than 0.  A death by a signal is told to all, so a rank that aborts the job kills itself there,
+and so do those who hear of it.
 """
 
 from __future__ import annotations
@@ -17,10 +21,11 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from mpi4py import MPI
 
+from mpishard.capabilities import heals_in_place
 from mpishard.ledger import Call, Ledger
 from mpishard.tracebacks import describe
 from mpishard.witness import Witness, silence_witnesses
@@ -40,30 +45,68 @@ _LOOK_S = 15.0
 _FIRST_S = 1.0
 # Exit code of a program that Ctrl-C has ended, as shells tell it.
 _INTERRUPTED = 128 + signal.SIGINT
+# Longest that a rank waits for others that end with it, and how long it sleeps between two looks.
+_LAST_S, _NAP_S = 5.0, 0.02
 # Longest answer; the numbers of stack frames that fit are more than anybody reads.
 _ANSWER_BYTES = 2000
 
 
 def abort(message: str, code: int = 1) -> None:
     """Print `message` on stderr and end every process of the job with an exit code."""
+    hook = sys.excepthook if isinstance(sys.excepthook, _AbortOnException) else None
+    if hook is not None and hook.alone:
+        die(message)
+    if hook is not None and hook.note_abort is not None:
+        hook.note_abort()
     silence_witnesses()
-    sys.stderr.write(message if message.endswith("\n") else message + "\n")
-    sys.stderr.flush()
-    time.sleep(_FLUSH_S)  # launchers drop what is still in the pipe when the job is aborted
+    if heals_in_place():
+        _end_with_others(message, code)
+    _print(message)
     with contextlib.suppress(OSError):  # the last word is ours: MPICH has this process say that MPI_Abort was called
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     MPI.COMM_WORLD.Abort(code)
 
 
-def die(message: str) -> None:
+def die(message: str) -> NoReturn:
     """Print `message` on stderr and end this process alone, as if it was killed, so that ULFM tells the others.
 
-    In MPI_Finalize it would wait for them, and an exit code would make Open MPI end the job.
+    In MPI_Finalize it would wait for them, and of an exit code other than 0 nobody hears.
     """
+    _print(message)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("this process lives")
+
+
+def _end_with_others(message: str, code: int) -> NoReturn:
+    """What `abort` is where others hear of the death of this process, and end in this way, too.
+
+    The first of them stays until the others are gone: of ranks that are killed the launcher's exit code says nothing.
+    """
+    world = MPI.COMM_WORLD
+    dead = _dead()
+    if not dead or not set(range(world.rank)) <= set(dead):
+        die(message)
+    _print(message)
+    deadline = time.monotonic() + _LAST_S
+    while len(_dead()) < world.size - 1:
+        if time.monotonic() > deadline:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with contextlib.suppress(MPI.Exception):  # MPI hears of deaths when it is called
+            world.Iprobe()
+        time.sleep(_NAP_S)
+    os._exit(code)
+
+
+def _print(message: str) -> None:
     sys.stderr.write(message if message.endswith("\n") else message + "\n")
     sys.stderr.flush()
-    time.sleep(_FLUSH_S)
-    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(_FLUSH_S)  # launchers drop what is still in the pipe when the job is aborted
+
+
+def _dead() -> list[int]:
+    """The ranks that this process knows to have died, where MPI tells."""
+    world = MPI.COMM_WORLD
+    return sorted(MPI.Group.Translate_ranks(world.Get_failed(), None, world.Get_group()))
 
 
 def _tell(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
@@ -78,12 +121,15 @@ class _AbortOnException:
     def __init__(self) -> None:
         self.ledger: Ledger | None = None
         self.note: Callable[[BaseException, int], None] | None = None
+        self.note_abort: Callable[[], None] | None = None
         self.alone = False
+        self._first = threading.Lock()
 
     def __call__(self, kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
         if MPI.Is_finalized():
             sys.__excepthook__(kind, error or kind(), where)
             return
+        self._first.acquire()  # never let go: another thread that fails has nothing to add
         comm = MPI.COMM_WORLD
         number = self.ledger.step if self.ledger is not None else 0
         step = f" at step {number}" if number else ""
@@ -98,6 +144,10 @@ class _AbortOnException:
             die(f"mpishard: process {comm.rank} failed{step} and leaves the run\n{text}")
         if comm.rank > 0:
             time.sleep(_FIRST_S)
+        dead = _dead() if heals_in_place() else []
+        if dead and (isinstance(error, MPI.Exception) or 0 in dead):
+            why = text.splitlines()[-1]
+            abort(f"mpishard: rank {comm.rank} of {comm.size} ends{step} after rank {dead[0]} has: {why}")
         abort(f"mpishard: rank {comm.rank} of {comm.size} failed{step} and ends the job\n{text}")
 
     def in_thread(self, args: threading.ExceptHookArgs) -> None:
@@ -106,7 +156,10 @@ class _AbortOnException:
 
 
 def abort_on_exception(
-    ledger: Ledger | None = None, *, note: Callable[[BaseException, int], None] | None = None
+    ledger: Ledger | None = None,
+    *,
+    note: Callable[[BaseException, int], None] | None = None,
+    note_abort: Callable[[], None] | None = None,
 ) -> None:
     """From now on an exception that nobody catches, in any thread of this process, aborts the job of several ranks.
 
@@ -118,6 +171,8 @@ def abort_on_exception(
     ----------
     note : callable, optional
         Called first, with the exception and the step, 0 if it is not known.
+    note_abort : callable, optional
+        Called before this process ends the job, for that or another reason.
     """
     known = isinstance(sys.excepthook, _AbortOnException)
     alone = MPI.COMM_WORLD.size == 1 and MPI.Comm.Get_parent() == MPI.COMM_NULL
@@ -133,6 +188,7 @@ def abort_on_exception(
     assert isinstance(sys.excepthook, _AbortOnException)
     sys.excepthook.ledger = ledger
     sys.excepthook.note = note or sys.excepthook.note
+    sys.excepthook.note_abort = note_abort or sys.excepthook.note_abort
 
 
 def restore_sigusr1() -> None:

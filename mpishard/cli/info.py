@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from mpishard.cli.info_text import show
 from mpishard.environment import collect, findings, launch_of, launches
+from mpishard.guard import abort
 
 _PATIENCE_S = 30.0
 
@@ -56,13 +57,11 @@ def _meet(world: MPI.Intracomm) -> None:
     """Wait for all ranks, but not for ever: ranks that cannot talk are what this command is asked about."""
 
     def give_up() -> None:
-        typer.echo(
+        abort(
             f"mpishard: error: {world.size} ranks were started, but do not all answer within {_PATIENCE_S:.0f} s; is "
             "one of them stopped, or do they take a network that does not join the hosts? Choose it: for Open MPI "
-            "--mca btl_tcp_if_include NAME, for MPICH -iface NAME",
-            err=True,
+            "--mca btl_tcp_if_include NAME, for MPICH -iface NAME"
         )
-        world.Abort(1)
 
     timer = threading.Timer(_PATIENCE_S, give_up)
     timer.daemon = True

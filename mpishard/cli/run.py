@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from mpishard.elastic import bare
+from mpishard.elastic.course import Limits
 from mpishard.elastic.hosts import parse_hosts
 from mpishard.elastic.policy import Policy
 from mpishard.elastic.supervisor import Job
@@ -37,8 +38,18 @@ def run(
     launcher: Annotated[str | None, typer.Option(help="Default: the mpirun beside this Python.")] = None,
     remote_shell: Annotated[str | None, typer.Option(help="What reaches a host; default: ssh.")] = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that ranks get to leave on SIGTERM.")] = 30.0,
-    end_limit: Annotated[float, typer.Option(min=0, help="Seconds from the script's end to the launcher's.")] = 30.0,
-    heal_limit: Annotated[float, typer.Option(min=0, help="Seconds from a death that is survived to a step.")] = 60.0,
+    start_limit: Annotated[
+        float, typer.Option(min=0, help="Seconds until all ranks have imported mpishard.")
+    ] = Limits.start,
+    step_limit: Annotated[
+        float, typer.Option(min=0, help="Seconds without a step of an elastic run, or thrice its longest step.")
+    ] = Limits.step,
+    heal_limit: Annotated[
+        float, typer.Option(min=0, help="Seconds from a death that is survived to a step.")
+    ] = Limits.heal,
+    end_limit: Annotated[
+        float, typer.Option(min=0, help="Seconds from the script's end to the launcher's.")
+    ] = Limits.end,
     probe_every: Annotated[float, typer.Option(min=0, help="Seconds between looks at the hosts.")] = 5.0,
     probe_limit: Annotated[float, typer.Option(min=0, help="Seconds in which a host answers.")] = 10.0,
 ) -> None:
@@ -68,8 +79,7 @@ def run(
         launcher,
         remote_shell,
         grace,
-        end_limit,
-        heal_limit,
+        Limits(start_limit, step_limit, heal_limit, end_limit),
         probe_every,
         probe_limit,
     )

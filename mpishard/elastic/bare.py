@@ -19,12 +19,14 @@ def main() -> int:
         package.__path__ = [str(folder)]
         sys.modules[name] = package
 
+    from mpishard.elastic.course import Limits
     from mpishard.elastic.policy import Policy
     from mpishard.elastic.supervisor import Job, Supervisor
 
     fields = json.loads(sys.argv[1])
+    parts = {"policy": Policy(**fields["policy"]), "limits": Limits(**fields["limits"])}
     try:
-        return Supervisor(Job(**{**fields, "policy": Policy(**fields["policy"])})).run()
+        return Supervisor(Job(**{**fields, **parts})).run()
     except (ValueError, OSError) as error:
         print(f"mpishard: error: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import opcode
 import os
+import signal
 import sys
 import sysconfig
 import threading
@@ -25,6 +26,7 @@ from mpishard.guard import abort_on_exception
 from mpishard.interrupts import Interrupts
 
 _POLL_S = 0.25
+_FINALIZE_S = 3.0
 # Where Python and its packages are, this one, and what was made of a text.
 _NOT_THE_USERS = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),)
 _NOT_THE_USERS += (str(Path(__file__).parents[1]) + os.sep, "<")
@@ -46,6 +48,15 @@ def leave_to_others(silent: bool = True) -> None:
         Completion.this.is_silent = silent
 
 
+def note_training(under_way: bool, tells: bool) -> None:
+    """An elastic run of the script begins here, or has ended; `tells`: this process tells the supervisor.
+
+    Not collective.
+    """
+    if Completion.this is not None:
+        Completion.this.note_training(under_way, tells)
+
+
 def give_up() -> None:
     """Note the exit code of the script, which has ended in the middle of a run, if it is another than 0."""
     if Completion.this is not None:
@@ -63,6 +74,7 @@ class Completion:
 
     def __init__(self, run: RunFolder) -> None:
         self.is_silent = False
+        self._has_trained = False
         self._run = run
         self._process = os.getpid()
         self._is_first = MPI.COMM_WORLD.rank == 0 and MPI.Comm.Get_parent() == MPI.COMM_NULL
@@ -75,7 +87,7 @@ class Completion:
         if self._is_first:
             run.note_started()
         Interrupts.is_ending = lambda: run.is_ending
-        abort_on_exception(note=self._note_failure)
+        abort_on_exception(note=self._note_failure, note_abort=self._note_abort)
         atexit.register(self._end)
         self._thread = threading.Thread(target=self._follow, name="mpishard-progress", daemon=True)
         self._thread.start()
@@ -94,7 +106,13 @@ class Completion:
         if not isinstance(error, Exception):
             return
         with contextlib.suppress(OSError):  # the traceback is still to be printed
-            self._run.note_failure(Failure(type(error).__name__, str(error)[:500], _where(error), step))
+            failure = Failure(type(error).__name__, str(error)[:500], _where(error), step, self._has_trained)
+            self._run.note_failure(failure)
+
+    def _note_abort(self) -> None:
+        if os.getpid() == self._process:
+            with contextlib.suppress(OSError):
+                self._run.note_aborted()
 
     def _follow(self) -> None:
         """Note the step under way, and end this process once it is nobody's."""
@@ -124,6 +142,12 @@ class Completion:
             self._run.note_ended(Ended(self._code))
         else:
             self.give_up()
+
+    def note_training(self, under_way: bool, tells: bool) -> None:
+        self._has_trained = not under_way
+        if tells:
+            with contextlib.suppress(OSError):
+                self._run.note_training(under_way)
 
     def give_up(self) -> None:
         if self._code:
@@ -182,3 +206,32 @@ def _where(error: BaseException) -> str:
             place = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place
+
+
+def finalize_in_time() -> None:
+    """From now on MPI_Finalize has limited time: after a death that of Open MPI 5 may wait for ever.
+
+    The process then ends without it; the launcher has the code of the dead to report in any case.
+    """
+    _Finalize.limited = True
+
+
+class _Finalize:
+    limited: ClassVar[bool] = False
+
+    @classmethod
+    def in_time(cls) -> None:
+        if cls.limited and not MPI.Is_finalized():
+            sys.stdout.flush()
+            # By the kernel, since mpi4py keeps the interpreter's lock meanwhile and no thread of Python runs.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, _FINALIZE_S)
+            try:
+                MPI.Finalize()
+            except MPI.Exception:  # others have ended without it, and it would not come to its end
+                os.kill(os.getpid(), signal.SIGALRM)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+# Registered when ranks import mpishard, it runs after whatever is registered later, as the note of the script's end is.
+atexit.register(_Finalize.in_time)

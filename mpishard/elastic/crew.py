@@ -8,8 +8,6 @@ mesh is split from its workers again and again.  Bland et al., "Post-failure rec
 from __future__ import annotations
 
 import atexit
-import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -33,7 +31,6 @@ _ORDER = 1
 # How long a spare sleeps between two looks.
 _NAP_S = 0.002
 _END_NAP_S = 0.02
-_FINALIZE_S = 3.0
 
 
 def is_newcomer() -> bool:
@@ -316,21 +313,3 @@ def _leave() -> None:
     """A script that ends where others wait for this process: not in MPI_Finalize, where it would wait for them."""
     if heals_in_place():
         die("mpishard: this process leaves the run that it has come to, its script has ended")
-
-
-def _finalize_in_time() -> None:
-    """After a death MPI_Finalize of Open MPI 5 may wait for ever: the process then ends without it.
-
-    The launcher has the code of the dead to report in any case.
-    """
-    if Crew.lost and not MPI.Is_finalized():
-        sys.stdout.flush()
-        # By the kernel, since mpi4py keeps the interpreter's lock meanwhile and no thread of Python runs.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, _FINALIZE_S)
-        MPI.Finalize()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-# Registered when mpishard is imported, it runs after whatever is registered later.
-atexit.register(_finalize_in_time)

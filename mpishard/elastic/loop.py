@@ -29,7 +29,7 @@ from mpi4py import MPI
 from mpishard.capabilities import heals_in_place
 from mpishard.checkpoint import Checkpoints
 from mpishard.elastic.committed import Committed
-from mpishard.elastic.completion import give_up, leave_to_others
+from mpishard.elastic.completion import finalize_in_time, give_up, leave_to_others, note_training
 from mpishard.elastic.crew import Crew, Order, agree, is_newcomer
 from mpishard.elastic.recruiting import Recruitment
 from mpishard.elastic.run_folder import RunFolder, RunLost
@@ -122,6 +122,7 @@ class ElasticLoop(Loop):
         self.optimizer.measure_norm |= self.problem.tolerance is not None
         fail_alone(self.heals)
         leave_to_others(False)
+        note_training(True, tells=self.crew.rank == 0)
         atexit.register(self._leave)
         wanted = Order(self.crew.workers) if self.comes else self._change()
         while True:
@@ -142,7 +143,8 @@ class ElasticLoop(Loop):
         fail_alone(False)
         atexit.unregister(self._leave)
         if Crew.lost:
-            self._note_healed(step=None)
+            finalize_in_time()
+        note_training(False, tells=Crew.lost or self.crew.rank == 0)  # after a death the first may die before it has
         leave_to_others(self.crew.rank > 0)
         self.crew.end()
         if not self.crew.works:
@@ -492,8 +494,8 @@ class ElasticLoop(Loop):
         self.upset, self.recruits, self.awaited = done, 0, False
         return Order(crew.most if self.reason else min(self.elastic.agreed_size, crew.able))
 
-    def _note_healed(self, step: int | None) -> None:
-        """Let the supervisor know that a step is to follow on this one, after a death, or None if no other is."""
+    def _note_healed(self, step: int) -> None:
+        """Let the supervisor know that a step is to follow on this one, after a death."""
         folder = RunFolder.from_environment()
         if folder is not None:
             with contextlib.suppress(OSError):

@@ -18,9 +18,11 @@ from typing import ClassVar, NoReturn
 
 from mpi4py import MPI
 
+from mpishard.capabilities import heals_in_place
 from mpishard.compiling import prepare
 from mpishard.elastic.meeting import in_time
 from mpishard.elastic.recruiting import CALL, COMES, FAILED, HELLO, HERE, NAP_S, WORD, meet, messages
+from mpishard.guard import fail_alone
 
 _LEAVE_S = 5.0
 # How long the script's own thread may take to hear that it is to go, unless it is in the middle of MPI.
@@ -78,6 +80,7 @@ class Newcomer:
         self._called = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="mpishard-newcomer", daemon=True)
         signal.signal(_LEAVE, lambda *_: self._leave())
+        fail_alone(heals_in_place())
         # Open MPI hears of the death of a process that it has exchanged a message with.
         self._tell(HELLO)
         self._listener.start()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mpishard.elastic.hosts import Host
 from mpishard.elastic.run_folder import Ended, Failure
+
+# What ends ranks; MPICH's launcher reports them as they are.
+_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,9 @@ class Outcome:
     code : int
         Of the launcher; below 0 the signal that killed it.
     started : bool
-        The script ran on rank 0 as far as its import of mpishard.
+        The script ran on rank 0 as far as its import of mpishard, and so on all: MPI starts them together.
+    half_started : bool
+        It was ended since some ranks did not come so far.
     step : int
         The last one noted, 0 if none was.
     ended : Ended or None
@@ -61,6 +67,8 @@ class Outcome:
         Another rank than the first left its script with an exit code other than 0; launchers may then end the others.
     failure : Failure or None
         An exception that nobody caught on some rank.
+    aborted : bool
+        A rank has tried to end the job.
     healed : int
         Ranks that were left when the job went on in place after a death, the last time; 0 if it never did.
     lost : bool
@@ -71,10 +79,12 @@ class Outcome:
 
     code: int
     started: bool = True
+    half_started: bool = False
     step: int = 0
     ended: Ended | None = None
     given_up: Ended | None = None
     failure: Failure | None = None
+    aborted: bool = False
     healed: int = 0
     lost: bool = False
     stopped: int = 0
@@ -82,13 +92,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class History:
-    """What is remembered from start to start: ranks asked for and left, the furthest step, starts without progress."""
+    """What is remembered from start to start: ranks asked for and left, the furthest step, starts without progress.
+
+    `died_early`: see `_died_early`, of the last start.
+    """
 
     asked: int
     ranks: int
     step: int = 0
     restarts: int = 0
     failure: Failure | None = None
+    died_early: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +132,7 @@ def reported(outcome: Outcome) -> int | None:
             ended = outcome.given_up
         elif outcome.failure is not None:
             return None
-    if ended is None:
+    if ended is None or (outcome.aborted and not ended.code):
         return None
     if ended.code is not None:
         return ended.code
@@ -129,6 +143,12 @@ def reported(outcome: Outcome) -> int | None:
 def exit_code(launcher: int) -> int:
     """The code of a shell for that of a process."""
     return launcher if launcher >= 0 else 128 - launcher
+
+
+def _died_early(outcome: Outcome) -> bool:
+    """Whether ranks were lost before all had imported mpishard; a script that ends there on all ranks is no loss."""
+    by_signal = outcome.code < 0 or outcome.code > 128 or outcome.code in _SIGNALS
+    return not outcome.started and (outcome.half_started or by_signal)
 
 
 def decide(
@@ -148,14 +168,20 @@ def decide(
         return Stop(code)
     if outcome.stopped:
         return Stop(128 + outcome.stopped, "was ended by a signal")
+    failure = outcome.failure
     # A launcher that says 0 of a job that did not end in order is wrong.
-    code = exit_code(outcome.code) or 1
+    code = 1 if failure is not None or outcome.half_started else exit_code(outcome.code) or 1
     what = _what(outcome, answering != hosts)
     if not policy.elastic:
         return Stop(code, what)
-    if not outcome.started and not history.step and tuple(answering) == tuple(hosts):
+    early = _died_early(outcome)
+    if not history.step and tuple(answering) == tuple(hosts):
+        if early and history.died_early:
+            return Stop(code, f"{what}: the same twice, so another start would end like this one")
+        if not outcome.started and not early:
+            return Stop(code, what)
+    if failure is not None and failure.trained:
         return Stop(code, what)
-    failure = outcome.failure
     if failure is not None and failure.same_as(history.failure):
         return Stop(code, f"{what}: the same failure twice, so another start would end like this one")
     progress = outcome.step > history.step
@@ -174,7 +200,7 @@ def decide(
     now = min(ranks, room) // policy.multiple_of * policy.multiple_of
     if now < least:
         return Stop(code, f"{what}; {min(ranks, room)} ranks are left and {least} are needed")
-    history = History(history.asked, ranks, max(history.step, outcome.step), restarts, failure)
+    history = History(history.asked, ranks, max(history.step, outcome.step), restarts, failure, early)
     return Start(now, tuple(answering), history, what)
 
 
@@ -186,6 +212,9 @@ def _what(outcome: Outcome, hosts_lost: bool) -> str:
         return f"failed by {outcome.failure}"
     if outcome.code < 0:
         return f"lost its launcher to signal {-outcome.code}"
+    if _died_early(outcome):
+        reports = "" if outcome.half_started else f" (the launcher reports {outcome.code})"
+        return f"lost ranks before all had imported mpishard{reports}"
     if not outcome.started:
         return f"did not start, or its script never imported mpishard (the launcher reports {outcome.code})"
     if outcome.code == 0:

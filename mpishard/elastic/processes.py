@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,8 @@ _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 _POLL_S = 0.01
 # What launchers start on each host for one job, by the names that the kernel has for them.
 _DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
+_RANK = re.compile(rb"\0(OMPI_COMM_WORLD_RANK|PMI_RANK)=\d+")
+_RANKS_HERE = re.compile(rb"\0(?:OMPI_COMM_WORLD_LOCAL_SIZE|MPI_LOCALNRANKS)=(\d+)")
 
 
 def die_with_parent() -> None:
@@ -45,40 +48,86 @@ def adopt_orphans() -> None:
 
 def descendants() -> set[int]:
     """Process numbers of the children of this process, of their children and so on, without those that are dead."""
+    return set(_parents())
+
+
+def _parents() -> dict[int, int]:
+    """The parent of each descendant of this process."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
                 # The name of the program, in brackets, may hold anything.
-                state, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+                state, number, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
                 if state not in "ZX":
-                    children.setdefault(int(parent), []).append(int(folder.name))
-    found: set[int] = set()
+                    children.setdefault(int(number), []).append(int(folder.name))
+    found: dict[int, int] = {}
     pending = [os.getpid()]
     while pending:
-        for child in children.get(pending.pop(), ()):
-            found.add(child)
+        parent = pending.pop()
+        for child in children.get(parent, ()):
+            found[child] = parent
             pending.append(child)
     return found
 
 
+def _rank(process: int) -> tuple[bytes, int]:
+    """What a launcher calls a rank in the environment of a process, and how many of them it says are on this host."""
+    with contextlib.suppress(OSError):
+        environment = b"\0" + Path(f"/proc/{process}/environ").read_bytes()
+        rank, here = _RANK.search(environment), _RANKS_HERE.search(environment)
+        if rank and here:
+            return rank[0], int(here[1])
+    return b"", 0
+
+
 class Offspring:
-    """Notices when a child of this process has outlived all that it has started, for so many seconds."""
+    """What a child of this process, a launcher, has started.
+
+    Parameters
+    ----------
+    child : int
+    limit : float
+        Seconds after which the child counts as having outlived all of it.
+
+    Attributes
+    ----------
+    gone : bool
+        The child has outlived all that it has started; other descendants of this process count, too.
+    ranks_gone : int
+        How many of the ranks that it started first do not run any more, or not yet.
+    """
 
     def __init__(self, child: int, limit: float) -> None:
+        self.gone = False
+        self.ranks_gone = 0
         self._child = child
         self._limit = limit
         self._looked = self._seen = time.monotonic()
         self._had_any = False
+        self._ranks: set[int] = set()
+        self._ranks_of: dict[int, int] = {}  # by their parent, as that says
+        self._knows_all = False
 
-    def is_gone(self) -> bool:
-        """Whether it is so; looks about once a second.  Other descendants of this process count too."""
+    def look(self, started: bool) -> None:
+        """Look anew, about once a second.  `started`: all ranks run; those that come now were spawned by others."""
         now = time.monotonic()
-        if now - self._looked >= min(1.0, self._limit / 4):
-            self._looked = now
-            if descendants() - {self._child}:
-                self._had_any, self._seen = True, now
-        return self._had_any and now - self._seen > self._limit
+        if now - self._looked < min(1.0, self._limit / 4):
+            return
+        self._looked = now
+        parents = _parents()
+        if parents.keys() - {self._child}:
+            self._had_any, self._seen = True, now
+        self.gone = self._had_any and now - self._seen > self._limit
+        if not self._knows_all:
+            for process, parent in parents.items():
+                rank, here = _rank(process)
+                # What a rank has started has its environment; an orphan is a child of this process.
+                if parent != os.getpid() and rank not in (b"", _rank(parent)[0]):
+                    self._ranks.add(process)
+                    self._ranks_of[parent] = here
+        self._knows_all = started
+        self.ranks_gone = sum(self._ranks_of.values()) - len(self._ranks & parents.keys())
 
 
 def end_descendants(limit: float = 10.0) -> set[int]:

@@ -24,15 +24,20 @@ class RunLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception that nobody caught: its type with its message, where it was raised, and the step under way or 0."""
+    """An exception that nobody caught: its type with its message, where it was raised, and the step under way or 0.
+
+    `trained`: the elastic run of the script had ended.
+    """
 
     kind: str
     message: str
     where: str
     step: int
+    trained: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind} at {self.where}" + (f" in step {self.step}" if self.step else "")
+        when = f" in step {self.step}" if self.step else ""
+        return f"{self.kind} at {self.where}" + (" after its training" if self.trained else when)
 
     def same_as(self, other: Failure | None) -> bool:
         """Whether it is the same failure again; messages may hold values that change."""
@@ -72,7 +77,7 @@ class RunFolder:
         """
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        names = ("started", "step", "ended", "given-up", "failure", "healed", "ending")
+        names = ("started", "training", "step", "ended", "given-up", "failure", "aborted", "healed", "ending")
         remove_notes(path, *(f"{name}-" for name in names))
         return cls(path.absolute(), -1).next()
 
@@ -97,14 +102,18 @@ class RunFolder:
         """A process of the job runs the script."""
         self._write("started", "")
 
+    def note_training(self, under_way: bool) -> None:
+        """An elastic run of the script begins, or has ended."""
+        self._write("training", under_way)
+
     def note_step(self, step: int) -> None:
         """The run is at this step."""
         self._write("step", step)
 
-    def note_healed(self, left: int, step: int | None) -> None:
+    def note_healed(self, left: int, step: int) -> None:
         """Processes of the job have died and so many go on: those may end the run in order without them.
 
-        `step` is the last that they have committed, None if no other is to come.
+        `step` is the last that they have committed.
         """
         self._write("healed", [left, step])
 
@@ -123,6 +132,10 @@ class RunFolder:
     def note_ending(self) -> None:
         """The user wishes the run to end; its processes are sent a signal then."""
         self._write("ending", "")
+
+    def note_aborted(self) -> None:
+        """A process wants the job to end."""
+        self._write("aborted", "")
 
     @property
     def is_over(self) -> bool:
@@ -144,6 +157,12 @@ class RunFolder:
         return self._read("ending") is not None
 
     @property
+    def training(self) -> bool | None:
+        """Whether an elastic run is under way; None if there was none yet."""
+        found: bool | None = self._read("training")
+        return found
+
+    @property
     def step(self) -> int:
         """The last step that was noted; 0 if none was."""
         return self._read("step") or 0
@@ -155,12 +174,12 @@ class RunFolder:
         return 0 if found is None else int(found[0])
 
     @property
-    def heal(self) -> tuple[float, int | None]:
-        """When that was noted, in seconds since 1970, and the step; 0 and None if there was no death."""
+    def heal(self) -> tuple[float, int]:
+        """When that was noted, in seconds since 1970, and the step; twice 0 if there was no death."""
         found = self._read("healed")
         with contextlib.suppress(FileNotFoundError):
-            return self._path("healed").stat().st_mtime, None if found is None else found[1]
-        return 0.0, None
+            return self._path("healed").stat().st_mtime, 0 if found is None else found[1]
+        return 0.0, 0
 
     @property
     def ended(self) -> Ended | None:
@@ -176,6 +195,10 @@ class RunFolder:
     def failure(self) -> Failure | None:
         found = self._read("failure")
         return None if found is None else Failure(**found)
+
+    @property
+    def aborted(self) -> bool:
+        return self._read("aborted") is not None
 
     def _write(self, name: str, content: Any) -> None:
         write_note(self._path(name), content, private=True)

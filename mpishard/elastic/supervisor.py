@@ -16,16 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from mpishard.elastic.course import Course
+from mpishard.elastic.course import Course, Limits
 from mpishard.elastic.hosts import Host, Patrol, check_shell, parse_hosts, sweep
 from mpishard.elastic.launchers import Launcher, find_launcher
 from mpishard.elastic.leftovers import Leftovers
-from mpishard.elastic.policy import History, Outcome, Policy, Start, Stop, decide
+from mpishard.elastic.policy import History, Outcome, Policy, Start, Stop, decide, exit_code
 from mpishard.elastic.processes import Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
 from mpishard.elastic.run_folder import RunFolder
 
@@ -57,10 +56,7 @@ class Job:
         What reaches a host, ``SHELL HOST COMMAND``; default ssh.
     grace : float
         Seconds that ranks get to leave on SIGTERM.
-    end_limit : float
-        Seconds that the launcher gets to end once the script has.
-    heal_limit : float
-        Seconds in which a job takes a step after it went on in place after a death, or thrice its longest step so far.
+    limits : Limits
     probe_every, probe_limit : float
         Seconds from one look at the hosts to the next, and that they get to answer.
     """
@@ -73,8 +69,7 @@ class Job:
     launcher: str | None = None
     shell: str | None = None
     grace: float = 30.0
-    end_limit: float = 30.0
-    heal_limit: float = 60.0
+    limits: Limits = Limits()
     probe_every: float = 5.0
     probe_limit: float = 10.0
 
@@ -136,9 +131,10 @@ class Supervisor:
                 where = f" on {', '.join(host.name for host in start.hosts)}" if start.hosts else ""
                 waited = time.monotonic() - ended
                 self._say(f"start {number}, {start.ranks} ranks{where}, {waited:.2f} s after the end")
-            silent = self._watch(process, start.hosts, folder, ended, history.step)
+            course = Course(folder, self.job.limits)
+            silent = self._watch(process, start, folder, course, ended)
             ended = time.monotonic()
-            outcome = self._end_job(process, folder, bool(silent))
+            outcome = self._end_job(process, folder, course.half_started, bool(silent))
             folder = folder.next()  # what cannot be reached from here ends itself
             asked = tuple(host for host in self.hosts if host not in silent)
             answering = sweep(asked, self.job.shell, self.job.probe_limit, "MPISHARD_RUN", str(folder.path))
@@ -151,25 +147,29 @@ class Supervisor:
             start, history = follows, follows.history
         raise AssertionError("unreachable")
 
-    def _end_job(self, process: subprocess.Popen[bytes], folder: RunFolder, lost: bool) -> Outcome:
+    def _end_job(self, process: subprocess.Popen[bytes], folder: RunFolder, half_started: bool, lost: bool) -> Outcome:
         """How the job ended, or how far it came; it is ended then."""
         # Looked at before the job is ended: what that makes of the ranks is no news.
         outcome = Outcome(
             code=0,
             started=folder.started,
+            half_started=half_started,
             step=folder.step,
             ended=folder.ended,
             given_up=folder.given_up,
             failure=folder.failure,
+            aborted=folder.aborted,
             healed=folder.healed,
             lost=lost,
         )
-        if process.poll() is None:
+        code = process.poll()
+        if code is None:
             self._end(process, _END_WITHOUT_S if lost else _END_S)
+            code = exit_code(process.returncode)  # it was not lost to a signal
         self._end_all()
         self._leftovers.remove(process.pid)
         stopped = self._stopped or next((number for number in self._signals if number in _STOP), 0)
-        return replace(outcome, code=process.returncode, stopped=stopped)
+        return replace(outcome, code=code, stopped=stopped)
 
     def _start(self, start: Start, folder: RunFolder) -> subprocess.Popen[bytes]:
         job, elastic = self.job, self.job.policy.elastic
@@ -188,12 +188,11 @@ class Supervisor:
         )
 
     def _watch(
-        self, process: subprocess.Popen[bytes], hosts: Sequence[Host], folder: RunFolder, ended: float, step: int
+        self, process: subprocess.Popen[bytes], start: Start, folder: RunFolder, course: Course, ended: float
     ) -> set[Host]:
         """Until the launcher ends, or it is time to end it; returns the hosts because of which, if they are lost."""
-        job = self.job
+        job, hosts, step = self.job, start.hosts, start.history.step
         patrol = Patrol(hosts, job.shell, job.probe_every, job.probe_limit)
-        course = Course(folder, job.end_limit, job.heal_limit)
         offspring = Offspring(process.pid, _ALONE_S)
         looked = time.monotonic()
         awaited = step > 0
@@ -205,7 +204,8 @@ class Supervisor:
             if now - looked >= _LOOK_S:
                 looked = now
                 self._leftovers.look()
-                reason = course.look()
+                offspring.look(course.started)
+                reason = course.look(offspring.ranks_gone)
                 if awaited and course.step:
                     awaited = False
                     self._say(f"step {course.step}, {now - ended:.2f} s after the end; step {step} was seen before it")
@@ -213,7 +213,7 @@ class Supervisor:
                     self._say(reason)
                     return set()
             # Ranks on other hosts descend from nothing here.
-            if not hosts and not course.has_ended and offspring.is_gone():
+            if not hosts and not course.has_ended and offspring.gone:
                 self._say(f"all ranks are gone; the launcher is not after {_ALONE_S:g} s and is ended")
                 return set()
             lost = set() if course.has_ended else patrol.look()

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -211,6 +212,39 @@ def test_a_failure_that_comes_back_ends_the_run(run):
     assert failing.code() == 1, failing.errors
     assert failing.steps == [(2, step) for step in range(1, 11)] + [(2, 9), (2, 10)]
     assert "the same failure twice" in failing.errors and "ArithmeticError: spoilt" in failing.errors
+
+
+def test_a_failure_where_nobody_heals_ends_the_job_soon(run):
+    """Before a run, and after an elastic one, which is the script's own failure; one rank waits for no other."""
+    others = "if mesh.rank == 3:\n    time.sleep(1000)\nmesh.world.barrier()\n"
+    failure = f"if mesh.rank == 2:\n    raise ValueError('bad input')\n{others}"
+    before = run(["--elastic", "-n", 4], f"import time, mpishard\nmesh = mpishard.Mesh()\n{failure}")
+    assert before.code() == 1, before.errors
+    assert before.errors.count("ValueError: bad input") == 2 and "the same failure twice" in before.errors
+    after = run(["--elastic", "-n", 4], f"{ELASTIC}\n{textwrap.indent(failure, '    ')}", "pass")
+    assert after.code() == 1, after.errors
+    assert "failed by ValueError" in after.errors and "after its training; the run ends with code 1" in after.errors
+    assert "start 2" not in after.errors
+
+
+def test_a_rank_that_ends_before_it_imports_mpishard(run):
+    script = """
+import os, signal, sys
+from pathlib import Path
+if int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))) == 2:
+    marker = Path(sys.argv[1]) / "fault"
+    if sys.argv[2] == "raise" or not marker.exists():
+        marker.write_text("")
+        os.kill(os.getpid(), signal.SIGKILL) if sys.argv[2] == "die" else 1 / 0
+import mpishard
+mpishard.Mesh().world.barrier()
+"""
+    killed = run(["--elastic", "-n", 4], script, "die")
+    assert killed.code() == 0, killed.errors
+    assert "lost ranks before all had imported mpishard" in killed.errors and "start 2, 4 ranks" in killed.errors
+    failing = run(["--elastic", "-n", 4], script, "raise")
+    assert failing.code() == 1, failing.errors
+    assert failing.errors.count("ZeroDivisionError") == 2 and "the same twice" in failing.errors
 
 
 def test_a_failure_that_does_not_come_back_is_survived(run):

@@ -53,6 +53,7 @@ def after(outcome, policy=ELASTIC, history=None, hosts=(), answering=None):
         (Outcome(75, ended=Ended(0), given_up=Ended(75)), 75),
         (Outcome(75, ended=Ended(75), given_up=Ended(74)), 75),
         (Outcome(1, ended=Ended(0), given_up=Ended(1), failure=FAILURE, healed=3), 0),
+        (Outcome(75, given_up=Ended(75), aborted=True), 75),
         (Outcome(0, ended=Ended(0), stopped=15), 0),
         (Outcome(0, stopped=15), 143),
     ],
@@ -64,7 +65,17 @@ def test_what_ends_a_run(outcome, code, elastic):
 
 
 @pytest.mark.parametrize(
-    ("outcome", "code"), [(KILLED, 137), (Outcome(0), 1), (Outcome(-9), 137), (Outcome(1, failure=FAILURE), 1)]
+    ("outcome", "code"),
+    [
+        (KILLED, 137),
+        (Outcome(0), 1),
+        (Outcome(-9), 137),
+        (Outcome(137, failure=FAILURE), 1),
+        (Outcome(0, ended=Ended(0), aborted=True), 1),
+        (Outcome(0, ended=Ended(0), aborted=True, healed=3), 1),
+        (Outcome(137, ended=Ended(None), aborted=True, healed=3), 137),
+        (Outcome(137, started=False, half_started=True), 1),
+    ],
 )
 def test_without_elastic_a_failure_is_the_end(outcome, code):
     follows = after(outcome, Policy())
@@ -161,6 +172,25 @@ def test_a_job_that_never_started():
     assert isinstance(hosts_gone, Start) and hosts_gone.ranks == 2
 
 
+@pytest.mark.parametrize("lost", [{"code": 137, "half_started": True}, {"code": 9}, {"code": 139}, {"code": -9}])
+def test_ranks_that_die_before_they_import_mpishard(lost):
+    """As others, but a second time in succession it is taken for the script's own failure."""
+    lost = Outcome(started=False, **lost)
+    first = after(lost)
+    assert isinstance(first, Start) and first.ranks == 4
+    second = after(lost, history=first.history)
+    assert isinstance(second, Stop) and second.code and "the same twice" in second.why
+    between = after(KILLED, history=first.history)
+    assert isinstance(between, Start)
+    assert isinstance(after(lost, history=between.history), Start)
+    assert isinstance(after(lost, replace(ELASTIC, max_restarts=0)), Stop)
+
+
+def test_a_failure_after_the_training_is_no_lost_rank():
+    follows = after(Outcome(137, step=12, aborted=True, failure=replace(FAILURE, trained=True)))
+    assert follows == Stop(1, "failed by ValueError at train.py:7 after its training")
+
+
 @pytest.mark.parametrize("changes", [{"min_workers": 0}, {"multiple_of": 0}, {"max_restarts": -1}])
 def test_senseless_policies(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
@@ -175,7 +205,10 @@ def test_notes_of_a_run(tmp_path):
     assert (first.started, first.step, first.ended, first.given_up, first.failure, first.healed) == (
         *(False, 0, None, None, None, 0),
     )
+    assert (first.training, first.aborted) == (None, False)
     other.note_started()
+    other.note_training(True)
+    other.note_aborted()
     other.note_step(7)
     other.note_ended(Ended(None))
     other.note_given_up(Ended(3))
@@ -184,6 +217,7 @@ def test_notes_of_a_run(tmp_path):
     assert (first.started, first.step, first.ended, first.given_up, first.failure, first.healed) == (
         *(True, 7, Ended(None), Ended(3), FAILURE, 3),
     )
+    assert (first.training, first.aborted) == (True, True)
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in first.path.iterdir())
     second = first.next()
     assert second == RunFolder(first.path, 1) and second.ended is None
@@ -298,39 +332,87 @@ def test_a_host_that_is_silent_twice_is_lost(tmp_path):
     assert Patrol(hosts[:1], str(path), 0.0, 20.0).look() == set()
 
 
-def test_a_job_that_is_stuck(tmp_path, monkeypatch):
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """``watched(seconds, gone)``: what a `Course` says after so many more, with its `folder` and `course`."""
     folder, clock = RunFolder.create(tmp_path / "run"), SimpleNamespace(now=0.0)
     monkeypatch.setattr(course, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    watched = course.Course(folder, end_limit=5.0, heal_limit=10.0)
 
-    def after(seconds):
+    def look(seconds, gone=0):
         clock.now += seconds
-        return watched.look()
+        return look.course.look(gone)
 
-    assert after(1000) == ""
+    look.folder, look.course = folder, course.Course(folder, course.Limits(start=20.0, step=100.0, heal=10.0, end=5.0))
+    return look
+
+
+def test_a_job_that_is_stuck(watched):
+    folder = watched.folder
+    folder.note_started()
+    assert watched(1000) == ""
     folder.note_step(1)
-    assert after(0) == "" and after(1000) == ""
+    assert watched(0) == "" and watched(1000) == ""
     folder.note_step(2)
-    assert after(0) == ""  # a step of 1000 s
+    assert watched(0) == ""  # a step of 1000 s
     folder.note_healed(3, 1)
-    assert after(0) == "" and after(2999) == "" and "no step for 3000 s after a death" in after(2)
+    assert watched(0) == "" and watched(2999) == "" and "no step for 3000 s after a death" in watched(2)
     folder.note_step(3)
-    assert after(0) == "" and after(5000) == "" and watched.step == 3
+    assert watched(0) == "" and watched(5000) == "" and watched.course.step == 3
     folder.note_healed(3, 2)  # of four again, one of which was spawned
     os.utime(folder.path / "healed-0", (1, 1))
-    assert after(0) == "" and "after a death" in after(3001)
+    assert watched(0) == "" and "after a death" in watched(3001)
     folder.note_step(4)
-    assert after(0) == "" and after(5000) == ""
+    assert watched(0) == "" and watched(5000) == ""
     folder.note_healed(2, 4)
-    assert after(0) == ""
+    assert watched(0) == ""
     folder.note_step(5)  # that was under way
-    assert after(0) == "" and "after a death" in after(3001)
+    assert watched(0) == "" and "after a death" in watched(3001)
     folder.note_healed(2, 5)
-    assert after(0) == ""
-    folder.note_healed(2, None)  # the run is over, and the script may go on for long
-    assert after(0) == "" and after(5000) == ""
+    assert watched(0) == ""
+    folder.note_training(False)  # the script may go on for long
+    assert watched(0) == "" and watched(5000) == ""
     folder.note_ended(Ended(0))
-    assert after(0) == "" and watched.has_ended and after(5) == "" and "launcher has not for 5 s" in after(1)
+    assert watched(0) == "" and watched.course.has_ended and watched(5) == ""
+    assert "launcher has not for 5 s" in watched(1)
+
+
+def test_an_elastic_run_that_takes_no_step(watched):
+    folder = watched.folder
+    folder.note_started()
+    assert watched(0) == "" and watched(1000) == ""
+    folder.note_training(True)
+    assert watched(0) == "" and watched(99) == "" and "no step for 100 s (--step-limit)" in watched(2)
+    folder.note_step(1)
+    assert watched(0) == "" and watched(50) == ""
+    folder.note_step(2)
+    assert watched(0) == "" and watched(149, gone=1) == ""  # the last step took 50 s
+    assert watched(149, gone=1) == "" and "no step for 150 s after a death" in watched(2, gone=1)
+    folder.note_step(3)  # that was under way
+    assert watched(0, gone=1) == "" and "after a death" in watched(151, gone=1)
+    folder.note_step(4)
+    assert watched(0, gone=1) == "" and watched(101, gone=1) == ""
+    folder.note_training(False)
+    assert watched(0, gone=1) == "" and watched(9, gone=2) == "" and watched(5000, gone=2) == ""
+
+
+def test_a_job_that_does_not_start(watched):
+    assert watched(0, gone=2) == "" and watched(4, gone=1) == "" and watched(3, gone=0) == ""  # they are being started
+    assert watched(0, gone=1) == "" and watched(2, gone=1) == "" and not watched.course.half_started
+    assert "a rank has ended before all had imported" in watched(2, gone=1) and watched.course.half_started
+    watched.folder.note_started()
+    assert watched(100, gone=1) == ""
+
+
+def test_a_job_that_starts_for_ever(watched):
+    assert watched(20) == "" and not watched.course.half_started
+    assert "within 20 s (--start-limit)" in watched(1) and watched.course.half_started
+
+
+def test_a_job_that_a_rank_has_aborted(watched):
+    for note in (watched.folder.note_aborted, watched.folder.note_started, lambda: watched.folder.note_ended(Ended(0))):
+        note()
+        assert watched(1) == ""
+    assert "has not ended within 3 s" in watched(2)
 
 
 def test_what_is_left_on_a_host_is_killed(shell, tmp_path):
@@ -419,19 +501,45 @@ def test_no_descendant_is_left(tmp_path):
 def test_a_child_that_outlives_all_that_it_started():
     with subprocess.Popen(["sh", "-c", "sleep 0.5; read line; exec sleep 60"], stdin=subprocess.PIPE) as child:
         offspring = Offspring(child.pid, 0.2)
+
+        def gone(after):
+            time.sleep(after)
+            offspring.look(started=True)
+            return offspring.gone
+
         try:
-            assert not offspring.is_gone()
-            time.sleep(0.25)
-            assert not offspring.is_gone()  # it has a child
+            assert not gone(0) and not gone(0.25)  # it has a child
             began = time.monotonic()
-            while not offspring.is_gone():
+            while not gone(0.02):
                 assert time.monotonic() - began < 10
-                time.sleep(0.02)
-            young = Offspring(child.pid, 0.01)
-            time.sleep(0.05)
-            assert not young.is_gone()  # it has not seen any
+            offspring = Offspring(child.pid, 0.01)
+            assert not gone(0.05)  # it has not seen any
         finally:
             child.kill()
+
+
+@pytest.mark.parametrize(
+    "names", [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("PMI_RANK", "MPI_LOCALNRANKS")]
+)
+def test_ranks_that_are_gone(names):
+    """They are known by what a launcher gives them; what they have started themselves is none."""
+    rank = "env {}=$1 {}=3 sh -c 'sleep 60 & read line' & ".format(*names)
+    launcher = f"exec 3<&0; for i in 0 1; do set $i; {rank.replace('read line', 'read line <&3')} done; wait"
+    with subprocess.Popen(["sh", "-c", launcher], stdin=subprocess.PIPE, start_new_session=True) as child:
+        offspring, began = Offspring(child.pid, 0.01), time.monotonic()
+        try:
+            while offspring.ranks_gone != 1:  # one has ended before anybody looked
+                assert time.monotonic() - began < 10
+                time.sleep(0.01)
+                offspring.look(started=False)
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+            while offspring.ranks_gone != 2:
+                assert time.monotonic() - began < 10
+                time.sleep(0.01)
+                offspring.look(started=False)
+        finally:
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 def test_a_rank_that_nobody_can_end_ends_itself(tmp_path):
@@ -472,7 +580,7 @@ def test_the_supervisor_never_loads_mpi():
     program = (
         "import runpy, sys\n"
         f"names = runpy.run_path({str(bare)!r}, run_name='bare')\n"
-        'sys.argv = [\'bare.py\', \'{"command": [], "policy": {}, "launcher": "/nowhere"}\']\n'
+        'sys.argv = [\'bare.py\', \'{"command": [], "policy": {}, "limits": {}, "launcher": "/nowhere"}\']\n'
         "assert names['main']() == 2\n"
         "assert 'mpishard.elastic.supervisor' in sys.modules\n"
         "assert not {'mpi4py', 'numpy', 'mpishard.mesh'} & set(sys.modules)\n"
