@@ -20,6 +20,7 @@ from mpishard.mesh import Mesh
 from mpishard.optim import Rule, ShardedOptimizer, ShardingConfiguration, optimizer_of
 from mpishard.optim.agreement import check_problem
 from mpishard.optim.problem import OptimizationResult, P, TrainingState
+from mpishard.optim.settings import agree_on_settings
 from mpishard.record import RunRecord
 from mpishard.training import OptimizationProblem, Scaling
 
@@ -227,6 +228,8 @@ class ElasticOptimizer:
             On every rank, if the run's folder cannot hold a ``control`` folder that is the user's own.
         """
         check_problem(problem)
+        own = {name: str(getattr(self, name)) for name in ("min_workers", "max_workers", "respawn", "scaling")}
+        agree_on_settings(self.mesh.world, own)
         # With a batch that stays the same, more workers than samples would have nothing to do.
         constant = self.scaling == "constant"
         self._most = min(self.max_workers, problem.batch_size) if constant else self.max_workers

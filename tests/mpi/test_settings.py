@@ -14,6 +14,7 @@ from mpishard import (
     Adam,
     AdamW,
     DDPOptimizer,
+    ElasticOptimizer,
     LocalSGDOptimizer,
     OptimizationProblem,
     ShardingConfiguration,
@@ -205,6 +206,13 @@ def test_a_checkpoint_is_loaded_with_one_rule(mesh, comm, tmp_path_factory):
     for each in (optimizer, DDPOptimizer(SGD(lr=0.1 + mesh.rank), mesh)):
         with pytest.raises(ValueError, match=r"lr\(1\) is 0.1 on rank 0, 1.1 on rank 1"):
             mpishard.load_checkpoint(folder, flat, each)
+
+
+def test_limits_of_an_elastic_run_that_differ(mesh):
+    task = OptimizationProblem(loss, np.ones(4), 16, batch_size=8, steps=2)
+    optimizer = ElasticOptimizer(SGD(lr=0.1), mesh, scaling="linear" if mesh.rank else "constant")
+    with pytest.raises(ValueError, match="scaling is constant on rank 0, linear on rank"):
+        optimizer.optimize(task, progress=False)
 
 
 def test_options_of_a_run_that_differ(mesh):
