@@ -16,7 +16,7 @@ from mpishard.ledger import Call, Ledger
 _HERE, _LATE = 1, 2
 # So long a rank waits for the others before it tells all where it is, and then for all that have the same to tell.
 _PATIENCE_S = 0.25
-# In this time others have taken in that it waits, if they are where they could.
+# In this time others have said that they wait, too, and have taken in that it does, if they are where they could.
 _TELLING_S = 2.0
 # While the others are expected at any moment a rank only yields, afterwards it sleeps.
 _SOON_S, _NAP_S = 0.002, 0.0005
@@ -104,6 +104,7 @@ class Comparison:
         self._said: dict[tuple[str, int], dict[int, tuple[str, str]]] = defaultdict(dict)
         self._late: dict[int, Late] = {}
         self._sends: list[tuple[MPI.Request, bytes]] = []
+        self._found = 0.0
         self._failed = ""
 
     def name(self, comm: MPI.Intracomm) -> str:
@@ -164,6 +165,10 @@ class Comparison:
         stuck = waiting_in_circles(self._late)
         if self._comm.rank not in stuck:
             return
+        now = time.monotonic()
+        self._found = self._found or now
+        if len(stuck) < self._comm.size and now < self._found + _TELLING_S:
+            return  # others may be about to tell the same: all ranks are to say the same of it
         lines = [
             f"  rank {rank}: {late.what} on axis {late.axis!r} called at {late.site}"
             for rank, late in ((rank, self._late[rank]) for rank in stuck)
