@@ -27,7 +27,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.capabilities import heals_in_place
-from mpishard.checkpoint import Checkpoints
 from mpishard.elastic.committed import Committed
 from mpishard.elastic.completion import finalize_in_time, give_up, leave_to_others, note_training
 from mpishard.elastic.crew import Crew, Order, agree, is_newcomer
@@ -45,6 +44,7 @@ from mpishard.threads import own_cores
 from mpishard.training import Loop, OptimizationProblem, OptimizationResult, Scaling, TrainingState
 
 if TYPE_CHECKING:
+    from mpishard.checkpoint import Checkpoints
     from mpishard.elastic.optimizer import ElasticOptimizer
 
 _WORKERS, _CREW = "workers", "crew"

@@ -6,11 +6,10 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpishard.arguments import flag, integer, number
 from mpishard.capabilities import heals_in_place
-from mpishard.checkpoint import Checkpoints
 from mpishard.elastic.crew import is_newcomer
 from mpishard.elastic.loop import ElasticLoop
 from mpishard.elastic.outside import Outside
@@ -23,6 +22,9 @@ from mpishard.optim.problem import OptimizationResult, P, TrainingState
 from mpishard.optim.settings import agree_on_settings
 from mpishard.record import RunRecord
 from mpishard.training import OptimizationProblem, Scaling
+
+if TYPE_CHECKING:
+    from mpishard.checkpoint import Checkpoints
 
 _NUMBER = 2**24
 

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import json
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 import h5py
 import numpy as np
@@ -23,6 +20,7 @@ import numpy as np
 from mpishard import hdf5
 from mpishard.layout import ParameterSpec
 from mpishard.optim.run_state import check_numbers
+from mpishard.optim.whole_state import State
 from mpishard.state import brief, link_name
 
 _MARK = b"mpishard optimizer state\0"
@@ -33,44 +31,11 @@ _MOST_DIMENSIONS, _LONGEST = 32, 2**60  # HDF5 has no more, and no more can be c
 _DIGEST = slice(_HEADER.size, _HEADER.size + 32)
 
 
-@dataclass(frozen=True)
-class State:
-    """The state of an optimizer, whole: `slots` maps a slot's name to its flat array over all tensors in `specs`.
-
-    `loss_scale` is a dynamic one, with the number of steps since it last changed.  `outer_rule` has taken `outer_steps`
-    along averages of the parameters.  `others` are further flat arrays over all tensors, by kind.
-    """
-
-    rule: str
-    configuration: Mapping[str, Any]
-    steps: int
-    skipped_steps: int
-    specs: tuple[ParameterSpec, ...]
-    dtype: np.dtype
-    slots: Mapping[str, np.ndarray]
-    loss_scale: tuple[float, int] | None = None
-    outer_rule: str = ""
-    outer_steps: int = 0
-    others: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-    def told(self, data: bytes) -> dict[str, str]:
-        """What all ranks must agree on of the state, which was read from these bytes."""
-        numbers = {"steps": self.steps, "skipped_steps": self.skipped_steps, "loss_scale": self.loss_scale}
-        told = {f"{name} of the state": str(value) for name, value in numbers.items()}
-        return told | {"SHA-256 of the state": f"{bytes(data[_DIGEST]).hex()[:16]}..."}
-
-    def check_parameters(self, specs: Sequence[ParameterSpec], dtype: np.dtype) -> None:
-        """Raise ValueError unless it is of parameters of these names, shapes and dtype, in this order."""
-        saved, wanted = ([(spec.name, spec.shape) for spec in each] for each in (self.specs, specs))
-        if saved != wanted:
-            pairs = itertools.zip_longest(saved, wanted, fillvalue=("no tensor", ()))
-            (name, shape), (other, other_shape) = next(pair for pair in pairs if pair[0] != pair[1])
-            raise ValueError(
-                f"the state is of other parameters: it has {len(saved)} tensors and this model {len(wanted)}; "
-                f"they differ first at {brief(name)} {shape} against {brief(other)} {other_shape}"
-            )
-        if self.dtype != dtype:
-            raise ValueError(f"the state is {self.dtype}, but the parameters are {dtype}")
+def told(state: State, data: bytes) -> dict[str, str]:
+    """What all ranks must agree on of a state that was read from these bytes."""
+    numbers = {"steps": state.steps, "skipped_steps": state.skipped_steps, "loss_scale": state.loss_scale}
+    told = {f"{name} of the state": str(value) for name, value in numbers.items()}
+    return told | {"SHA-256 of the state": f"{bytes(data[_DIGEST]).hex()[:16]}..."}
 
 
 def encode(state: State) -> bytes:

@@ -12,7 +12,6 @@ from mpishard import array as arrays
 from mpishard.arguments import integer
 from mpishard.collectives import Axis
 from mpishard.mesh import Mesh
-from mpishard.optim import image
 from mpishard.optim.averages import Averages, LocalUpdates
 from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.optimizer import ShardedOptimizer
@@ -21,6 +20,7 @@ from mpishard.optim.run_state import shards
 from mpishard.optim.settings import settings_of_rule
 from mpishard.optim.strategies import Strategy
 from mpishard.optim.team import Team
+from mpishard.optim.whole_state import State
 from mpishard.parameters import FlatParameters
 from mpishard.state import RunState, brief, names_fact
 
@@ -349,7 +349,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         if restored is not None:
             self._restore(restored)
 
-    def _restore(self, state: image.State) -> None:
+    def _restore(self, state: State) -> None:
         self._averages.discard()
         self._may_differ = True  # a state of the optimizer says nothing of the parameters
         super()._restore(state)
@@ -358,7 +358,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         self._averages.steps = [state.outer_steps] * self.parts
         self._restart()
 
-    def _whole_state(self, parameters: FlatParameters) -> image.State:
+    def _whole_state(self, parameters: FlatParameters) -> State:
         state = super()._whole_state(parameters)
         outer = {_OUTER + name: self._whole(slot) for name, slot in self._averages.slots.items()}
         others = {**state.others, **outer}
@@ -379,7 +379,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
             return self.world
         return self._strategy.team
 
-    def _check_state(self, state: image.State) -> None:
+    def _check_state(self, state: State) -> None:
         super()._check_state(state)
         saved = [kind.removeprefix(_OUTER) for kind in state.others if kind.startswith(_OUTER)]
         self._check_outer(state.outer_rule, saved)

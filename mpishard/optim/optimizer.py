@@ -13,7 +13,6 @@ from mpishard.array import accumulate
 from mpishard.collectives import Axis
 from mpishard.compiling import prepare
 from mpishard.mesh import Mesh
-from mpishard.optim import image
 from mpishard.optim.agreement import agree_on_step, check_gradients, check_layout, check_problem, check_same_model
 from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.inspection import Inspection
@@ -26,6 +25,7 @@ from mpishard.optim.strategies import Strategy
 from mpishard.optim.team import Team
 from mpishard.optim.update import take_step
 from mpishard.optim.whole import cut_whole, gather_whole
+from mpishard.optim.whole_state import State
 from mpishard.parameters import FlatParameters, check_flat
 from mpishard.state import RunState, names_fact
 from mpishard.threads import fix_blas_threads
@@ -106,7 +106,7 @@ class ShardedOptimizer:
         self._strategy: Strategy
         self._inspection: Inspection
         self._slots: dict[str, Array] = {}
-        self._restored: image.State | None = None
+        self._restored: State | None = None
         self._accumulated: Array | None = None
         self._passes = 0
 
@@ -351,6 +351,8 @@ class ShardedOptimizer:
 
     def serialize(self) -> bytes:
         """The whole state as an HDF5 image, the same bytes on every rank, for `deserialize` in any layout."""
+        from mpishard.optim import image  # with h5py, which no other method needs
+
         if self._parameters is None:
             if self._restored is not None:
                 return image.encode(self._restored)
@@ -369,6 +371,8 @@ class ShardedOptimizer:
             On every rank if the bytes of any are truncated, damaged, foreign, of another rule or of other parameters,
             or if ranks have different ones; the optimizer is as it was.
         """
+        from mpishard.optim import image
+
         state, problem = None, None
         try:
             state = image.decode(data)
@@ -377,7 +381,8 @@ class ShardedOptimizer:
                 state.check_parameters(self._parameters.specs, self._parameters.dtype)
         except (ValueError, TypeError) as error:
             problem = error
-        self.settings.agree(self, None if state is None else state.told(data), problem, what="settings and state")
+        told = None if state is None else image.told(state, data)
+        self.settings.agree(self, told, problem, what="settings and state")
         assert state is not None
         self.steps, self.skipped_steps = state.steps, state.skipped_steps
         self.scaling.restore(state.loss_scale)
@@ -503,7 +508,7 @@ class ShardedOptimizer:
             self._restore(self._restored)
             self._restored = None
 
-    def _restore(self, state: image.State) -> None:
+    def _restore(self, state: State) -> None:
         strategy = self._strategy
         for name, slot in self._slots.items():
             self._take_own(state.slots[name], strategy.own, slot)
@@ -523,9 +528,9 @@ class ShardedOptimizer:
         else:
             target[...] = own
 
-    def _whole_state(self, parameters: FlatParameters) -> image.State:
+    def _whole_state(self, parameters: FlatParameters) -> State:
         """All of the state, on every rank.  Collective."""
-        return image.State(
+        return State(
             rule=type(self.rule).__name__,
             configuration=self.rule.configuration(),
             steps=self.steps,
@@ -571,7 +576,7 @@ class ShardedOptimizer:
         """The ranks that must agree on the arguments of `step` before it is taken."""
         return self.world
 
-    def _check_state(self, state: image.State) -> None:
+    def _check_state(self, state: State) -> None:
         """Raise ValueError unless this optimizer can go on with a state."""
         check_rule(self.rule, state.rule, state.slots)
 

@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from mpishard import array as arrays
 from mpishard.array import aligned_copy
-from mpishard.checkpoint import Checkpoints
-from mpishard.checkpoint.index import check_facts
 from mpishard.data.sampling import Sampler, micro_batches, share
 from mpishard.interrupts import Interrupts
 from mpishard.optim import ShardedOptimizer
@@ -30,6 +28,9 @@ from mpishard.training.problem import OptimizationProblem
 from mpishard.training.scaling import Scaling
 from mpishard.training.sum_check import check_sums
 from mpishard.tree_sum import Deal, tree_sum
+
+if TYPE_CHECKING:
+    from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints
 
 Array = Any
 _NAMED = 5  # samples that a message lists
@@ -171,6 +172,8 @@ class Loop:
 
     def check(self, checkpoints: Checkpoints) -> None:
         """Raise now what would go wrong at the first save."""
+        from mpishard.checkpoint.index import check_facts
+
         world, problem = self.optimizer.world, None
         try:
             if (checkpoints.mesh.rank, checkpoints.mesh.size) != (world.rank, world.size):

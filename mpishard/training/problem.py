@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 
 from mpishard.arguments import flag, integer, number
-from mpishard.checkpoint import Checkpoints
 from mpishard.optim import ShardedOptimizer
 from mpishard.optim.problem import OptimizationResult, P, TrainingState
 from mpishard.parameters import FlatParameters, Model, check_flat
 from mpishard.record import RunRecord
 
 if TYPE_CHECKING:
+    from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints
     from mpishard.training.loop import Loop
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from mpishard.layout import ParameterSpec
 from mpishard.optim import image
-from mpishard.optim.image import State, decode, encode
+from mpishard.optim.image import decode, encode
+from mpishard.optim.whole_state import State
 
 SPECS = (ParameterSpec("a/b", (3, 5)), ParameterSpec("none", (0, 2)), ParameterSpec(".", ()))
 

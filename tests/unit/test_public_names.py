@@ -64,6 +64,11 @@ mpishard.nn.GPT(9, 8, width=8, layers=1, heads=1, mesh=mpishard.Mesh()), mpishar
     assert seen_after(code)[1].isdisjoint(("numba", "matplotlib"))
 
 
+def test_runs_without_checkpoints_need_no_hdf5() -> None:
+    code = "import mpishard; mpishard.ZeRO2Optimizer, mpishard.ElasticOptimizer, mpishard.OptimizationProblem"
+    assert seen_after(code)[1].isdisjoint(("h5py", "xxhash", "matplotlib"))
+
+
 def test_a_rank_starts_mpi_when_it_imports_mpishard() -> None:
     # Its launcher waits for that: a rank that failed before it would leave the others waiting.
     assert "mpi4py.MPI" in seen_after("import mpishard", MPI_LOCALNRANKS="1")[1]
