@@ -74,7 +74,8 @@ class HybridShardedOptimizer(ShardedOptimizer):
     Raises
     ------
     ValueError
-        On every rank, if the sizes do not multiply out to the number of ranks, or the mesh is split in another way.
+        On every rank, if the sizes do not multiply out to the number of ranks, the mesh is split in another way, or
+        there is no such `zero_stage`.
 
     Notes
     -----
@@ -91,7 +92,7 @@ class HybridShardedOptimizer(ShardedOptimizer):
         *,
         zero_stage: int = 1,
     ) -> None:
-        if integer("zero_stage", zero_stage, least=0) >= len(STRATEGIES):
+        if integer("zero_stage", zero_stage) not in range(len(STRATEGIES)):
             raise ValueError(f"zero_stage={zero_stage} must be 0, 1, 2 or 3")
         self.strategy = STRATEGIES[zero_stage]
         config = ShardingConfiguration.of(config)

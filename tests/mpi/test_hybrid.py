@@ -341,9 +341,11 @@ def test_sizes_that_do_not_fit(comm):
             HybridShardedOptimizer(SGD(), mesh, 3, 5)
         with pytest.raises(ValueError, match=r"mesh size tensor=0 must be"):
             HybridShardedOptimizer(SGD(), mesh, 1, 0)
-        for stage in (4, -1, None):
-            with pytest.raises(ValueError, match="must be 0, 1, 2 or 3"):
+        for stage in (4, -1):
+            with pytest.raises(ValueError, match=f"zero_stage={stage} must be 0, 1, 2 or 3"):
                 HybridShardedOptimizer(SGD(), mesh, zero_stage=stage)
+        with pytest.raises(TypeError, match="zero_stage=None must be a whole number"):
+            HybridShardedOptimizer(SGD(), mesh, zero_stage=None)
 
 
 @pytest.mark.mpi(min_size=2)
