@@ -128,7 +128,8 @@ def test_bytes_sent_are_twice_n_minus_1_over_n_of_the_parameters(comm, strategy)
         train(optimizer, flat, steps=4)
         sent = mesh.ledger.sent(label="gradients") + mesh.ledger.sent(label="parameters")
         assert sent * mesh.size == 4 * 2 * (mesh.size - 1) * flat.nbytes
-        assert mesh.ledger.sent(label="control") == mesh.ledger.sent() - sent <= 4 * 100  # agreements
+        agreements = 4 * 2 * 8 * 8  # eight numbers a step
+        assert mesh.ledger.sent(label="control") == mesh.ledger.sent() - sent <= agreements
 
 
 def test_bytes_of_state_and_gradients_a_rank(mesh):
