@@ -88,9 +88,13 @@ class Rule(ABC):
             raise ValueError(f"steps count from 1, got step {step}")
         if not callable(self.lr):
             return self.lr
-        rate = float(self.lr(step))
+        given = self.lr(step)
+        try:
+            rate = float(given)
+        except (TypeError, ValueError):
+            rate = math.nan
         if not 0.0 <= rate < math.inf:
-            raise ValueError(f"{type(self).__name__}: lr({step}) must be at least 0 and finite, got {rate}")
+            raise ValueError(f"{type(self).__name__}: lr({step}) must be at least 0 and finite, got {given!r}")
         return rate
 
     def scaled(self, factor: float) -> Rule:

@@ -32,8 +32,8 @@ class OptimizationProblem(Generic[P]):
         which its model writes.  Where ranks wait for each other inside a model (ZeRO-2 and 3, tensor or pipeline
         ranks) all of them are called equally often, some with no samples.
     start : 1-D array or FlatParameters
-        Where to start.  An array is copied, to memory that DLPack shares with JAX too; a FlatParameters is trained in
-        place.
+        Where to start; rank 0's values count, and other ranks get these.  An array is copied, to memory that DLPack
+        shares with JAX too; a FlatParameters is trained in place.
     samples : int
         Number of samples.
     batch_size : int
