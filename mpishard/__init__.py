@@ -156,6 +156,10 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
+# Open MPI does not start without it, and cron jobs and containers have none.
+if "HOME" not in os.environ:
+    os.environ["HOME"] = os.path.expanduser("~").replace("~", "/")  # as it is where nobody knows the user
+
 # A rank may fail before it has a mesh, and the others must hear of it: ranks start MPI here, and it ends the job.
 if "mpi4py.MPI" in sys.modules or any(name.startswith(_STARTED_BY) for name in os.environ):
     from mpishard.launches import check_before_mpi

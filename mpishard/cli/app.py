@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,9 @@ _COMMANDS = {
 # Those that talk to other ranks, or ask MPI what it can do.  The others load it at most, for what they share with
 # training: Open MPI leaves a folder behind where it was started without its mpirun, and a segment of shared memory.
 _WITH_MPI = ("info", "bench")
+# The shells that typer knows, and what it does for them.
+_SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+_COMPLETION = ("--install-completion", "--show-completion")
 _SETTINGS: dict[str, dict[str, Any]] = {"run": {"allow_interspersed_args": False}}
 
 
@@ -52,6 +56,11 @@ class _Commands(TyperGroup):
         function = getattr(module, "import_" if name == "import" else name)
         alone.command(name, context_settings=_SETTINGS.get(name))(function)
         return typer.main.get_command(alone)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in _COMMANDS and not ctx.resilient_parsing:
+            raise ValueError(f"there is no command {args[0]!r}; {_nearest(args[0])}see mpishard --help")
+        return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         # Commands of which nothing but what the list says is known: none of their modules is imported.
@@ -90,6 +99,26 @@ def _of_all(
     pass
 
 
+def _nearest(word: str) -> str:
+    """The commands that somebody who typed this may have meant, in words."""
+    begun = [name for name in _COMMANDS if word and name.startswith(word)]
+    found = begun or difflib.get_close_matches(word.lower(), _COMMANDS)
+    return f"did you mean {' or '.join(found)}?  Or " if found else ""
+
+
+def _complete(option: str, shell: str) -> None:
+    """Install or show the completion of a shell that was named, which typer's own options do not look at."""
+    if shell not in _SHELLS:
+        raise ValueError(f"{option} has no shell {shell!r}; choose one of {', '.join(_SHELLS)}, or name none: it looks")
+    completion = import_module("typer.completion")
+    of_this = {"prog_name": "mpishard", "complete_var": "_MPISHARD_COMPLETE", "shell": shell}
+    if option == "--show-completion":
+        typer.echo(completion.get_completion_script(**of_this))
+        return
+    _, file = completion.install(**of_this)
+    typer.echo(f"{shell} completion installed in {file}; it works in the next terminal")
+
+
 def _place() -> tuple[int, int]:
     """Rank and number of ranks of this process; only ranks have MPI started when mpishard is imported."""
     mpi = sys.modules.get("mpi4py.MPI")
@@ -112,11 +141,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = next((word for word in given if not word.startswith("-")), "")
         mpi4py.rc.initialize = name in _WITH_MPI and "--help" not in given
     try:
+        if len(given) > 1 and given[0] in _COMPLETION:
+            _complete(given[0], given[1])
+            return 0
         return app(given or ["--help"], prog_name="mpishard", standalone_mode=False) or 0
     except typer.Abort:
         return 130
     except OSError as error:
         message, alike = str(error), False
+        if error.filename is not None and error.strerror:
+            message = f"{error.filename}: {error.strerror}"
     except ValueError as error:
         message = str(error)
     except Exception as error:

@@ -25,7 +25,12 @@ _ZERO = {
 }
 
 
+# What --parameters, which stands for a whole model and all ZeRO stages, leaves to say.
+_WITH_PARAMETERS = {"parameters", "ranks", "memory_limit", "as_json"}
+
+
 def estimate(
+    context_of_command: typer.Context,
     ranks: Annotated[int, typer.Option(help="Number of ranks.")],
     vocabulary: Annotated[int | None, typer.Option(help="Size of the vocabulary.")] = None,
     context: Annotated[int | None, typer.Option(help="Longest sequence.")] = None,
@@ -67,17 +72,16 @@ def estimate(
 
     One that is left alone by --data, --tensor, --pipeline, --zero and --schedule is shown in detail.
     """
-    sizes = {"vocabulary": vocabulary, "context": context, "width": width, "layers": layers, "heads": heads}
+    limit = math.inf if memory_limit is None else parse_bytes(memory_limit)
     if parameters is not None:
-        if any(value is not None for value in sizes.values()):
-            raise ValueError("--parameters stands for a whole model: give it or --vocabulary, --context, ..., not both")
-        for name, value in {"data": data, "tensor": tensor, "pipeline": pipeline, "zero": zero}.items():
-            if value is not None:
-                raise ValueError(
-                    f"--parameters has all ranks on the data axis and every ZeRO stage: leave --{name} out"
-                )
-        _zero_table(parameters, ranks, as_json)
+        if other := [option for name, option in _given(context_of_command) if name not in _WITH_PARAMETERS]:
+            raise ValueError(
+                "--parameters stands for a whole model, all ranks on the data axis and every ZeRO stage: "
+                f"leave {', '.join(other)} out, or give --vocabulary, --context, ... in its place, not both"
+            )
+        _zero_table(parameters, ranks, limit, as_json)
         return
+    sizes = {"vocabulary": vocabulary, "context": context, "width": width, "layers": layers, "heads": heads}
     if missing := [f"--{name}" for name, value in sizes.items() if value is None]:
         raise ValueError(f"a model needs {', '.join(missing)} too (or --parameters for ZeRO alone)")
     assert vocabulary is not None and context is not None and width is not None
@@ -97,7 +101,6 @@ def estimate(
             "--network-latency": network_latency,
         },
     )
-    limit = math.inf if memory_limit is None else parse_bytes(memory_limit)
     for name, count in (("batch", batch), ("rows", rows)):
         if count is not None and count < 1:
             raise ValueError(f"--{name} is {count}; it must be at least 1")
@@ -144,6 +147,13 @@ def estimate(
 _MEASURE = "; measure yours: mpirun -n N mpishard bench --output FILE, then --profile FILE."
 
 
+def _given(context: typer.Context) -> list[tuple[str, str]]:
+    """Name and spelling of the options that were given."""
+    options = {str(each.name): each.opts[0] for each in context.command.params}
+    sources = {name: context.get_parameter_source(name) for name in options}
+    return [(name, options[name]) for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+
+
 def parse_bytes(text: str) -> float:
     """``4GB`` or ``500 MB`` or ``1e9`` as a number of bytes; factors are powers of 1000, or of 1024 with an i (GiB)."""
     plain = text.strip().lower().removesuffix("b")
@@ -171,6 +181,9 @@ def _machine(
     if profile is not None:
         if any(value is not None for value in (*given.values(), memory_bandwidth)):
             raise ValueError("--profile brings all speeds: give it, or --flops, --bandwidth and --latency, not both")
+        if not profile.is_file():
+            what = "is no file" if profile.exists() else "is not there"
+            raise ValueError(f"--profile {profile} {what}; make one: mpirun -n N mpishard bench --output FILE")
         return MachineProfile.load(profile)
     if all(value is None for value in given.values()):
         if memory_bandwidth is not None:
@@ -193,10 +206,11 @@ def _networked(machine: MachineProfile, given: dict[str, float | None]) -> Machi
     return machine.with_network(latency, bandwidth, int(ranks_per_node))
 
 
-def _zero_table(parameters: float, ranks: int, as_json: bool) -> None:
+def _zero_table(parameters: float, ranks: int, limit: float, as_json: bool) -> None:
     found = {stage: model_state_bytes(parameters, ranks, stage) for stage in _ZERO}
     if as_json:
-        typer.echo(json.dumps({"parameters": parameters, "ranks": ranks, "bytes": found}))
+        fits = {stage: count <= limit for stage, count in found.items()}
+        typer.echo(json.dumps({"parameters": parameters, "ranks": ranks, "bytes": found, "fits": fits}))
         return
     output = console()
     output.print(
@@ -205,5 +219,7 @@ def _zero_table(parameters: float, ranks: int, as_json: bool) -> None:
     )
     made = new_table("ZeRO", "what", "bytes a rank", left=2)
     for stage, what in _ZERO.items():
-        made.add_row(str(stage), what, size(found[stage]))
+        made.add_row(str(stage), what, ("!" if found[stage] > limit else "") + size(found[stage]))
     output.print(made)
+    if over := sum(count > limit for count in found.values()):
+        output.print(f"! {over} of {len(found)} stages need more than the limit of {size(limit)} a rank.")

@@ -27,9 +27,12 @@ def main() -> int:
     parts = {"policy": Policy(**fields["policy"]), "limits": Limits(**fields["limits"])}
     try:
         return Supervisor(Job(**{**fields, **parts})).run()
-    except (ValueError, OSError) as error:
-        print(f"mpishard: error: {error}", file=sys.stderr)
-        return 2
+    except ValueError as error:
+        message = str(error)
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+    print(f"mpishard: error: {message}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,51 @@ def test_wrong_usage_says_where_help_is(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["plot", "--unheard"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("mpishard: error: ") and told.endswith("--unheard; see mpishard plot --help\n")
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("inspct", "there is no command 'inspct'; did you mean inspect?  Or see"),
+        ("Run", "there is no command 'Run'; did you mean run?  Or see"),
+        ("est", "there is no command 'est'; did you mean estimate?  Or see"),
+        ("in", "there is no command 'in'; did you mean info or inspect?  Or see"),
+        ("frobnicate", "there is no command 'frobnicate'; see"),
+    ],
+)
+def test_a_misspelt_command_is_told_the_nearest(typed: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([typed, "--some", "option"]) == 2
+    assert " ".join(capsys.readouterr().err.split()) == f"mpishard: error: {' '.join(told.split())} mpishard --help"
+
+
+def test_completion_is_of_the_shell_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for option in ("--install-completion", "--show-completion"):
+        assert main([option, "foo"]) == 2
+        told = capsys.readouterr()
+        assert "has no shell 'foo'; choose one of bash, zsh, fish, powershell, pwsh" in told.err and not told.out
+    assert not list(tmp_path.iterdir())
+    assert main(["--show-completion", "zsh"]) == 0
+    assert "compdef _mpishard_completion mpishard" in capsys.readouterr().out
+    assert main(["--install-completion", "fish"]) == 0
+    assert str(tmp_path) in capsys.readouterr().out
+    assert (tmp_path / ".config/fish/completions/mpishard.fish").exists()
+
+
+def test_a_file_that_is_not_there_is_named_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", str(tmp_path / "absent.npz"), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"mpishard: error: {tmp_path}/absent.npz: No such file or directory\n"
+
+
+def test_mpi_starts_where_no_home_is_known() -> None:
+    """That of Open MPI does not without HOME, which is missing in cron jobs and containers."""
+    program = "import mpishard, os; from mpi4py import MPI; print(os.environ['HOME'])"
+    environment = {name: value for name, value in os.environ.items() if name != "HOME"}
+    command = [sys.executable, "-c", program]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 0 and Path(finished.stdout.strip()).is_dir(), finished
 
 
 @pytest.mark.parametrize("name", _COMMANDS)

@@ -32,6 +32,10 @@ def test_zero_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[-2:] for line in lines[-4:]] == [["120", "GB"], ["31.4", "GB"], ["16.6", "GB"], ["1.88", "GB"]]
     assert run("--parameters 7.5e9 --ranks 64 --json") == 0
     assert json.loads(capsys.readouterr().out)["bytes"]["3"] == 16 * 7.5e9 / 64
+    assert run("--parameters 7.5e9 --ranks 64 --memory-limit 20GB") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-2] for line in lines[-5:-1]] == ["!120", "!31.4", "16.6", "1.88"]
+    assert lines[-1] == "! 2 of 4 stages need more than the limit of 20.0 GB a rank."
 
 
 def test_table_of_layouts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,13 +139,16 @@ def test_axes_between_nodes_have_the_networks_speed(capsys: pytest.CaptureFixtur
         (f"{MODEL} --ranks 8 --flops 1e9", "--bandwidth and --latency too"),
         (f"{MODEL} --ranks 8 --memory-bandwidth 1e9", "goes with --flops"),
         (f"{MODEL} --ranks 8 --profile absent --flops 1", "--profile brings all speeds"),
-        (f"{MODEL} --ranks 8 --profile absent.json", "absent.json"),
+        (f"{MODEL} --ranks 8 --profile absent.json", "--profile absent.json is not there; make one"),
+        (f"{MODEL} --ranks 8 --profile .", "--profile . is no file; make one"),
         (f"{MODEL} --ranks 8 --width 63", "width 63 is not a multiple of 8 heads"),
         (f"{MODEL} --ranks 8 --dtype float16", "choose float32 or float64"),
         (f"{MODEL} --ranks eight", "'--ranks'"),
         ("--parameters -1 --ranks 8", "must be finite and above 0"),
         ("--parameters inf --ranks 8", "must be finite and above 0"),
         ("--parameters 1e9 --ranks 8 --tensor 2", "leave --tensor out"),
+        ("--parameters 1e9 --ranks 8 --batch 4 --dtype float64 --all", "leave --batch, --dtype, --all out"),
+        ("--parameters 1e9 --ranks 8 --memory-limit 80XB", "--memory-limit is '80XB'"),
         (f"{MODEL} --ranks 8 --vocabulary 0", "vocabulary_size is 0; it must be at least 1"),
         (f"{MODEL} --ranks 8 --heads 0", "not a multiple of 0 heads"),
         (f"{MODEL} --ranks 8 --batch 0", "--batch is 0; it must be at least 1"),
