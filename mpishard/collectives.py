@@ -321,10 +321,19 @@ class Axis:
             _same(buffer, out)
             target = to_wire(out, reads=False, arithmetic=True)
             sources = self._parts(to_wire(buffer, arithmetic=True))
-        requests = [
-            lane.comm.Iallreduce(source, part, _OPS[op])
-            for source, part in zip(sources, self._parts(target), strict=True)
-        ]
+        parts = list(zip(sources, self._parts(target), strict=True))
+        requests = []
+        if lane is self._later:
+            requests = [lane.comm.Iallreduce(source, part, _OPS[op]) for source, part in parts]
+        else:
+            # As the short way of `all_reduce` does it, which a rank takes or not by what its own buffer is: MPI matches
+            # no call that blocks with one that does not.
+            self.ledger.active = call
+            try:
+                for source, part in parts:
+                    lane.comm.Allreduce(source, part, _OPS[op])
+            finally:
+                self.ledger.active = None
         sent = all_reduce_elements(buffer.size, self.size, self.rank) * buffer.itemsize
         return Pending(self.ledger, call, sent, requests, lambda: from_wire(target, out), sources)
 

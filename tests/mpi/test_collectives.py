@@ -121,6 +121,21 @@ def test_buffers_that_are_not_aligned(shared_mesh):
     pending.wait()
 
 
+@pytest.mark.parametrize("odd", ["unaligned", "not in place", "a subclass"])
+def test_one_rank_has_another_kind_of_buffer(shared_mesh, odd):
+    """Ranks in one all_reduce need not prepare it alike."""
+    axis = shared_mesh.data
+    mine, out = numbers(axis.rank, 5), None
+    if axis.rank == axis.size - 1:
+        if odd == "unaligned":
+            mine = np.frombuffer(bytearray(b" " + mine.tobytes()), np.uint8)[1:].view(mine.dtype)
+        elif odd == "not in place":
+            out = np.zeros(5)
+        else:
+            mine = mine.view(np.recarray)
+    assert np.array_equal(axis.all_reduce(mine, out), sum(numbers(rank, 5) for rank in range(axis.size)))
+
+
 @pytest.mark.parametrize(("op", "function"), [("max", np.max), ("min", np.min), ("prod", np.prod)])
 def test_other_operations(axis, op, function):
     parts = [numbers(rank, 7) for rank in range(axis.size)]
