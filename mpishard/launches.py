@@ -82,17 +82,34 @@ def foreign_launch(found: Sequence[Launch], library: str) -> Launch | None:
 
 def explain(launch: Launch, library: str) -> str:
     """What such a launcher has done, and which one to take."""
-    beside = Path(sys.executable).with_name("mpirun")
-    is_of_this_mpi = beside.exists() and any((Path(sys.prefix) / "lib").glob("libmpi*.so*"))
-    right = str(beside) if is_of_this_mpi else f"the mpirun of the {library} that it is bound to"
+    right = _beside() or f"the mpirun of the {library} that it is bound to"
     ranks = "a rank" if launch.ranks == 1 else f"{launch.ranks} ranks"
     return f"the {launch.launcher} started {ranks}, but mpi4py is bound to {library}; use {right}"
+
+
+def _beside() -> str:
+    """The mpirun beside this Python, if it is that of its MPI; else nothing."""
+    beside = Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() and any((Path(sys.prefix) / "lib").glob("libmpi*.so*")) else ""
+
+
+def explain_alone(launch: Launch, library: str) -> str:
+    """What has become of a rank that is alone in its world, of several that a launcher started; and the ways out."""
+    way = f"use {_beside() or f'the mpirun of the {library} that mpi4py is bound to'}"
+    if launch.family == SLURM:
+        mpi = "pmix" if library == OPEN_MPI else "pmi2"
+        way = f"use srun --mpi={mpi}, or the mpirun of {library} in a script for sbatch"
+    return (
+        f"this rank is alone in its MPI_COMM_WORLD: {launch.launcher} started {launch.ranks} ranks, and {library}, "
+        f"which it does not fit, made a world of each; {way}; copies that are to train each for itself take "
+        "Mesh(MPI.COMM_SELF)"
+    )
 
 
 def check_before_mpi(environment: Mapping[str, str] = os.environ) -> None:
     """End this process with one line where MPI_Init would abort it: MPICH under a launcher that speaks PMIx alone.
 
-    Open MPI under the mpirun of MPICH makes worlds of one rank, which a mesh refuses.
+    Other launchers that do not fit make worlds of one rank, which a mesh refuses.
     """
     if "PMIX_RANK" not in environment or "mpi4py.MPI" in sys.modules:
         return

@@ -19,7 +19,7 @@ from mpishard.capabilities import heals_in_place
 from mpishard.collectives import Axis
 from mpishard.guard import Watchdog, abort_on_exception
 from mpishard.lane import Comparison
-from mpishard.launches import explain, foreign_launch, launches
+from mpishard.launches import explain, explain_alone, foreign_launch, launch_of, launches
 from mpishard.layout import Place
 from mpishard.ledger import Ledger
 from mpishard.threads import limit_blas_threads
@@ -68,8 +68,8 @@ class Mesh:
     Raises
     ------
     ValueError
-        On every rank, if the sizes do not multiply out to the number of ranks, or if the launcher of another MPI has
-        started several, each of which is alone in its world.
+        On every rank, if the sizes do not multiply out to the number of ranks, or if a launcher that does not fit the
+        MPI has started several, each of which is alone in its world; not so with MPI.COMM_SELF.
     """
 
     debug: bool
@@ -95,7 +95,8 @@ class Mesh:
     ) -> None:
         if comm is None:
             comm = MPI.COMM_WORLD
-        _check_launcher()
+        if comm == MPI.COMM_WORLD:
+            _check_launcher()
         cell = newcomer_cell()
         if cell is not None and comm.size == MPI.COMM_WORLD.size:
             data, (tensor, pipeline) = -1, cell
@@ -297,10 +298,17 @@ def _sizes(ranks: int, **sizes: Any) -> tuple[int, int, int]:
 
 
 def _check_launcher() -> None:
-    library = MPI.get_vendor()[0]
-    launch = foreign_launch(launches(os.environ), library)
-    if launch is not None and launch.ranks > 1 == MPI.COMM_WORLD.size:
+    """Refuse a world of one rank where a launcher has started several."""
+    # A process that was spawned has the environment of those that did so.
+    if MPI.COMM_WORLD.size > 1 or MPI.Comm.Get_parent() != MPI.COMM_NULL:
+        return
+    library, found = MPI.get_vendor()[0], launches(os.environ)
+    launch = foreign_launch(found, library)
+    if launch is not None and launch.ranks > 1:
         raise ValueError(f"this rank is alone in its MPI_COMM_WORLD: {explain(launch, library)}")
+    launch = launch_of(found, ranks=1)
+    if launch is not None and launch.ranks > 1:
+        raise ValueError(explain_alone(launch, library))
 
 
 def _timeout(timeout: float | None) -> float | None:
