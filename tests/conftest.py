@@ -24,13 +24,13 @@ import pytest
 HERE = Path(__file__).parent
 AFTER_FAILURE = 20.0  # seconds that the other ranks get to reach the agreement once one has failed
 QUIET = 2.0  # seconds after which a failed rank that is still alone says so itself
-# With --sample all of tests/mpi runs in one place, at the number of ranks that finds most.
-WHOLE = ("MPICH", 3)
+# With --sample all of tests/mpi runs at the number of ranks that finds most: half under Open MPI, half elsewhere.
+WHOLE = 3
 SHARE = 3  # elsewhere a test runs in one of so many of its variants
 # and in half of the places, which take about as long as the other half.
 HALVES = [
     {("MPICH", 8), ("Open MPI", 4), ("MPICH", 1), ("Open MPI", 2)},
-    {("Open MPI", 8), ("MPICH", 4), ("Open MPI", 1), ("MPICH", 2), ("Open MPI", 3)},
+    {("Open MPI", 8), ("MPICH", 4), ("Open MPI", 1), ("MPICH", 2)},
 ]
 
 # Ranks must draw the same examples, and a run must be repeatable.
@@ -149,16 +149,17 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = f"a sample of tests/mpi, another for each MPI and number of ranks; all of it under {WHOLE[0]} at {WHOLE[1]}"
+    text = f"a sample of tests/mpi, another for each MPI and number of ranks; at {WHOLE} ranks they make up all of it"
     parser.addoption("--sample", action="store_true", help=text)
 
 
 def chosen(items: list[pytest.Item], where: tuple[str, int]) -> set[str]:
     """The names of the sample that runs in one place: under an MPI, at a number of ranks.
 
-    Of the tests in ``tests/mpi`` half, and of each a share of the variants, at least one.  Other places have others.
-    Chosen by a hash of names, since a fixed stride would leave out whole values of a parameter.  Tests marked
-    ``every_variant`` are part of every sample.
+    At `WHOLE` ranks every other variant of each test in ``tests/mpi``, the others under the other MPI.  Elsewhere half
+    of the tests, and of each a share of the variants, at least one; other places have others.  Chosen by a hash of
+    names, since a fixed stride would leave out whole values of a parameter.  Tests marked ``every_variant`` are part of
+    every sample.
     """
     kept: set[str] = set()
     variants: dict[str, list[str]] = {}
@@ -167,8 +168,13 @@ def chosen(items: list[pytest.Item], where: tuple[str, int]) -> set[str]:
             kept.add(item.nodeid)
         else:
             variants.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
+    family, ranks = where
     for test, names in variants.items():
-        if where in HALVES[zlib.crc32(test.encode()) % 2]:
+        number = zlib.crc32(test.encode())
+        if ranks == WHOLE:
+            names.sort(key=lambda name: zlib.crc32(name.encode()))
+            kept.update(names[(number + (family == "Open MPI")) % 2 :: 2])
+        elif where in HALVES[number % 2]:
             names.sort(key=lambda name: zlib.crc32(f"{where} {name}".encode()))
             kept.update(names[: -(-len(names) // SHARE)])
     return kept
@@ -179,11 +185,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if with_mpi(config) and config.getoption("--sample"):
         from mpi4py import MPI
 
-        where = MPI.get_vendor()[0], MPI.COMM_WORLD.size
-        if where != WHOLE:
-            kept = chosen(items, where)
-            config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
-            items[:] = [item for item in items if item.nodeid in kept]
+        kept = chosen(items, (MPI.get_vendor()[0], MPI.COMM_WORLD.size))
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+        items[:] = [item for item in items if item.nodeid in kept]
     for item in items:
         if HERE / "mpi" in item.path.parents:
             item.add_marker(pytest.mark.mpi)
