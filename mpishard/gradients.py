@@ -282,6 +282,27 @@ class GradientBuckets:
         self._written.add(name)
         return view, accumulate
 
+    def __getitem__(self, name: str) -> Array:
+        """The gradient of tensor `name`, for ``gradients[name] += ...``; zeros where nothing was added yet."""
+        view, accumulate = self.gradient(name)
+        if not accumulate:
+            view[...] = 0
+        return view
+
+    def __setitem__(self, name: str, value: Array) -> None:
+        """The end of ``gradients[name] += ...``, which has added in place."""
+        view, _ = self.gradient(name)
+        is_view = type(value) is type(view) and value.shape == view.shape
+        if not is_view or (view.size and not arrays.overlap(value, view)):
+            raise TypeError(f"gradients[{name!r}] = ... forgets what was added; write gradients[{name!r}] += ...")
+
+    def __iadd__(self, other: Any) -> GradientBuckets:
+        name = next(iter(self._bucket_of), "name")
+        raise TypeError(
+            f"gradients of a start with names are added to by name, gradients[{name!r}] += ...; a start that is one "
+            "flat array has a flat gradient"
+        )
+
     def finished(self, name: str) -> None:
         """Announce that this pass writes no more to the gradient of `name`: its bucket may be reduced."""
         bucket, _, _ = self._bucket_of[name]

@@ -28,9 +28,9 @@ class OptimizationProblem(Generic[P]):
     function : callable
         ``function(parameters, samples, gradients) -> loss``: for one micro-batch, whose sample indices are `samples`
         (int64, never empty), return the summed loss and ADD its gradient into `gradients`.  Parameters and gradients
-        are flat arrays like `start`; if `start` is a FlatParameters they are that and its `GradientBuckets`, into
-        which its model writes.  Where ranks wait for each other inside a model (ZeRO-2 and 3, tensor or pipeline
-        ranks) all of them are called equally often, some with no samples.
+        are flat arrays like `start`; if `start` is a FlatParameters they are that and its `GradientBuckets`, which are
+        added to by name, ``gradients["k"] += ...``, or written by its model.  Where ranks wait for each other inside a
+        model (ZeRO-2 and 3, tensor or pipeline ranks) all of them are called equally often, some with no samples.
     start : 1-D array or FlatParameters
         Where to start; rank 0's values count, and other ranks get these.  An array is copied, to memory that DLPack
         shares with JAX too; a FlatParameters is trained in place.

@@ -195,6 +195,20 @@ def test_passes_of_several_micro_batches_each(on_demand):
     assert len(recorder.got) == (8 if on_demand else 2)
 
 
+def test_names_take_what_is_added_to_them():
+    """As in a function whose start has names; what would forget a gradient is refused."""
+    recorder = Recorder([2, 3], 1)
+    for value in (1.0, 2.0):
+        for name in ("t0", "t1"):
+            recorder.gradients[name] += value
+    with pytest.raises(TypeError, match=r"gradients\['t0'\] = ... forgets .*; write gradients\['t0'\] \+= ..."):
+        recorder.gradients["t0"] = np.ones(2)
+    with pytest.raises(TypeError, match=r"added to by name, gradients\['t0'\] \+= ..."):
+        recorder.gradients += np.ones(5)
+    recorder.gradients.end_pass()
+    assert recorder.got == [(1, [3.0] * 3), (0, [3.0] * 2)]
+
+
 def test_a_rank_without_parameters():
     recorder = Recorder([], 1, runs=[])
     recorder.gradients.end_pass()
