@@ -20,15 +20,13 @@ import itertools
 import json
 import os
 import random
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,6 +34,7 @@ from typing import Any
 
 import fault_run
 from fault_run import RECRUITING, SPAWNED, Case, Fault
+from launching import ULFM, execute, is_open_mpi, mpirun
 
 from mpishard.record.lines import read_lines
 
@@ -56,7 +55,6 @@ LAYOUTS = {
     "pipeline": ("ZeRO1", 1, 2),
 }
 TIME_LIMIT = 60.0
-GRACE = 10.0  # that the launcher gets to end after the work is done
 
 
 @dataclass(frozen=True)
@@ -183,62 +181,8 @@ def results_of(case: Case) -> int:
 
 def launcher() -> list[str] | None:
     """Open MPI's ``mpirun`` with ULFM, if that is the MPI of this Python."""
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    if found is None:
-        return None
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
-    return [found, "--with-ft", "ulfm", "--mca", "coll", "^han"] if "Open MPI" in version else None
-
-
-def environment() -> dict[str, str]:
-    root, beside = Path(__file__).resolve().parents[1], Path(__file__).resolve().parent
-    return {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "PRTE_MCA_hwloc_default_binding_policy": "none",
-        # As `mpishard run --elastic` has it.
-        "PRTE_MCA_state_base_recoverable": "1",
-        "OMPI_MCA_async_mpi_finalize": "1",
-        "OMPI_MCA_btl": "^ofi",  # it sleeps a second in MPI_Init
-        "OPENBLAS_NUM_THREADS": "1",
-        **os.environ,
-        "PYTHONDONTWRITEBYTECODE": "",  # processes that start again and again
-        "PYTHONPATH": os.pathsep.join([str(root), str(beside), os.environ.get("PYTHONPATH", "")]),
-    }
-
-
-def execute(command: Sequence[str], limit: float, done: Callable[[], bool] = lambda: False) -> tuple[str, str]:
-    """What it printed, and how it ended: "in order", "done" (the work is, the launcher does not end), or "hangs".
-
-    Nothing of it is left afterwards.
-    """
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-            start_new_session=True,
-        )
-        end, how = time.monotonic() + limit, "hangs"
-        while process.poll() is None and time.monotonic() < end:
-            time.sleep(0.02)
-            if how == "hangs" and done():
-                end, how = min(end, time.monotonic() + GRACE), "done"
-        if process.poll() is not None:
-            how = "in order"
-        else:
-            process.terminate()
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        log.seek(0)
-        return log.read(), how
+    found, version = mpirun()
+    return [found, *ULFM] if is_open_mpi(version) else None
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:

@@ -10,18 +10,17 @@ from __future__ import annotations
 import argparse
 import atexit
 import functools
-import itertools
 import shutil
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from grid_cases import Case, cases
 from mpi4py import MPI
 
 import mpishard
@@ -44,64 +43,6 @@ RULES = {"sgd": mpishard.SGD(lr=0.1, momentum=0.9), "adamw": mpishard.AdamW(lr=1
 CLIP = 0.5
 # Of losses, gradients and parameters: |a - b| over 1 + |b|; of norms: relative.
 TOLERANCE, NORM_TOLERANCE = 1e-12, 1e-13
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layout, and how it is run."""
-
-    data: int
-    tensor: int
-    pipeline: int
-    zero: int
-    schedule: str
-    microbatches: int
-    tied: bool
-    sequence_parallel: bool
-    rule: str = "sgd"
-
-    @property
-    def ranks(self) -> int:
-        return self.data * self.tensor * self.pipeline
-
-    @property
-    def heads(self) -> int:
-        return 24 if self.tensor in (3, 6) else 8
-
-    @property
-    def layers(self) -> int:
-        return 2 * self.pipeline
-
-    def __str__(self) -> str:
-        flags = ("-tied" if self.tied else "") + ("-sequence" if self.sequence_parallel else "")
-        size = f"{self.data}x{self.tensor}x{self.pipeline}"
-        return f"{size}-zero{self.zero}-{self.schedule}-m{self.microbatches}{flags}-{self.rule}"
-
-
-def cases(ranks: int) -> Iterator[Case]:
-    """All of them for one number of ranks: fewer micro-batches than stages, as many, and no multiple.
-
-    The update rules take turns, so that every pair of other settings meets both.
-    """
-    schedules = list(mpishard.schedule.SCHEDULES)
-    for tensor, pipeline in itertools.product(range(1, ranks + 1), repeat=2):
-        if ranks % (tensor * pipeline):
-            continue
-        counts = sorted({max(1, pipeline - 1), pipeline, pipeline + 1})
-        settings = [range(len(schedules)), range(len(counts)), range(4), range(2), range(1 + (tensor > 1))]
-        for numbers in itertools.product(*settings):
-            schedule, count, zero, tied, sequence = numbers
-            yield Case(
-                data=ranks // (tensor * pipeline),
-                tensor=tensor,
-                pipeline=pipeline,
-                zero=zero,
-                schedule=schedules[schedule],
-                microbatches=counts[count],
-                tied=bool(tied),
-                sequence_parallel=bool(sequence),
-                rule=list(RULES)[sum(numbers) % 2],
-            )
 
 
 @dataclass(frozen=True)

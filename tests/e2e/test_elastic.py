@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import fault_run
 import faults
+import launching
 import pytest
 
 LAUNCH = faults.launcher()
@@ -86,7 +87,7 @@ def test_neighbours_fail_at_once_and_the_run_begins_again(tmp_path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        env=faults.environment(),
+        env=launching.environment(),
         timeout=100,
     )
     assert done.returncode == 0, done

@@ -1,0 +1,67 @@
+"""The layouts that `grid.py` compares, and `bits.py` takes a sample of: names and numbers only, no mpishard."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+RULES = ("sgd", "adamw")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout, and how it is run."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    zero: int
+    schedule: str
+    microbatches: int
+    tied: bool
+    sequence_parallel: bool
+    rule: str = "sgd"
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def heads(self) -> int:
+        return 24 if self.tensor in (3, 6) else 8
+
+    @property
+    def layers(self) -> int:
+        return 2 * self.pipeline
+
+    def __str__(self) -> str:
+        flags = ("-tied" if self.tied else "") + ("-sequence" if self.sequence_parallel else "")
+        size = f"{self.data}x{self.tensor}x{self.pipeline}"
+        return f"{size}-zero{self.zero}-{self.schedule}-m{self.microbatches}{flags}-{self.rule}"
+
+
+def cases(ranks: int) -> Iterator[Case]:
+    """All of them for one number of ranks: fewer micro-batches than stages, as many, and no multiple.
+
+    The update rules take turns, so that every pair of other settings meets both.
+    """
+    for tensor, pipeline in itertools.product(range(1, ranks + 1), repeat=2):
+        if ranks % (tensor * pipeline):
+            continue
+        counts = sorted({max(1, pipeline - 1), pipeline, pipeline + 1})
+        settings = [range(len(SCHEDULES)), range(len(counts)), range(4), range(2), range(1 + (tensor > 1))]
+        for numbers in itertools.product(*settings):
+            schedule, count, zero, tied, sequence = numbers
+            yield Case(
+                data=ranks // (tensor * pipeline),
+                tensor=tensor,
+                pipeline=pipeline,
+                zero=zero,
+                schedule=SCHEDULES[schedule],
+                microbatches=counts[count],
+                tied=bool(tied),
+                sequence_parallel=bool(sequence),
+                rule=RULES[sum(numbers) % 2],
+            )
