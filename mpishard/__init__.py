@@ -162,13 +162,16 @@ if "HOME" not in os.environ:
 
 # A rank may fail before it has a mesh, and the others must hear of it: ranks start MPI here, and it ends the job.
 if "mpi4py.MPI" in sys.modules or any(name.startswith(_STARTED_BY) for name in os.environ):
-    from mpishard.launches import check_before_mpi
+    from mpishard.interrupts import deferred
 
-    check_before_mpi()
+    with deferred():
+        from mpishard.launches import check_before_mpi
 
-    from mpishard.elastic.completion import watch_script
-    from mpishard.guard import abort_on_exception, restore_sigusr1
+        check_before_mpi()
 
-    abort_on_exception()
-    restore_sigusr1()
-    watch_script()
+        from mpishard.elastic.completion import watch_script
+        from mpishard.guard import abort_on_exception, restore_sigusr1
+
+        abort_on_exception()
+        restore_sigusr1()
+        watch_script()

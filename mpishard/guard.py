@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 from mpi4py import MPI
 
 from mpishard.capabilities import heals_in_place
+from mpishard.endings import INTERRUPTED
 from mpishard.ledger import Call, Ledger
 from mpishard.tracebacks import describe
 from mpishard.witness import Witness, silence_witnesses
@@ -43,8 +44,8 @@ _SET_UP_S, _LEAST_S, _STEPS = 1800.0, 120.0, 10
 _LOOK_S = 15.0
 # What is wrong on all ranks alike is told by the first, which has ended the others by then.
 _FIRST_S = 1.0
-# Exit code of a program that Ctrl-C has ended, as shells tell it.
-_INTERRUPTED = 128 + signal.SIGINT
+# From a Ctrl-C that Python has ignored, since it came where no exception may rise, to the next try.
+_AGAIN_S = 0.05
 # Longest that a rank waits for others that end with it, and how long it sleeps between two looks.
 _LAST_S, _NAP_S = 5.0, 0.02
 # Longest answer; the numbers of stack frames that fit are more than anybody reads.
@@ -115,6 +116,17 @@ def _tell(kind: type[BaseException], error: BaseException | None, where: Traceba
     sys.stderr.write("mpishard: ended by Ctrl-C\n" if interrupted else describe(error or kind(), where))
 
 
+def _try_again(ignored: sys.UnraisableHookArgs) -> None:
+    """The process's unraisablehook: a Ctrl-C that came in a callback of C, as while kernels compile, comes again."""
+    main = threading.main_thread().ident
+    if issubclass(ignored.exc_type, KeyboardInterrupt) and main is not None:
+        timer = threading.Timer(_AGAIN_S, signal.pthread_kill, (main, signal.SIGINT))  # and so wakes it, too
+        timer.daemon = True
+        timer.start()
+    else:
+        sys.__unraisablehook__(ignored)
+
+
 class _AbortOnException:
     """The process's excepthook: prints the traceback with the rank, and the step where one is known, then aborts."""
 
@@ -138,7 +150,7 @@ class _AbortOnException:
         if issubclass(kind, KeyboardInterrupt):
             if comm.rank > 0:
                 time.sleep(_FIRST_S)
-            abort(f"mpishard: Ctrl-C{step} ends the job", _INTERRUPTED)
+            abort(f"mpishard: Ctrl-C{step} ends the job", INTERRUPTED)
         text = describe(error or kind(), where)
         if self.alone:
             die(f"mpishard: process {comm.rank} failed{step} and leaves the run\n{text}")
@@ -178,6 +190,8 @@ def abort_on_exception(
     alone = MPI.COMM_WORLD.size == 1 and MPI.Comm.Get_parent() == MPI.COMM_NULL
     if hasattr(sys, "ps1"):
         return
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _try_again
     if alone and note is None and not known:
         if sys.excepthook is sys.__excepthook__:
             sys.excepthook = _tell

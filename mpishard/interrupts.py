@@ -1,4 +1,7 @@
-"""Ctrl-C ends a run in order: the first is noted, and the loop stops after its step; the second ends the process."""
+"""Ctrl-C ends a run in order: the first is noted, and the loop stops after its step; the second ends the process.
+
+Before there is a run it ends the process, but not in the middle of its start, which nobody could tell of.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,34 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block, and is raised there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 class Interrupts:

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import opcode
 import os
 import signal
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar
 
 from mpi4py import MPI
 
 from mpishard.elastic.processes import die_with_single_threaded_parent, end_with_daemon
 from mpishard.elastic.run_folder import Ended, Failure, RunFolder, RunLost
+from mpishard.endings import Ending
 from mpishard.guard import abort_on_exception
 from mpishard.interrupts import Interrupts
 
@@ -78,11 +76,8 @@ class Completion:
         self._run = run
         self._process = os.getpid()
         self._is_first = MPI.COMM_WORLD.rank == 0 and MPI.Comm.Get_parent() == MPI.COMM_NULL
-        self._main = _main_frame()
-        self._exit: Any = _Unknown
-        self._really_exit: Callable[..., NoReturn] = sys.exit
+        self._ending = Ending()
         self._stop = threading.Event()
-        sys.exit = self._note_exit
         die_with_single_threaded_parent()
         if self._is_first:
             run.note_started()
@@ -94,10 +89,6 @@ class Completion:
 
     def _speaks(self) -> bool:
         return not self.is_silent if self._run.healed else self._is_first
-
-    def _note_exit(self, status: Any = None, /) -> NoReturn:
-        self._exit = status
-        self._really_exit(status)
 
     def _note_failure(self, error: BaseException, step: int) -> None:
         # An error of MPI is what others see of a death.  An interrupt comes from outside.
@@ -139,7 +130,7 @@ class Completion:
             step = _step()
             if step:
                 self._run.note_step(step)
-            self._run.note_ended(Ended(self._code))
+            self._run.note_ended(Ended(self._ending.code))
         else:
             self.give_up()
 
@@ -150,45 +141,9 @@ class Completion:
                 self._run.note_training(under_way)
 
     def give_up(self) -> None:
-        if self._code:
-            self._run.note_given_up(Ended(self._code))
-
-    @property
-    def _code(self) -> int | None:
-        """The exit code of the script, which has ended."""
-        return _exit_code(self._exit, _ran_to_its_end(self._main))
-
-
-class _Unknown:
-    """In the place of an exit status: ``sys.exit`` was not called."""
-
-
-def _exit_code(status: Any, to_its_end: bool) -> int | None:
-    """The exit code of a script, of what it gave to ``sys.exit``; None if it raised SystemExit itself."""
-    if to_its_end or status is None:
-        return 0
-    if status is _Unknown:
-        return None
-    return status & 0xFF if isinstance(status, int) else 1
-
-
-def _main_frame() -> FrameType | None:
-    """The frame of the script, whose imports are under way."""
-    frame: FrameType | None = sys._getframe()
-    names = sys.modules["__main__"].__dict__
-    found = None
-    while frame is not None:
-        if frame.f_globals is names and frame.f_code.co_name == "<module>":
-            found = frame
-        frame = frame.f_back
-    return found
-
-
-def _ran_to_its_end(frame: FrameType | None) -> bool:
-    """Whether the last instruction of a frame was its return: one that an exception has left stands where that rose."""
-    if frame is None:
-        return False
-    return opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+        code = self._ending.code
+        if code:
+            self._run.note_given_up(Ended(code))
 
 
 def _step() -> int:

@@ -50,6 +50,11 @@ class Launcher:
         """Sent to the launcher it ends the ranks at once; MPICH's passes SIGTERM on and waits."""
         return signal.SIGTERM if self.family == _OPEN_MPI else signal.SIGINT
 
+    @property
+    def tells_of_ctrl_c(self) -> bool:
+        """Whether it speaks of Ctrl-C when it is ended; killed, MPICH's leaves nothing on this host but its ranks."""
+        return self.family != _OPEN_MPI
+
     def command(
         self,
         command: Sequence[str],

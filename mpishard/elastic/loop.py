@@ -276,6 +276,10 @@ class ElasticLoop(Loop):
             self.reason = "signal" if self.crew.able < elastic.min_workers else ""
         self.decided = self.done
 
+    @property
+    def stopped_by_user(self) -> bool:
+        return self.elastic.outside.signals.by_user
+
     def _recruit(self) -> int:
         """Rank 0: see to it that processes come where workers are missing; how many workers wait to be taken in."""
         crew, elastic, recruitment = self.crew, self.elastic, self.recruitment

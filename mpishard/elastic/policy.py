@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from mpishard.elastic.hosts import Host
 from mpishard.elastic.run_folder import Ended, Failure
+from mpishard.endings import INTERRUPTED
 
 # What ends ranks; MPICH's launcher reports them as they are.
 _SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
@@ -145,6 +146,11 @@ def exit_code(launcher: int) -> int:
     return launcher if launcher >= 0 else 128 - launcher
 
 
+def name_of(number: int) -> str:
+    """A signal of the user's in words."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
 def _died_early(outcome: Outcome) -> bool:
     """Whether ranks were lost before all had imported mpishard; a script that ends there on all ranks is no loss."""
     by_signal = outcome.code < 0 or outcome.code > 128 or outcome.code in _SIGNALS
@@ -165,9 +171,10 @@ def decide(
     """
     code = reported(outcome)
     if code is not None:
-        return Stop(code)
+        # Ranks do not tell Ctrl-C from the other signals that end a run.
+        return Stop(128 + outcome.stopped if outcome.stopped and code == INTERRUPTED else code)
     if outcome.stopped:
-        return Stop(128 + outcome.stopped, "was ended by a signal")
+        return Stop(128 + outcome.stopped, f"was ended by {name_of(outcome.stopped)}")
     failure = outcome.failure
     # A launcher that says 0 of a job that did not end in order is wrong.
     code = 1 if failure is not None or outcome.half_started else exit_code(outcome.code) or 1

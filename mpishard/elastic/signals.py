@@ -8,6 +8,8 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
+from mpishard.interrupts import Interrupts
+
 _HEARD = (signal.SIGTERM, signal.SIGUSR1)
 # A launcher passes a signal on to all ranks, which do not see it at the same moment.
 _SKEW_S = 1.0
@@ -34,6 +36,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.came: bool = False
+        self._interrupted = False
         self._reported: float | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -69,7 +72,14 @@ class Signals:
             self._reported = now
         return 2 if now - self._reported >= _SKEW_S else 1
 
+    @property
+    def by_user(self) -> bool:
+        """Whether Ctrl-C has come to this process, or whatever `mpishard run`, which was to end, has sent it."""
+        ends = Interrupts.is_ending
+        return self._interrupted or (self.came and ends is not None and ends())
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.came = True
+        self._interrupted |= number == signal.SIGINT
         if number == signal.SIGINT:
             signal.signal(number, self._before.pop(signal.SIGINT))

@@ -24,7 +24,7 @@ from mpishard.elastic.course import Course, Limits
 from mpishard.elastic.hosts import Host, Patrol, check_shell, parse_hosts, sweep
 from mpishard.elastic.launchers import Launcher, find_launcher
 from mpishard.elastic.leftovers import Leftovers
-from mpishard.elastic.policy import History, Outcome, Policy, Start, Stop, decide, exit_code
+from mpishard.elastic.policy import History, Outcome, Policy, Start, Stop, decide, exit_code, name_of
 from mpishard.elastic.processes import Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
 from mpishard.elastic.run_folder import RunFolder
 
@@ -102,6 +102,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._stopped = 0
         self._stop_began = 0.0
+        self._at_once = False  # nobody waits for what the launcher makes of the end
 
     def run(self) -> int:
         """Returns the exit code of the run."""
@@ -232,11 +233,20 @@ class Supervisor:
             if number == _PASS_ON:
                 process.send_signal(number)
                 continue
+            name = name_of(number)
             if self._stopped:
+                self._at_once = True
+                self._say(f"{name} again: the ranks are killed, and save nothing more")
                 return True
             self._stopped, self._stop_began = number, time.monotonic()
-            name = signal.Signals(number).name
-            self._say(f"{name}: the ranks have {self.job.grace:g} s to leave; again, and they are killed")
+            if number == signal.SIGINT and not folder.started:
+                self._at_once = True
+                self._say("Ctrl-C before the ranks have begun: they are killed")
+                return True
+            self._say(
+                f"{name}: the run ends after its step, and saves if it has checkpoints; the ranks have "
+                f"{self.job.grace:g} s for that.  Once more, and they are killed"
+            )
             with contextlib.suppress(OSError):
                 folder.note_ending()
             process.send_signal(self.launcher.leave_signal)
@@ -244,6 +254,10 @@ class Supervisor:
 
     def _end(self, process: subprocess.Popen[bytes], limit: float) -> None:
         """End a launcher, in order if it will within so many seconds."""
+        if self._at_once and not self.hosts and self.launcher.tells_of_ctrl_c:
+            process.kill()
+            process.wait()
+            return
         process.send_signal(self.launcher.end_signal)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(limit)

@@ -15,6 +15,7 @@ import numpy as np
 from mpishard import array as arrays
 from mpishard.array import aligned_copy
 from mpishard.data.sampling import Sampler, micro_batches, share
+from mpishard.endings import note_run
 from mpishard.interrupts import Interrupts
 from mpishard.optim import ShardedOptimizer
 from mpishard.optim.ordered import OrderedSums
@@ -149,6 +150,7 @@ class Loop:
         """What has come of the run, which ended for this reason."""
         if self.record is not None:
             self.record.close()
+        note_run(stopped=reason == "signal" and self.stopped_by_user)
         if reason == "signal" and self.optimizer.mesh.rank == 0:
             print(f"mpishard: stopped after step {self.optimizer.clock}; {self.way_on()}", file=sys.stderr, flush=True)
         return OptimizationResult(
@@ -162,6 +164,11 @@ class Loop:
             stop_reason=reason,
             communication=self.optimizer.config.mesh.ledger.summary(),
         )
+
+    @property
+    def stopped_by_user(self) -> bool:
+        """Whether a signal that has stopped the run was Ctrl-C, or has come from `mpishard run`, which was to end."""
+        return True
 
     def way_on(self) -> str:
         """How to go on with a run that was stopped, in words."""

@@ -13,6 +13,7 @@ FLOORS = [
     {"arguments"},
     {
         "compiling",
+        "endings",
         "files",
         "formula",
         "interrupts",

@@ -19,12 +19,12 @@ import pytest
 
 import mpishard
 from mpishard.elastic import course
-from mpishard.elastic.completion import _exit_code, _main_frame, _ran_to_its_end, _Unknown
 from mpishard.elastic.hosts import Host, Patrol, Probe, check_shell, parse_hosts, sweep
 from mpishard.elastic.launchers import Launcher, find_launcher
 from mpishard.elastic.policy import History, Outcome, Policy, Start, Stop, decide
 from mpishard.elastic.processes import Offspring
 from mpishard.elastic.run_folder import Ended, Failure, RunFolder
+from mpishard.endings import _exit_code, _main_frame, _ran_to_its_end, _Unknown
 
 KILLED = Outcome(code=137, step=10)
 FAILURE = Failure("ValueError", "1.5 is bad", "train.py:7", 12)
@@ -56,6 +56,10 @@ def after(outcome, policy=ELASTIC, history=None, hosts=(), answering=None):
         (Outcome(75, given_up=Ended(75), aborted=True), 75),
         (Outcome(0, ended=Ended(0), stopped=15), 0),
         (Outcome(0, stopped=15), 143),
+        # stopped in order, by a signal that stands for Ctrl-C in the ranks
+        (Outcome(0, ended=Ended(130), stopped=15), 143),
+        (Outcome(0, ended=Ended(130), stopped=2), 130),
+        (Outcome(75, ended=Ended(75), stopped=15), 75),
     ],
 )
 @pytest.mark.parametrize("elastic", [True, False])
