@@ -75,6 +75,20 @@ def number(
     return plain
 
 
+def returned(value: Any) -> float:
+    """What a function of the user's gave, as a float: a number, or an array or tensor of one.
+
+    Raises
+    ------
+    TypeError
+        If it is anything else; text, True and complex numbers are no real numbers.
+    """
+    kind = str(getattr(value, "dtype", type(value).__name__))
+    if not hasattr(value, "__float__") or "bool" in kind or "complex" in kind:
+        raise TypeError(f"{shown(value)} is no number")
+    return float(value)
+
+
 def flag(name: str, value: Any) -> bool:
     """`value` as a bool; TypeError unless it is True or False."""
     if not isinstance(value, bool | np.bool):

@@ -254,19 +254,21 @@ class Axis:
 
     def send(self, buffer: Array, to: int, tag: int = 0, *, label: str = "") -> None:
         """Send `buffer` to rank `to`; returns when it may be written again.  Not collective."""
-        self.start_send(buffer, to, tag, label=label).wait()
+        self._wait(self.start_send(buffer, to, tag, label=label), to, tag)
 
     def recv(self, buffer: Array, source: int, tag: int = 0, *, label: str = "") -> Array:
         """Receive into `buffer` from rank `source`; ValueError if fewer elements were sent.  Not collective."""
-        return self.start_recv(buffer, source, tag, label=label).wait()
+        return self._wait(self.start_recv(buffer, source, tag, label=label), source, tag)
 
     def start_send(self, buffer: Array, to: int, tag: int = 0, *, label: str = "") -> Pending:
         call = self._begin(self._now, "send", buffer, label, peer=to)
+        self._note_message("send", to, tag)
         requests = [self.comm.Isend(part, to, tag) for part in self._parts(to_wire(buffer))]
         return Pending(self.ledger, call, buffer.nbytes, requests, lambda: buffer)
 
     def start_recv(self, buffer: Array, source: int, tag: int = 0, *, label: str = "") -> Pending:
         call = self._begin(self._now, "recv", buffer, label, peer=source)
+        self._note_message("recv", source, tag)
         wire = to_wire(buffer, reads=False)
         requests = [self.comm.Irecv(part, source, tag) for part in self._parts(wire)]
         statuses = [MPI.Status() for _ in requests]
@@ -278,6 +280,17 @@ class Axis:
             return from_wire(wire, buffer)
 
         return Pending(self.ledger, call, 0, requests, finish, statuses=statuses)
+
+    def _note_message(self, op: str, peer: int, tag: int) -> None:
+        """Debug: let others know that this rank has come to one end of a message."""
+        if peer >= 0 <= tag:
+            self._now.message(op, self.members[self.rank], self.members[peer], tag)
+
+    def _wait(self, pending: Pending, peer: int, tag: int) -> Array:
+        """Finish a message; in debug mode raise if both ends wait in calls that do not meet."""
+        if peer >= 0 <= tag:  # and not one of MPI's numbers for any
+            self._now.wait(pending.call, self.members[self.rank], self.members[peer], tag, pending.test, self.ledger)
+        return pending.wait()
 
     # -- agreement --------------------------------------------------------------------------------------------------
 

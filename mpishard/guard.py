@@ -31,7 +31,7 @@ from mpishard.ledger import Call, Ledger
 from mpishard.tracebacks import describe
 from mpishard.witness import Witness, silence_witnesses
 
-_ASK, _ASK_ALL, _ANSWER = 1, 2, 3
+_ASK, _ASK_ALL, _ANSWER, _FAILED = 1, 2, 3, 4
 _POLL_S = 0.25
 # After so long a wait a rank asks its neighbour whether it is still in the script.
 _SUSPICION_S = 5.0
@@ -46,6 +46,8 @@ _LOOK_S = 15.0
 _FIRST_S = 1.0
 # From a Ctrl-C that Python has ignored, since it came where no exception may rise, to the next try.
 _AGAIN_S = 0.05
+# So long the first waits to hear whether all have failed.
+_ALIKE_S = 0.6
 # Longest that a rank waits for others that end with it, and how long it sleeps between two looks.
 _LAST_S, _NAP_S = 5.0, 0.02
 # Longest answer; the numbers of stack frames that fit are more than anybody reads.
@@ -92,13 +94,13 @@ def _end_with_others(message: str, code: int) -> NoReturn:
     while len(_dead()) < world.size - 1:
         if time.monotonic() > deadline:
             os.kill(os.getpid(), signal.SIGKILL)
-        with contextlib.suppress(MPI.Exception):  # MPI hears of deaths when it is called
-            world.Iprobe()
-        time.sleep(_NAP_S)
+        _progress()
     os._exit(code)
 
 
 def _print(message: str) -> None:
+    if not message:
+        return
     sys.stderr.write(message if message.endswith("\n") else message + "\n")
     sys.stderr.flush()
     time.sleep(_FLUSH_S)  # launchers drop what is still in the pipe when the job is aborted
@@ -108,6 +110,24 @@ def _dead() -> list[int]:
     """The ranks that this process knows to have died, where MPI tells."""
     world = MPI.COMM_WORLD
     return sorted(MPI.Group.Translate_ranks(world.Get_failed(), None, world.Get_group()))
+
+
+def _dead_within(seconds: float) -> list[int]:
+    """The ranks known to have died after so many seconds, or once the first is among them; none if MPI never tells."""
+    if not heals_in_place():
+        time.sleep(seconds)
+        return []
+    deadline = time.monotonic() + seconds
+    while 0 not in _dead() and time.monotonic() < deadline:
+        _progress()
+    return _dead()
+
+
+def _progress() -> None:
+    """Sleep, and let MPI hear of deaths, which it does when it is called."""
+    with contextlib.suppress(MPI.Exception):
+        MPI.COMM_WORLD.Iprobe()
+    time.sleep(_NAP_S)
 
 
 def _tell(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
@@ -134,6 +154,7 @@ class _AbortOnException:
         self.ledger: Ledger | None = None
         self.note: Callable[[BaseException, int], None] | None = None
         self.note_abort: Callable[[], None] | None = None
+        self.watchdog: Watchdog | None = None
         self.alone = False
         self._first = threading.Lock()
 
@@ -154,13 +175,18 @@ class _AbortOnException:
         text = describe(error or kind(), where)
         if self.alone:
             die(f"mpishard: process {comm.rank} failed{step} and leaves the run\n{text}")
-        if comm.rank > 0:
-            time.sleep(_FIRST_S)
-        dead = _dead() if heals_in_place() else []
+        failed = self.watchdog.gather_failures() if self.watchdog is not None else []
+        dead = _dead_within(_FIRST_S if comm.rank > 0 and not failed else 0.0)
+        if 0 in dead and len(failed) == comm.size:
+            abort("")  # the first has told of all
         if dead and (isinstance(error, MPI.Exception) or 0 in dead):
             why = text.splitlines()[-1]
             abort(f"mpishard: rank {comm.rank} of {comm.size} ends{step} after rank {dead[0]} has: {why}")
-        abort(f"mpishard: rank {comm.rank} of {comm.size} failed{step} and ends the job\n{text}")
+        if len(failed) < 2:
+            abort(f"mpishard: rank {comm.rank} of {comm.size} failed{step} and ends the job\n{text}")
+        some = f"ranks {', '.join(map(str, failed))} of {comm.size}"
+        who = f"all {comm.size} ranks" if len(failed) == comm.size else some
+        abort(f"mpishard: {who} failed{step} and end the job; of rank {comm.rank}:\n{text}")
 
     def in_thread(self, args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit:
@@ -172,6 +198,7 @@ def abort_on_exception(
     *,
     note: Callable[[BaseException, int], None] | None = None,
     note_abort: Callable[[], None] | None = None,
+    watchdog: Watchdog | None = None,
 ) -> None:
     """From now on an exception that nobody catches, in any thread of this process, aborts the job of several ranks.
 
@@ -185,6 +212,8 @@ def abort_on_exception(
         Called first, with the exception and the step, 0 if it is not known.
     note_abort : callable, optional
         Called before this process ends the job, for that or another reason.
+    watchdog : Watchdog, optional
+        By which ranks that fail together hear of each other, so that one of them tells of all.
     """
     known = isinstance(sys.excepthook, _AbortOnException)
     alone = MPI.COMM_WORLD.size == 1 and MPI.Comm.Get_parent() == MPI.COMM_NULL
@@ -200,7 +229,7 @@ def abort_on_exception(
         hook = _AbortOnException()
         sys.excepthook, threading.excepthook = hook, hook.in_thread
     assert isinstance(sys.excepthook, _AbortOnException)
-    sys.excepthook.ledger = ledger
+    sys.excepthook.ledger, sys.excepthook.watchdog = ledger, watchdog
     sys.excepthook.note = note or sys.excepthook.note
     sys.excepthook.note_abort = note_abort or sys.excepthook.note_abort
 
@@ -293,6 +322,7 @@ class Watchdog:
         self._looks = 0.0
         self._replies: dict[int, _Reply] = {}
         self._sends: list[Any] = []
+        self._failed: set[int] = set()
         self._thread: threading.Thread | None = None
         self._witness = Witness.over(comm) if comm.size > 1 else None
         if comm.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
@@ -303,6 +333,8 @@ class Watchdog:
     def close(self) -> None:
         """End the watch and free the communicator."""
         atexit.unregister(self._end_of_script)
+        if isinstance(sys.excepthook, _AbortOnException) and sys.excepthook.watchdog is self:
+            sys.excepthook.watchdog = None
         self._leave("has freed its mesh")
         if self._witness is not None:
             self._witness.close()
@@ -314,6 +346,30 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def gather_failures(self) -> list[int]:
+        """Tell the others that this rank has failed; returns which ranks have by the time that this one shall speak.
+
+        The first of them speaks, and ends the job while the others wait here.  Empty if they are not those of the job.
+        """
+        comm, began, sends = self._comm, time.monotonic(), []
+        may_call = self._thread is not None or threading.current_thread() is threading.main_thread()
+        if not may_call or MPI.Comm.Compare(comm, MPI.COMM_WORLD) not in (MPI.IDENT, MPI.CONGRUENT):
+            return []
+        self._failed.add(comm.rank)
+        for rank in range(comm.size):
+            if rank != comm.rank:
+                with contextlib.suppress(MPI.Exception):  # one that has died
+                    sends.append(comm.Isend([b"!", MPI.BYTE], rank, _FAILED))
+        while len(self._failed) < comm.size or comm.rank > 0:
+            if self._thread is None:
+                with contextlib.suppress(MPI.Exception):
+                    self._serve()
+            patience = _LAST_S if min(self._failed) < comm.rank else _FIRST_S if comm.rank else _ALIKE_S
+            if time.monotonic() - began > patience or (heals_in_place() and 0 in _dead()):
+                break
+            _progress()
+        return sorted(self._failed)
 
     def _end_of_script(self) -> None:
         self._leave("has ended its script")
@@ -368,6 +424,9 @@ class Watchdog:
             buffer = bytearray(status.Get_count(MPI.BYTE))
             source, tag = status.Get_source(), status.Get_tag()
             self._comm.Recv([buffer, MPI.BYTE], source, tag)
+            if tag == _FAILED:
+                self._failed.add(source)
+                continue
             if tag == _ANSWER:
                 idle, _, text = buffer.decode(errors="replace").partition(" ")
                 self._replies[source] = _Reply(idle == "True", text)

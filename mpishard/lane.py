@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
@@ -23,7 +23,7 @@ _SOON_S, _NAP_S = 0.002, 0.0005
 
 
 class CollectiveMismatchError(RuntimeError):
-    """Ranks are not in the same collective, or wait for each other in collectives of different axes."""
+    """Ranks are not in the same collective, or wait for each other in different calls."""
 
 
 class Lane:
@@ -76,9 +76,38 @@ class Lane:
                 f"call #{call.sequence} on axis {call.axis!r} differs between its ranks:\n" + "\n".join(lines)
             )
 
+    def message(self, op: str, rank: int, peer: int, tag: int) -> None:
+        """Debug: `rank` sends to `peer`, or receives, both of them ranks of the mesh.  Not collective."""
+        if self.comparison is not None:
+            self.comparison.enter(self._end(op, rank, peer, tag))
+
+    def wait(
+        self, fields: tuple[Any, ...], rank: int, peer: int, tag: int, is_over: Callable[[], bool], ledger: Ledger
+    ) -> None:
+        """Debug: return when the message is over that `rank` noted last, or raise if it never can be."""
+        if self.comparison is None:
+            return
+        call = Call(*fields).placed(sys._getframe())
+        other = "recv" if call.op == "send" else "send"
+        number = self.comparison.entered(self._end(call.op, rank, peer, tag))
+        what = f"{call.op}({call.elements} x {call.dtype}, {'to' if call.op == 'send' else 'from'} rank {peer})"
+        late = Late(self._end(other, peer, rank, tag), number, call.axis, what, call.site, [peer], {})
+        ledger.active = fields
+        try:
+            self.comparison.wait(is_over, late)
+        finally:
+            ledger.active = None
+
+    def _end(self, op: str, rank: int, peer: int, tag: int) -> str:
+        """A name for one end of all messages with a tag between two ranks."""
+        return f"{self._name} {op} {rank} {peer} {tag}"
+
 
 class Late(NamedTuple):
-    """The call in which a rank waits: number `number` of its lane; and how many calls it has come to, by lane."""
+    """The call in which a rank waits for `members`: until they have come to call `number` of `lane`.
+
+    `entered` is how many calls it has come to itself, by lane.
+    """
 
     lane: str
     number: int
@@ -123,16 +152,31 @@ class Comparison:
         """
         if self._failed:  # numbers of calls no longer agree
             raise CollectiveMismatchError(self._failed)
-        self._entered[lane] = number = self._entered[lane] + 1
+        number = self.enter(lane)
         said = self._said[lane, number]
         said[self._comm.rank] = what, site
         for rank in members:
             if rank != self._comm.rank:
                 self._send(rank, _HERE, (lane, number, what, site))
+        self.wait(lambda: len(said) == len(members), Late(lane, number, axis, what, site, list(members), {}))
+        del self._said[lane, number]
+        return [said[rank] for rank in members]
+
+    def enter(self, lane: str) -> int:
+        """This rank comes to the next call of a lane; returns its number."""
+        self._entered[lane] += 1
+        return self._entered[lane]
+
+    def entered(self, lane: str) -> int:
+        """How many calls of a lane this rank has come to."""
+        return self._entered[lane]
+
+    def wait(self, is_over: Callable[[], bool], late: Late) -> None:
+        """Return when a call is over, or can begin; `late` says which one it is.  Errors are those of `meet`."""
         began = time.monotonic()
         looks = began + _PATIENCE_S
         self._receive()
-        while len(said) < len(members):
+        while not is_over():
             now = time.monotonic()
             time.sleep(0 if now - began < _SOON_S else _NAP_S)
             self._receive()
@@ -140,12 +184,10 @@ class Comparison:
                 continue
             looks = now + _PATIENCE_S
             own = self._late.get(self._comm.rank)
-            if own is None or (own.lane, own.number) != (lane, number):
-                self._tell_all(Late(lane, number, axis, what, site, list(members), dict(self._entered)))
+            if own is None or (own.lane, own.number) != (late.lane, late.number):
+                self._tell_all(late._replace(entered=dict(self._entered)))
             else:
                 self._check()
-        del self._said[lane, number]
-        return [said[rank] for rank in members]
 
     def free(self) -> None:
         # What nobody has waited for is taken in before, or a message could stay on its way.
@@ -174,8 +216,8 @@ class Comparison:
             for rank, late in ((rank, self._late[rank]) for rank in stuck)
         ]
         self._failed = (
-            "ranks wait for each other in different collectives, of which none can begin; all ranks of an axis must "
-            "make its calls, and in one order:\n" + "\n".join(lines)
+            "ranks wait for each other in different calls, of which none can begin; all ranks of an axis must make its "
+            "collectives, and in one order, and what is received must have been sent:\n" + "\n".join(lines)
         )
         ends = time.monotonic() + _TELLING_S
         while self._unsent() and time.monotonic() < ends:

@@ -106,7 +106,7 @@ class Mesh:
         self.ledger = Ledger()
         world = comm.Dup()
         self._watchdog: Watchdog | None = Watchdog(world, self.ledger, timeout)
-        abort_on_exception(self.ledger)
+        abort_on_exception(self.ledger, watchdog=self._watchdog)
         self._is_child = False
         self._split(world, data, tensor, pipeline)
 

@@ -41,6 +41,12 @@ class Pending:
         self._result: Array = None
         self._started_s = ledger.spend(call, call[0])
 
+    @property
+    def call(self) -> Fields:
+        """The fields of its `Call`, until it is over."""
+        assert self._call is not None
+        return self._call
+
     def test(self) -> bool:
         """Whether `wait` would return at once; MPI.Exception if somebody has died or revoked the axis (ULFM)."""
         # Not Get_status, which in Open MPI 5 sees neither where a message is concerned, ever.

@@ -117,6 +117,7 @@ def load_checkpoint(
     if found is None:
         raise FileNotFoundError(f"there is no checkpoint in {folder}")
     if optimizer is not None:
+        optimizer.tell_of_changes(found.facts)
         optimizer.take_over(found.facts)
     elif named.sharded is not None:
         named.sharded.drop()

@@ -223,6 +223,11 @@ class ElasticLoop(Loop):
             self.save(last=False)
             self._give_way(time.perf_counter() - began)
 
+    def refuse_misuse(self) -> None:
+        """Raise here: workers who meet for the first time may have taken different numbers of steps."""
+        if self.misuse is not None:
+            raise self.misuse
+
     def _give_way(self, seconds: float) -> None:
         """After a step of so many seconds: where workers share cores, leave these to those who start there.
 

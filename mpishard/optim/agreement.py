@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpishard import array as arrays
 from mpishard.collectives import Axis
+from mpishard.ledger import users_level
 from mpishard.mesh import Mesh
 from mpishard.optim.settings import differing, settings_of
 from mpishard.optim.strategies import Strategy
@@ -101,6 +103,24 @@ def agree_on_step(
         raise ValueError(f"all ranks must have the same parameters in the same order; here: {told}")
     if facts[3] != -facts[4]:
         raise ValueError(f"count must be the global number, the same on all ranks; got {ranks.exchange(count)}")
+
+
+def tell_of_other_starts(mesh: Mesh, parameters: FlatParameters) -> None:
+    """Warn on rank 0 where copies of the parameters, which are about to become those of the first, differ.
+
+    Collective over the data axis.
+    """
+    if parameters.sharded is not None or mesh.data.size == 1:
+        return
+    own = parameters.digest()
+    most, least = mesh.data.all_reduce(np.array([own, -own], np.int64), op="max", label="control").tolist()
+    if most != -least and mesh.rank == 0:
+        warnings.warn(
+            "ranks start from different parameters, and those of rank 0 are taken on all.  If that is meant, broadcast "
+            "them before (mesh.world.broadcast(start)); else give all ranks one seed",
+            RuntimeWarning,
+            stacklevel=users_level(),
+        )
 
 
 def check_problem(problem: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from mpishard.optim.averages import Averages, LocalUpdates
 from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.optimizer import ShardedOptimizer
 from mpishard.optim.rules import Rule
-from mpishard.optim.run_state import shards
+from mpishard.optim.run_state import changed_numbers, shards
 from mpishard.optim.settings import settings_of_rule
 from mpishard.optim.strategies import Strategy
 from mpishard.optim.team import Team
@@ -310,6 +311,12 @@ class LocalSGDOptimizer(ShardedOptimizer):
             facts |= {"outer_rule": self._outer_name, "outer_rule.json": self.outer.configuration()}
             facts |= {"outer_slots.json": list(self.outer.slots)}
         return facts
+
+    def changed_numbers(self, facts: Mapping[str, Any]) -> list[str]:
+        changed = super().changed_numbers(facts)
+        if self.outer is not None:
+            changed += changed_numbers(self.outer, facts.get("outer_rule.json"), of="outer ")
+        return changed
 
     @property
     def further_settings(self) -> dict[str, Any]:

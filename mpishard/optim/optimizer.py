@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,20 @@ from mpishard.array import accumulate
 from mpishard.collectives import Axis
 from mpishard.compiling import prepare
 from mpishard.mesh import Mesh
-from mpishard.optim.agreement import agree_on_step, check_gradients, check_layout, check_problem, check_same_model
+from mpishard.optim.agreement import (
+    agree_on_step,
+    check_gradients,
+    check_layout,
+    check_problem,
+    check_same_model,
+    tell_of_other_starts,
+)
 from mpishard.optim.configuration import ShardingConfiguration
 from mpishard.optim.inspection import Inspection
 from mpishard.optim.loss_scale import LossScale
 from mpishard.optim.problem import OptimizationResult, P, Problem, TrainingState
 from mpishard.optim.rules import Rule
-from mpishard.optim.run_state import check_numbers, check_rule, facts_of, shards
+from mpishard.optim.run_state import changed_numbers, check_numbers, check_rule, facts_of, shards
 from mpishard.optim.settings import Settings, differing, settings_of, settings_of_state
 from mpishard.optim.strategies import Strategy
 from mpishard.optim.team import Team
@@ -109,6 +117,7 @@ class ShardedOptimizer:
         self._restored: State | None = None
         self._accumulated: Array | None = None
         self._passes = 0
+        self._told = False  # that a run goes on with the state of another
 
     @property
     def mesh(self) -> Mesh:
@@ -175,6 +184,8 @@ class ShardedOptimizer:
         elif problem is not None:
             raise problem
         assert named is not None
+        if self._parameters is None:
+            tell_of_other_starts(self.mesh, named)
         self.bind(named)
         if automatic or synchronized:
             if gradients is not None:
@@ -225,6 +236,10 @@ class ShardedOptimizer:
     ) -> OptimizationResult[P]:
         """Minimise a problem: take its steps, or go on with a run that has taken some.
 
+        As with the optimizers of PyTorch, another call goes on with the state that the one before has left: slots,
+        steps, and with them the learning rate's schedule and the samples that come next.  That is said once.  A new
+        optimizer starts afresh.
+
         Parameters
         ----------
         problem : OptimizationProblem
@@ -238,7 +253,8 @@ class ShardedOptimizer:
             Go on from the newest whole one of `checkpoints`, at whatever number of ranks and in whatever layout it was
             written, or begin if there is none: with its parameters and state, at its step, with its samples.  The steps
             of the run before count as steps of this one, and its losses come first in `loss_history`: NaN if another
-            loop wrote the checkpoint without.  A run that had reached its steps or its tolerance takes no more.
+            loop wrote the checkpoint without.  A run that had reached its steps or its tolerance takes no more.  The
+            learning rate and the other settings are those of this optimizer's rule, and which differ is said.
         record : RunRecord, optional
             Write there how the run goes, for ``mpishard plot`` and others.
 
@@ -384,6 +400,7 @@ class ShardedOptimizer:
         told = None if state is None else image.told(state, data)
         self.settings.agree(self, told, problem, what="settings and state")
         assert state is not None
+        self.tell_of_changes({"rule.json": state.configuration})
         self.steps, self.skipped_steps = state.steps, state.skipped_steps
         self.scaling.restore(state.loss_scale)
         if self._parameters is None:
@@ -462,6 +479,27 @@ class ShardedOptimizer:
         """Raise ValueError unless this optimizer can go on with the state that these facts belong to."""
         check_rule(self.rule, facts.get("rule", "none"), names_fact(facts, "slots.json"))
         check_numbers(facts)
+
+    def changed_numbers(self, facts: Mapping[str, Any]) -> list[str]:
+        """Which settings of the rule are others than in these facts, in words."""
+        return changed_numbers(self.rule, facts.get("rule.json"))
+
+    def tell_of_changes(self, facts: Mapping[str, Any]) -> None:
+        """Say on rank 0 which settings of the rule are others than those that the state was saved with."""
+        changed = self.changed_numbers(facts)
+        if changed and self.mesh.rank == 0:
+            print(f"mpishard: the saved state goes on with {', '.join(changed)}", file=sys.stderr, flush=True)
+
+    def tell_of_state(self) -> None:
+        """Say on rank 0, the first time only, that a run does not start afresh."""
+        if self.mesh.rank == 0 and not self._told:
+            print(
+                f"mpishard: this optimizer goes on after the {self.clock} steps that it has taken, with its state, the "
+                "learning rate's schedule and the samples that come next; make a new optimizer to start afresh",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._told = True
 
     def take_over(self, facts: Mapping[str, Any]) -> None:
         """Go on from these facts of `run_state`, once its arrays are filled.  Not collective."""

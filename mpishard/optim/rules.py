@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from math import sqrt
 from typing import Any, ClassVar
 
-from mpishard.arguments import flag, number, shown
+from mpishard.arguments import flag, number, returned, shown
 from mpishard.array import Kernel, empty
 from mpishard.optim import formulas
 from mpishard.summation import norm_of
@@ -90,11 +90,13 @@ class Rule(ABC):
             return self.lr
         given = self.lr(step)
         try:
-            rate = float(given)
+            rate = returned(given)
         except (TypeError, ValueError):
             rate = math.nan
         if not 0.0 <= rate < math.inf:
-            raise ValueError(f"{type(self).__name__}: lr({step}) must be at least 0 and finite, got {given!r}")
+            raise ValueError(
+                f"{type(self).__name__}: lr({step}) must be a number of at least 0 and finite, got {shown(given)}"
+            )
         return rate
 
     def scaled(self, factor: float) -> Rule:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from mpishard import array as arrays
+from mpishard.arguments import returned
 from mpishard.array import aligned_copy
 from mpishard.data.sampling import Sampler, micro_batches, share
 from mpishard.endings import note_run
 from mpishard.interrupts import Interrupts
 from mpishard.optim import ShardedOptimizer
+from mpishard.optim.agreement import tell_of_other_starts
 from mpishard.optim.ordered import OrderedSums
 from mpishard.optim.problem import OptimizationResult, TrainingState
 from mpishard.parameters import FlatParameters
@@ -28,6 +30,7 @@ from mpishard.threads import fix_blas_threads
 from mpishard.training.problem import OptimizationProblem
 from mpishard.training.scaling import Scaling
 from mpishard.training.sum_check import check_sums
+from mpishard.training.untouched import Untouched
 from mpishard.tree_sum import Deal, tree_sum
 
 if TYPE_CHECKING:
@@ -81,6 +84,11 @@ class Loop:
                 "loss_scale is for models, which multiply their gradients by it; the gradient of a function of a flat "
                 "array comes as it is: leave loss_scale out"
             )
+        # Whether the next call of the function is looked at, and what one has changed that it must not.
+        self.looks = self.begins or optimizer.mesh.debug
+        self.misuse: Exception | None = None
+        if self.begins:
+            tell_of_other_starts(optimizer.mesh, self.parameters)
         self.attach()
         self.losses: list[float] = []
         # Whether ranks met in the last step; this rank's summed losses of steps before in which they did not, with the
@@ -94,10 +102,12 @@ class Loop:
         self.nonfinite_loss = ""  # of this rank in the step that is being taken, in words
         self.record = record
         self.checkpoints = checkpoints
+        restored = False
         if checkpoints is not None:
             self.check(checkpoints)
-            if resume:
-                self.resume(checkpoints)
+            restored = resume and self.resume(checkpoints)
+        if self.begins and optimizer.clock and not restored:
+            optimizer.tell_of_state()
         if self.scaling.batch_size(problem.batch_size, workers) < workers:
             raise ValueError(
                 f"batch_size={problem.batch_size} gives some of the {workers} data-parallel ranks no sample; "
@@ -192,8 +202,8 @@ class Loop:
         if self.begins:
             checkpoints.rehearse()
 
-    def resume(self, checkpoints: Checkpoints) -> None:
-        """Go on where the newest checkpoint stands."""
+    def resume(self, checkpoints: Checkpoints) -> bool:
+        """Go on where the newest checkpoint stands; returns whether there is one."""
         optimizer, run = self.optimizer, self.order()
         losses = np.empty(0)
 
@@ -220,12 +230,14 @@ class Loop:
 
         found = checkpoints.load(optimizer.run_state(), check=check)
         if found is not None:
+            optimizer.tell_of_changes(found.facts)
             optimizer.take_over(found.facts)
             self.position = self.sampler.consumed(optimizer.clock)
             if of_loop(found.facts):
                 self.position = found.facts["samples_consumed"]
                 self.scaling = replace(self.scaling, first=found.facts.get("first_workers", self.scaling.first))
             self.losses = losses.tolist()
+        return found is not None
 
     @property
     def batch_size(self) -> int:
@@ -293,6 +305,9 @@ class Loop:
         self.batch = self.sampler.following(self.position, self.batch_size)
         self.nonfinite_loss = ""
         losses, count = self.losses_and_gradient(self.batch)
+        if self.looks:
+            self.looks = self.optimizer.mesh.debug
+            self.refuse_misuse()
         self.meets = self.meets_always or self.optimizer.meets
         if self.meets:
             self.axis.all_reduce(losses, label="loss")
@@ -308,6 +323,10 @@ class Loop:
             )
         self.rate = rate
         return loss, rate
+
+    def refuse_misuse(self) -> None:
+        """Raise on all ranks if the function has changed what it must not, on any of them.  Collective."""
+        self.optimizer.world.agree(self.misuse)
 
     def conclude(self, step: int, loss: float, rate: float) -> str:
         """Note what a step has come to; returns why to stop, or nothing."""
@@ -392,12 +411,15 @@ class Loop:
         if not len(samples) and not self.together:
             return 0.0
         parameters = self.parameters if self.of_model else self.parameters.flat
+        look = Untouched(self.parameters, samples) if self.looks and len(samples) else None
         began = time.perf_counter()
         loss = self.problem.function(parameters, samples, self.gradients)
         self.optimizer.mesh.ledger.note(f"{len(samples)} samples", "function", began)
+        if look is not None:
+            self.misuse = self.misuse or look.problem()
         try:
-            loss = float(loss)
-        except (TypeError, ValueError):
+            loss = returned(loss)
+        except (TypeError, ValueError, RuntimeError):  # the last of a tensor of PyTorch with more elements
             what = f"a {type(loss).__name__}"
             raise TypeError(f"the function must return the summed loss as one number, got {what}") from None
         if not math.isfinite(loss) and not self.nonfinite_loss:

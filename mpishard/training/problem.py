@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
-from mpishard.arguments import flag, integer, number
+from mpishard.arguments import flag, integer, number, shown
 from mpishard.optim import ShardedOptimizer
 from mpishard.optim.problem import OptimizationResult, P, TrainingState
 from mpishard.parameters import FlatParameters, Model, check_flat
@@ -27,13 +27,14 @@ class OptimizationProblem(Generic[P]):
     ----------
     function : callable
         ``function(parameters, samples, gradients) -> loss``: for one micro-batch, whose sample indices are `samples`
-        (int64, never empty), return the summed loss and ADD its gradient into `gradients`.  Parameters and gradients
-        are flat arrays like `start`; if `start` is a FlatParameters they are that and its `GradientBuckets`, which are
-        added to by name, ``gradients["k"] += ...``, or written by its model.  Where ranks wait for each other inside a
-        model (ZeRO-2 and 3, tensor or pipeline ranks) all of them are called equally often, some with no samples.
+        (int64, never empty), return the summed loss and ADD its gradient into `gradients`.  Parameters and samples are
+        to be read only: a function that changes them is refused in the first step.  Parameters and gradients are flat
+        arrays like `start`; if `start` is a FlatParameters they are that and its `GradientBuckets`, which are added to
+        by name, ``gradients["k"] += ...``, or written by its model.  Where ranks wait for each other inside a model
+        (ZeRO-2 and 3, tensor or pipeline ranks) all of them are called equally often, some with no samples.
     start : 1-D array or FlatParameters
-        Where to start; rank 0's values count, and other ranks get these.  An array is copied, to memory that DLPack
-        shares with JAX too; a FlatParameters is trained in place.
+        Where to start; rank 0's values count, and other ranks get these, with a warning if theirs differ.  An array is
+        copied, to memory that DLPack shares with JAX too; a FlatParameters is trained in place.
     samples : int
         Number of samples.
     batch_size : int
@@ -72,8 +73,11 @@ class OptimizationProblem(Generic[P]):
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(f"function must be callable, got {type(self.function).__name__}")
-        if not isinstance(self.start, FlatParameters):
-            check_flat("start", self.start)
+        start: Any = self.start
+        if not isinstance(start, FlatParameters):
+            check_flat("start", start)
+        if not (sum(spec.size for spec in start.specs) if isinstance(start, FlatParameters) else start.size):
+            raise ValueError("start is empty: there is nothing to optimize; give it at least one parameter")
         for name, least in (("samples", 1), ("batch_size", 1), ("tokens_per_sample", 1), ("seed", None)):
             object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
         for name, least in (("micro_batch_size", 1), ("steps", 0)):
@@ -144,7 +148,7 @@ class OptimizationProblem(Generic[P]):
         """
         problem: Exception | None = None
         try:
-            _check_options(progress, checkpoints, resume, record)
+            _check_options(callback, progress, checkpoints, resume, record)
         except (TypeError, ValueError) as error:
             problem = error
         given = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
@@ -172,8 +176,10 @@ class OptimizationProblem(Generic[P]):
         optimizer.settings.agree(optimizer, {name: str(value) for name, value in own.items()}, problem)
 
 
-def _check_options(progress: Any, checkpoints: Any, resume: Any, record: Any) -> None:
+def _check_options(callback: Any, progress: Any, checkpoints: Any, resume: Any, record: Any) -> None:
     """Raise unless these options of `minimize` are what they should be."""
+    if not (callback is None or callable(callback)):
+        raise TypeError(f"callback={shown(callback)} must be a function of a TrainingState")
     if not (checkpoints is None or hasattr(checkpoints, "due")):
         raise TypeError(f"checkpoints must be Checkpoints(folder, mesh), got {type(checkpoints).__name__}")
     if not (record is None or isinstance(record, RunRecord)):

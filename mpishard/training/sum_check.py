@@ -35,6 +35,7 @@ def check_sums(loop: Loop) -> None:
         except Exception as error:  # of the user's function: all ranks hear of it
             problem = error
         loop.parameters.reset_gradients()
+        problem = loop.misuse or problem
     loop.optimizer.world.agree(problem)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from standin import AwareArray, DeviceArray
 from standin import empty as empty_on_device
 
@@ -366,6 +368,51 @@ def test_debug_sees_a_circle_of_calls_that_no_two_ranks_share(comm):
         else:
             mesh.world.barrier()
     assert all(f"rank {rank}: barrier(0 x uint8) on axis" in str(caught.value) for rank in range(comm.size))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.every_variant
+@pytest.mark.parametrize("op", ["send", "recv"])
+def test_debug_sees_messages_that_nobody_is_at_the_other_end_of(comm, op):
+    """What is sent must be more than MPI keeps for a receiver who has not come."""
+    with mpishard.Mesh(comm, debug=True) as mesh:
+        large = np.zeros(10**6)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            if mesh.rank == 0:
+                mesh.data.all_reduce(np.zeros(3))
+            else:
+                getattr(mesh.world, op)(large, 0)
+        text = str(caught.value)
+        assert "rank 0: all_reduce(3 x float64, sum) on axis 'data' called at" in text
+        assert f"rank 1: {op}(1000000 x float64, {'to' if op == 'send' else 'from'} rank 0) on axis 'world'" in text
+        assert text.count("test_collectives.py:") == mesh.size and mesh.ledger.active is None
+        for rank in range(1, mesh.size):  # the message that was left
+            if mesh.rank == 0:
+                mesh.world.comm.Recv(large, rank) if op == "send" else mesh.world.comm.Send(large, rank)
+        mesh.world.comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_debug_lets_messages_pass(comm):
+    """Early or late, with other calls in between, from anybody, and to oneself."""
+    with mpishard.Mesh(comm, debug=True) as mesh:
+        axis = mesh.data
+        for late in (0, 1):
+            if axis.rank == late:
+                time.sleep(0.6)
+            if axis.rank == 0:
+                started = axis.start_send(np.full(10**6, 1.0), 1, 5)
+                axis.all_reduce(np.zeros(3))
+                axis.send(np.full(3, 2.0), 1, 5)
+                started.wait()
+            else:
+                axis.all_reduce(np.zeros(3))
+            if axis.rank == 1:
+                assert axis.recv(np.zeros(10**6), 0, 5)[-1] == 1
+                assert axis.recv(np.zeros(3), MPI.ANY_SOURCE, MPI.ANY_TAG)[-1] == 2
+        own = axis.start_send(np.ones(3), axis.rank)
+        assert axis.recv(np.zeros(3), axis.rank).all()
+        own.wait()
 
 
 @pytest.mark.mpi(min_size=2)

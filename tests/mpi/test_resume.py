@@ -59,6 +59,41 @@ def test_a_run_goes_on_where_it_stopped(mesh, folder, same_on_all, asynchronous,
         assert (told in capsys.readouterr().err) == (mesh.rank == 0)
 
 
+def test_a_rule_with_other_numbers_is_told(mesh, folder, capsys):
+    def told():
+        shown = capsys.readouterr().err
+        assert not shown if mesh.rank else shown.count("mpishard:") <= 1
+        return shown
+
+    lr, steps = mpishard.cosine(0.2, steps=9), 0
+    for rule, expected in (
+        (RULE, ""),
+        (RULE, ""),
+        (AdamW(lr=lr, eps=1e-3), f"mpishard: the saved state goes on with lr={lr} in place of {RULE.lr}\n"),
+        (AdamW(lr=0.1, weight_decay=0.0), f"lr=0.1 in place of {lr}, eps=1e-08 in place of 0.001, weight_decay=0.0 in"),
+    ):
+        optimizer = DDPOptimizer(rule, mesh)
+        steps += 2
+        with Checkpoints(folder, mesh) as checkpoints:
+            optimizer.optimize(problem(steps), progress=False, checkpoints=checkpoints, resume=True)
+        shown = told()
+        assert shown == "" if mesh.rank or not expected else expected in shown
+    other, flat = DDPOptimizer(AdamW(lr=0.3, weight_decay=0.0), mesh), np.zeros(5)
+    for load in (
+        lambda: mpishard.load_checkpoint(folder, flat, other),
+        lambda: other.deserialize(optimizer.serialize()),
+    ):
+        load()
+        shown = told()
+        assert shown == ("" if mesh.rank else "mpishard: the saved state goes on with lr=0.3 in place of 0.1\n")
+    mpishard.load_checkpoint(folder, flat, optimizer)
+    unnamed = [DDPOptimizer(AdamW(lr=lambda step: 0.1), mesh) for _ in range(2)]
+    for each in unnamed:
+        each.step(flat, np.ones(5))
+    unnamed[0].deserialize(unnamed[1].serialize())
+    assert told() == ""
+
+
 def gpt_run(comm, steps, zero_stage, tensor=1, pipeline=1, folder=None, resume=False):
     """Losses and all parameters of a GPT trained on a mesh over `comm`."""
     with mpishard.Mesh(comm, tensor=tensor, pipeline=pipeline) as mesh:

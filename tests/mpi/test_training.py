@@ -488,6 +488,55 @@ def test_debug_finds_functions_that_return_no_sums(same_on_all):
         assert np.allclose(result.parameters, expected.parameters, rtol=1e-12)
 
 
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO2Optimizer])
+def test_a_function_must_not_change_what_it_reads(strategy, debug):
+    """Found on one rank, refused on all."""
+
+    def changing(what):
+        def function(parameters, samples, gradients):
+            loss = task.function(parameters, samples, gradients)
+            if mesh.rank == mesh.size - 1:
+                array = samples if what == "sample indices" else getattr(parameters, "flat", parameters)
+                array[...] = array[::-1] * 2
+            return loss
+
+        return function
+
+    with mpishard.Mesh(debug=debug) as mesh:
+        for make in (problem, gpt_problem):
+            for what in ("parameters", "sample indices"):
+                task = make(batch_size=16)
+                start = np.ones(6) if make is problem else task.start
+                wrong = replace(task, function=changing(what), start=start)
+                with pytest.raises(ValueError, match=f"the function changes the {what} that it is given"):
+                    strategy(SGD(lr=1e-3), mesh).optimize(wrong, progress=False)
+
+
+def test_a_second_run_says_that_it_goes_on(mesh, capsys):
+    optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
+    told = "goes on after the 2 steps that it has taken"
+    for number in range(3):
+        optimizer.optimize(problem(steps=2), progress=False)
+        assert (told in capsys.readouterr().err) == (number == 1 and mesh.rank == 0)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("use", ["optimize", "step"])
+def test_ranks_that_start_apart_are_told_so(mesh, same_on_all, use):
+    start = np.full(6, float(mesh.rank))
+    optimizer = DDPOptimizer(SGD(lr=1e-3), mesh)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if use == "step":
+            optimizer.step(start, np.ones(6))
+        else:
+            start = optimizer.optimize(replace(problem(), start=start), progress=False).parameters
+    said = [str(each.message) for each in caught if "start from different parameters" in str(each.message)]
+    assert len(said) == (mesh.rank == 0)
+    assert same_on_all(start)
+
+
 @pytest.mark.parametrize("strategy", [DDPOptimizer, ZeRO2Optimizer])
 def test_debug_looks_at_models_where_they_add_up_by_themselves(strategy):
     with mpishard.Mesh(debug=True) as mesh:
@@ -654,14 +703,17 @@ def test_accumulation_by_hand_after_a_run(mesh):
     assert optimizer.steps == 2
 
 
-@pytest.mark.parametrize(("loss", "accepted"), [(1, True), (np.float32(1), True), (np.array(1.0), True), (None, False)])
+@pytest.mark.parametrize(
+    ("loss", "accepted"),
+    [(1, True), (np.float32(1), True), (np.array(1.0), True), (None, False), ("1.0", False), (np.True_, False)],
+)
 def test_what_a_loss_may_be(mesh, loss, accepted):
     task = OptimizationProblem(lambda *_: loss, np.zeros(3), samples=45, batch_size=15, steps=1)
     optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
     if accepted:
         assert optimizer.optimize(task, progress=False).loss_history[0] > 0
     else:
-        with pytest.raises(TypeError, match="summed loss as one number, got a NoneType"):
+        with pytest.raises(TypeError, match=f"summed loss as one number, got a {type(loss).__name__}"):
             optimizer.optimize(task, progress=False)
 
 
@@ -670,3 +722,8 @@ def test_misunderstandings_are_explained(mesh):
         DDPOptimizer(SGD(lr=0.1), mesh).optimize(least_squares)
     with pytest.raises(TypeError, match=r"SGD\(lr=...\), not the class SGD"):
         mpishard.as_distributed(SGD, mesh)
+    with pytest.raises((TypeError, ValueError), match="callback=3 must be a function of a TrainingState"):
+        DDPOptimizer(SGD(lr=0.1), mesh).optimize(problem(), callback=3 if mesh.rank == mesh.size - 1 else None)
+    for empty in (np.zeros(0), FlatParameters.of({"none": np.zeros((0, 3))})):
+        with pytest.raises(ValueError, match="start is empty"):
+            OptimizationProblem(least_squares, empty, samples=45, batch_size=10, steps=1)
