@@ -305,8 +305,7 @@ class Loop:
         self.batch = self.sampler.following(self.position, self.batch_size)
         self.nonfinite_loss = ""
         losses, count = self.losses_and_gradient(self.batch)
-        if self.looks:
-            self.looks = self.optimizer.mesh.debug
+        if self.optimizer.mesh.debug or len(self.losses) == self.resumed:
             self.refuse_misuse()
         self.meets = self.meets_always or self.optimizer.meets
         if self.meets:
@@ -417,6 +416,7 @@ class Loop:
         self.optimizer.mesh.ledger.note(f"{len(samples)} samples", "function", began)
         if look is not None:
             self.misuse = self.misuse or look.problem()
+            self.looks = self.optimizer.mesh.debug
         try:
             loss = returned(loss)
         except (TypeError, ValueError, RuntimeError):  # the last of a tensor of PyTorch with more elements
