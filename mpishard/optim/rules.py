@@ -11,6 +11,7 @@ number of samples and `clip` the factor of clipping by the global norm.
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,6 +25,7 @@ from mpishard.summation import norm_of
 
 Array = Any
 LearningRate = float | Callable[[int], float]
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True)
@@ -142,14 +144,17 @@ class Rule(ABC):
             raise ValueError(f"{self} has the slots {self.slots}, got {len(slots)} arrays for them")
 
     def configuration(self) -> dict[str, float | str | bool]:
-        """The hyper-parameters as plain numbers, strings and flags, for saving; a schedule by its repr."""
+        """The hyper-parameters as plain numbers, strings and flags, for saving; a schedule by its repr.
+
+        The same on all ranks: of the repr of a function of the user's the address is left out.
+        """
         plain: dict[str, float | str | bool] = {"rule": type(self).__name__}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "betas":
                 plain["beta1"], plain["beta2"] = value
             else:
-                plain[field.name] = repr(value) if callable(value) else value
+                plain[field.name] = _ADDRESS.sub("", repr(value)) if callable(value) else value
         return plain
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -99,14 +98,8 @@ def changed_numbers(rule: Rule, saved: Any, of: str = "") -> list[str]:
     """Which settings of a rule are others than in the `configuration` that was saved with its state, in words."""
     if not isinstance(saved, Mapping):
         return []
-    own, then = ({name: _plain(value) for name, value in each.items()} for each in (rule.configuration(), saved))
-    changed = [name for name in own if name in then and then[name] != own[name]]
-    return [f"{of}{name}={own[name]} in place of {brief(then[name])}" for name in changed]
-
-
-def _plain(value: Any) -> str:
-    """A setting as text; of functions without names nobody can tell one from another."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+    changed = [(name, value, saved[name]) for name, value in rule.configuration().items() if name in saved]
+    return [f"{of}{name}={value} in place of {brief(then)}" for name, value, then in changed if then != value]
 
 
 def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:

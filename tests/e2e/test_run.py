@@ -216,14 +216,18 @@ def test_a_failure_that_comes_back_ends_the_run(run):
 
 
 def test_a_failure_where_nobody_heals_ends_the_job_soon(run):
-    """Before a run, and after an elastic one, which is the script's own failure; one rank waits for no other."""
+    """Before a run, and after an elastic one, which is the script's own failure; one rank waits for no other.
+
+    Three that fail together show one traceback.
+    """
     others = "if mesh.rank == 3:\n    time.sleep(1000)\nmesh.world.barrier()\n"
     failure = f"if mesh.rank == 2:\n    raise ValueError('bad input')\n{others}"
     before = run(["--elastic", "-n", 4], f"import time, mpishard\nmesh = mpishard.Mesh()\n{failure}")
     assert before.code() == 1, before.errors
     assert before.errors.count("ValueError: bad input") == 2 and "the same failure twice" in before.errors
+    failure = f"if mesh.rank < 3:\n    raise ValueError('bad input')\n{others}"
     after = run(["--elastic", "-n", 4], f"{ELASTIC}\n{textwrap.indent(failure, '    ')}", "pass")
-    assert after.code() == 1, after.errors
+    assert after.code() == 1 and after.errors.count("Traceback") == 1, after.errors
     assert "failed by ValueError" in after.errors and "after its training; the run ends with code 1" in after.errors
     assert "start 2" not in after.errors
 
