@@ -48,7 +48,7 @@ def test_data_sets_are_compared_but_for_what_is_drawn_anew(tmp_path):
 
 
 def test_modules_that_may_move_are_not_named():
-    """But for those that README names: whatever is older or newer has them."""
+    """States of the package before and after a move have `mpishard` itself, and what README names of it."""
     for name in ("bits.py", "bits_run.py", "launching.py", "grid_cases.py"):
         tree = ast.parse((Path(bits_run.__file__).parent / name).read_text())
         modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
