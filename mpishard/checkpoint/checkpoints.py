@@ -27,7 +27,7 @@ from mpishard.checkpoint.saver import Outcome, Task
 from mpishard.checkpoint.snapshot import Snapshot, live_parts
 from mpishard.collectives import Axis
 from mpishard.files import warn_of_writers
-from mpishard.ledger import Ledger
+from mpishard.ledger import Ledger, users_level
 from mpishard.mesh import Mesh
 from mpishard.state import RunState
 
@@ -386,7 +386,7 @@ class Checkpoints:
 
     def _warn(self, text: str) -> None:
         if self.mesh.rank == 0:
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            warnings.warn(text, RuntimeWarning, stacklevel=users_level())
 
     def _at_exit(self) -> None:
         """A script that ends without `close` still gets its last checkpoint, or hears why not."""

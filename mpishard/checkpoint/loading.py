@@ -13,6 +13,7 @@ from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.manifest import Manifest
 from mpishard.checkpoint.reading import check_fits, damages, fill
 from mpishard.collectives import Axis
+from mpishard.ledger import users_level
 from mpishard.state import RunState
 
 Check = Callable[[Mapping[str, Any]], None]
@@ -142,4 +143,4 @@ def _decode(contents: Contents, state: RunState, axis: Axis) -> list[str]:
 
 def _warn(axis: Axis, text: str) -> None:
     if axis.rank == 0:
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        warnings.warn(text, RuntimeWarning, stacklevel=users_level())

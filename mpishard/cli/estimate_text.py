@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import sys
 from collections.abc import Sequence
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -24,8 +27,22 @@ _MEMORY = {
 
 
 def console() -> Console:
-    """As wide as the terminal; 120 columns where there is none, as in a log file."""
-    return Console(width=shutil.get_terminal_size((120, 24)).columns, highlight=False)
+    """As wide as the terminal; 120 columns where there is none, as in a log file; no line ends with blanks."""
+    file: Any = sys.stdout if sys.stdout.isatty() else _Trimmed(sys.stdout)
+    return Console(width=shutil.get_terminal_size((120, 24)).columns, highlight=False, file=file)
+
+
+class _Trimmed:
+    """A file that leaves out the blanks with which a table fills its last column."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        return self._file.write(re.sub(" +$", "", text, flags=re.MULTILINE))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def new_table(*columns: str, left: int = 1) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import numpy as np
 
 from mpishard.cli.figure import AXES, BLUE, GREEN, ORANGE, PINK, RED, SKY, save
 from mpishard.record import Run
+from mpishard.record.reading import began_after
 from mpishard.record.summary import COMPUTATION, binned, spent
 
 _POINTS = 400  # in a line; more cannot be told apart
 _FEW = 60  # points of a line, which are marked
 _ROW = 2.47  # inches
+_LETTERS = 26  # of a label in a line
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 _OWN = ("learning_rate", "gradient_norm")  # beside the loss
 _OTHERS = (RED, GREEN, ORANGE, PINK)  # losses that the script logs
 _PHASES = {COMPUTATION: SKY, "update": GREEN, "saving": "0.55", "commit": PINK}
@@ -54,12 +58,19 @@ def draw(run: Run, path: Path, *, log: bool = False) -> None:
     _draw_loss(run, axes["loss"], losses, log)
     for panel, (name, steps, values) in small.items():
         _draw_series(axes[panel], steps, values, color=BLUE)
-        axes[panel].set(ylabel=name.replace("_", " "))
+        axes[panel].set(ylabel=textwrap.fill(name.replace("_", " "), _LETTERS))
     _draw_speed(run, axes)
     _draw_spent(run, axes)
+    # All panels over the same steps, which are whole numbers.
+    told = np.concatenate([run.metrics["step"], *(steps for steps, _ in further.values())])
+    margin = max(1.0, 0.02 * float(np.ptp(told)))
     for axis in axes.values():
-        axis.set_xlabel("step")
+        axis.set(xlabel="step", xlim=(told.min() - margin, told.max() + margin))
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
+        if not _shows_anything(axis):
+            axis.set_yticks([])
+            axis.text(0.5, 0.5, "nothing noted", transform=axis.transAxes, ha="center", va="center", color="0.5")
     save(figure, path)
 
 
@@ -78,7 +89,7 @@ def _draw_loss(run: Run, axis: Any, others: dict[str, tuple[np.ndarray, np.ndarr
     axis.set(ylabel="loss", title=str(run.folder))
     for number, start in enumerate(run.starts[1:]):
         label = None if number else "started again"
-        axis.axvline(start.get("resumed_steps", 0), color="0.5", ls=":", lw=1, label=label)
+        axis.axvline(began_after(start) or 0, color="0.5", ls=":", lw=1, label=label)
     if axis.get_legend_handles_labels()[1]:
         axis.legend(fontsize=8, frameon=False, loc="upper right")
 
@@ -88,6 +99,11 @@ def _draw_series(axis: Any, steps: np.ndarray, values: np.ndarray, **style: Any)
     marker = "o" if len(steps) <= _FEW and (len(steps) == 1 or np.diff(steps).max(initial=0) > 1) else None
     at, mean = binned(steps.astype(float), _POINTS), binned(values, _POINTS)
     axis.plot(at, mean, lw=1.2, marker=marker, ms=4, **style)
+
+
+def _shows_anything(axis: Any) -> bool:
+    own = [line for line in axis.lines if line.get_transform() == axis.transData]  # without marks of starts
+    return bool(axis.collections) or any(np.isfinite(line.get_ydata()).any() for line in own)
 
 
 def _metric(run: Run, name: str) -> np.ndarray:
@@ -123,18 +139,25 @@ def _draw_spent(run: Run, axes: dict[str, Any]) -> None:
     }
     if layers:
         colours = [_colour(name) for name in layers]
-        axes["phases"].stackplot(every, *layers.values(), labels=layers, lw=0, colors=colours)
+        # One step alone is as wide as its place.
+        ends = every if len(every) > 1 else every + np.array([-0.5, 0.5])
+        values = [np.broadcast_to(layer, ends.shape) for layer in layers.values()]
+        axes["phases"].stackplot(ends, *values, labels=layers, lw=0, colors=colours)
         axes["phases"].legend(**_LEGEND)
         # The first step compiles and connects; it would press all others flat.
         highest = 1.4 * float(np.percentile(sum(layers.values()), 95))
         axes["phases"].set_ylim(0, highest or None)
     axes["phases"].set(ylabel="ms / step, mean of ranks")
-    for name in sorted(found.sent, key=_place):
-        sent = binned(found.sent[name], _POINTS) / 1e6
-        axes["sent"].plot(every, sent, lw=1.5, label=f"{name} axis", color=_colour(name))
+    sent = {name: binned(found.sent[name], _POINTS) for name in sorted(found.sent, key=_place)}
+    most = max((float(np.nanmax(values, initial=0)) for values in sent.values()), default=0.0)
+    unit, factor = next(((unit, factor) for unit, factor in _UNITS if most >= factor), _UNITS[-1])
+    marker = "o" if len(every) == 1 else None
+    for name, bytes_sent in sent.items():
+        label, colour = f"{name} axis", _colour(name)
+        axes["sent"].plot(every, bytes_sent / factor, lw=1.5, marker=marker, ms=4, label=label, color=colour)
     if found.sent:
         axes["sent"].legend(**_LEGEND)
-    axes["sent"].set(ylabel="MB sent / step, all ranks", ylim=(0, None))
+    axes["sent"].set(ylabel=f"{unit} sent / step, all ranks", ylim=(0, None))
 
 
 def _colour(name: str) -> str:

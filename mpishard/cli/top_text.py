@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ from mpishard.record.reading import Process
 
 _RECENT = 20  # steps that figures are means of
 _MOST_REMARKS, _MOST_RANKS, _MOST_LOGGED = 3, 8, 8
-_SILENT_S, _SILENT_STEPS = 10.0, 5  # more of both is worth a word
+# Without a line of a process, or a step of the run, more of both is worth a word, beside what waits to be written.
+_SILENT_S, _LATE_S, _SILENT_STEPS = 10.0, 2.0, 5
 
 
 def screen(run: Follower, rows: int) -> Group:
@@ -37,6 +39,7 @@ def snapshot(run: Follower) -> dict[str, Any]:
     """The same as data."""
     return {
         "start": run.start,
+        "ending": run.ending,
         "metrics": run.metrics[-1] if run.metrics else None,
         "logged": {name: {"step": step, "value": value} for name, (step, value) in run.logged.items()},
         "ranks": [
@@ -57,14 +60,13 @@ def snapshot(run: Follower) -> dict[str, Any]:
 
 
 def _headline(run: Follower) -> Text:
-    if not run.metrics:
+    if not run.last_step:
         return Text(f"{run.folder}: no step yet")
-    last = run.metrics[-1]
+    own = run.own_metrics
+    last = run.metrics[-1] if run.metrics else {}
     problem = run.start.get("problem", {})
-    steps = problem.get("steps")
-    recent = [line["seconds"] for line in list(run.metrics)[-_RECENT:] if line.get("seconds")]
-    step_s = statistics.median(recent) if recent else 0.0
-    told = [f"step {last['step']}" + (f" of {steps}" if steps else "")]
+    step_s, left = _step_s(run), (run.steps or 0) - run.last_step
+    told = [f"step {run.last_step}" + (f" of {run.steps}" if left >= 0 else "")]
     if last.get("loss") is not None:
         told.append(f"loss {last['loss']:.4g}")
     if step_s:
@@ -73,11 +75,21 @@ def _headline(run: Follower) -> Text:
     if terms and step_s:
         what = "tokens" if problem.get("tokens_per_sample", 1) > 1 else "samples"
         told.append(f"{terms / step_s:,.0f} {what}/s")
-    if last.get("workers"):
-        told.append(count(last["workers"], "worker"))
-    if steps and step_s and not run.ending:
-        told.append(f"{_clock((steps - last['step']) * step_s)} to go")
+    if own and own[-1].get("workers"):
+        told.append(count(own[-1]["workers"], "worker"))
+    if not run.ending:
+        waited = time.time() - own[-1].get("time", math.inf) if own else 0.0
+        if waited > max(_LATE_S, _SILENT_STEPS * step_s) + run.start.get("every", 0):
+            told.append(f"no step for {_clock(waited)}")
+        elif left > 0 and step_s:
+            told.append(f"{_clock(max(1.0, left * step_s))} to go")
     return Text(f"{run.folder}: " + ", ".join(told))
+
+
+def _step_s(run: Follower) -> float:
+    """Seconds that a step of this start takes; 0 before that is known."""
+    recent = [line["seconds"] for line in run.own_metrics[-_RECENT:] if line.get("seconds")]
+    return statistics.median(recent) if recent else 0.0
 
 
 def _logged(run: Follower) -> list[Text]:
@@ -97,7 +109,8 @@ def _remarks(run: Follower, processes: list[Process]) -> list[Text]:
     silent = [
         process
         for process in processes
-        if run.silent(process) > max(_SILENT_S, _SILENT_STEPS * (_known(_mean(process, "seconds")) or 0.0))
+        if run.silent(process)
+        > max(_SILENT_S, _SILENT_STEPS * (_known(_mean(process, "seconds")) or 0.0)) + run.start.get("every", 0)
     ]
     states = {process.name: state_here(process.name) for process in silent}
     named = [process for process in silent if states[process.name]][:_MOST_REMARKS]
@@ -127,7 +140,7 @@ def _table(run: Follower, processes: list[Process]) -> Table:
         made.add_row(
             str(process.lines[-1]["rank"]),
             process.name,
-            str(_last_step(process)),
+            str(_last_step(process) or "-"),
             f"{of.seconds / of.steps * 1e3:.4g}" if of.steps else "-",
             *(f"{share / of.seconds:.0%}" if of.seconds else "-" for share in shares),
             size(of.sent / of.steps) if of.steps else "-",

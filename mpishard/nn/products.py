@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpishard import threads
+from mpishard.ledger import users_level
 from mpishard.wire import is_half
 
 Array = Any
@@ -71,7 +72,7 @@ def warn_if_slow(compute_dtype: Any, module: Any) -> None:
             f"compute_dtype={np.dtype(compute_dtype)} on NumPy arrays rounds operands and is slower than float32; "
             "it is for checking what half precision does. Fast half-precision products are CuPy's: pass module=cupy",
             UserWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )
 
 

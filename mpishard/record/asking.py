@@ -54,6 +54,8 @@ def ask(folder: Path, limit: float) -> Asked:
     """
     run = Follower(folder)
     run.update()
+    if run.ended_in_order:
+        return Asked([], {}, fresh=False, ending=run.ending)
     processes = run.processes
     answers: dict[str, dict[str, Any]] = {}
     request = folder / REQUEST

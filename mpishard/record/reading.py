@@ -11,7 +11,8 @@ import numpy as np
 
 from mpishard.record.lines import read_lines
 
-METRICS, LOGGED, STARTS, PROCESSES = "metrics.jsonl", "logged.jsonl", "starts.jsonl", "processes"
+METRICS, LOGGED, STARTS, ENDS = "metrics.jsonl", "logged.jsonl", "starts.jsonl", "ends.jsonl"
+PROCESSES = "processes"
 TRACE = ".trace.jsonl"
 # Series of the run itself.
 OWN = {"step", "start", "time", "seconds", "workers", "samples", "loss", "learning_rate", "gradient_norm", "loss_scale"}
@@ -127,6 +128,17 @@ def own_metrics(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if isinstance(line.get("step"), int)]
 
 
+def series_of(line: dict[str, Any]) -> dict[str, Any]:
+    """What a line of `LOGGED` has by name."""
+    return {name: value for name, value in line.items() if name not in OWN}
+
+
+def began_after(start: dict[str, Any]) -> int | None:
+    """The step after which a start began, 0 for one from nothing; None if it did not tell."""
+    resumed = start.get("resumed_steps")
+    return resumed + int(start.get("steps_before", 0)) if isinstance(resumed, int) else None
+
+
 def own_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same of the lines of a process."""
     return [line for line in lines if line.keys() >= _OF_PROCESS]
@@ -156,8 +168,8 @@ def _series(lines: list[dict[str, Any]], taken: np.ndarray) -> dict[str, tuple[n
     last = taken[-1] if len(taken) else -1
     found: dict[str, dict[int, float]] = {}
     for line in lines:
-        for name, value in line.items():
-            if name not in ("step", "time") and line["step"] <= last:
+        for name, value in series_of(line).items():
+            if line["step"] <= last:
                 found.setdefault(name, {})[line["step"]] = np.nan if value is None else value
     return {
         name: (np.array(sorted(values), np.int64), np.array([values[step] for step in sorted(values)], np.float64))

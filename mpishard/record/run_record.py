@@ -15,14 +15,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mpishard.arguments import flag, number
+import numpy as np
+
+from mpishard.arguments import flag, integer, number, shown
 from mpishard.capabilities import heals_in_place
 from mpishard.files import warn_of_writers
 from mpishard.ledger import Span
 from mpishard.mesh import Mesh
 from mpishard.record.events import Events, require_tensorboard
 from mpishard.record.lines import Lines, read_end, read_lines
-from mpishard.record.reading import LOGGED, METRICS, OWN, PROCESSES, STARTS, TRACE, own_metrics
+from mpishard.record.reading import ENDS, LOGGED, METRICS, OWN, PROCESSES, STARTS, TRACE, own_metrics
 from mpishard.record.starts import plain, surroundings
 from mpishard.record.where import Where
 
@@ -37,13 +39,14 @@ class RunRecord:
 
     ``starts.jsonl`` has a line for each start, with the configuration, versions, layout and environment;
     ``metrics.jsonl`` a line for each step, by the first rank; ``logged.jsonl`` what `log` was given besides;
-    ``processes/HOST-PID.jsonl`` lines of a process: how long its steps took, on what, and what it sent over which axis.
+    ``processes/HOST-PID.jsonl`` lines of a process: how long its steps took, on what, and what it sent over which axis;
+    ``ends.jsonl`` a line for each start that came to its end in order, with the last step and the reason.
     Files are appended to, so a run that goes on in the same folder has one record: of a step that was taken again from
     a checkpoint the last line counts, and ``start`` in it is the number of that start.  ``mpishard plot FOLDER`` draws
     it.
 
-    Give it to ``optimizer.optimize(problem, record=...)``; in a loop of your own call `begin` once and `step` after
-    every step.  Making one, `step` and `log` are not collective.
+    Give it to ``optimizer.optimize(problem, record=...)``; in a loop of your own call `begin` once, `step` after every
+    step, and `end`, or leave its ``with`` block.  Of all these only `begin` is collective.
 
     Parameters
     ----------
@@ -58,7 +61,7 @@ class RunRecord:
         for more, by ``mpishard trace FOLDER --next 3``.
     every : float
         Seconds after which a thread writes what has come; a process that is killed takes the rest with it, but for the
-        metrics of a run that heals.  0: written at the end of each step.
+        metrics of a run that heals.  0: written at the end of each step.  What `log` is given is written at once.
 
     Notes
     -----
@@ -91,8 +94,10 @@ class RunRecord:
         self._spans = Lines(self.folder / PROCESSES / f"{self._name}{TRACE}")
         self._events = Events(self.folder / "tensorboard") if tensorboard else None
         self._broken = False
-        # Which start of the run this is, and whether this process has been the first rank since its last step.
+        # Which start of the run this is, 0 until it is asked for; whether it has begun and not ended; and whether this
+        # process has been the first rank since its last step.
         self._start = 0
+        self._goes_on = False
         self._leads = False
         # Step, time and metrics of the last steps, which the first rank may not have written when it dies.
         self._keeps = heals_in_place()
@@ -102,7 +107,7 @@ class RunRecord:
         self._now: dict[str, float] = {}  # of the step under way
         self._durations: list[float] = []
         self._busy: list[float] = []
-        self._first_step = 0
+        self._first_step = self._last_step = 0
         self._ended = time.perf_counter()
         self._waited = mesh.ledger.seconds
         # At the last flush, and at the end of the last step: what comes after that is of no step.
@@ -114,6 +119,8 @@ class RunRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None and self._goes_on:
+            self.end(self._last_step, "closed")
         self.close()
 
     def begin(self, facts: Mapping[str, Any] | None = None) -> None:
@@ -121,16 +128,20 @@ class RunRecord:
 
         Raises
         ------
+        TypeError
+            On every rank, if `facts` of any of them are no mapping.
         OSError
             On every rank, if the folder cannot be made or written, unless it is for a full disk.
         """
+        wrong = facts is not None and not isinstance(facts, Mapping)
+        self.mesh.world.agree(TypeError(f"facts={shown(facts)} must be a mapping, such as a dict") if wrong else None)
         failed = None
         try:
             (self.folder / PROCESSES).mkdir(parents=True, exist_ok=True)
             if self.mesh.rank == 0:
                 warn_of_writers(self.folder)
                 starts = Lines(self.folder / STARTS)
-                starts.add({**surroundings(self.mesh), **plain(facts or {})})
+                starts.add({**surroundings(self.mesh), "every": self.every, **plain(facts or {})})
                 starts.close()
         except OSError as error:
             failed = (error.errno, error.strerror or str(error), str(error.filename or self.folder))
@@ -146,7 +157,8 @@ class RunRecord:
             self._broken = True
             if self.mesh.rank == 0:
                 print(f"mpishard: {what}; training goes on without", file=sys.stderr, flush=True)
-        self._leads = False
+        self._start = self._last_step = 0
+        self._leads, self._goes_on = False, True
         self._kept.clear()
         self._begin_step()
         self._greet()
@@ -167,7 +179,16 @@ class RunRecord:
 
         The time since the step before is split into the phases, what was spent in collectives, and computation, the
         rest.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the step or a value is not what `log` takes, too.
         """
+        self._last_step = step = integer("step", step, least=0)
+        for name, value in metrics.items():
+            if type(value) is not float:
+                _number(name, value)
         self._greet()
         with self._lock:
             self._trace(step)
@@ -198,42 +219,59 @@ class RunRecord:
     def log(self, step: int, **values: float) -> None:
         """Further series beside those of the run, such as ``record.log(state.step, accuracy=0.9)`` in a callback.
 
-        Of any step, as often as there is something to tell; the first rank's values are written, and a series has one
-        value a step, the last.  ``mpishard plot`` draws them, those whose name ends in "loss" beside the loss, and
-        ``mpishard top`` shows the newest.
+        Of any step, as often as there is something to tell; the first rank's values are written, at once, and a series
+        has one value a step, the last.  ``mpishard plot`` draws them, those whose name ends in "loss" beside the loss,
+        and ``mpishard top`` shows the newest.
 
         Raises
         ------
-        ValueError, TypeError
-            If a name is that of a series of the run itself, or a value is no number.
+        ValueError
+            If the step is negative, there is no series, or a name is that of a series of the run itself.
+        TypeError
+            If the step is no whole number, or a value is no number.
         """
+        step = integer("step", step, least=0)
+        if not values:
+            raise ValueError(f"log was given no series for step {step}; name one, as in log({step}, accuracy=0.9)")
         if own := sorted(OWN & values.keys()):
             raise ValueError(f"{own[0]} is a series that the run itself writes; log it under another name")
-        try:
-            step, numbers = int(step), {name: float(value) for name, value in values.items()}
-        except (TypeError, ValueError):
-            raise TypeError(f"log takes a step and numbers by name, got step={step!r} and {values}") from None
+        numbers = {name: _number(name, value) for name, value in values.items()}
         if self.mesh.rank or self._broken:
             return
         with self._lock:
             clock = round(time.time(), 3)
-            self._logged.add({"step": step, "time": clock, **numbers})
+            self._logged.add({"step": step, "start": self._number_of_start(), "time": clock, **numbers})
             if self._events is not None:
                 self._events.add(step, clock, numbers)
-        if not self.every:
-            self.flush()
+            if self._where is not None:  # there is a folder
+                self._write(self._logged)
+
+    def end(self, step: int, reason: str, way_on: str = "") -> None:
+        """The run has come to its end after this step: the first rank notes why, and what waits is written.
+
+        Parameters
+        ----------
+        step : int
+        reason : str
+            As `OptimizationResult.stop_reason`, or in words of your own, such as ``"stopped by its queue"``.
+        way_on : str
+            How to go on with it, in words.
+        """
+        self.close()
+        if self.mesh.rank == 0 and not self._broken:
+            ends = Lines(self.folder / ENDS)
+            clock = round(time.time(), 3)
+            line = {"step": integer("step", step, least=0), "start": self._number_of_start(), "time": clock}
+            ends.add(line | {"reason": reason, "way_on": way_on})
+            self._write(ends)
+            ends.close()
+        self._goes_on = False
 
     def flush(self) -> None:
         """Write what waits."""
         with self._lock:
             self._add_process()
-            if self._broken:
-                return
-            try:
-                for written in self._files():
-                    written.flush()
-            except OSError as error:
-                self._give_up(error)
+            self._write(*self._files())
 
     def close(self) -> None:
         """Write what waits, and let go of the files."""
@@ -253,14 +291,32 @@ class RunRecord:
         written: list[Lines | Events] = [self._process, self._metrics, self._logged, self._spans]
         return written if self._events is None else [*written, self._events]
 
+    def _write(self, *files: Lines | Events) -> None:
+        if self._broken:
+            return
+        try:
+            for written in files:
+                written.flush()
+        except OSError as error:
+            self._give_up(error)
+
     def _give_up(self, error: OSError) -> None:
         self._broken = True
         print(f"mpishard: the record of the run ends here, training goes on: {error}", file=sys.stderr, flush=True)
 
     def _add_metrics(self, step: int, clock: float, metrics: Mapping[str, float]) -> None:
-        self._metrics.add({"step": step, "start": self._start, "time": clock, **metrics})
+        self._metrics.add({"step": step, "start": self._number_of_start(), "time": clock, **metrics})
         if self._events is not None:
             self._events.add(step, clock, metrics)
+
+    def _number_of_start(self) -> int:
+        """Which start of the run this is, from 1; who has come later than that finds it in the folder."""
+        if not self._start:
+            try:
+                self._start = len(read_lines(self.folder / STARTS)[0])
+            except OSError as error:
+                self._give_up(error)
+        return self._start
 
     def _keep(self, step: int, clock: float, metrics: Mapping[str, float]) -> None:
         """Keep the metrics of a step, and those before it that the first rank may not have written yet."""
@@ -274,12 +330,11 @@ class RunRecord:
         kept = list(self._kept)
         self._kept.clear()
         try:
-            self._start = len(read_lines(self.folder / STARTS)[0])
             there = own_metrics(read_end(self.folder / METRICS)) if kept else []
         except OSError as error:
             self._give_up(error)
             return
-        last = max((line["step"] for line in there if line.get("start") == self._start), default=0)
+        last = max((line["step"] for line in there if line.get("start") == self._number_of_start()), default=0)
         for step, clock, metrics in kept:
             if step > last:
                 self._add_metrics(step, clock, metrics)
@@ -360,3 +415,11 @@ class RunRecord:
             sent, seconds = found.get(axis, (0, 0.0))
             found[axis] = sent + total.sent, seconds + total.seconds
         return found
+
+
+def _number(name: str, value: Any) -> float:
+    """A value of a series as a float; NumPy's and CuPy's are taken too, and NaN is."""
+    if not isinstance(value, bool | np.bool | str | bytes):
+        with contextlib.suppress(TypeError, ValueError):
+            return float(value)
+    raise TypeError(f"{name}={shown(value)} must be a number")

@@ -159,7 +159,8 @@ class Loop:
     def result(self, reason: str) -> OptimizationResult[Any]:
         """What has come of the run, which ended for this reason."""
         if self.record is not None:
-            self.record.close()
+            way_on = self.way_on() if reason == "signal" else ""
+            self.record.end(self.optimizer.clock, reason, way_on)
         note_run(stopped=reason == "signal" and self.stopped_by_user)
         if reason == "signal" and self.optimizer.mesh.rank == 0:
             print(f"mpishard: stopped after step {self.optimizer.clock}; {self.way_on()}", file=sys.stderr, flush=True)
@@ -270,6 +271,7 @@ class Loop:
             "parameters": sum(spec.size for spec in self.parameters.specs),
             "dtype": str(self.parameters.dtype),
             "resumed_steps": self.resumed,
+            "steps_before": self.before,
             **self.problem.facts,
         }
 

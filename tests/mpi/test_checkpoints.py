@@ -65,8 +65,9 @@ def warns_on_rank_0(mesh, match):
     if mesh.rank:
         yield
     else:
-        with pytest.warns(RuntimeWarning, match=match):
+        with pytest.warns(RuntimeWarning, match=match) as told:
             yield
+        assert {each.filename for each in told} == {__file__}  # the caller's line, not one of ours
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -101,6 +101,8 @@ def test_a_run_that_goes_on_has_one_record(mesh, folder):
     mesh.world.barrier()
     run = Run.read(folder)
     assert [start["resumed_steps"] for start in run.starts] == [0, 5]
+    ends = read_lines(folder / "ends.jsonl")[0]
+    assert [(end["start"], end["step"], end["reason"]) for end in ends] == [(1, 5, "steps"), (2, 9, "steps")]
     assert np.array_equal(run.metrics["loss"], whole.loss_history)
 
 
@@ -133,6 +135,9 @@ def test_what_is_no_record(mesh):
     for trace in ((0, 3), (5, 4), (1, 2, 3)):
         with pytest.raises(ValueError, match="first and the last step to trace"):
             RunRecord("runs", mesh, trace=trace)
+    with pytest.raises(TypeError, match=r"facts='abc' must be a mapping"):  # on all, though the last alone is wrong
+        RunRecord("runs", mesh).begin("abc" if mesh.rank == mesh.size - 1 else None)
+    assert not Path("runs").exists()
 
 
 def test_a_loop_of_ones_own(mesh, folder):

@@ -56,6 +56,13 @@ def flip(path, place=300):
     path.write_bytes(data)
 
 
+def test_no_line_ends_with_blanks(saved, capsys):
+    for command in (["inspect", saved], ["inspect", saved, "--tensor", "table.weight"]):
+        assert main([str(each) for each in command]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) > 5 and lines == [line.rstrip() for line in lines]
+
+
 def test_inspect_a_run(saved, shell):
     code, lines, errors = shell("inspect", saved)
     assert (code, errors) == (0, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -160,13 +161,62 @@ def test_what_can_be_logged(tmp_path: Path) -> None:
         record.log(1, accuracy=np.float64("nan"), top=np.int64(3))
         with pytest.raises(ValueError, match="loss is a series that the run itself writes"):
             record.log(1, loss=0.5)
-        with pytest.raises(TypeError, match="numbers by name"):
-            record.log(1, accuracy="high")
-        with pytest.raises(TypeError, match="numbers by name"):
+        for wrong in ("high", True, np.False_, None):
+            with pytest.raises(TypeError, match=f"accuracy={wrong!r} must be a number"):
+                record.log(1, accuracy=wrong)
+        with pytest.raises(TypeError, match="step=None must be a whole number of at least 0"):
             record.log(None, accuracy=1)
+        with pytest.raises(ValueError, match="step=-3 must be a whole number of at least 0"):
+            record.log(-3, accuracy=1)
+        with pytest.raises(ValueError, match=r"no series for step 1; name one, as in log\(1, accuracy=0.9\)"):
+            record.log(1)
+        with pytest.raises(ValueError, match="step=-3"):
+            record.step(-3, loss=1.0)
+        with pytest.raises(TypeError, match="loss='high' must be a number"):
+            record.step(2, loss="high")
     assert read_lines(tmp_path / "run" / "metrics.jsonl")[0][0]["loss"] == 0.5
     (line,) = read_lines(tmp_path / "run" / "logged.jsonl")[0]
     assert (line["step"], line["accuracy"], line["top"]) == (1, None, 3)
+
+
+def test_what_is_logged_is_written_at_once(tmp_path: Path) -> None:
+    import mpishard
+
+    with mpishard.Mesh() as mesh, mpishard.RunRecord(tmp_path, mesh, every=60) as record:
+        record.log(0, accuracy=0.1)  # before there is a folder
+        record.begin()
+        for step in (1, 2):
+            record.step(step, loss=1.0)
+            record.log(step, accuracy=0.5)
+            assert read_lines(tmp_path / "logged.jsonl")[0][-1]["step"] == step
+        assert not (tmp_path / "metrics.jsonl").exists()
+    assert [line["step"] for line in read_lines(tmp_path / "logged.jsonl")[0]] == [0, 1, 2]
+
+
+def test_a_loop_of_ones_own_notes_its_end(tmp_path: Path) -> None:
+    import mpishard
+
+    with mpishard.Mesh() as mesh:
+        for reason in ("", "stopped by its queue"):
+            with mpishard.RunRecord(tmp_path, mesh) as record:
+                record.begin()
+                record.step(3, loss=1.0)
+                if reason:
+                    record.end(3, reason)
+        run = Follower(tmp_path)
+        run.update()
+        assert run.ending == "stopped by its queue after step 3"
+        with contextlib.suppress(ArithmeticError), mpishard.RunRecord(tmp_path, mesh) as record:
+            record.begin()
+            record.step(4, loss=1.0)
+            raise ArithmeticError
+    ends = read_lines(tmp_path / "ends.jsonl")[0]
+    assert [(end["step"], end["start"], end["reason"]) for end in ends] == [
+        (3, 1, "closed"),
+        (3, 2, "stopped by its queue"),
+    ]
+    run.update()
+    assert run.last_step == 4 and not run.ended_in_order
 
 
 class TestSpent:
@@ -256,6 +306,23 @@ class TestPlot:
         assert main(["plot", str(run), "--log"]) == 0
         with Image.open(run / "run.png") as picture:
             assert picture.height == pytest.approx(5 * 247, abs=2)  # loss, 3 small ones in 2 rows, 2 rows
+
+    @pytest.mark.parametrize("steps", [1, 30])
+    def test_a_panel_without_values_says_so(self, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        drawn: list[Any] = []
+        monkeypatch.setattr("mpishard.cli.plot_figure.save", lambda figure, path: drawn.extend(figure.axes))
+        metrics = [{"step": step, "loss": None, "seconds": 0.5, "workers": 1} for step in range(1, steps + 1)]
+        lines = [process_line(0, 1, [0.5] * steps, axes={"data": {"bytes": 2000 * steps, "seconds": 0}})]
+        run = write(tmp_path / "run", metrics, [lines])
+        (run / "logged.jsonl").write_text(json.dumps({"step": 1, "a_name_of_a_series_that_is_long": 1}) + "\n")
+        assert main(["plot", str(run)]) == 0
+        told = {axis.get_ylabel(): [text.get_text() for text in axis.texts] for axis in drawn}
+        empty = [label for label, texts in told.items() if texts]
+        assert empty == ["loss"] and told["loss"] == ["nothing noted"]
+        assert "a name of a series that is\nlong" in told and "kB sent / step, all ranks" in told
+        assert len({axis.get_xlim() for axis in drawn}) == 1
+        for axis in drawn:  # steps are whole
+            assert all(float(tick).is_integer() for tick in axis.get_xticks())
 
     def test_a_loss_without_a_logarithm(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run = write(tmp_path / "run", [{"step": 1, "loss": -1.0}])
@@ -401,7 +468,7 @@ class TestTop:
     def test_shares_of_a_step_are_of_the_same_steps(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """A short last line with long waits does not make more than a whole."""
         late = self.line(0, 101, 1, axes={"data": {"bytes": 0, "seconds": 0.1}})
-        metrics = [{"step": 101, "time": 0, "seconds": 0.1, "workers": 1}]
+        metrics = [{"step": 101, "time": time.time(), "seconds": 0.1, "workers": 1}]
         run = write(tmp_path / "run", metrics, [[self.line(0, 1, 100), late]])
         assert main(["top", "--once", str(run)]) == 0
         told = capsys.readouterr().out
@@ -430,6 +497,82 @@ class TestTop:
         told = " ".join(capsys.readouterr().out.split())
         assert re.search("silent: ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more for 6[0-9] s ", told)
         assert f"mpishard why {run} tells who waits for whom" in told
+
+    def test_a_run_that_hangs_has_no_time_to_go(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        now = time.time()
+        starts = [{"time": now - 200, "every": 1.0, "problem": {"steps": 100}}]
+        metrics = [{"step": 98, "start": 1, "time": now - 1, "seconds": 0.01}]
+        run = write(tmp_path / "run", metrics, starts=starts)
+        assert main(["top", "--once", str(run)]) == 0
+        assert "step 98 of 100, 10.0 ms a step, 1 s to go\n" in capsys.readouterr().out
+        (run / "metrics.jsonl").write_text(json.dumps(metrics[0] | {"time": now - 40}) + "\n")
+        assert main(["top", "--once", str(run)]) == 0
+        told = capsys.readouterr().out
+        assert re.search("10.0 ms a step, no step for [4-9][0-9] s\n", told) and "to go" not in told
+        # What is written every minute is not late after 40 seconds.
+        (run / "starts.jsonl").write_text(json.dumps(starts[0] | {"every": 600}) + "\n")
+        assert main(["top", "--once", str(run)]) == 0
+        assert "1 s to go" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("resumed", "steps", "end", "headline", "ending"),
+        [
+            (20, 20, "steps", "step 20 of 20, loss 0.5\n", "nothing was left to do: 20 steps had been taken before"),
+            (
+                20,
+                10,
+                "steps",
+                "step 20, loss 0.5\n",
+                "nothing was left to do: 20 steps had been taken before, and 10 were asked for",
+            ),
+            (0, 10, None, "no step yet\n", ""),
+            (15, 30, None, "step 15 of 30, loss 0.5\n", ""),
+        ],
+    )
+    def test_a_finished_run_that_is_started_again(
+        self,
+        resumed: int,
+        steps: int,
+        end: str | None,
+        headline: str,
+        ending: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        starts = [
+            {"resumed_steps": 0, "problem": {"steps": 20}},
+            {"resumed_steps": resumed, "problem": {"steps": steps}},
+        ]
+        metrics = [{"step": step, "start": 1, "time": 0, "seconds": 0.1, "loss": 0.5} for step in range(1, 21)]
+        now = self.line(0, 0, 0, axes={}, time=time.time())
+        run = write(tmp_path / "run", metrics, [[self.line(0, 1, 20)], [now]], starts)
+        ends = [
+            {"step": 20, "start": 1, "reason": "steps"},
+            *([{"step": 20, "start": 2, "reason": end}] if end else []),
+        ]
+        (run / "ends.jsonl").write_text("".join(json.dumps(line) + "\n" for line in ends))
+        (run / "logged.jsonl").write_text(json.dumps({"step": 18, "start": 1, "accuracy": 0.5}) + "\n")
+        assert main(["top", "--once", str(run)]) == 0
+        told = capsys.readouterr().out
+        assert headline in told and ("accuracy" in told) == (resumed >= 18)
+        assert (f"ended: {ending}\n" in told) if ending else ("ended" not in told)
+        assert main(["why", "--wait", "0.1", str(run)]) == 0
+        assert (capsys.readouterr().out == f"the run has ended: {ending}\n") == bool(ending)
+
+    def test_a_run_that_was_stopped(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        starts = [{"time": 0, "resumed_steps": 0, "problem": {"steps": 9}}]
+        metrics = [{"step": 5, "start": 1, "time": 0, "seconds": 0.1}]
+        run = write(tmp_path / "run", metrics, [[self.line(0, 1, 5)]], starts)
+        end = {"step": 5, "start": 1, "reason": "signal", "way_on": "the same command goes on"}
+        (run / "ends.jsonl").write_text(json.dumps(end) + "\n")
+        ending = "stopped by a signal, such as Ctrl-C, after step 5 of 9; the same command goes on"
+        assert main(["top", "--once", str(run)]) == 0
+        told = capsys.readouterr().out
+        assert f"ended: {ending}\n" in told and "silent" not in told
+        assert main(["why", str(run)]) == 0
+        assert capsys.readouterr().out == f"the run has ended: {ending}\n"
+        assert main(["why", str(run), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"fresh": False, "ending": ending, "findings": [], "answers": []}
 
     def test_a_run_whose_processes_are_gone(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         starts = [{"time": 0, "problem": {"steps": 9}}]
