@@ -53,7 +53,7 @@ class Follower:
     logged : dict
         By name the last step and value that `RunRecord.log` was given.
     processes : list of Process
-        Those that have written since the last start, by rank, with their last lines.
+        Those that have written since the last start and take part still, by rank, with their last lines.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -108,8 +108,11 @@ class Follower:
     def processes(self) -> list[Process]:
         since = self.start.get("time", 0)
         found = [Process(name, list(lines)) for name, lines in self._lines.items() if lines]
-        found = [process for process in found if process.lines[-1]["time"] >= since]
-        return sorted(found, key=lambda process: process.lines[-1]["rank"])
+        last = sorted((process for process in found if _written(process) >= since), key=_written)
+        # Where a run has healed or changed its size, some have left: another process has their rank, or none has.
+        by_rank = {int(process.lines[-1]["rank"]): process for process in last}
+        ranks = last[-1].lines[-1]["ranks"] if last else 0
+        return [process for rank, process in sorted(by_rank.items()) if rank < ranks]
 
     @property
     def stragglers(self) -> list[Straggler]:
@@ -117,7 +120,7 @@ class Follower:
 
     def silent(self, process: Process) -> float:
         """Seconds since a process has written, by the clock of this machine."""
-        return max(0.0, time.time() - process.lines[-1]["time"])
+        return max(0.0, time.time() - _written(process))
 
     @property
     def ending(self) -> str:
@@ -159,6 +162,11 @@ class Follower:
     def last_step(self) -> int:
         """The last step that ended; 0 before there is one."""
         return int(self.metrics[-1]["step"] if self.metrics else began_after(self.start) or 0)
+
+
+def _written(process: Process) -> float:
+    """When it has written last."""
+    return float(process.lines[-1]["time"])
 
 
 def state_here(name: str) -> str:

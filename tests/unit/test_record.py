@@ -468,7 +468,7 @@ class TestTop:
     def test_shares_of_a_step_are_of_the_same_steps(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """A short last line with long waits does not make more than a whole."""
         late = self.line(0, 101, 1, axes={"data": {"bytes": 0, "seconds": 0.1}})
-        metrics = [{"step": 101, "time": time.time(), "seconds": 0.1, "workers": 1}]
+        metrics = [{"step": 101, "time": time.time() + 1000, "seconds": 0.1, "workers": 1}]
         run = write(tmp_path / "run", metrics, [[self.line(0, 1, 100), late]])
         assert main(["top", "--once", str(run)]) == 0
         told = capsys.readouterr().out
@@ -492,7 +492,7 @@ class TestTop:
         assert json.loads(capsys.readouterr().out)["logged"]["a"] == {"step": 20, "value": 0.25}
 
     def test_many_silent_ranks_are_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        run = write(tmp_path / "run", processes=[[self.line(rank, 1, 5)] for rank in range(20)])
+        run = write(tmp_path / "run", processes=[[self.line(rank, 1, 5, ranks=20)] for rank in range(20)])
         assert main(["top", "--once", "--rows", "1", str(run)]) == 0
         told = " ".join(capsys.readouterr().out.split())
         assert re.search("silent: ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more for 6[0-9] s ", told)
@@ -501,7 +501,7 @@ class TestTop:
     def test_a_run_that_hangs_has_no_time_to_go(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         now = time.time()
         starts = [{"time": now - 200, "every": 1.0, "problem": {"steps": 100}}]
-        metrics = [{"step": 98, "start": 1, "time": now - 1, "seconds": 0.01}]
+        metrics = [{"step": 98, "start": 1, "time": now + 1000, "seconds": 0.01}]
         run = write(tmp_path / "run", metrics, starts=starts)
         assert main(["top", "--once", str(run)]) == 0
         assert "step 98 of 100, 10.0 ms a step, 1 s to go\n" in capsys.readouterr().out
@@ -558,6 +558,22 @@ class TestTop:
         assert (f"ended: {ending}\n" in told) if ending else ("ended" not in told)
         assert main(["why", "--wait", "0.1", str(run)]) == 0
         assert (capsys.readouterr().out == f"the run has ended: {ending}\n") == bool(ending)
+
+    def test_who_left_a_run_that_healed_is_not_missed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Rank 0 of 4 died and rank 3 waits as a spare: 1 and 2 are 0 and 1 now, and a newcomer is 2."""
+        now = time.time()
+        before = [self.line(rank, 1, 5, ranks=4, time=now - 60) for rank in range(4)]
+        after = [self.line(rank, 6, 5, ranks=3, time=now + 1000) for rank in range(3)]
+        lines = [[before[0]], [before[1], after[0]], [before[2], after[1]], [before[3]], [after[2]]]
+        run = write(tmp_path / "run", [{"step": 10, "time": now, "seconds": 0.1}], lines)
+        found = Follower(run)
+        found.update()
+        assert [process.name for process in found.processes] == ["host-1", "host-2", "host-4"]
+        assert main(["top", "--once", str(run)]) == 0
+        assert "silent" not in capsys.readouterr().out
+        assert main(["why", "--wait", "0.1", "--json", str(run)]) == 0
+        silent = json.loads(capsys.readouterr().out)["findings"]
+        assert [finding["ranks"] for finding in silent] == [[0], [1], [2]]
 
     def test_a_run_that_was_stopped(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         starts = [{"time": 0, "resumed_steps": 0, "problem": {"steps": 9}}]
