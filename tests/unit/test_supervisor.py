@@ -24,6 +24,7 @@ from mpishard.elastic.launchers import Launcher, find_launcher
 from mpishard.elastic.policy import History, Outcome, Policy, Start, Stop, decide
 from mpishard.elastic.processes import Offspring
 from mpishard.elastic.run_folder import Ended, Failure, RunFolder
+from mpishard.elastic.supervisor import Job, Supervisor
 from mpishard.endings import _exit_code, _main_frame, _ran_to_its_end, _Unknown
 
 KILLED = Outcome(code=137, step=10)
@@ -577,6 +578,28 @@ def test_who_ends_without_a_part_in_the_run_leaves_its_exit_code_to_others(tmp_p
     for lines, ended in ((script, Ended(75)), (script.replace("completion.leave_to_others()\n", ""), Ended(None))):
         subprocess.run([sys.executable, "-c", lines], env=environment, timeout=60, check=True)
         assert folder.ended == ended
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_what_ctrl_c_does_is_said_each_time(tmp_path, capsys, begun):
+    folder, sent = RunFolder.create(tmp_path / "run"), []
+    process = SimpleNamespace(send_signal=sent.append)
+    if begun:
+        folder.note_started()
+    supervisor = Supervisor(Job(("true",), ranks=1, launcher="true"))
+
+    def press():
+        supervisor._take_signal(signal.SIGINT, None)
+        return supervisor._handle_signals(process, folder), capsys.readouterr().err
+
+    ends, said = press()
+    if not begun:  # nothing could be saved
+        assert ends and not sent and "Ctrl-C before the ranks have begun: they are killed" in said
+        return
+    assert not ends and sent == [signal.SIGTERM] and folder.is_ending
+    assert "Ctrl-C: the run ends after its step, and saves if it has checkpoints" in said
+    ends, said = press()
+    assert ends and len(sent) == 1 and "Ctrl-C again: the ranks are killed, and save nothing more" in said
 
 
 def test_the_supervisor_never_loads_mpi():
