@@ -61,6 +61,26 @@ def test_ctrl_c_is_no_failure(failing: Callable[..., Any]) -> None:
     assert finished.seconds < SOON
 
 
+def test_ctrl_c_while_ranks_start(mpirun: Callable[..., Any]) -> None:
+    """In the middle of imports and before MPI has begun, where no line of ours could be told."""
+    script = """
+import signal, sys
+
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mpi4py.MPI":
+            signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Press())
+import mpishard
+print("finished")
+"""
+    finished = mpirun(2, "-c", script)
+    assert finished.code == 128 + signal.SIGINT and "finished" not in finished.output, finished.all
+    assert finished.errors.count("mpishard: Ctrl-C ends the job") == 1 and "Traceback" not in finished.errors
+
+
 def test_a_script_without_a_handler_dies_of_sigusr1(mpirun: Callable[..., Any]) -> None:
     """Also under MPICH, which catches it."""
     script = "import mpishard, os, signal; os.kill(os.getpid(), signal.SIGUSR1); print('lives')"
