@@ -78,6 +78,10 @@ class Kernel:
         if first.size:
             backend.launch(self, arrays, tuple(map(float, scalars)))
 
+    def expect(self, dtype: np.dtype) -> None:
+        """Tell that a call with NumPy arrays of this dtype comes soon (see `HostFunction.expect`)."""
+        self._host.expect([np.empty(0, dtype) for _ in self.arrays], [0.0 for _ in self.scalars])
+
     def on_host(self, arrays: Sequence[np.ndarray], scalars: Sequence[float]) -> None:
         """Run the Numba loop on NumPy arrays that are known to fit."""
         for name, array in zip(self.arrays, arrays, strict=True):

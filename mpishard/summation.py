@@ -70,6 +70,14 @@ def norm_of(array: Array) -> float:
     return norm(sum_of_squares(array, top, array.size), top) if math.isfinite(top) else top
 
 
+def expect(dtype: np.dtype, squares: bool) -> None:
+    """Tell that `largest` of NumPy arrays of this dtype comes soon, and with `squares` also `sum_of_squares`."""
+    integer, mask = _BITS[dtype.itemsize]
+    _largest_bits.expect((np.empty(0, integer),), (mask,))
+    if squares:
+        _binned_squares.expect((np.empty(0, dtype),), (0.0, 0.0, 0.0))
+
+
 def _exponent(top: float) -> int:
     """Values below `top` are below 4 after division by two to this power, which is itself a normal number."""
     return max(-1022, min(1022, math.frexp(top)[1]))

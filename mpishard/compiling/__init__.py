@@ -3,6 +3,6 @@
 Numba is imported when the first of them is called: its import takes as long as that of everything else.
 """
 
-from mpishard.compiling.functions import HostFunction, before_compiling, compile_together, prepare
+from mpishard.compiling.functions import HostFunction, before_compiling, prepare
 
-__all__ = ["HostFunction", "before_compiling", "compile_together", "prepare"]
+__all__ = ["HostFunction", "before_compiling", "prepare"]

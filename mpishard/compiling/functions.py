@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 _before: list[Callable[[], None]] = []
+# Functions that are called soon, by the types that they are called with, and arguments of these types.
+_expected: dict[tuple[HostFunction, tuple[Any, ...]], tuple[Any, ...]] = {}
 
 
 def before_compiling(register: Callable[[], None]) -> Callable[[], None]:
@@ -35,14 +37,23 @@ class HostFunction:
         self._compiled: set[tuple[Any, ...]] = set()
 
     def __call__(self, arrays: Sequence[np.ndarray], scalars: Sequence[float] = ()) -> Any:
-        arguments = (*arrays, *scalars)
-        key = (arrays[0].dtype, *(a.flags.writeable for a in arrays))
+        key = _key(arrays)
         if key not in self._compiled:
-            from mpishard.compiling import jit
+            self._compile(key, (*arrays, *scalars))
+        return self._dispatcher(*arrays, *scalars)
 
-            jit.in_turn(self.dispatcher(), jit.types_of(arguments))
-            self._compiled.add(key)
-        return self._dispatcher(*arguments)
+    def expect(self, arrays: Sequence[np.ndarray], scalars: Sequence[float] = ()) -> None:
+        """Tell that a call with arguments of the same types comes soon: a rank that compiles goes on with this one."""
+        key = _key(arrays)
+        if key not in self._compiled:
+            _expected[self, key] = (*arrays, *scalars)
+
+    def _compile(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+        from mpishard.compiling import jit
+
+        _expected.pop((self, key), None)
+        jit.in_turn((self.dispatcher(), jit.types_of(arguments)), _take_expected())
+        self._compiled.add(key)
 
     def dispatcher(self) -> Any:
         """Numba's object for this function, made when first asked for."""
@@ -55,11 +66,15 @@ class HostFunction:
         return self._dispatcher
 
 
-def compile_together(functions: Iterable[tuple[HostFunction, Sequence[Any]]]) -> None:
-    """Compile functions of which the first is needed now and the others soon, each in one of the ranks of a node.
+def _key(arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
+    """What decides the types of a call."""
+    return (arrays[0].dtype, *(a.flags.writeable for a in arrays))
 
-    Each comes with its arguments, or with arrays and scalars of the same types.  What is in the cache is left alone.
-    """
+
+def _take_expected() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The dispatchers and types of the functions that are expected, which are then so no longer."""
     from mpishard.compiling import jit
 
-    jit.share([(function.dispatcher(), jit.types_of(arguments)) for function, arguments in functions])
+    while _expected:
+        (function, _), arguments = _expected.popitem()
+        yield function.dispatcher(), jit.types_of(arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numba
@@ -14,6 +14,9 @@ from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
 from mpishard.compiling import turns
+
+# Numba's object for a function, and the types of its arguments.
+Function = tuple[Any, tuple[Any, ...]]
 
 
 class _Cache(FunctionCache):
@@ -52,23 +55,34 @@ def types_of(arguments: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(map(numba.typeof, arguments))
 
 
-def in_turn(dispatcher: Any, types: tuple[Any, ...]) -> None:
-    """Load a function, or compile it if no other process of this user and node does."""
+def in_turn(wanted: Function, expected: Iterable[Function]) -> None:
+    """Load a function, or compile it unless another process of this user and node does.
+
+    Those who compile also compile the functions that are expected, each another one.
+    """
+    dispatcher, types = wanted
     if dispatcher.stats.cache_path is None:  # then waiting for another process gains nothing
         _compile(dispatcher, types)
-    else:
+    elif not _load(dispatcher, types):
+        _share(wanted, expected)
         turns.take(_name(dispatcher), lambda: _load(dispatcher, types), lambda: _compile(dispatcher, types))
 
 
-def share(functions: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Compile those that are not in the cache and that no other process has in hand, while a core is free for it."""
-    with turns.core() as free:
-        for dispatcher, types in functions if free else ():
+def _share(wanted: Function, expected: Iterable[Function]) -> None:
+    """If a core is free for it, compile what is not in the cache and in no other process's hands."""
+    with turns.core() as free, _no_garbage_collection():
+        # The longest first, so that all processes are done at about the same time.
+        functions = sorted([wanted, *expected], key=_length, reverse=True) if free else []
+        for dispatcher, types in functions:
             if dispatcher.stats.cache_path is None or _load(dispatcher, types):
                 continue
             with turns.attempt(_name(dispatcher)) as mine:
                 if mine and not _load(dispatcher, types):
                     _compile(dispatcher, types)
+
+
+def _length(function: Function) -> int:
+    return len(function[0].py_func.__code__.co_code)
 
 
 def _name(dispatcher: Any) -> str:

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 
 _PATIENCE_S = 30.0
-_POLL_S = 0.005
+_POLL_S = 0.01
 # Bytes from here on stand for cores, those before for names.
 _CORES = 2**32
 
@@ -26,17 +26,21 @@ _CORES = 2**32
 def take(name: str, load: Callable[[], bool], make: Callable[[], None]) -> None:
     """`load` what `name` stands for, or `make` it, unless another process is about to: then wait, and load it.
 
-    If that process dies, another makes it.
+    If that process dies, another makes it.  Nobody makes anything while as many others do as the node has cores, and
+    who waits for them does not look whether `load` succeeds: they need the time.
     """
     if load():
         return
     deadline = time.monotonic() + _PATIENCE_S
     while _file() is not None and time.monotonic() < deadline:
-        with attempt(name) as mine:
+        with core() as free, attempt(name) if free else contextlib.nullcontext(False) as mine:
             if mine:
                 if not load():
                     make()
                 return
+        if not free:
+            time.sleep(_POLL_S)
+            continue
         # Shared: all who waited load at once.
         while not _lock(_byte(name), shared=True) and time.monotonic() < deadline:
             time.sleep(_POLL_S)

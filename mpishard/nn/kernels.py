@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.compiling import HostFunction, before_compiling, compile_together
+from mpishard.compiling import HostFunction, before_compiling
 from mpishard.nn.formulas import GELU_CUBIC, GELU_SLOPE
 
 # The letters after the underscore in an array's name are its dimensions.
 Array = Any
 Indices = Any
 
-# Those that every model needs, and the dtypes for which they are compiled or being compiled.
+# Those that every model needs, and the dtypes that they have been called with.
 _together: list[tuple[HostFunction, dict[str, str]]] = []
 _begun: set[np.dtype] = set()
 
@@ -38,9 +38,8 @@ def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
         dtype = arguments[0].dtype
         if dtype not in _begun:
             _begun.add(dtype)
-            # In the order in which they are called: those of the backward pass, which have gradients (d...), last.
-            _together.sort(key=lambda kernel: any(name.startswith("d") for name in kernel[1]))
-            compile_together((each, _arguments(annotations, dtype)) for each, annotations in _together)
+            for each, annotations in _together:
+                each.expect(*_arguments(annotations, dtype))
         return call(*arguments)
 
     return call_with_others
@@ -58,16 +57,17 @@ def _compiled(function: Callable[..., Any]) -> tuple[HostFunction, Callable[...,
     return compiled, lambda *arguments: compiled(arguments[:arrays], arguments[arrays:])
 
 
-def _arguments(annotations: dict[str, str], dtype: np.dtype) -> list[Any]:
+def _arguments(annotations: dict[str, str], dtype: np.dtype) -> tuple[list[np.ndarray], list[float]]:
     """Arguments of the types that a kernel gets: empty arrays, and zeros."""
-    made: list[Any] = []
+    arrays: list[np.ndarray] = []
+    scalars: list[float] = []
     for name, annotation in annotations.items():
         if annotation in ("Array", "Indices"):
             dimensions = len(name.rpartition("_")[2])
-            made.append(np.empty((0,) * dimensions, np.int64 if annotation == "Indices" else dtype))
+            arrays.append(np.empty((0,) * dimensions, np.int64 if annotation == "Indices" else dtype))
         elif name != "return":
-            made.append({"int": 0, "float": 0.0}[annotation])
-    return made
+            scalars.append({"int": 0, "float": 0.0}[annotation])
+    return arrays, scalars
 
 
 def _exp(x: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard import array as arrays
+from mpishard import summation
 from mpishard.array import accumulate
 from mpishard.collectives import Axis
 from mpishard.compiling import prepare
@@ -536,6 +537,9 @@ class ShardedOptimizer:
         self._inspection = Inspection(self._strategy, parameters)
         if config.nonfinite_gradients == "ignore":
             self._strategy.buckets.inspect = None
+        if not arrays.is_device(parameters.like):
+            self.rule.kernel.expect(parameters.dtype)
+            summation.expect(parameters.dtype, config.max_gradient_norm is not None or self.rule.norm_based)
         self._slots = {}
         for name in self.rule.slots:
             slot = arrays.zeros(self._strategy.owned, parameters.dtype, like=parameters.like)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -69,6 +70,14 @@ def test_what_another_user_may_have_planted_is_not_used(path, plant):
     assert made == [1]
 
 
+def test_nobody_makes_anything_while_no_core_is_free(path, monkeypatch):
+    monkeypatch.setattr(turns, "_PATIENCE_S", 30)
+    free, made = [False, False, True], []
+    monkeypatch.setattr(turns, "core", lambda: contextlib.nullcontext(free.pop(0)))
+    turns.take("name", lambda: False, lambda: made.append(list(free)))
+    assert made == [[]]
+
+
 def test_a_lock_of_ours_is_used(path):
     with turns.attempt("name") as mine:
         assert mine
@@ -86,11 +95,11 @@ def test_nobody_waits_without_limit(holder):
 @pytest.mark.parametrize("done", [True, False])
 def test_who_waits_loads_what_was_made_or_makes_it(holder, monkeypatch, done):
     monkeypatch.setattr(turns, "_PATIENCE_S", 30)
-    waits, found, made = threading.Event(), [], []
+    waits, ended, found, made = threading.Event(), threading.Event(), [], []
 
     def load():
         waits.set()
-        return holder.poll() is not None and done
+        return ended.is_set() and done
 
     def wait():
         turns.take("name", load, lambda: made.append(1))
@@ -100,6 +109,7 @@ def test_who_waits_loads_what_was_made_or_makes_it(holder, monkeypatch, done):
     thread.start()
     waits.wait()
     assert not made and not found
+    ended.set()
     holder.kill()
     holder.wait()
     thread.join(20)
