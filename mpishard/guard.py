@@ -266,8 +266,13 @@ class TimeLimit:
         self._began = 0.0
         self._longest: float | None = None
 
-    def note(self, step: int, now: float) -> None:
-        """This step is under way at the time `now`; 0 before the first."""
+    def note(self, step: int, now: float, any_over: bool = False) -> None:
+        """This step is under way at the time `now`; 0 before the first.
+
+        `any_over` tells of steps that were over before anybody looked.
+        """
+        if any_over and self._longest is None:
+            self._longest = 0.0
         if step == self._step:
             return
         if self._step:
@@ -391,7 +396,7 @@ class Watchdog:
         while not self._stop.wait(poll) and not MPI.Is_finalized():
             self._serve()
             now = time.monotonic()
-            self._limit.note(self._ledger.step, now)
+            self._limit.note(self._ledger.step, now, self._ledger.any_over)
             call = self._ledger.waiting
             if call is None or now <= self._stand_down:
                 continue

@@ -95,6 +95,8 @@ class Ledger:
         The fields of the `Call` in which this rank may be waiting now; read by the watchdog from another thread.
     step : int
         The training step under way, for messages.
+    any_over : bool
+        Whether a step has ended.
     seconds : float
         Time spent inside all calls until now, those too that have only begun.
     spans : list of Span or None
@@ -103,12 +105,22 @@ class Ledger:
 
     def __init__(self) -> None:
         self.active: tuple[Any, ...] | None = None
-        self.step = 0
+        self._step = 0
+        self.any_over = False
         self.seconds: float = 0.0
         self.spans: list[Span] | None = None
         self._entries: list[tuple[tuple[Any, ...], int, float]] = []
         self._summed = 0
         self._totals: dict[tuple[str, str, str], Total] = {}
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.any_over = self.any_over or self._step not in (0, step)
+        self._step = step
 
     def begin(
         self, axis: str, sequence: int, op: str, dtype: np.dtype, count: int, label: str, members: Sequence[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpishard.guard import TimeLimit
+from mpishard.ledger import Ledger
 
 
 def test_a_choice_of_the_users_stands() -> None:
@@ -18,6 +19,18 @@ def test_the_set_up_ends_with_the_first_step_that_is_over() -> None:
         limit.note(step, now)
         assert limit.in_set_up and limit.seconds == 1800
     limit.note(2, 1003.0)
+    assert not limit.in_set_up and limit.seconds == 120
+
+
+def test_steps_that_were_over_before_the_first_look_end_the_set_up() -> None:
+    ledger, limit = Ledger(), TimeLimit(None)
+    ledger.step = 1001
+    limit.note(ledger.step, 0.0, ledger.any_over)
+    assert limit.in_set_up
+    ledger, limit = Ledger(), TimeLimit(None)
+    for ledger.step in (1001, 1002, 1003):
+        pass
+    limit.note(ledger.step, 0.0, ledger.any_over)
     assert not limit.in_set_up and limit.seconds == 120
 
 
