@@ -60,7 +60,7 @@ def optimizer_and_problem(mesh: Any, sizes: Any, sequences: int, micro_batch_siz
 def kill(folder: str, spares: int, respawn: bool) -> None:
     """One of four workers is killed; rank 0 writes when the next step was committed, or the next one of four."""
     import mpishard
-    from mpishard.elastic.crew import is_newcomer
+    from mpishard.elastic.membership import is_newcomer
 
     with mpishard.Mesh() as mesh:
         victim = mesh.rank == 2 and not is_newcomer()
@@ -194,7 +194,7 @@ def child(name: str, *arguments: str) -> None:
         return
     from mpi4py import MPI
 
-    from mpishard.elastic.crew import is_newcomer
+    from mpishard.elastic.membership import is_newcomer
 
     parts: dict[str, Callable[..., Any]] = {"resize": resize, "grow": grow, "cost": cost}
     founder = not is_newcomer()

@@ -54,7 +54,7 @@ def run(repeats: int, steps: int) -> dict[str, Any]:
     import numpy as np
 
     import mpishard
-    from mpishard.optim.ordered import OrderedSums
+    from mpishard.reduction.ordered import OrderedSums
 
     found: dict[str, Any] = {}
     with mpishard.Mesh() as mesh:

@@ -261,8 +261,8 @@ def launch(hosts: Sequence[Any], kind: str, folder: str, steps: int, target: flo
             for rank in range(RANKS)
         ]
     elif hosts:
-        from mpishard.elastic.hosts import Host
-        from mpishard.elastic.launchers import find_launcher
+        from mpishard.launch.hosts import Host
+        from mpishard.launch.launchers import find_launcher
 
         launcher = find_launcher()
         environment = launcher.environment(children.environment(), RANKS, RANKS)

@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import nn
-from mpishard.capabilities import heals_in_place
+from mpishard.comm.capabilities import heals_in_place
 from mpishard.data.text import Windows, standard_library_text, windows
 
 CONTEXT = 32

@@ -21,7 +21,7 @@ import numpy as np
 import mpishard
 from mpishard import nn
 from mpishard.data.text import Windows, standard_library_text, windows
-from mpishard.schedule import SCHEDULES
+from mpishard.pipeline.schedule import SCHEDULES
 
 OPTIMIZERS = {
     "ddp": mpishard.DDPOptimizer,

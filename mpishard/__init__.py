@@ -17,42 +17,36 @@ __version__ = VERSION
 if TYPE_CHECKING:
     from mpishard import nn
     from mpishard.checkpoint import Checkpoints
-    from mpishard.collectives import Axis
-    from mpishard.distributed import (
+    from mpishard.comm.axis import Axis
+    from mpishard.comm.channel import CollectiveMismatchError
+    from mpishard.comm.mesh import Mesh
+    from mpishard.comm.request import Pending
+    from mpishard.comm.reshard import reshard_state
+    from mpishard.data_parallel.configuration import ShardingConfiguration
+    from mpishard.data_parallel.local_sgd import LocalSGDOptimizer
+    from mpishard.data_parallel.models import (
         HybridShardedModel,
         ShardedModel,
         as_distributed,
         as_distributed_for_high_bandwidth,
         as_distributed_for_low_bandwidth,
     )
-    from mpishard.elastic.optimizer import ElasticOptimizer
-    from mpishard.elastic.signals import Signals
-    from mpishard.lane import CollectiveMismatchError
-    from mpishard.layout import ParameterSpec
-    from mpishard.mesh import Mesh
-    from mpishard.optim import (
-        LAMB,
-        SGD,
-        Adagrad,
-        Adam,
-        AdamW,
+    from mpishard.data_parallel.optimizers import (
         DDPOptimizer,
         HybridShardedOptimizer,
-        Lion,
-        LocalSGDOptimizer,
-        RMSprop,
-        ShardingConfiguration,
         ZeRO1Optimizer,
         ZeRO2Optimizer,
         ZeRO3Optimizer,
     )
-    from mpishard.optim.schedules import constant, cosine, inverse_square_root, linear, warmup
-    from mpishard.parameters import FlatParameters
-    from mpishard.pending import Pending
+    from mpishard.elastic.optimizer import ElasticOptimizer
+    from mpishard.elastic.signals import Signals
+    from mpishard.layout.boxes import ParameterSpec
+    from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop
+    from mpishard.optim.lr_schedules import constant, cosine, inverse_square_root, linear, warmup
+    from mpishard.parameters.flat import FlatParameters
     from mpishard.record import RunRecord
-    from mpishard.reshard import reshard_state
-    from mpishard.saving import load_checkpoint, save_checkpoint
     from mpishard.training import OptimizationProblem, OptimizationResult, TrainingState
+    from mpishard.training.saving import load_checkpoint, save_checkpoint
 
 __all__ = [
     "LAMB",
@@ -98,26 +92,28 @@ __all__ = [
     "warmup",
 ]
 
-# Where public names come from; a room is imported when one of its names is first asked for.
+# Where public names come from; a module is imported when one of its names is first asked for.
 _ROOMS = {
     "checkpoint": "Checkpoints",
-    "collectives": "Axis",
-    "distributed": "HybridShardedModel ShardedModel as_distributed as_distributed_for_high_bandwidth "
+    "comm.axis": "Axis",
+    "comm.channel": "CollectiveMismatchError",
+    "comm.mesh": "Mesh",
+    "comm.request": "Pending",
+    "comm.reshard": "reshard_state",
+    "data_parallel.configuration": "ShardingConfiguration",
+    "data_parallel.local_sgd": "LocalSGDOptimizer",
+    "data_parallel.models": "HybridShardedModel ShardedModel as_distributed as_distributed_for_high_bandwidth "
     "as_distributed_for_low_bandwidth",
+    "data_parallel.optimizers": "DDPOptimizer HybridShardedOptimizer ZeRO1Optimizer ZeRO2Optimizer ZeRO3Optimizer",
     "elastic.optimizer": "ElasticOptimizer",
     "elastic.signals": "Signals",
-    "lane": "CollectiveMismatchError",
-    "layout": "ParameterSpec",
-    "mesh": "Mesh",
-    "optim": "LAMB SGD Adagrad Adam AdamW DDPOptimizer HybridShardedOptimizer Lion LocalSGDOptimizer RMSprop "
-    "ShardingConfiguration ZeRO1Optimizer ZeRO2Optimizer ZeRO3Optimizer",
-    "optim.schedules": "constant cosine inverse_square_root linear warmup",
-    "parameters": "FlatParameters",
-    "pending": "Pending",
+    "layout.boxes": "ParameterSpec",
+    "optim": "Adagrad Adam AdamW LAMB Lion RMSprop SGD",
+    "optim.lr_schedules": "constant cosine inverse_square_root linear warmup",
+    "parameters.flat": "FlatParameters",
     "record": "RunRecord",
-    "reshard": "reshard_state",
-    "saving": "load_checkpoint save_checkpoint",
     "training": "OptimizationProblem OptimizationResult TrainingState",
+    "training.saving": "load_checkpoint save_checkpoint",
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}
 
@@ -162,15 +158,15 @@ if "HOME" not in os.environ:
 
 # A rank may fail before it has a mesh, and the others must hear of it: ranks start MPI here, and it ends the job.
 if "mpi4py.MPI" in sys.modules or any(name.startswith(_STARTED_BY) for name in os.environ):
-    from mpishard.interrupts import deferred
+    from mpishard.launch.interrupts import deferred
 
     with deferred():
-        from mpishard.launches import check_before_mpi
+        from mpishard.launch.detection import check_before_mpi
 
         check_before_mpi()
 
+        from mpishard.comm.watchdog import abort_on_exception, restore_sigusr1
         from mpishard.elastic.completion import watch_script
-        from mpishard.guard import abort_on_exception, restore_sigusr1
 
         abort_on_exception()
         restore_sigusr1()

@@ -45,7 +45,7 @@ class Agreement:
     """A pytest plugin for runs on several ranks: each phase of a test has one outcome, the worst of all."""
 
     def __init__(self, config: pytest.Config, world: Any) -> None:
-        from mpishard.witness import Witness
+        from mpishard.comm.death_monitor import Witness
 
         self.world = world.Dup()  # a communicator of its own: a test's leftovers cannot match its messages
         self.rank, self.size = world.rank, world.size

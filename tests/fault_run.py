@@ -102,8 +102,8 @@ def run(case: Case, folder: Path) -> None:
 
     from mpi4py import MPI
 
-    me, newcomer = MPI.COMM_WORLD.rank, MPI.Comm.Get_parent() != MPI.COMM_NULL
-    if newcomer:
+    me, joining = MPI.COMM_WORLD.rank, MPI.Comm.Get_parent() != MPI.COMM_NULL
+    if joining:
         me = SPAWNED - MPI.COMM_WORLD.bcast(notes.take_numbers(MPI.COMM_WORLD.size) if me == 0 else 0) - me
         notes.leave("spawned")
         for number, fault in enumerate(case.faults):
@@ -119,7 +119,7 @@ def run(case: Case, folder: Path) -> None:
     from mpishard import nn
     from mpishard.checkpoint import Checkpoints
     from mpishard.elastic import loop
-    from mpishard.elastic.recruiting import Recruitment
+    from mpishard.elastic.spawning import Recruitment
 
     notes.leave(f"rank-{me}", str(os.getpid()))
     tokens = np.random.default_rng(1).integers(0, 11, (45, 9))
@@ -208,8 +208,8 @@ def strike(
     A spare is in no phase of a step: the first process strikes it as soon as that is in the phase itself.
     """
     from mpishard.checkpoint import polling, saver
-    from mpishard.elastic import crew, loop, newcomer, recruiting
-    from mpishard.optim import optimizer
+    from mpishard.data_parallel import sharded_optimizer
+    from mpishard.elastic import joining, loop, membership, spawning
 
     together = ("resize", "heal")  # in which spares take part
     faults = list(enumerate(case.faults))
@@ -267,7 +267,7 @@ def strike(
     # The parameters of ZeRO-3 are gathered in the forward pass, those of ZeRO-1 and 2 and gradients of DDP after it.
     within(mesh.data, "start_all_to_all", "reduction")
     within(mesh.data, "start_all_gather", "all-gather")
-    within(optimizer, "take_step", "update")
+    within(sharded_optimizer, "take_step", "update")
     within(mesh.data, "start_send", "buddy", lambda label="", **_: label == "buddy")
     before(loop.ElasticLoop, "_agree", "agreement")
     before(loop.ElasticLoop, "_commit", "committed")
@@ -279,25 +279,25 @@ def strike(
     healing = []
     before(loop, "reshard_state", "resize", lambda **_: notes.has("resizes") and not healing)
     if me == 0:
-        within(recruiting.Recruitment, "call", "called")
+        within(spawning.Recruitment, "call", "called")
     else:
-        before(crew.Crew, "call_in", "called")
-    before(crew.Crew, "take_in", "meeting")
-    within(crew, "meet", "joined")
-    within(newcomer.Newcomer, "join", "joined")
-    tell = newcomer.Newcomer._tell
+        before(membership.Crew, "call_in", "called")
+    before(membership.Crew, "take_in", "meeting")
+    within(membership, "meet", "joined")
+    within(joining.Newcomer, "join", "joined")
+    tell = joining.Newcomer._tell
 
     def telling(self: Any, tag: int, text: str = "") -> None:
-        if tag == recruiting.COMES:
+        if tag == spawning.COMES:
             hit("called")
         tell(self, tag, text)
-        if tag == recruiting.HERE:
+        if tag == spawning.HERE:
             notes.leave("here")
             hit("here")
-        if tag == recruiting.COMES:
+        if tag == spawning.COMES:
             hit("meeting")
 
-    newcomer.Newcomer._tell = telling  # type: ignore[method-assign]
+    joining.Newcomer._tell = telling  # type: ignore[method-assign]
     before(loop, "reshard_state", "heal", lambda **_: bool(healing))
     bury = loop.ElasticLoop._bury
 

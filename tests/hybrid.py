@@ -12,8 +12,8 @@ from steps import write_gradients
 
 import mpishard
 from mpishard import DDPOptimizer, ShardingConfiguration
-from mpishard.layout import ParameterSpec
-from mpishard.parameters import FlatParameters
+from mpishard.layout.boxes import ParameterSpec
+from mpishard.parameters.flat import FlatParameters
 
 LAYERS = 4
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpishard.layout import ParameterSpec, Piece, Place, cut_holding, split
+from mpishard.layout.boxes import ParameterSpec, Piece, Place, cut_holding, split
 
 LAYERS = 4
 

@@ -26,8 +26,8 @@ from mpi4py import MPI
 import mpishard
 from mpishard import nn
 from mpishard.checkpoint import Checkpoints
-from mpishard.reshard import reshard_state
-from mpishard.state import RunState
+from mpishard.comm.reshard import reshard_state
+from mpishard.layout.run_state import RunState
 
 BEFORE, AFTER = 4, 20
 # Small enough for several rounds.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.layout import ParameterSpec, Piece, cut_holding, split
-from mpishard.state import PARAMETERS, RunState, Shard
+from mpishard.layout.boxes import ParameterSpec, Piece, cut_holding, split
+from mpishard.layout.run_state import PARAMETERS, RunState, Shard
 
 KINDS = (PARAMETERS, "optimizer/exp_avg")
 

@@ -19,10 +19,10 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import AdamW, ElasticOptimizer, OptimizationProblem, ShardingConfiguration
-from mpishard.capabilities import heals_in_place
+from mpishard.comm.capabilities import heals_in_place
 from mpishard.data.sampling import Sampler, micro_batches
-from mpishard.elastic.crew import is_newcomer
-from mpishard.tree_sum import tree_sum
+from mpishard.elastic.membership import is_newcomer
+from mpishard.reduction.tree_sum import tree_sum
 
 SAMPLES, BATCH, MICRO, STEPS, SEED = 45, 16, 2, 12, 3
 DATA = np.random.default_rng(0).standard_normal((SAMPLES, 300)).astype(np.float32)

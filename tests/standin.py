@@ -3,7 +3,8 @@
 `DeviceArray` has what mpishard asks of a CuPy array.  Its pages are closed to the process (a stray touch is a
 segmentation fault) except while a staging copy or a kernel runs, and a kernel runs no sooner than its stream is
 synchronised.  `AwareArray` plays memory under a CUDA-aware MPI: open, and offered through
-``__cuda_array_interface__``, but just as late, so that whoever reads it before `mpishard.array.ready` reads garbage.
+``__cuda_array_interface__``, but just as late, so that whoever reads it before
+`mpishard.backend.array.ready` reads garbage.
 
 Views are as NumPy makes them.  Operations take no NumPy arrays besides their own, as CuPy's do not.
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.array import Backend, Kernel, register_backend, runs_overlap
+from mpishard.backend.array import Backend, Kernel, register_backend, runs_overlap
 
 GARBAGE = 0xFF  # NaN in every floating-point type
 PROT_NONE = 0
@@ -110,7 +111,7 @@ class DeviceArray:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        raise TypeError("device memory was handed to NumPy; copy it with mpishard.array.to_host")
+        raise TypeError("device memory was handed to NumPy; copy it with mpishard.backend.array.to_host")
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[np.ndarray]:
@@ -312,7 +313,7 @@ class Module:
 
 
 class StandIn(Backend):
-    """What `mpishard.array` needs to work on `kind`."""
+    """What `mpishard.backend.array` needs to work on `kind`."""
 
     device = True
 

@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpishard import array as arrays
 from mpishard.arguments import flag, integer
-from mpishard.capabilities import probe
+from mpishard.backend import array as arrays
 from mpishard.checkpoint import folder, polling, saver
 from mpishard.checkpoint.faults import Fault
 from mpishard.checkpoint.folder import Unfinished
@@ -25,11 +24,12 @@ from mpishard.checkpoint.pace import Pace
 from mpishard.checkpoint.pieces import COMPRESSIONS
 from mpishard.checkpoint.saver import Outcome, Task
 from mpishard.checkpoint.snapshot import Snapshot, live_parts
-from mpishard.collectives import Axis
-from mpishard.files import warn_of_writers
-from mpishard.ledger import Ledger, users_level
-from mpishard.mesh import Mesh
-from mpishard.state import RunState
+from mpishard.comm.axis import Axis
+from mpishard.comm.capabilities import probe
+from mpishard.comm.ledger import Ledger, users_level
+from mpishard.comm.mesh import Mesh
+from mpishard.io.files import warn_of_writers
+from mpishard.layout.run_state import RunState
 
 
 class Checkpoints:

@@ -13,8 +13,8 @@ from pathlib import Path
 import h5py
 
 from mpishard.checkpoint.pieces import StoredPiece
-from mpishard.layout import Box
-from mpishard.state import brief
+from mpishard.layout.boxes import Box
+from mpishard.layout.run_state import brief
 
 # Each cut dimension doubles the corners of a box.
 _MOST_CORNERS = 2**22

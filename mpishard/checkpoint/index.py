@@ -21,10 +21,10 @@ from typing import Any
 import h5py
 import numpy as np
 
-from mpishard import hdf5
 from mpishard.checkpoint import checks
 from mpishard.checkpoint.pieces import BLOCK, DTYPES, VERSION, StoredPiece, new_file, read_mark
-from mpishard.state import link_name
+from mpishard.io import hdf5
+from mpishard.layout.run_state import link_name
 from mpishard.version import VERSION as MPISHARD_VERSION
 
 INDEX = "index.h5"

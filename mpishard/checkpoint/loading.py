@@ -12,9 +12,9 @@ from mpishard.checkpoint.examining import contents_of
 from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.manifest import Manifest
 from mpishard.checkpoint.reading import check_fits, damages, fill
-from mpishard.collectives import Axis
-from mpishard.ledger import users_level
-from mpishard.state import RunState
+from mpishard.comm.axis import Axis
+from mpishard.comm.ledger import users_level
+from mpishard.layout.run_state import RunState
 
 Check = Callable[[Mapping[str, Any]], None]
 

@@ -19,8 +19,8 @@ import h5py
 import numpy as np
 
 from mpishard.checkpoint.disk import DiskFile
-from mpishard.layout import Box
-from mpishard.state import link_name
+from mpishard.layout.boxes import Box
+from mpishard.layout.run_state import link_name
 
 VERSION = 1
 BLOCK = 512

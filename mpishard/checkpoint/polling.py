@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.collectives import Axis
-from mpishard.pending import Pending
+from mpishard.comm.axis import Axis
+from mpishard.comm.request import Pending
 
 _FIRST_S, _LONGEST_S = 0.0005, 0.02
 

@@ -10,15 +10,15 @@ from typing import Any
 import h5py
 import numpy as np
 
-from mpishard import array as arrays
-from mpishard import hdf5
+from mpishard.backend import array as arrays
 from mpishard.checkpoint import checks, polling
 from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.pieces import StoredPiece, pieces_mark, read_mark, writer_of
-from mpishard.collectives import Axis
-from mpishard.layout import Box, boxes_of_range, intersect
-from mpishard.reshard import reshard
-from mpishard.state import RunState, Shard, check_same_tensors
+from mpishard.comm.axis import Axis
+from mpishard.comm.reshard import reshard
+from mpishard.io import hdf5
+from mpishard.layout.boxes import Box, boxes_of_range, intersect
+from mpishard.layout.run_state import RunState, Shard, check_same_tensors
 
 Array = Any
 

@@ -22,7 +22,7 @@ from mpishard.checkpoint.folder import Unfinished
 from mpishard.checkpoint.index import write_index
 from mpishard.checkpoint.manifest import FileEntry, Manifest
 from mpishard.checkpoint.pieces import Part, StoredPiece, pieces_file, stored, write_pieces
-from mpishard.collectives import Axis
+from mpishard.comm.axis import Axis
 
 
 @dataclass(frozen=True)

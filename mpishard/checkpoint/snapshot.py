@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard import array as arrays
+from mpishard.backend import array as arrays
 from mpishard.checkpoint.pieces import Part
-from mpishard.layout import Holding, Piece
-from mpishard.state import Shard
+from mpishard.layout.boxes import Holding, Piece
+from mpishard.layout.run_state import Shard
 
 Array = Any
 

@@ -13,7 +13,7 @@ import numpy as np
 from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.pieces import StoredPiece
 from mpishard.checkpoint.reading import PieceReader
-from mpishard.layout import Box, boxes_of_range, intersect
+from mpishard.layout.boxes import Box, boxes_of_range, intersect
 
 BLOCK = 2**22  # elements read at once
 

@@ -12,9 +12,9 @@ import typer
 
 from mpishard.cli.estimate_text import console, new_table, print_table, seconds, size
 from mpishard.cli.figure import check_format
+from mpishard.comm.mesh import Mesh
 from mpishard.estimate import MachineProfile, measure
 from mpishard.estimate.collectives import measure_collectives
-from mpishard.mesh import Mesh
 
 
 def bench(

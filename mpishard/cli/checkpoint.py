@@ -8,17 +8,10 @@ from typing import Annotated
 
 import typer
 
+from mpishard.checkpoint.archives import Archive, write_archive
 from mpishard.checkpoint.comparing import differences, unlike
 from mpishard.checkpoint.converting import write_checkpoint, write_plain
-from mpishard.checkpoint.examining import (
-    Examination,
-    examine,
-    found_at,
-    is_checkpoint,
-    newest_whole,
-    not_finite,
-)
-from mpishard.checkpoint.exchange import Archive, write_archive
+from mpishard.checkpoint.examining import Examination, examine, found_at, is_checkpoint, newest_whole, not_finite
 from mpishard.checkpoint.folder import astray, candidates, next_generation
 from mpishard.checkpoint.sources import Stored
 from mpishard.cli.checkpoint_text import (

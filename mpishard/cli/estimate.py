@@ -14,7 +14,7 @@ from mpishard.cli.estimate_text import console, details, new_table, overview, si
 from mpishard.estimate import TYPICAL, MachineProfile, layouts, model_state_bytes, table
 from mpishard.estimate.zero import STAGES
 from mpishard.nn.architecture import Architecture
-from mpishard.schedule import SCHEDULES
+from mpishard.pipeline.schedule import SCHEDULES
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _ZERO = {

@@ -12,8 +12,8 @@ import typer
 from mpi4py import MPI
 
 from mpishard.cli.info_text import show
+from mpishard.comm.watchdog import abort
 from mpishard.environment import collect, findings, launch_of, launches
-from mpishard.guard import abort
 
 _PATIENCE_S = 30.0
 

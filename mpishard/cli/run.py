@@ -12,11 +12,11 @@ from typing import Annotated
 
 import typer
 
-from mpishard.elastic import bare
-from mpishard.elastic.course import Limits
-from mpishard.elastic.hosts import parse_hosts
-from mpishard.elastic.policy import Policy
-from mpishard.elastic.supervisor import Job
+from mpishard.launch import supervisor_main
+from mpishard.launch.hosts import parse_hosts
+from mpishard.launch.policy import Policy
+from mpishard.launch.progress_monitor import Limits
+from mpishard.launch.supervisor import Job
 
 
 def run(
@@ -91,5 +91,5 @@ def run(
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     sys.stdout.flush()
     sys.stderr.flush()
-    arguments = [sys.executable, "-I", bare.__file__, json.dumps(asdict(job))]
+    arguments = [sys.executable, "-I", supervisor_main.__file__, json.dumps(asdict(job))]
     os.execve(sys.executable, arguments, os.environ)  # which has nothing of what an MPI library may have set

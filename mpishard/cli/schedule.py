@@ -14,7 +14,15 @@ import typer
 
 from mpishard.cli.schedule_figure import save_figure
 from mpishard.cli.schedule_text import draw
-from mpishard.schedule import SCHEDULES, Schedule, Timeline, find_deadlock, make_schedule, simulate, warn_if_bubbly
+from mpishard.pipeline.schedule import (
+    SCHEDULES,
+    Schedule,
+    Timeline,
+    find_deadlock,
+    make_schedule,
+    simulate,
+    warn_if_bubbly,
+)
 
 _TIMES_OF = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mpishard.cli.figure import ACTIONS, save
-from mpishard.schedule import KINDS, Timeline
+from mpishard.pipeline.schedule import KINDS, Timeline
 
 _IDLE = "#eeeeee"
 _DPI = 150

@@ -9,7 +9,7 @@ from itertools import groupby
 
 import typer
 
-from mpishard.schedule import KINDS, Event, Timeline
+from mpishard.pipeline.schedule import KINDS, Event, Timeline
 
 _BACKGROUNDS = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow"}
 Name = Callable[[Event], str]

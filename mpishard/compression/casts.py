@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard import array as arrays
-from mpishard.compiling import HostFunction
+from mpishard.backend import array as arrays
+from mpishard.backend.compiled import HostFunction
 from mpishard.compression import kernels
 from mpishard.compression.compressor import FusedCompressor, padded
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard import array as arrays
+from mpishard.backend import array as arrays
 
 Array = Any
 _ALIGNMENT = 4  # bytes; what is sent begins with 4-byte numbers

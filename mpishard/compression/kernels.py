@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.compiling import HostFunction, before_compiling
+from mpishard.backend.compiled import HostFunction, before_compiling
 
 Array = Any
 _HALF, _SIGN, _INFINITE = np.float32(0.5), np.int32(0x8000), np.int32(0x7F800000)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from mpishard import array as arrays
 from mpishard.arguments import integer
-from mpishard.randomness import normal
+from mpishard.backend import array as arrays
+from mpishard.backend.random import normal
 
 Array = Any
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard import array as arrays
 from mpishard.arguments import number
+from mpishard.backend import array as arrays
 from mpishard.compression import kernels
 from mpishard.compression.compressor import PieceCompressor
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpishard.layout import split
-from mpishard.randomness import permuted
+from mpishard.backend.random import permuted
+from mpishard.layout.boxes import split
 
 # Divides over 2, 4, 8 and 16 ranks, whole subtrees of the sum to each.
 _MICRO_BATCHES = 16

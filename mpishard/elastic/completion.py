@@ -17,11 +17,11 @@ from typing import ClassVar
 
 from mpi4py import MPI
 
-from mpishard.elastic.processes import die_with_single_threaded_parent, end_with_daemon
-from mpishard.elastic.run_folder import Ended, Failure, RunFolder, RunLost
-from mpishard.endings import Ending
-from mpishard.guard import abort_on_exception
-from mpishard.interrupts import Interrupts
+from mpishard.comm.watchdog import abort_on_exception
+from mpishard.launch.endings import Ending
+from mpishard.launch.interrupts import Interrupts
+from mpishard.launch.processes import die_with_single_threaded_parent, end_with_daemon
+from mpishard.launch.run_folder import Ended, Failure, RunFolder, RunLost
 
 _POLL_S = 0.25
 _FINALIZE_S = 3.0

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mpishard.files import NotPrivateError, opened, warn_of_writers
-from mpishard.notes import read_note, remove_notes, write_note
+from mpishard.io.atomic_json import read_note, remove_notes, write_note
+from mpishard.io.files import NotPrivateError, opened, warn_of_writers
 
 _POLL_S = 0.2
 _WAIT_POLL_S = 0.05

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from mpishard.elastic.hosts import parse_hosts
+from mpishard.launch.hosts import parse_hosts
 
 _POLL_S = 1.0
 _LIMIT_S = 30.0

@@ -26,22 +26,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpishard.capabilities import heals_in_place
-from mpishard.elastic.committed import Committed
+from mpishard.backend.blas_threads import own_cores
+from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.reshard import reshard_state
+from mpishard.comm.watchdog import die, fail_alone
+from mpishard.data_parallel.optimizer_state import facts_of
+from mpishard.data_parallel.settings import agree_on_settings, settings_of
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.completion import finalize_in_time, give_up, leave_to_others, note_training
-from mpishard.elastic.crew import Crew, Order, agree, is_newcomer
-from mpishard.elastic.recruiting import Recruitment
-from mpishard.elastic.run_folder import RunFolder, RunLost
-from mpishard.guard import die, fail_alone
-from mpishard.optim import ShardedOptimizer
-from mpishard.optim.run_state import facts_of
-from mpishard.optim.settings import agree_on_settings, settings_of
-from mpishard.progress import Progress
+from mpishard.elastic.membership import Crew, Order, agree, is_newcomer
+from mpishard.elastic.spawning import Recruitment
+from mpishard.elastic.transaction import Committed
+from mpishard.launch.run_folder import RunFolder, RunLost
+from mpishard.layout.run_state import RunState
 from mpishard.record import RunRecord
-from mpishard.reshard import reshard_state
-from mpishard.state import RunState
-from mpishard.threads import own_cores
 from mpishard.training import Loop, OptimizationProblem, OptimizationResult, Scaling, TrainingState
+from mpishard.training.progress import Progress
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from mpi4py import MPI
 
-from mpishard.capabilities import heals_in_place
-from mpishard.guard import die
+from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.watchdog import die
 
 # They take milliseconds.  Whoever can end will have ended so long after a death was heard of; the others never do.
 _GRACE_S = 2.0

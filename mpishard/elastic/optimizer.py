@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mpishard.arguments import flag, integer, number
-from mpishard.capabilities import heals_in_place
-from mpishard.elastic.crew import is_newcomer
+from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.optimizers import optimizer_of
+from mpishard.data_parallel.problem import OptimizationResult, P, TrainingState
+from mpishard.data_parallel.settings import agree_on_settings
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.data_parallel.validation import check_problem
 from mpishard.elastic.loop import ElasticLoop
+from mpishard.elastic.membership import is_newcomer
 from mpishard.elastic.outside import Outside
-from mpishard.elastic.run_folder import RunFolder
 from mpishard.elastic.watch import Watch
-from mpishard.mesh import Mesh
-from mpishard.optim import Rule, ShardedOptimizer, ShardingConfiguration, optimizer_of
-from mpishard.optim.agreement import check_problem
-from mpishard.optim.problem import OptimizationResult, P, TrainingState
-from mpishard.optim.settings import agree_on_settings
+from mpishard.launch.run_folder import RunFolder
+from mpishard.optim import Rule
 from mpishard.record import RunRecord
 from mpishard.training import OptimizationProblem, Scaling
 

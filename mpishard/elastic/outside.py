@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from mpishard.capabilities import heals_in_place
-from mpishard.collectives import Axis
+from mpishard.comm.axis import Axis
+from mpishard.comm.capabilities import heals_in_place
 from mpishard.elastic.control import Control, ControlFolder
-from mpishard.elastic.crew import is_newcomer
 from mpishard.elastic.discovery import Discovery
+from mpishard.elastic.membership import is_newcomer
 from mpishard.elastic.signals import Signals
 
 

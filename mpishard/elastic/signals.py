@@ -8,7 +8,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-from mpishard.interrupts import Interrupts
+from mpishard.launch.interrupts import Interrupts
 
 _HEARD = (signal.SIGTERM, signal.SIGUSR1)
 # A launcher passes a signal on to all ranks, which do not see it at the same moment.

@@ -9,6 +9,6 @@
 
 from mpishard.environment.facts import Blas, Facts, collect
 from mpishard.environment.findings import Finding, findings
-from mpishard.launches import Launch, launch_of, launches
+from mpishard.launch.detection import Launch, launch_of, launches
 
 __all__ = ["Blas", "Facts", "Finding", "Launch", "collect", "findings", "launch_of", "launches"]

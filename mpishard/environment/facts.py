@@ -13,11 +13,11 @@ import h5py
 from mpi4py import MPI
 from threadpoolctl import threadpool_info
 
-from mpishard.array import can_pin, device_count
-from mpishard.capabilities import Capabilities, could_heal_in_place, heals_in_place, probe
-from mpishard.elastic.launchers import Launcher, find_launcher
-from mpishard.launches import Launch, launches
-from mpishard.threads import chosen_by_user, cpu_quota, own_cores
+from mpishard.backend.array import can_pin, device_count
+from mpishard.backend.blas_threads import chosen_by_user, cpu_quota, own_cores
+from mpishard.comm.capabilities import Capabilities, could_heal_in_place, heals_in_place, probe
+from mpishard.launch.detection import Launch, launches
+from mpishard.launch.launchers import Launcher, find_launcher
 from mpishard.version import versions
 
 _THREAD_LEVELS = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mpishard.elastic.launchers import Launcher
 from mpishard.environment.facts import Facts
-from mpishard.launches import OPEN_MPI, SLURM, Launch, launch_of
+from mpishard.launch.detection import OPEN_MPI, SLURM, Launch, launch_of
+from mpishard.launch.launchers import Launcher
 
 WRONG, WARNING, NOTE = "wrong", "warning", "note"
 

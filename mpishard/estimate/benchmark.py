@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from mpishard.collectives import Axis
+from mpishard.comm.axis import Axis
+from mpishard.comm.ledger import Ledger
+from mpishard.comm.mesh import Mesh
 from mpishard.estimate.estimates import estimate
 from mpishard.estimate.profile import Link, MachineProfile
-from mpishard.ledger import Ledger
-from mpishard.mesh import Mesh
 from mpishard.nn import GPT, kernels
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024)

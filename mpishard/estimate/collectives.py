@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from mpi4py import MPI
 
-from mpishard.collectives import Axis
-from mpishard.mesh import Mesh
+from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
 
 SIZES = tuple(4**exponent for exponent in range(5, 13))  # bytes; 1 KiB to 16 MiB
 _REPEATS = 9

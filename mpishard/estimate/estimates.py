@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from mpishard.estimate.flights import makespan
 from mpishard.estimate.holdings import parts_of, rows_of
 from mpishard.estimate.layouts import Layout
+from mpishard.estimate.pipeline_time import makespan
 from mpishard.estimate.profile import TYPICAL, MachineProfile
 from mpishard.estimate.stages import Memory, Plan, StageEstimate
 from mpishard.estimate.times import Times

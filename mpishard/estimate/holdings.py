@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpishard.estimate.layouts import Layout
-from mpishard.gradients import make_buckets, make_runs
-from mpishard.layout import Place, counts, split
+from mpishard.layout.boxes import Place, counts, split
 from mpishard.nn.architecture import Architecture
+from mpishard.parameters.buckets import make_buckets, make_runs
 
 TABLE = "token_embedding.weight"
 

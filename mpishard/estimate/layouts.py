@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpishard.estimate.zero import STAGES
 from mpishard.nn.architecture import Architecture
-from mpishard.schedule import SCHEDULES, check_chunks
+from mpishard.pipeline.schedule import SCHEDULES, check_chunks
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Layout:
     zero_stage : int
         0 to 3: what the data axis shards.
     schedule : str
-        One of `mpishard.schedule.SCHEDULES`.
+        One of `mpishard.pipeline.schedule.SCHEDULES`.
     chunks : int
         Model chunks a pipeline rank; above 1 for "interleaved" only.
     sequence_parallel : bool

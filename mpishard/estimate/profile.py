@@ -22,7 +22,7 @@ class Link:
     latency : float
         Seconds.
     bandwidth : float
-        Bytes that a rank sends a second, counted as in `mpishard.ledger`: those of the ring algorithm.
+        Bytes that a rank sends a second, counted as in `mpishard.comm.ledger`: those of the ring algorithm.
     """
 
     latency: float

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from mpishard.estimate.activations import Activations
-from mpishard.estimate.flights import peak_in_flight
 from mpishard.estimate.holdings import Holding, Part, buckets_of, holding
 from mpishard.estimate.layouts import Layout
+from mpishard.estimate.pipeline_time import peak_in_flight
 from mpishard.estimate.times import Times
 from mpishard.estimate.traffic import Sent, data_traffic, pipeline_traffic, replica_traffic, tensor_traffic
 from mpishard.nn.architecture import Architecture

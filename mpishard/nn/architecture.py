@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 
-from mpishard.layout import ParameterSpec, merge_ties, split
+from mpishard.layout.boxes import ParameterSpec, merge_ties, split
 from mpishard.nn.block import Block
 from mpishard.nn.layers import Layer
 from mpishard.nn.units import Stem, Top

@@ -11,13 +11,13 @@ from mpishard.nn.layers import Layer
 from mpishard.nn.parallel import TensorParallel
 from mpishard.nn.units import Batch, Stem, Top
 from mpishard.nn.workspace import Workspace
-from mpishard.parameters import FlatParameters
+from mpishard.parameters.flat import FlatParameters
 
 Array = Any
 
 
 class Chunk:
-    """One virtual stage, as `mpishard.pipeline` runs it.
+    """One virtual stage, as `mpishard.pipeline.runtime` runs it.
 
     All methods that compute are collective over the tensor axis, and under ZeRO-3 over the data axis, where each unit
     is gathered once in each direction, the next one while this one computes.

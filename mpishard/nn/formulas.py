@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.array import module_of
+from mpishard.backend.array import module_of
 
 Array = Any
 

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from mpishard.arguments import flag, integer
-from mpishard.array import copy_to_device, is_array, to_host
-from mpishard.collectives import Axis
-from mpishard.layout import Place, split
-from mpishard.ledger import Ledger
-from mpishard.mesh import Mesh
+from mpishard.backend.array import copy_to_device, is_array, to_host
+from mpishard.backend.random import generator
+from mpishard.comm.axis import Axis
+from mpishard.comm.ledger import Ledger
+from mpishard.comm.mesh import Mesh
+from mpishard.layout.boxes import Place, split
 from mpishard.nn.activations import KeepAll, KeepLess
 from mpishard.nn.architecture import Architecture
 from mpishard.nn.block import Block
@@ -25,10 +26,9 @@ from mpishard.nn.products import check_compute_dtype, check_half, warn_if_slow
 from mpishard.nn.stage_costs import measure_costs
 from mpishard.nn.units import Batch, Top
 from mpishard.nn.workspace import Pool, Workspace
-from mpishard.parameters import FlatParameters
-from mpishard.pipeline import Pipeline
-from mpishard.randomness import generator
-from mpishard.schedule import make_schedule, warn_if_bubbly
+from mpishard.parameters.flat import FlatParameters
+from mpishard.pipeline.runtime import Pipeline
+from mpishard.pipeline.schedule import make_schedule, warn_if_bubbly
 
 Array = Any
 
@@ -71,7 +71,7 @@ class GPT:
     sequence_parallel : bool
         Split rows over the tensor axis between the parts that are split by columns: less memory for activations.
     schedule : str
-        One of `mpishard.schedule.SCHEDULES`.
+        One of `mpishard.pipeline.schedule.SCHEDULES`.
     chunks : int
         Model chunks of a pipeline rank, for the interleaved schedule.
     microbatches : int, optional

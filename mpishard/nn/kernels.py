@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.compiling import HostFunction, before_compiling
+from mpishard.backend.compiled import HostFunction, before_compiling
 from mpishard.nn.formulas import GELU_CUBIC, GELU_SLOPE
 
 # The letters after the underscore in an array's name are its dimensions.

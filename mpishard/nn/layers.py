@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.array import module_of
-from mpishard.layout import ParameterSpec
+from mpishard.backend.array import module_of
+from mpishard.backend.random import normal
+from mpishard.layout.boxes import ParameterSpec
 from mpishard.nn import formulas, kernels
 from mpishard.nn.parallel import ALONE, TensorParallel
 from mpishard.nn.products import Matmul, make_matmul
 from mpishard.nn.workspace import Workspace
-from mpishard.parameters import FlatParameters
-from mpishard.randomness import normal
+from mpishard.parameters.flat import FlatParameters
 
 Array = Any
 

@@ -21,9 +21,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpishard.array import module_of
-from mpishard.collectives import Axis
-from mpishard.layout import counts, split
+from mpishard.backend.array import module_of
+from mpishard.comm.axis import Axis
+from mpishard.layout.boxes import counts, split
 
 Array = Any
 Memory = Callable[..., Array]
@@ -126,7 +126,7 @@ class GatherColumns(Pair):
     Parameters
     ----------
     columns : int
-        Of the whole array, cut as `mpishard.layout.split` does.
+        Of the whole array, cut as `mpishard.layout.boxes.split` does.
     """
 
     def __init__(self, axis: Axis | None, columns: int) -> None:

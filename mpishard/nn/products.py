@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from mpishard import threads
-from mpishard.ledger import users_level
-from mpishard.wire import is_half
+from mpishard.backend import blas_threads
+from mpishard.comm.ledger import users_level
+from mpishard.comm.staging import is_half
 
 Array = Any
 # Called like ``numpy.matmul(a, b, out=out)``.
@@ -35,7 +35,7 @@ def make_matmul(module: Any, compute_dtype: Any = None) -> Matmul:
         in float32 as well, and round the result to half precision, once, before it becomes float32 again.
     """
     if compute_dtype is None:
-        return threads.matmul if module is np else module.matmul
+        return blas_threads.matmul if module is np else module.matmul
     compute = _of_rounded if module is np else functools.partial(_of_halves, module)
     return functools.partial(compute, np.dtype(compute_dtype))
 
@@ -78,7 +78,7 @@ def warn_if_slow(compute_dtype: Any, module: Any) -> None:
 
 def _of_rounded(half: np.dtype, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
-        return threads.matmul(a.astype(half).astype(a.dtype), b.astype(half).astype(b.dtype), out=out)
+        return blas_threads.matmul(a.astype(half).astype(a.dtype), b.astype(half).astype(b.dtype), out=out)
 
 
 def _of_halves(module: Any, half: np.dtype, a: Array, b: Array, out: Array) -> Array:

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.array import ready
-from mpishard.collectives import Axis
+from mpishard.backend.array import ready
+from mpishard.comm.axis import Axis
 from mpishard.nn.architecture import Architecture
 from mpishard.nn.block import Block
 from mpishard.nn.units import Batch, Stem, Top
 from mpishard.nn.workspace import Workspace
-from mpishard.parameters import FlatParameters
+from mpishard.parameters.flat import FlatParameters
 
 _REPEATS = 3
 

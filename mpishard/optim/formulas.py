@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The formulas of the update rules, one element at a time (see `mpishard.array.elementwise`).
+"""The formulas of the update rules, one element at a time (see `mpishard.backend.array.elementwise`).
 
 ``p`` is a parameter and ``g`` its gradient, whose division by `divisor` comes first and is a true one, so that sums
 of integers stay exact.  The other arrays are the rule's slots.  ``rest`` is one minus the factor of the same number,
@@ -8,7 +8,7 @@ rounded after the subtraction: ``1 - 0.999`` in float32 is wrong by 5e-5.
 
 from math import sqrt
 
-from mpishard.array import elementwise
+from mpishard.backend.array import elementwise
 
 
 @elementwise

@@ -19,9 +19,9 @@ from math import sqrt
 from typing import Any, ClassVar
 
 from mpishard.arguments import flag, number, returned, shown
-from mpishard.array import Kernel, empty
+from mpishard.backend.array import Kernel, empty
+from mpishard.backend.exact_norm import norm_of
 from mpishard.optim import formulas
-from mpishard.summation import norm_of
 
 Array = Any
 LearningRate = float | Callable[[int], float]
@@ -35,7 +35,7 @@ class Rule(ABC):
     Parameters
     ----------
     lr : float or callable
-        Learning rate, or a function of the step (see `mpishard.optim.schedules`).  Steps count from 1.
+        Learning rate, or a function of the step (see `mpishard.optim.lr_schedules`).  Steps count from 1.
     """
 
     lr: LearningRate

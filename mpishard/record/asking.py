@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpishard.notes import read_note, write_note
+from mpishard.io.atomic_json import read_note, write_note
 from mpishard.record.following import Follower, state_here
 from mpishard.record.lines import read_lines
 from mpishard.record.reading import PROCESSES, TRACE, Process

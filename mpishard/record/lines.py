@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpishard.files import open_to_append
+from mpishard.io.files import open_to_append
 
 _END = 65536
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import flag, integer, number, shown
-from mpishard.capabilities import heals_in_place
-from mpishard.files import warn_of_writers
-from mpishard.ledger import Span
-from mpishard.mesh import Mesh
+from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.ledger import Span
+from mpishard.comm.mesh import Mesh
+from mpishard.io.files import warn_of_writers
 from mpishard.record.events import Events, require_tensorboard
 from mpishard.record.lines import Lines, read_end, read_lines
 from mpishard.record.reading import ENDS, LOGGED, METRICS, OWN, PROCESSES, STARTS, TRACE, own_metrics

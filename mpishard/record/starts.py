@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.capabilities import probe
-from mpishard.mesh import Mesh
+from mpishard.comm.capabilities import probe
+from mpishard.comm.mesh import Mesh
 from mpishard.version import versions
 
 # What changes how MPI, BLAS, threads and devices behave, and the job that it was.

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from mpishard.files import create
-from mpishard.ledger import Call
-from mpishard.mesh import Mesh
-from mpishard.notes import read_note, write_note
+from mpishard.comm.ledger import Call
+from mpishard.comm.mesh import Mesh
+from mpishard.io.atomic_json import read_note, write_note
+from mpishard.io.files import create
 
 REQUEST, WHERE, TRACE_REQUEST = "why", ".where.json", "trace-next"
 _POLL_S = 1.0

@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from mpishard import array as arrays
 from mpishard.arguments import returned
-from mpishard.array import aligned_copy
+from mpishard.backend import array as arrays
+from mpishard.backend.array import aligned_copy
+from mpishard.backend.blas_threads import fix_blas_threads
 from mpishard.data.sampling import Sampler, micro_batches, share
-from mpishard.endings import note_run
-from mpishard.interrupts import Interrupts
-from mpishard.optim import ShardedOptimizer
-from mpishard.optim.agreement import tell_of_other_starts
-from mpishard.optim.ordered import OrderedSums
-from mpishard.optim.problem import OptimizationResult, TrainingState
-from mpishard.parameters import FlatParameters
-from mpishard.progress import Progress
+from mpishard.data_parallel.problem import OptimizationResult, TrainingState
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.data_parallel.validation import tell_of_other_starts
+from mpishard.launch.endings import note_run
+from mpishard.launch.interrupts import Interrupts
+from mpishard.layout.run_state import RunState, brief, whole_fact
+from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
-from mpishard.state import RunState, brief, whole_fact
-from mpishard.threads import fix_blas_threads
+from mpishard.reduction.ordered import OrderedSums
+from mpishard.reduction.tree_sum import Deal, tree_sum
 from mpishard.training.problem import OptimizationProblem
+from mpishard.training.progress import Progress
 from mpishard.training.scaling import Scaling
 from mpishard.training.sum_check import check_sums
 from mpishard.training.untouched import Untouched
-from mpishard.tree_sum import Deal, tree_sum
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Generic
 import numpy as np
 
 from mpishard.arguments import flag, integer, number, shown
-from mpishard.optim import ShardedOptimizer
-from mpishard.optim.problem import OptimizationResult, P, TrainingState
-from mpishard.parameters import FlatParameters, Model, check_flat
+from mpishard.data_parallel.problem import OptimizationResult, P, TrainingState
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.parameters.flat import FlatParameters, Model, check_flat
 from mpishard.record import RunRecord
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpishard import array as arrays
+from mpishard.backend import array as arrays
 from mpishard.data.sampling import share
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.parameters import FlatParameters
+from mpishard.parameters.flat import FlatParameters
 
 
 class Untouched:

@@ -6,7 +6,7 @@ import hosts
 import namespaces
 import pytest
 
-from mpishard.elastic.launchers import find_launcher
+from mpishard.launch.launchers import find_launcher
 
 NO_HOSTS = namespaces.missing()
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import slurm
-from mpishard.elastic.launchers import find_launcher
+from mpishard.launch.launchers import find_launcher
 
 NO_SLURM = slurm.missing()
 pytestmark = pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)

@@ -14,13 +14,13 @@ import standin
 from hybrid import gathered, model, train
 
 from mpishard import AdamW, DDPOptimizer, Mesh, ShardingConfiguration, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer
-from mpishard import array as arrays
+from mpishard.backend import array as arrays
 from mpishard.checkpoint.index import read_index, write_index
 from mpishard.checkpoint.pieces import Part, pieces_file, stored, write_pieces
 from mpishard.checkpoint.reading import fill
-from mpishard.optim.run_state import parameters_alone
-from mpishard.parameters import FlatParameters
-from mpishard.state import RunState
+from mpishard.data_parallel.optimizer_state import parameters_alone
+from mpishard.layout.run_state import RunState
+from mpishard.parameters.flat import FlatParameters
 
 STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]
 RULE = AdamW(lr=0.1)

@@ -20,11 +20,11 @@ from mpi4py import MPI
 from runs import assert_is_at, state, values
 
 from mpishard import Mesh
-from mpishard import array as arrays
+from mpishard.backend import array as arrays
 from mpishard.checkpoint import Checkpoints, disk, folder, manifest, saver
 from mpishard.checkpoint.faults import Fault
-from mpishard.layout import Piece
-from mpishard.state import Shard
+from mpishard.layout.boxes import Piece
+from mpishard.layout.run_state import Shard
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 

@@ -12,9 +12,9 @@ from standin import AwareArray, DeviceArray
 from standin import empty as empty_on_device
 
 import mpishard
-from mpishard import array as arrays
-from mpishard import wire
-from mpishard.lane import CollectiveMismatchError
+from mpishard.backend import array as arrays
+from mpishard.comm import staging
+from mpishard.comm.channel import CollectiveMismatchError
 
 SIZES = (0, 1, 7, 57)
 
@@ -61,8 +61,8 @@ class Device(Host):
 @pytest.fixture(params=[Host(), Device(DeviceArray), Device(AwareArray)], ids=lambda memory: memory.name)
 def memory(request, monkeypatch):
     if request.param.name == "AwareArray":  # an MPI that takes device pointers, as far as the stand-in goes
-        aware = replace(wire.probe(), device_buffers=True)
-        monkeypatch.setattr(wire, "probe", lambda device=False: aware)
+        aware = replace(staging.probe(), device_buffers=True)
+        monkeypatch.setattr(staging, "probe", lambda device=False: aware)
     return request.param
 
 

@@ -15,7 +15,7 @@ from mpishard.compression import (
     SignCompressor,
     TopKCompressor,
 )
-from mpishard.optim.traffic import gradient_traffic
+from mpishard.data_parallel.traffic import gradient_traffic
 
 COMPRESSORS = [
     Float16Compressor(),

@@ -8,7 +8,7 @@ import standin
 from steps import STRATEGIES
 
 from mpishard import AdamW, FlatParameters, ParameterSpec, ShardingConfiguration
-from mpishard import array as arrays
+from mpishard.backend import array as arrays
 from mpishard.compression import (
     BFloat16Compressor,
     Float16Compressor,

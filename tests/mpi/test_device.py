@@ -7,7 +7,7 @@ import pytest
 import standin
 
 from mpishard import Mesh, nn
-from mpishard import array as arrays
+from mpishard.backend import array as arrays
 
 # Not enough micro-batches to fill a pipeline, but enough to add up.
 pytestmark = pytest.mark.filterwarnings("ignore:2 micro-batches for:UserWarning")

@@ -16,9 +16,9 @@ from steps import STRATEGIES
 import mpishard
 from mpishard import AdamW, OptimizationProblem, ShardingConfiguration, nn
 from mpishard.checkpoint import Checkpoints
+from mpishard.comm.channel import Lane
 from mpishard.elastic.optimizer import ElasticOptimizer
-from mpishard.lane import Lane
-from mpishard.parameters import FlatParameters
+from mpishard.parameters.flat import FlatParameters
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
 DATA = np.random.default_rng(0).standard_normal((45, 300)).astype(np.float32)

@@ -14,10 +14,10 @@ from steps import STRATEGIES
 import mpishard
 from mpishard import AdamW, DDPOptimizer, Mesh, OptimizationProblem, ShardingConfiguration, ZeRO1Optimizer, nn
 from mpishard.checkpoint import Checkpoints
-from mpishard.elastic.crew import Crew
+from mpishard.comm.mesh import NEWCOMER
+from mpishard.elastic.membership import Crew
 from mpishard.elastic.optimizer import ElasticOptimizer
-from mpishard.layout import Place
-from mpishard.mesh import NEWCOMER
+from mpishard.layout.boxes import Place
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
 STEPS = 8

@@ -11,7 +11,7 @@ from steps import STRATEGIES
 
 import mpishard
 from mpishard import AdamW, ElasticOptimizer, OptimizationProblem, ShardingConfiguration, nn
-from mpishard.parameters import FlatParameters
+from mpishard.parameters.flat import FlatParameters
 
 SEQUENCE = (2, 8, 3, 5, 1, 4)
 STEPS_EACH, STEPS_AN_EPOCH = 2, 3

@@ -9,8 +9,8 @@ from standin import empty as empty_on_device
 from steps import SPECS, gradients, start, train
 
 from mpishard import AdamW, DDPOptimizer, FlatParameters, Mesh, ShardingConfiguration
-from mpishard import array as arrays
-from mpishard.optim.hierarchical import node_axes, nodes_of_data
+from mpishard.backend import array as arrays
+from mpishard.reduction.hierarchical import node_axes, nodes_of_data
 
 SIZE = 601
 

@@ -28,8 +28,8 @@ from mpishard import (
     ZeRO1Optimizer,
     ZeRO3Optimizer,
 )
-from mpishard import array as arrays
-from mpishard.parameters import FlatParameters
+from mpishard.backend import array as arrays
+from mpishard.parameters.flat import FlatParameters
 
 RULES = [SGD(lr=0.1, momentum=0.9), AdamW(lr=0.1), LAMB(lr=0.1)]
 LIMIT = 0.5

@@ -26,11 +26,11 @@ from mpishard import (
     ParameterSpec,
     ShardingConfiguration,
 )
-from mpishard import array as arrays
+from mpishard.backend import array as arrays
 from mpishard.compression import Int8Compressor, PowerSGDCompressor, TopKCompressor
 from mpishard.data.sampling import Sampler, share
-from mpishard.optim.image import decode
-from mpishard.parameters import FlatParameters
+from mpishard.data_parallel.state_file import decode
+from mpishard.parameters.flat import FlatParameters
 
 SHAPES = [(5,), (2, 4), (3,), (6,)]
 SPECS = [ParameterSpec(name, shape) for name, shape in zip("abcd", SHAPES, strict=True)]

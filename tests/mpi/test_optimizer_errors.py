@@ -11,14 +11,9 @@ from standin import zeros as on_device
 from steps import SPECS, STRATEGIES, gradients, one_step, start, train, write_gradients
 
 import mpishard
-from mpishard import (
-    SGD,
-    AdamW,
-    DDPOptimizer,
-    ShardingConfiguration,
-)
-from mpishard.array import to_host
-from mpishard.parameters import FlatParameters
+from mpishard import SGD, AdamW, DDPOptimizer, ShardingConfiguration
+from mpishard.backend.array import to_host
+from mpishard.parameters.flat import FlatParameters
 
 
 @pytest.mark.parametrize("first", STRATEGIES)

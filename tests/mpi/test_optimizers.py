@@ -22,9 +22,9 @@ from mpishard import (
     ZeRO1Optimizer,
     ZeRO2Optimizer,
 )
-from mpishard import array as arrays
-from mpishard.layout import ParameterSpec
-from mpishard.parameters import FlatParameters
+from mpishard.backend import array as arrays
+from mpishard.layout.boxes import ParameterSpec
+from mpishard.parameters.flat import FlatParameters
 
 RULES = [
     SGD(lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),

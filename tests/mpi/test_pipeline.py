@@ -7,11 +7,11 @@ import pytest
 from mpi4py import MPI
 
 from mpishard import Mesh
-from mpishard.layout import ParameterSpec, Place
+from mpishard.layout.boxes import ParameterSpec, Place
 from mpishard.nn.workspace import Workspace
-from mpishard.parameters import FlatParameters
-from mpishard.pipeline import Pipeline
-from mpishard.schedule import make_schedule, simulate
+from mpishard.parameters.flat import FlatParameters
+from mpishard.pipeline.runtime import Pipeline
+from mpishard.pipeline.schedule import make_schedule, simulate
 
 WIDTH = 3
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)]

@@ -23,11 +23,11 @@ from mpishard import (
     ZeRO3Optimizer,
     nn,
 )
-from mpishard import array as arrays
-from mpishard.layout import ParameterSpec
-from mpishard.ledger import all_reduce_elements
-from mpishard.parameters import FlatParameters
-from mpishard.tree_sum import tree_sum
+from mpishard.backend import array as arrays
+from mpishard.comm.ledger import all_reduce_elements
+from mpishard.layout.boxes import ParameterSpec
+from mpishard.parameters.flat import FlatParameters
+from mpishard.reduction.tree_sum import tree_sum
 
 TOKENS = np.random.default_rng(1).integers(0, 23, (45, 9))
 DATA = np.random.default_rng(0).standard_normal((45, 600)).astype(np.float32)

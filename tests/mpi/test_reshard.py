@@ -11,10 +11,10 @@ import standin
 from layouts import Layout, filled, lower_bound, random_layout, random_model, tensors_of
 
 import mpishard
-from mpishard import array as arrays
-from mpishard.layout import WHOLE, ParameterSpec, Piece, cut_holding, split
-from mpishard.reshard import reshard, reshard_state
-from mpishard.state import RunState, Shard
+from mpishard.backend import array as arrays
+from mpishard.comm.reshard import reshard, reshard_state
+from mpishard.layout.boxes import WHOLE, ParameterSpec, Piece, cut_holding, split
+from mpishard.layout.run_state import RunState, Shard
 
 
 def shard_of(layout, holding, rank, array, kind="parameters"):

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import AdamW, Checkpoints, DDPOptimizer, HybridShardedOptimizer, OptimizationProblem, ZeRO2Optimizer, nn
-from mpishard.layout import Place
+from mpishard.layout.boxes import Place
 
 ROWS = np.random.default_rng(0).standard_normal((37, 6))
 RULE = AdamW(lr=mpishard.cosine(0.1, steps=9), eps=1e-3)
@@ -323,7 +323,7 @@ def test_communicators_are_freed_after_an_error(mesh, folder, monkeypatch):
             super().__init__(*arguments, **options)
             made.append(self)
 
-    monkeypatch.setattr("mpishard.saving.Checkpoints", Recorded)
+    monkeypatch.setattr("mpishard.training.saving.Checkpoints", Recorded)
     mpishard.save_checkpoint(folder, np.zeros(5), DDPOptimizer(RULE, mesh))
     with pytest.raises(ValueError, match="another model"):
         mpishard.load_checkpoint(folder, np.zeros(6), mesh=mesh)

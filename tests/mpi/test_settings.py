@@ -20,7 +20,7 @@ from mpishard import (
     ShardingConfiguration,
     ZeRO1Optimizer,
 )
-from mpishard.array import elementwise
+from mpishard.backend.array import elementwise
 from mpishard.optim.rules import Rule
 
 pytestmark = pytest.mark.mpi(min_size=2)

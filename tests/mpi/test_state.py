@@ -11,9 +11,9 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import LAMB, SGD, Adagrad, Adam, AdamW, DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, nn
-from mpishard.layout import ParameterSpec
-from mpishard.optim.image import decode
-from mpishard.parameters import FlatParameters
+from mpishard.data_parallel.state_file import decode
+from mpishard.layout.boxes import ParameterSpec
+from mpishard.parameters.flat import FlatParameters
 
 STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]
 SPECS = [ParameterSpec("layer.a", (3, 5)), ParameterSpec("layer/b", (0,)), ParameterSpec("c", (1,))]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mpishard import Mesh, nn
-from mpishard.layout import counts, split
-from mpishard.ledger import all_reduce_elements, ring_elements
+from mpishard.comm.ledger import all_reduce_elements, ring_elements
+from mpishard.layout.boxes import counts, split
 from mpishard.nn.parallel import Copy, GatherColumns, GatherRows, Reduce, ReduceScatterRows, ScatterColumns
 from mpishard.nn.units import Batch
 

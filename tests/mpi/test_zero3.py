@@ -11,8 +11,8 @@ from steps import SPECS, start, write_gradients
 
 import mpishard
 from mpishard import AdamW, DDPOptimizer, Mesh, ShardingConfiguration, ZeRO2Optimizer, ZeRO3Optimizer, nn
-from mpishard.layout import ParameterSpec
-from mpishard.parameters import FlatParameters
+from mpishard.layout.boxes import ParameterSpec
+from mpishard.parameters.flat import FlatParameters
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (12, 9))
 LAYERS = 3

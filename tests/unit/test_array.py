@@ -1,4 +1,4 @@
-"""`mpishard.array` on NumPy arrays, on the stand-in for device arrays, and on CuPy where there is a GPU."""
+"""`mpishard.backend.array` on NumPy arrays, on the stand-in for device arrays, and on CuPy where there is a GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import standin
 
-from mpishard import array as arrays
-from mpishard.array import elementwise
+from mpishard.backend import array as arrays
+from mpishard.backend.array import elementwise
 
 
 @elementwise
@@ -270,7 +270,7 @@ def test_kernel_refuses_arrays_of_several_kinds() -> None:
 # The cache of compiled kernels.
 
 KERNEL = """
-from mpishard.array import elementwise
+from mpishard.backend.array import elementwise
 
 @elementwise
 def shrink(p, /, rate):

@@ -24,7 +24,7 @@ def test_the_sample_has_every_mesh_stage_schedule_and_rule():
 
 
 def test_the_grid_has_every_schedule():
-    assert set(grid_cases.SCHEDULES) == set(mpishard.schedule.SCHEDULES)
+    assert set(grid_cases.SCHEDULES) == set(mpishard.pipeline.schedule.SCHEDULES)
 
 
 def test_a_digest_sees_values_dtypes_and_shapes():

@@ -18,13 +18,13 @@ from sources import FACTS, KINDS, SHAPES, Arrays, write
 
 from mpishard.checkpoint import disk, folder
 from mpishard.checkpoint import manifest as manifests
+from mpishard.checkpoint.archives import Archive, write_archive
 from mpishard.checkpoint.comparing import Difference, Figures, differences, figures, unlike
 from mpishard.checkpoint.converting import write_plain
 from mpishard.checkpoint.examining import newest_whole
-from mpishard.checkpoint.exchange import Archive, write_archive
 from mpishard.checkpoint.index import read_index
 from mpishard.checkpoint.sources import Stored, blocks
-from mpishard.state import link_name
+from mpishard.layout.run_state import link_name
 
 SIZE = sum(math.prod(shape) for shape in SHAPES.values())
 MODEL = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}

@@ -20,8 +20,8 @@ from mpishard.checkpoint.checks import check_cover
 from mpishard.checkpoint.index import index_mark, read_index, write_index
 from mpishard.checkpoint.pieces import Part, pieces_file, pieces_mark, stored, write_pieces
 from mpishard.checkpoint.reading import PieceReader
-from mpishard.layout import boxes_of_range
-from mpishard.state import link_name
+from mpishard.layout.boxes import boxes_of_range
+from mpishard.layout.run_state import link_name
 
 ID = "0123456789abcdef" * 2
 TENSORS = {

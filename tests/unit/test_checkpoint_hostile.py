@@ -15,7 +15,7 @@ from runs import KINDS, assert_is_at, state
 from mpishard import AdamW, DDPOptimizer, LocalSGDOptimizer, Mesh, OptimizationProblem, load_checkpoint, save_checkpoint
 from mpishard.checkpoint import Checkpoints, manifest, reading
 from mpishard.checkpoint.manifest import FileEntry, Manifest
-from mpishard.parameters import FlatParameters
+from mpishard.parameters.flat import FlatParameters
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning", "ignore:the checkpoint .* is damaged:RuntimeWarning")
 LAST = "optimizer/exp_avg/last/0"

@@ -9,8 +9,8 @@ import pytest
 from mpi4py import MPI
 
 from mpishard.checkpoint import polling
-from mpishard.ledger import Ledger
-from mpishard.pending import Pending
+from mpishard.comm.ledger import Ledger
+from mpishard.comm.request import Pending
 
 
 class Lost:

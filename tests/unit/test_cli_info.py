@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from mpishard.capabilities import Capabilities
 from mpishard.cli import main
 from mpishard.cli.info_text import show
-from mpishard.elastic.launchers import Launcher
+from mpishard.comm.capabilities import Capabilities
 from mpishard.environment import Blas, Facts, Finding, findings, launch_of, launches
-from mpishard.launches import foreign_launch
+from mpishard.launch.detection import foreign_launch
+from mpishard.launch.launchers import Launcher
 
 MPICH = Capabilities("MPICH", "5.0.2", (5, 0), True, True, False)
 OPEN_MPI = Capabilities("Open MPI", "5.0.11", (3, 1), True, False, False)

@@ -9,7 +9,7 @@ import sys
 SCRIPT = """
 import sys
 import numpy as np
-from mpishard.compiling import HostFunction
+from mpishard.backend.compiled import HostFunction
 
 def total(array, factor):
     found = 0.0
@@ -28,7 +28,7 @@ for dtype in sys.argv[1:]:
 MODEL = """
 import numpy as np
 from mpishard import AdamW, nn, summation
-from mpishard.compiling import jit
+from mpishard.backend import jit
 from mpishard.nn import kernels
 
 rule, flat = AdamW(), np.ones(4, np.float32)

@@ -9,7 +9,7 @@ import standin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpishard import array as arrays
+from mpishard.backend import array as arrays
 from mpishard.compression import (
     BFloat16Compressor,
     Float16Compressor,

@@ -18,7 +18,7 @@ from mpishard.elastic.control import Control, ControlFolder, request_resize
 from mpishard.elastic.discovery import Discovery, count_slots
 from mpishard.elastic.signals import Signals
 from mpishard.elastic.watch import Fellow, Watch, this_process
-from mpishard.files import NotPrivateError
+from mpishard.io.files import NotPrivateError
 
 LIMITS = 2, 6
 

@@ -12,20 +12,11 @@ import numpy as np
 import pytest
 
 from mpishard import nn
-from mpishard.estimate import (
-    TYPICAL,
-    Layout,
-    Link,
-    MachineProfile,
-    estimate,
-    layouts,
-    model_state_bytes,
-    table,
-)
-from mpishard.estimate.flights import makespan, peak_in_flight
+from mpishard.estimate import TYPICAL, Layout, Link, MachineProfile, estimate, layouts, model_state_bytes, table
+from mpishard.estimate.pipeline_time import makespan, peak_in_flight
 from mpishard.estimate.profile import OPERATIONS
 from mpishard.nn.architecture import Architecture
-from mpishard.schedule import make_schedule, simulate
+from mpishard.pipeline.schedule import make_schedule, simulate
 
 TINY = Architecture(vocabulary_size=11, context_length=6, width=8, layers=4, heads=2)
 # Of one block of TINY: two norms, qkv and output, expand and contract; with biases.
@@ -154,7 +145,7 @@ def test_long_schedules_follow_the_formula_of_short_ones(schedule: str, monkeypa
     chunks = 2 if schedule == "interleaved" else 1
     costs = (1.0 / chunks,) * 4 * chunks, (2.0 / chunks,) * 4 * chunks
     simulated = makespan(schedule, 4, 16, chunks, *costs)
-    monkeypatch.setattr("mpishard.estimate.flights._SIMULATED", 0)
+    monkeypatch.setattr("mpishard.estimate.pipeline_time._SIMULATED", 0)
     assert makespan.__wrapped__(schedule, 4, 16, chunks, *costs) == pytest.approx(simulated)
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, RunRecord, files
+from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, RunRecord
 from mpishard.checkpoint import Checkpoints, saver
-from mpishard.notes import read_note, write_note
+from mpishard.io import files
+from mpishard.io.atomic_json import read_note, write_note
 from mpishard.record.lines import Lines
 from mpishard.record.where import Where
 

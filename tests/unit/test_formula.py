@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpishard.array import Kernel, elementwise
+from mpishard.backend.array import Kernel, elementwise
 from mpishard.optim import formulas
 
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)

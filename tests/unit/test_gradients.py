@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mpishard.gradients import GradientBuckets, Run, make_buckets
-from mpishard.layout import ParameterSpec, Place
-from mpishard.parameters import FlatParameters
+from mpishard.layout.boxes import ParameterSpec, Place
+from mpishard.parameters.buckets import GradientBuckets, Run, make_buckets
+from mpishard.parameters.flat import FlatParameters
 
 LIKE = np.zeros(1)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mpishard.guard import TimeLimit
-from mpishard.ledger import Ledger
+from mpishard.comm.ledger import Ledger
+from mpishard.comm.watchdog import TimeLimit
 
 
 def test_a_choice_of_the_users_stands() -> None:

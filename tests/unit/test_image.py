@@ -8,10 +8,10 @@ import h5py
 import numpy as np
 import pytest
 
-from mpishard.layout import ParameterSpec
-from mpishard.optim import image
-from mpishard.optim.image import decode, encode
-from mpishard.optim.whole_state import State
+from mpishard.data_parallel import state_file
+from mpishard.data_parallel.state_file import decode, encode
+from mpishard.data_parallel.whole_state import State
+from mpishard.layout.boxes import ParameterSpec
 
 SPECS = (ParameterSpec("a/b", (3, 5)), ParameterSpec("none", (0, 2)), ParameterSpec(".", ()))
 
@@ -80,8 +80,8 @@ def forged(change):
     with h5py.File(file, "r+") as h5:
         change(h5)
     signed = bytearray(file.getvalue())
-    image._HEADER.pack_into(signed, 0, image._MARK, image._VERSION, len(signed))
-    signed[image._DIGEST] = image._digest(signed)
+    state_file._HEADER.pack_into(signed, 0, state_file._MARK, state_file._VERSION, len(signed))
+    signed[state_file._DIGEST] = state_file._digest(signed)
     return bytes(signed)
 
 
@@ -179,7 +179,7 @@ def test_texts_that_are_one_long_text_again_and_again_are_refused():
     with h5py.File(io.BytesIO(data)) as h5:
         start = h5["names"].id.get_offset()
     data[start : start + 1600] = data[start : start + 16] * 100
-    data[image._DIGEST] = image._digest(data)
+    data[state_file._DIGEST] = state_file._digest(data)
     with pytest.raises(ValueError, match="names is longer than the image"):
         decode(bytes(data))
 

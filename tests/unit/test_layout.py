@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from layouts import filled, lower_bound, random_layout, random_model, tensors_of, view
 
-from mpishard.layout import (
+from mpishard.layout.boxes import (
     WHOLE,
     Holders,
     ParameterSpec,

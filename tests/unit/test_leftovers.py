@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpishard.elastic.leftovers import Leftovers
+from mpishard.launch.leftovers import Leftovers
 
 MAP = """
 import mmap, sys

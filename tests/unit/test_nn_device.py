@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import standin
 
-from mpishard import array as arrays
 from mpishard import nn
+from mpishard.backend import array as arrays
 from mpishard.nn import formulas
 
 VOCABULARY, CONTEXT = 11, 110  # longer than a block of attention on the host

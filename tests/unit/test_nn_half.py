@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpishard import nn, threads
+from mpishard import nn
+from mpishard.backend import blas_threads
 from mpishard.nn.products import make_matmul
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
@@ -53,9 +54,9 @@ def test_sums_beyond_the_range_of_float16_are_finite_and_operands_beyond_it_are_
 
 
 def test_without_a_dtype_it_is_the_plain_product():
-    assert make_matmul(np) is threads.matmul
+    assert make_matmul(np) is blas_threads.matmul
     gpt = nn.GPT(*SIZES)
-    assert all(layer.matmul is threads.matmul for layer in (gpt.blocks[0].attention, gpt.blocks[0].mlp.expand))
+    assert all(layer.matmul is blas_threads.matmul for layer in (gpt.blocks[0].attention, gpt.blocks[0].mlp.expand))
 
 
 @pytest.mark.parametrize("half", HALVES)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpishard.array import aligned_copy
-from mpishard.parameters import FlatParameters
+from mpishard.backend.array import aligned_copy
+from mpishard.parameters.flat import FlatParameters
 
 
 def test_named_tensors_become_views_of_one_array():

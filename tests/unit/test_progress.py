@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpishard import progress
+from mpishard.training import progress
 
 
 def test_lines_of_a_day(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

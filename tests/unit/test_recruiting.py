@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpishard.elastic.recruiting import BOOT, command
-from mpishard.mesh import NEWCOMER
+from mpishard.comm.mesh import NEWCOMER
+from mpishard.elastic.spawning import BOOT, command
 
 
 @pytest.mark.parametrize(

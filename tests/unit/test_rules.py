@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import standin
 
-from mpishard import array as arrays
+from mpishard.backend import array as arrays
+from mpishard.backend.exact_norm import norm_of
+from mpishard.optim.lr_schedules import cosine
 from mpishard.optim.rules import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop, Rule
-from mpishard.optim.schedules import cosine
-from mpishard.summation import norm_of
 
 SIZE = 1003
 STEPS = 200

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from mpishard.backend.random import normal, permuted
 from mpishard.data.sampling import Sampler, micro_batches, share
-from mpishard.randomness import normal, permuted
 
 
 @given(st.integers(1, 3000), st.integers(0, 5))

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-from mpishard.schedule import (
+from mpishard.pipeline.schedule import (
     SCHEDULES,
     Action,
     Schedule,

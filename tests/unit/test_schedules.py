@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mpishard.optim.schedules import Schedule, constant, cosine, inverse_square_root, linear, warmup
+from mpishard.optim.lr_schedules import Schedule, constant, cosine, inverse_square_root, linear, warmup
 
 ALL = [
     constant(0.1),

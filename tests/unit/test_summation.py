@@ -11,8 +11,8 @@ from hypothesis import given
 from standin import DeviceArray
 from standin import empty as empty_on_device
 
-from mpishard import array as arrays
-from mpishard.summation import largest, norm, norm_of, sum_of_squares
+from mpishard.backend import array as arrays
+from mpishard.backend.exact_norm import largest, norm, norm_of, sum_of_squares
 
 
 def wild(size, dtype):

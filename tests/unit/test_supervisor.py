@@ -18,14 +18,14 @@ from types import SimpleNamespace
 import pytest
 
 import mpishard
-from mpishard.elastic import course
-from mpishard.elastic.hosts import Host, Patrol, Probe, check_shell, parse_hosts, sweep
-from mpishard.elastic.launchers import Launcher, find_launcher
-from mpishard.elastic.policy import History, Outcome, Policy, Start, Stop, decide
-from mpishard.elastic.processes import Offspring
-from mpishard.elastic.run_folder import Ended, Failure, RunFolder
-from mpishard.elastic.supervisor import Job, Supervisor
-from mpishard.endings import _exit_code, _main_frame, _ran_to_its_end, _Unknown
+from mpishard.launch import progress_monitor
+from mpishard.launch.endings import _exit_code, _main_frame, _ran_to_its_end, _Unknown
+from mpishard.launch.hosts import Host, Patrol, Probe, check_shell, parse_hosts, sweep
+from mpishard.launch.launchers import Launcher, find_launcher
+from mpishard.launch.policy import History, Outcome, Policy, Start, Stop, decide
+from mpishard.launch.processes import Offspring
+from mpishard.launch.run_folder import Ended, Failure, RunFolder
+from mpishard.launch.supervisor import Job, Supervisor
 
 KILLED = Outcome(code=137, step=10)
 FAILURE = Failure("ValueError", "1.5 is bad", "train.py:7", 12)
@@ -341,13 +341,14 @@ def test_a_host_that_is_silent_twice_is_lost(tmp_path):
 def watched(tmp_path, monkeypatch):
     """``watched(seconds, gone)``: what a `Course` says after so many more, with its `folder` and `course`."""
     folder, clock = RunFolder.create(tmp_path / "run"), SimpleNamespace(now=0.0)
-    monkeypatch.setattr(course, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(progress_monitor, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def look(seconds, gone=0):
         clock.now += seconds
         return look.course.look(gone)
 
-    look.folder, look.course = folder, course.Course(folder, course.Limits(start=20.0, step=100.0, heal=10.0, end=5.0))
+    limits = progress_monitor.Limits(start=20.0, step=100.0, heal=10.0, end=5.0)
+    look.folder, look.course = folder, progress_monitor.Course(folder, limits)
     return look
 
 
@@ -480,7 +481,7 @@ def test_no_descendant_is_left(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, subprocess, sys, time\n"
-        "from mpishard.elastic.processes import adopt_orphans, descendants, end_descendants\n"
+        "from mpishard.launch.processes import adopt_orphans, descendants, end_descendants\n"
         "adopt_orphans()\n"
         "orphan = 'setsid sleep 1000 & sleep 1000 & kill -STOP $!'\n"
         "subprocess.run(['sh', '-c', orphan], check=True)\n"
@@ -603,14 +604,14 @@ def test_what_ctrl_c_does_is_said_each_time(tmp_path, capsys, begun):
 
 
 def test_the_supervisor_never_loads_mpi():
-    bare = Path(mpishard.__file__).with_name("elastic") / "bare.py"
+    bare = Path(mpishard.__file__).with_name("launch") / "supervisor_main.py"
     program = (
         "import runpy, sys\n"
         f"names = runpy.run_path({str(bare)!r}, run_name='bare')\n"
         'sys.argv = [\'bare.py\', \'{"command": [], "policy": {}, "limits": {}, "launcher": "/nowhere"}\']\n'
         "assert names['main']() == 2\n"
-        "assert 'mpishard.elastic.supervisor' in sys.modules\n"
-        "assert not {'mpi4py', 'numpy', 'mpishard.mesh'} & set(sys.modules)\n"
+        "assert 'mpishard.launch.supervisor' in sys.modules\n"
+        "assert not {'mpi4py', 'numpy', 'mpishard.comm.mesh'} & set(sys.modules)\n"
     )
     done = subprocess.run(
         [sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=60, check=False

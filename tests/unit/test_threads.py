@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
 
-from mpishard import threads
-from mpishard.threads import cpu_quota
+from mpishard.backend import blas_threads
+from mpishard.backend.blas_threads import cpu_quota
 
 
 def system(folder: Path, files: dict[str, str]) -> Path:
@@ -61,28 +61,28 @@ def test_small_products_have_one_thread(
     a: tuple[int, ...], b: tuple[int, ...], given: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_to: list[int] = []
-    monkeypatch.setattr(threads, "_openblas", lambda: (lambda: 4, set_to.append))
-    assert np.array_equal(threads.matmul(np.ones(a), np.ones(b)), np.matmul(np.ones(a), np.ones(b)))
+    monkeypatch.setattr(blas_threads, "_openblas", lambda: (lambda: 4, set_to.append))
+    assert np.array_equal(blas_threads.matmul(np.ones(a), np.ones(b)), np.matmul(np.ones(a), np.ones(b)))
     assert set_to == given
 
 
 def test_the_number_of_threads_is_what_it_was_after_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "chosen_by_user", lambda: None)
-    threads._openblas.cache_clear()
-    found = threads._openblas()
+    monkeypatch.setattr(blas_threads, "chosen_by_user", lambda: None)
+    blas_threads._openblas.cache_clear()
+    found = blas_threads._openblas()
     if found is None:
         pytest.skip("NumPy has another BLAS here")
     get_threads, _ = found
     with threadpool_limits(2):
         with pytest.raises(ValueError):
-            threads.matmul(np.ones((2, 3)), np.ones((2, 3)))
+            blas_threads.matmul(np.ones((2, 3)), np.ones((2, 3)))
         assert get_threads() == 2
-    threads._openblas.cache_clear()
+    blas_threads._openblas.cache_clear()
 
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"])
 def test_a_choice_of_the_user_stands(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "2")
-    threads._openblas.cache_clear()
-    assert threads._openblas() is None
-    threads._openblas.cache_clear()
+    blas_threads._openblas.cache_clear()
+    assert blas_threads._openblas() is None
+    blas_threads._openblas.cache_clear()

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpishard
-from mpishard.tracebacks import describe
+from mpishard.comm.tracebacks import describe
 
 
 def failing(parameters, samples, gradients):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from standin import empty as empty_on_device
 
-from mpishard import array as arrays
-from mpishard.tree_sum import Deal, Node, add_by_tree, merges, nodes, tree_sum
+from mpishard.backend import array as arrays
+from mpishard.reduction.tree_sum import Deal, Node, add_by_tree, merges, nodes, tree_sum
 
 TERMS = st.integers(1, 70)
 

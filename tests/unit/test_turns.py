@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from mpishard.compiling import turns
+from mpishard.backend import compile_turns
 
 HOLD = """
 import fcntl, sys
@@ -25,15 +25,15 @@ sys.stdin.read()
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(turns, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(compile_turns, "_PATIENCE_S", 0.05)
     return tmp_path / f"mpishard-{os.getuid()}.lock"
 
 
 @pytest.fixture
 def holder(path):
     """A process that holds the turn of "name" until its stdin is closed."""
-    assert turns._file() is not None
-    command = [sys.executable, "-I", "-S", "-c", HOLD, str(path), str(turns._byte("name"))]
+    assert compile_turns._file() is not None
+    command = [sys.executable, "-I", "-S", "-c", HOLD, str(path), str(compile_turns._byte("name"))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
         yield process
@@ -64,37 +64,37 @@ def open_to_all(path):
 @pytest.mark.parametrize("plant", [of_another_user, open_to_all, link, second_name, os.mkfifo, os.mkdir])
 def test_what_another_user_may_have_planted_is_not_used(path, plant):
     plant(path)
-    assert turns._file() is None
+    assert compile_turns._file() is None
     made = []
-    turns.take("name", lambda: False, lambda: made.append(1))
+    compile_turns.take("name", lambda: False, lambda: made.append(1))
     assert made == [1]
 
 
 def test_nobody_makes_anything_while_no_core_is_free(path, monkeypatch):
-    monkeypatch.setattr(turns, "_PATIENCE_S", 30)
+    monkeypatch.setattr(compile_turns, "_PATIENCE_S", 30)
     free, made = [False, False, True], []
-    monkeypatch.setattr(turns, "core", lambda: contextlib.nullcontext(free.pop(0)))
-    turns.take("name", lambda: False, lambda: made.append(list(free)))
+    monkeypatch.setattr(compile_turns, "core", lambda: contextlib.nullcontext(free.pop(0)))
+    compile_turns.take("name", lambda: False, lambda: made.append(list(free)))
     assert made == [[]]
 
 
 def test_a_lock_of_ours_is_used(path):
-    with turns.attempt("name") as mine:
+    with compile_turns.attempt("name") as mine:
         assert mine
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_nobody_waits_without_limit(holder):
-    with turns.attempt("name") as mine, turns.attempt("other") as other:
+    with compile_turns.attempt("name") as mine, compile_turns.attempt("other") as other:
         assert not mine and other
     made = []
-    turns.take("name", lambda: False, lambda: made.append(1))
+    compile_turns.take("name", lambda: False, lambda: made.append(1))
     assert made == [1]
 
 
 @pytest.mark.parametrize("done", [True, False])
 def test_who_waits_loads_what_was_made_or_makes_it(holder, monkeypatch, done):
-    monkeypatch.setattr(turns, "_PATIENCE_S", 30)
+    monkeypatch.setattr(compile_turns, "_PATIENCE_S", 30)
     waits, ended, found, made = threading.Event(), threading.Event(), [], []
 
     def load():
@@ -102,7 +102,7 @@ def test_who_waits_loads_what_was_made_or_makes_it(holder, monkeypatch, done):
         return ended.is_set() and done
 
     def wait():
-        turns.take("name", load, lambda: made.append(1))
+        compile_turns.take("name", load, lambda: made.append(1))
         found.append(1)
 
     thread = threading.Thread(target=wait, daemon=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import mpishard
-from mpishard.optim.configuration import ConfigurationOptions
+from mpishard.data_parallel.configuration import ConfigurationOptions
 
 ROOT = Path(__file__).parents[2]
 

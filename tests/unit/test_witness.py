@@ -10,7 +10,7 @@ import sys
 import pytest
 from mpi4py import MPI
 
-from mpishard import witness
+from mpishard.comm import death_monitor
 
 CONNECT = """
 import os, socket, sys
@@ -32,7 +32,7 @@ def test_another_user_is_no_rank():
         listener.bind("")
         listener.listen(2)
         address = listener.getsockname()
-        command = [sys.executable, "-I", "-S", "-c", witness._SCRIPT, "host", "1", "1", "20"]
+        command = [sys.executable, "-I", "-S", "-c", death_monitor._SCRIPT, "host", "1", "1", "20"]
         with subprocess.Popen(command, stdin=listener.fileno(), stderr=subprocess.PIPE, text=True) as process:
             other = [sys.executable, "-I", "-S", "-c", CONNECT, address.hex()]
             assert subprocess.run(other, capture_output=True, text=True).stdout == "b''\n"
@@ -48,7 +48,7 @@ def test_a_rank_that_leaves_by_itself_has_not_succeeded():
     script = """
 import os
 from mpi4py import MPI
-from mpishard.witness import Witness
+from mpishard.comm.death_monitor import Witness
 first, second = Witness.over(MPI.COMM_SELF), Witness.over(MPI.COMM_SELF)
 first.dismiss()
 child = os.fork()

@@ -1,0 +1,366 @@
+"""Arrays of two kinds, one way to work on them: NumPy on the host, CuPy on a device.
+
+Everything that must know which kind it holds is here: memory, staging, the readiness gate and element-wise
+kernels.  CuPy is imported when one of its arrays first appears and never before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend.compiled import HostFunction
+from mpishard.backend.elementwise import Formula
+
+Array = Any
+
+
+class Kernel:
+    """A formula compiled for whole arrays: one pass over memory, in place.  Made by `elementwise`.
+
+    Attributes
+    ----------
+    name : str
+        The formula's name.
+    arrays, scalars, written : tuple of str
+        Names of its array parameters, of its scalar parameters, and of the arrays it changes.
+    c_body : str
+        The formula in C for one element of type ``T``: arrays are lvalues ``array_NAME``, scalars ``NAME_``.
+    """
+
+    def __init__(self, formula: Callable[..., Any]) -> None:
+        translated = Formula(formula)
+        self.__doc__ = formula.__doc__
+        self.name: str = translated.name
+        self.arrays: tuple[str, ...] = translated.arrays
+        self.scalars: tuple[str, ...] = translated.scalars
+        self.written: tuple[str, ...] = translated.written
+        self.c_body: str = translated.c_body
+        self._host = HostFunction(translated.as_function())
+        self._device: Any = None
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name}: {', '.join(self.arrays)} / {', '.join(self.scalars)})"
+
+    def __call__(self, *arguments: Any) -> None:
+        """Apply the formula to arrays (1-D, contiguous, of one size, dtype and device), then scalars.
+
+        Scalars are rounded to the arrays' dtype.  An element gets the same bits in whatever slice it comes.
+        On a device the kernel is queued on the current stream.
+
+        Raises
+        ------
+        TypeError
+            Wrong number of arguments, arrays of several kinds, or a dtype that is not float32 or float64.
+        ValueError
+            Arrays of several sizes, not 1-D, not contiguous, or read-only where they are written.
+        """
+        count = len(self.arrays)
+        if len(arguments) != count + len(self.scalars):
+            wanted = ", ".join((*self.arrays, *self.scalars))
+            raise TypeError(f"{self.name} takes the arguments {wanted}, got {len(arguments)} of them")
+        arrays, scalars = arguments[:count], arguments[count:]
+        backend, first = _backend(arrays[0]), arrays[0]
+        for name, array in zip(self.arrays, arrays, strict=True):
+            if type(array) is not type(first) and _backend(array) is not backend:
+                kinds = f"{self.arrays[0]} is a {_kind(first)} but {name} is a {_kind(array)}"
+                raise TypeError(f"{self.name}: arrays must all be in one kind of memory, but {kinds}")
+            if array.dtype != first.dtype or array.dtype not in (np.float32, np.float64):
+                dtypes = f"{self.arrays[0]} is {first.dtype} and {name} is {array.dtype}"
+                raise TypeError(f"{self.name}: arrays must all be float32 or all float64, but {dtypes}")
+            if array.ndim != 1 or array.size != first.size or not array.flags.c_contiguous:
+                shapes = f"{self.arrays[0]} has shape {first.shape} and {name} has shape {array.shape}"
+                gaps = "" if array.flags.c_contiguous else " with gaps in memory"
+                raise ValueError(f"{self.name}: arrays must be flat, contiguous, of one size, but {shapes}{gaps}")
+        if first.size:
+            backend.launch(self, arrays, tuple(map(float, scalars)))
+
+    def expect(self, dtype: np.dtype) -> None:
+        """Tell that a call with NumPy arrays of this dtype comes soon (see `HostFunction.expect`)."""
+        self._host.expect([np.empty(0, dtype) for _ in self.arrays], [0.0 for _ in self.scalars])
+
+    def on_host(self, arrays: Sequence[np.ndarray], scalars: Sequence[float]) -> None:
+        """Run the Numba loop on NumPy arrays that are known to fit."""
+        for name, array in zip(self.arrays, arrays, strict=True):
+            if name in self.written and not array.flags.writeable:
+                raise ValueError(f"{self.name} changes {name}, but that array is read-only")
+        self._host(arrays, scalars)
+
+    def on_cupy(self, cupy: Any, arrays: Sequence[Any], scalars: Sequence[float]) -> None:
+        """Queue a ``cupy.ElementwiseKernel`` of the same formula."""
+        if self._device is None:
+            read = [name for name in self.arrays if name not in self.written]
+            self._device = cupy.ElementwiseKernel(
+                ", ".join([*(f"T array_{name}" for name in read), *(f"T {name}_" for name in self.scalars)]),
+                ", ".join(f"T array_{name}" for name in self.written),
+                self.c_body,
+                f"mpishard_{self.name}",
+                # Contracting a * b + c would give other bits than the host.
+                options=("--fmad=false",),
+                no_return=True,
+            )
+        named = dict(zip(self.arrays, arrays, strict=True))
+        real = arrays[0].dtype.type
+        inputs = [array for name, array in named.items() if name not in self.written]
+        self._device(*inputs, *map(real, scalars), *(named[name] for name in self.written))
+
+
+def elementwise(formula: Callable[..., Any]) -> Kernel:
+    """Make a `Kernel` of a scalar formula, for NumPy (through Numba) and for CuPy (through CUDA C).
+
+    The formula reads like a function of one element.  Parameters before the ``/`` are arrays, those after it
+    are scalars; it returns the names of the arrays it changes.  It consists of assignments of arithmetic,
+    conditional expressions and calls of ``sqrt``, ``abs``, ``exp``, ``log``, ``tanh``, ``copysign``, ``min``
+    and ``max``::
+
+        @elementwise
+        def descend(p, g, /, lr):
+            p = p - lr * g
+            return p
+
+        descend(parameters, gradients, 0.1)
+
+    float32 arrays compute in float32 and float64 arrays in float64, constants included.
+
+    Raises
+    ------
+    TypeError
+        At definition, for anything else; the message names the line.
+    """
+    return Kernel(formula)
+
+
+class Backend:
+    """What mpishard asks of one kind of array: the functions below, by their names.  This one serves NumPy."""
+
+    module: Any = np
+    device = False
+
+    def ready(self, array: Array) -> None:
+        pass
+
+    def to_host(self, source: Array, target: np.ndarray) -> None:
+        np.copyto(target, source)
+
+    def to_device(self, source: np.ndarray, target: Array) -> None:
+        np.copyto(target, source)
+
+    def pinned_empty(self, size: Any, dtype: Any, like: Array) -> np.ndarray:
+        return np.empty(size, dtype)
+
+    def empty(self, size: Any, dtype: Any, like: Array) -> Array:
+        return np.empty(size, dtype)
+
+    def zeros(self, size: Any, dtype: Any, like: Array) -> Array:
+        return np.zeros(size, dtype)
+
+    def overlap(self, one: Array, other: Array) -> bool:
+        return np.may_share_memory(one, other)
+
+    def launch(self, kernel: Kernel, arrays: Sequence[Array], scalars: Sequence[float]) -> None:
+        kernel.on_host(arrays, scalars)
+
+
+class _CuPy(Backend):
+    device = True
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.module = cupy
+
+    def ready(self, array: Array) -> None:
+        with array.device:
+            self.module.cuda.get_current_stream().synchronize()
+
+    def to_host(self, source: Array, target: np.ndarray) -> None:
+        with source.device:
+            source.get(out=target)
+            self.module.cuda.get_current_stream().synchronize()
+
+    def to_device(self, source: np.ndarray, target: Array) -> None:
+        with target.device:
+            target.set(source)
+            self.module.cuda.get_current_stream().synchronize()
+
+    def pinned_empty(self, size: Any, dtype: Any, like: Array) -> np.ndarray:
+        if not np.prod(size):
+            return np.empty(size, dtype)
+        with like.device:
+            nbytes = int(np.prod(size)) * np.dtype(dtype).itemsize
+            return np.ndarray(size, dtype, buffer=self.module.cuda.alloc_pinned_memory(nbytes))
+
+    def empty(self, size: Any, dtype: Any, like: Array) -> Array:
+        with like.device:
+            return self.module.empty(size, dtype)
+
+    def zeros(self, size: Any, dtype: Any, like: Array) -> Array:
+        with like.device:
+            return self.module.zeros(size, dtype)
+
+    def overlap(self, one: Array, other: Array) -> bool:
+        return runs_overlap(one.data.ptr, one.nbytes, other.data.ptr, other.nbytes)
+
+    def launch(self, kernel: Kernel, arrays: Sequence[Array], scalars: Sequence[float]) -> None:
+        with arrays[0].device:
+            kernel.on_cupy(self.module, arrays, scalars)
+
+
+_backends: dict[type, Backend | None] = {np.ndarray: Backend()}
+
+
+def register_backend(kind: type, backend: Backend) -> None:
+    """Serve arrays of the class `kind` with `backend`."""
+    _backends[kind] = backend
+
+
+def _kind(array: Any) -> str:
+    return f"{type(array).__module__}.{type(array).__name__}"
+
+
+def _find(array: Any) -> Backend | None:
+    kind = type(array)
+    if kind not in _backends:
+        if isinstance(array, np.ndarray):
+            _backends[kind] = _backends[np.ndarray]
+        elif kind.__module__.partition(".")[0] == "cupy" and kind.__name__ == "ndarray":
+            _backends[kind] = _CuPy()
+        else:
+            _backends[kind] = None
+    return _backends[kind]
+
+
+def _backend(array: Any) -> Backend:
+    backend = _find(array)
+    if backend is None:
+        raise TypeError(f"expected a NumPy or CuPy array, got {_kind(array)}")
+    return backend
+
+
+def is_array(a: Any) -> bool:
+    """Whether `a` is an array of a kind that mpishard works on."""
+    return _find(a) is not None
+
+
+def is_device(a: Any) -> bool:
+    """Whether `a` is an array in device memory; False for everything that is no array."""
+    backend = _find(a)
+    return backend is not None and backend.device
+
+
+def device_count() -> int:
+    """How many CUDA devices this process can see; asks the driver, so that CuPy need not be imported to choose one."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
+
+
+def can_pin(nbytes: int = 2**20) -> bool:
+    """Whether CuPy is there and can pin so many bytes of host memory."""
+    try:
+        _CuPy().module.cuda.alloc_pinned_memory(nbytes)
+    except Exception:  # ImportError, or of CuPy's several ones
+        return False
+    return True
+
+
+def module_of(a: Array) -> Any:
+    """The module that makes arrays of the kind of `a`: ``numpy``, or ``cupy``."""
+    return _backend(a).module
+
+
+def ready(a: Array) -> None:
+    """Wait until the work queued on `a` is done, so that something other than its stream may read it.
+
+    For CuPy this synchronises the calling thread's current stream on the device of `a`: call it in the thread,
+    and with the stream, that computed `a`.  Nothing to do for NumPy.
+    """
+    _backend(a).ready(a)
+
+
+def copy_to_host(device_array: Array, host_array: np.ndarray) -> None:
+    """Copy `device_array` into `host_array` of the same shape and dtype; done on return.
+
+    In stream order after what computes `device_array`.  The copy runs at the full speed of the bus if
+    `host_array` comes from `pinned_empty`; the driver stages other memory through its own pinned buffers.
+    """
+    _check_copy(device_array, host_array)
+    if host_array.size:
+        _backend(device_array).to_host(device_array, host_array)
+
+
+def copy_to_device(host_array: np.ndarray, device_array: Array) -> None:
+    """Copy `host_array` into `device_array` of the same shape and dtype; done on return, as `copy_to_host`."""
+    _check_copy(device_array, host_array)
+    if host_array.size:
+        _backend(device_array).to_device(host_array, device_array)
+
+
+def _check_copy(device_array: Array, host_array: np.ndarray) -> None:
+    if not isinstance(host_array, np.ndarray):
+        raise TypeError(f"the host side of a copy must be a NumPy array, got {type(host_array).__name__}")
+    if device_array.shape != host_array.shape or device_array.dtype != host_array.dtype:
+        raise ValueError(
+            f"cannot copy between {device_array.dtype}{device_array.shape} on the device "
+            f"and {host_array.dtype}{host_array.shape} on the host"
+        )
+
+
+def pinned_empty(size: int | tuple[int, ...], dtype: Any, like: Array) -> np.ndarray:
+    """Uninitialised host memory that the device of `like` copies at full speed; any memory for NumPy."""
+    return _backend(like).pinned_empty(size, dtype, like)
+
+
+def overlap(one: Array, other: Array) -> bool:
+    """Whether two contiguous arrays of one kind have memory in common."""
+    return _backend(one).overlap(one, other)
+
+
+def runs_overlap(one: int, one_nbytes: int, other: int, other_nbytes: int) -> bool:
+    """Whether two runs of bytes, each given by its address and length, have bytes in common."""
+    return max(one, other) < min(one + one_nbytes, other + other_nbytes)
+
+
+def to_host(a: Array) -> np.ndarray:
+    """`a` itself if it is a NumPy array, else a new NumPy array with its content."""
+    if not is_device(a):
+        return a
+    host = np.empty(a.shape, a.dtype)
+    copy_to_host(a, host)
+    return host
+
+
+def empty(size: int | tuple[int, ...], dtype: Any, like: Array) -> Array:
+    """A new uninitialised array on the device of `like`."""
+    return _backend(like).empty(size, dtype, like)
+
+
+def zeros(size: int | tuple[int, ...], dtype: Any, like: Array) -> Array:
+    """A new array of zeros on the device of `like`."""
+    return _backend(like).zeros(size, dtype, like)
+
+
+def aligned_copy(a: Array) -> Array:
+    """A copy of `a` which JAX can share: on the host it begins at a multiple of 64 bytes, as NumPy's own rarely do."""
+    if is_device(a):
+        return a.copy()
+    room = np.empty(a.nbytes + 64, np.uint8)
+    first = -room.ctypes.data % 64
+    copy = room[first : first + a.nbytes].view(a.dtype).reshape(a.shape)
+    np.copyto(copy, a)
+    return copy
+
+
+@elementwise
+def accumulate(total, addend, /):  # type: ignore[no-untyped-def]
+    """``total += addend``, for flat arrays of both kinds."""
+    total = total + addend
+    return total

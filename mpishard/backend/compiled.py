@@ -1,0 +1,80 @@
+"""Functions that are compiled when they are first called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+_before: list[Callable[[], None]] = []
+# Functions that are called soon, by the types that they are called with, and arguments of these types.
+_expected: dict[tuple[HostFunction, tuple[Any, ...]], tuple[Any, ...]] = {}
+
+
+def before_compiling(register: Callable[[], None]) -> Callable[[], None]:
+    """Call `register` before anything is compiled: with it Numba learns of functions that others call."""
+    _before.append(register)
+    return register
+
+
+def prepare() -> None:
+    """Do now what the first call of a compiled function does once a process, in some tenths of a second."""
+    from mpishard.backend import jit
+
+    jit.prepare()
+
+
+class HostFunction:
+    """A function of NumPy arrays of one dtype, and scalars, compiled once for all the ranks of a node.
+
+    The first call imports Numba, and loads the function from its cache or compiles it.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self._function, self._options = function, options
+        self._dispatcher: Any = None
+        self._compiled: set[tuple[Any, ...]] = set()
+
+    def __call__(self, arrays: Sequence[np.ndarray], scalars: Sequence[float] = ()) -> Any:
+        key = _key(arrays)
+        if key not in self._compiled:
+            self._compile(key, (*arrays, *scalars))
+        return self._dispatcher(*arrays, *scalars)
+
+    def expect(self, arrays: Sequence[np.ndarray], scalars: Sequence[float] = ()) -> None:
+        """Tell that a call with arguments of the same types comes soon: a rank that compiles goes on with this one."""
+        key = _key(arrays)
+        if key not in self._compiled:
+            _expected[self, key] = (*arrays, *scalars)
+
+    def _compile(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+        from mpishard.backend import jit
+
+        _expected.pop((self, key), None)
+        jit.in_turn((self.dispatcher(), jit.types_of(arguments)), _take_expected())
+        self._compiled.add(key)
+
+    def dispatcher(self) -> Any:
+        """Numba's object for this function, made when first asked for."""
+        from mpishard.backend import jit
+
+        while _before:
+            _before.pop(0)()
+        if self._dispatcher is None:
+            self._dispatcher = jit.jit(self._function, **self._options)
+        return self._dispatcher
+
+
+def _key(arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
+    """What decides the types of a call."""
+    return (arrays[0].dtype, *(a.flags.writeable for a in arrays))
+
+
+def _take_expected() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The dispatchers and types of the functions that are expected, which are then so no longer."""
+    from mpishard.backend import jit
+
+    while _expected:
+        (function, _), arguments = _expected.popitem()
+        yield function.dispatcher(), jit.types_of(arguments)

@@ -1,0 +1,134 @@
+"""Norms that come out the same whatever ranks hold the elements: they must not depend on the layout.
+
+Floating-point addition rounds, so a sum depends on its order, and the order on the number of ranks.  Here every term
+is first rounded to a multiple of a quantum so coarse that additions are exact (Rump's pre-rounding; Demmel and Nguyen,
+"Fast reproducible floating-point summation", 2013).  What the rounding leaves goes through the same once more.  The
+quantum depends on the number of terms, and terms are scaled by the largest; all ranks must agree on both beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend.array import is_device, module_of
+from mpishard.backend.compiled import HostFunction
+
+Array = Any
+
+# By element size: the integer of the same size, and all its bits but the sign.
+_BITS: dict[int, tuple[Any, Any]] = {4: (np.uint32, np.uint32(2**31 - 1)), 8: (np.uint64, np.uint64(2**63 - 1))}
+
+
+def largest(array: Array) -> float:
+    """Largest absolute value of a flat float32 or float64 array; infinite or NaN if any element is; 0.0 if empty."""
+    if not array.size:
+        return 0.0
+    if is_device(array):
+        return float(abs(array).max())
+    integer, mask = _BITS[array.dtype.itemsize]
+    top = np.array([_largest_bits((array.view(integer),), (mask,))], integer)
+    return float(top.view(array.dtype)[0])
+
+
+def sum_of_squares(array: Array, top: float, terms: int) -> np.ndarray:
+    """The sum of squares of a flat array over a power of four near ``top**2``, in two parts, float64 (2,).
+
+    Parameters
+    ----------
+    top : float
+        A bound on the absolute values, finite; the same for all arrays whose sums are to be added.
+    terms : int
+        A bound on the number of terms of all these arrays together.
+
+    Notes
+    -----
+    Results add up, part by part, to the same bits in any order; `norm` makes a number of the sum.
+    """
+    if not array.size or top == 0:
+        return np.zeros(2)
+    scale = 2.0 ** -_exponent(top)  # a power of two loses no bit
+    coarse, fine = _shifts(terms)
+    if is_device(array):
+        squares = (array.astype(module_of(array).float64) * scale) ** 2
+        rounded = (squares + coarse) - coarse
+        rest = ((squares - rounded) + fine) - fine
+        return np.array([float(rounded.sum()), float(rest.sum())])
+    return np.array(_binned_squares((array,), (scale, coarse, fine)))
+
+
+def norm(parts: np.ndarray, top: float) -> float:
+    """The 2-norm of all terms whose sums of squares, under one bound `top`, add up to `parts`."""
+    return math.sqrt(parts[0] + parts[1]) * 2.0 ** _exponent(top) if top else 0.0
+
+
+def norm_of(array: Array) -> float:
+    """The 2-norm of one whole flat array; not finite if an element is not."""
+    top = largest(array)
+    return norm(sum_of_squares(array, top, array.size), top) if math.isfinite(top) else top
+
+
+def expect(dtype: np.dtype, squares: bool) -> None:
+    """Tell that `largest` of NumPy arrays of this dtype comes soon, and with `squares` also `sum_of_squares`."""
+    integer, mask = _BITS[dtype.itemsize]
+    _largest_bits.expect((np.empty(0, integer),), (mask,))
+    if squares:
+        _binned_squares.expect((np.empty(0, dtype),), (0.0, 0.0, 0.0))
+
+
+def _exponent(top: float) -> int:
+    """Values below `top` are below 4 after division by two to this power, which is itself a normal number."""
+    return max(-1022, min(1022, math.frexp(top)[1]))
+
+
+def _shifts(terms: int) -> tuple[float, float]:
+    """Numbers C such that ``(x + C) - C`` rounds x to a quantum of which `terms` terms still add exactly.
+
+    Terms are below 16, so their sum stays below ``2**width``, which has 52 binary places above the first quantum.
+    What is left of a term is below that quantum, and its own quantum lies 52 - width places lower.
+    """
+    width = max(1, terms).bit_length() + 4
+    return 1.5 * 2.0**width, 1.5 * 2.0 ** (2 * width - 52)
+
+
+def _largest_bits_loop(bits: np.ndarray, mask: Any) -> Any:
+    # Without their sign, floating-point numbers order like the integers of the same bits, infinity and NaN on top;
+    # integers vectorise where a comparison that must mind NaN does not.
+    top = bits[0] & mask
+    for i in range(bits.size):
+        value = bits[i] & mask
+        top = value if value > top else top
+    return top
+
+
+def _binned_squares_loop(array: np.ndarray, scale: float, coarse: float, fine: float) -> tuple[float, float]:
+    # The additions are exact, so lanes may be added in any order; four of them hide the latency of an addition.
+    sum0 = sum1 = sum2 = sum3 = rest0 = rest1 = rest2 = rest3 = 0.0
+    whole = array.size // 4 * 4
+    for i in range(0, whole, 4):
+        x0, x1 = np.float64(array[i]) * scale, np.float64(array[i + 1]) * scale
+        x2, x3 = np.float64(array[i + 2]) * scale, np.float64(array[i + 3]) * scale
+        square0, square1, square2, square3 = x0 * x0, x1 * x1, x2 * x2, x3 * x3
+        rounded0, rounded1 = (square0 + coarse) - coarse, (square1 + coarse) - coarse
+        rounded2, rounded3 = (square2 + coarse) - coarse, (square3 + coarse) - coarse
+        sum0 += rounded0
+        sum1 += rounded1
+        sum2 += rounded2
+        sum3 += rounded3
+        rest0 += ((square0 - rounded0) + fine) - fine
+        rest1 += ((square1 - rounded1) + fine) - fine
+        rest2 += ((square2 - rounded2) + fine) - fine
+        rest3 += ((square3 - rounded3) + fine) - fine
+    for i in range(whole, array.size):
+        x0 = np.float64(array[i]) * scale
+        square0 = x0 * x0
+        rounded0 = (square0 + coarse) - coarse
+        sum0 += rounded0
+        rest0 += ((square0 - rounded0) + fine) - fine
+    return (sum0 + sum1) + (sum2 + sum3), (rest0 + rest1) + (rest2 + rest3)
+
+
+_largest_bits = HostFunction(_largest_bits_loop)
+_binned_squares = HostFunction(_binned_squares_loop)

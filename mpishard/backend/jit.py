@@ -1,0 +1,121 @@
+"""What Numba compiles, and loads from its cache."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numba
+from numba.core.caching import FunctionCache
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
+from numba.core.runtime.nrt import rtsys
+
+from mpishard.backend import compile_turns
+
+# Numba's object for a function, and the types of its arguments.
+Function = tuple[Any, tuple[Any, ...]]
+
+
+class _Cache(FunctionCache):
+    """Numba's cache, that loads without what only compiling needs: imports that take each process a third of a second.
+
+    The compiler itself refreshes the context before it compiles.
+    """
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        rtsys.initialize(target_context)  # arrays are counted
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Any:
+    """``numba.njit`` without the GIL, with NumPy's division, and with a cache on disk where one can be.
+
+    Without ``error_model="numpy"`` every division carries a check for zero, which keeps loops from being
+    vectorised.
+    """
+    # Nobody calls these functions from C: a wrapper for that would take a tenth of the compiler's time.
+    options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, **options}
+    dispatcher = numba.njit(**options)(function)
+    # RuntimeError: neither the folder of the source nor the user's cache folder is writable.
+    with contextlib.suppress(RuntimeError):
+        dispatcher._cache = _Cache(function)
+    return dispatcher
+
+
+def prepare() -> None:
+    rtsys.initialize(cpu_target.target_context)
+
+
+def types_of(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Numba's types of arguments."""
+    return tuple(map(numba.typeof, arguments))
+
+
+def in_turn(wanted: Function, expected: Iterable[Function]) -> None:
+    """Load a function, or compile it unless another process of this user and node does.
+
+    Those who compile also compile the functions that are expected, each another one.
+    """
+    dispatcher, types = wanted
+    if dispatcher.stats.cache_path is None:  # then waiting for another process gains nothing
+        _compile(dispatcher, types)
+    elif not _load(dispatcher, types):
+        _share(wanted, expected)
+        compile_turns.take(_name(dispatcher), lambda: _load(dispatcher, types), lambda: _compile(dispatcher, types))
+
+
+def _share(wanted: Function, expected: Iterable[Function]) -> None:
+    """If a core is free for it, compile what is not in the cache and in no other process's hands."""
+    with compile_turns.core() as free, _no_garbage_collection():
+        # The longest first, so that all processes are done at about the same time.
+        functions = sorted([wanted, *expected], key=_length, reverse=True) if free else []
+        for dispatcher, types in functions:
+            if dispatcher.stats.cache_path is None or _load(dispatcher, types):
+                continue
+            with compile_turns.attempt(_name(dispatcher)) as mine:
+                if mine and not _load(dispatcher, types):
+                    _compile(dispatcher, types)
+
+
+def _length(function: Function) -> int:
+    return len(function[0].py_func.__code__.co_code)
+
+
+def _name(dispatcher: Any) -> str:
+    function = dispatcher.py_func
+    return f"{function.__code__.co_filename}:{function.__qualname__}"
+
+
+def _load(dispatcher: Any, types: tuple[Any, ...]) -> bool:
+    """Take a function from the cache, as the dispatcher would; whether it was there, or is loaded already."""
+    with global_compiler_lock:
+        if types in dispatcher.overloads:
+            return True
+        found = dispatcher._cache.load_overload(types, dispatcher.targetctx)
+        if found is None:
+            return False
+        dispatcher._cache_hits[types] += 1
+        dispatcher.targetctx.insert_user_function(found.entry_point, found.fndesc, [found.library])
+        dispatcher.add_overload(found)
+        return True
+
+
+def _compile(dispatcher: Any, types: tuple[Any, ...]) -> None:
+    with _no_garbage_collection():
+        dispatcher.compile(types)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """The compiler makes millions of objects; a search for garbage among them was seen to take a third of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,295 @@
+"""The tensors of a model as one file that other programs read: safetensors, and NumPy archives (npz).
+
+Parameters go by their names, slots of optimizer state as ``optimizer/<slot>/<tensor>``.  The facts of a run, other than
+arrays, go along as JSON: metadata of a safetensors file, and the comment of the zip file that an npz is.  What is read
+is taken for hostile: nothing is unpickled, and what a header claims is held against the size of the file first.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from mpishard.checkpoint.disk import unlinked
+from mpishard.checkpoint.publishing import published
+from mpishard.checkpoint.sources import Source, blocks, inside, total_bytes
+from mpishard.layout.boxes import Box
+from mpishard.layout.run_state import PARAMETERS, SLOT
+
+SUFFIXES = (".safetensors", ".npz")
+_SLOTS = SLOT.format("")
+_CODES: dict[str, np.dtype] = {"F16": np.dtype(np.float16), "F32": np.dtype(np.float32), "F64": np.dtype(np.float64)}
+_READ = (np.dtype(np.float32), np.dtype(np.float64))  # a model's parameters are one of these
+_MOST_DIMENSIONS, _LONGEST = 32, 2**60  # HDF5 has no more, and no more can be counted
+_FACTS = "mpishard"
+_LONGEST_COMMENT = 2**16 - 1
+_MOST_DEFLATED = 1032  # bytes that deflate can make of one
+
+
+def format_of(file: Path) -> str:
+    """Which of `SUFFIXES` a file has.
+
+    Raises
+    ------
+    ValueError
+        If it has none of them.
+    """
+    if file.suffix not in SUFFIXES:
+        raise ValueError(f"{file} ends in {file.suffix or 'nothing'}; name it *{' or *'.join(SUFFIXES)}")
+    return file.suffix
+
+
+def write_archive(source: Source, file: Path, *, optimizer: bool = False) -> None:
+    """Write parameters, and slots of optimizer state if asked, to a new safetensors or npz file, a block at a time.
+
+    Parameters
+    ----------
+    file : Path
+        Must not exist; its suffix says which format.
+    optimizer : bool
+        Whether slots go along.
+
+    Raises
+    ------
+    ValueError
+        If the file exists or its suffix is unknown, or a tensor's name cannot be written.
+    OSError
+        Of the disk; nothing is left behind.
+    """
+    write = _write_safetensors if format_of(file) == ".safetensors" else _write_npz
+    kinds = [kind for kind in source.kinds if kind == PARAMETERS or (optimizer and kind.startswith(_SLOTS))]
+    labels = {_label(kind, name): (kind, name) for kind in kinds for name in source.tensors}
+    for name in source.tensors:
+        if name.startswith(_SLOTS) or "\0" in name or name == "__metadata__":
+            raise ValueError(f"a tensor named {name!r} cannot be told from other entries of {file.name}; rename it")
+    with published(file, total_bytes(source, kinds)) as path, open(path, "wb", opener=unlinked) as stream:
+        write(source, labels, stream)
+
+
+def _label(kind: str, name: str) -> str:
+    return name if kind == PARAMETERS else f"{kind}/{name}"
+
+
+def _facts_text(source: Source) -> str:
+    return json.dumps({name: value for name, value in source.facts.items() if not isinstance(value, np.ndarray)})
+
+
+def _write_safetensors(source: Source, labels: Mapping[str, tuple[str, str]], stream: IO[bytes]) -> None:
+    # The package's own writer wants all tensors in memory at once.  The widest dtype comes first: so all are aligned.
+    codes = {dtype: code for code, dtype in _CODES.items()}
+    order = sorted(labels, key=lambda label: -source.kinds[labels[label][0]].itemsize)
+    header: dict[str, Any] = {"__metadata__": {_FACTS: _facts_text(source)}}
+    end = 0
+    for label in order:
+        kind, name = labels[label]
+        start, end = end, end + prod(source.tensors[name]) * source.kinds[kind].itemsize
+        header[label] = {
+            "dtype": codes[source.kinds[kind]],
+            "shape": source.tensors[name],
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    stream.write(struct.pack("<Q", len(text)) + text)
+    for label in order:
+        _write_values(source, *labels[label], stream)
+
+
+def _write_npz(source: Source, labels: Mapping[str, tuple[str, str]], stream: IO[bytes]) -> None:
+    comment = json.dumps({_FACTS: json.loads(_facts_text(source))}).encode()
+    if len(comment) > _LONGEST_COMMENT:
+        raise ValueError(
+            f"the facts of this run are {len(comment)} bytes, too many for an npz; export to *.safetensors"
+        )
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.comment = comment
+        for label, (kind, name) in labels.items():
+            with archive.open(f"{label}.npy", "w", force_zip64=True) as member:
+                descr = np.lib.format.dtype_to_descr(source.kinds[kind].newbyteorder("<"))
+                header = {"descr": descr, "fortran_order": False, "shape": source.tensors[name]}
+                np.lib.format.write_array_header_1_0(member, header)
+                _write_values(source, kind, name, member)
+
+
+def _write_values(source: Source, kind: str, name: str, stream: IO[bytes]) -> None:
+    little = source.kinds[kind].newbyteorder("<")
+    for box in blocks(source.tensors[name]):
+        stream.write(np.asarray(source.read(kind, name, box), little).reshape(-1).view(np.uint8).data)
+
+
+class Archive(AbstractContextManager["Archive"]):
+    """The tensors of a safetensors or npz file; a `Source`, and a context manager that closes the file.
+
+    Raises
+    ------
+    ValueError
+        If the file is none of the two, damaged, or holds anything but float32 or float64 tensors, of one dtype for the
+        parameters and one for each slot, and each slot for all of them.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.path = file
+        format_of(file)
+        with self._refused(), ExitStack() as stack:
+            opened = _Safetensors(file, stack) if file.suffix == ".safetensors" else _Npz(file, stack)
+            self._file: _Safetensors | _Npz = opened
+            self.facts: dict[str, Any] = _facts(opened.facts_text)
+            self.tensors: dict[str, tuple[int, ...]]
+            self.kinds: dict[str, np.dtype]
+            self.tensors, self.kinds = self._sort(opened.entries)
+            self._stack = stack.pop_all()
+
+    def _sort(
+        self, entries: Mapping[str, tuple[tuple[int, ...], np.dtype]]
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, np.dtype]]:
+        """Tensors with their shapes and kinds with their dtypes, of labels with both."""
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {PARAMETERS: {}}
+        kinds: dict[str, np.dtype] = {}
+        for label, (shape, dtype) in entries.items():
+            kind, name = PARAMETERS, label
+            if label.startswith(_SLOTS):
+                slot, _, name = label.removeprefix(_SLOTS).partition("/")
+                kind = SLOT.format(slot)
+                if not slot:
+                    raise ValueError(f"entry {label!r} is of a slot without a name")
+            if not name:
+                raise ValueError(f"entry {label!r} names no tensor")
+            if len(shape) > _MOST_DIMENSIONS or not all(0 <= extent < _LONGEST for extent in shape):
+                raise ValueError(f"{label!r} has shape {shape}, which no tensor has")
+            if dtype not in _READ:
+                raise ValueError(f"{label!r} is {dtype}; convert it to float32 or float64 first")
+            if kinds.setdefault(kind, dtype) != dtype:
+                raise ValueError(f"{label!r} is {dtype}, others of {kind} are {kinds[kind]}; convert them to one dtype")
+            shapes.setdefault(kind, {})[name] = shape
+        if not shapes[PARAMETERS]:
+            raise ValueError("it holds no tensor of a model")
+        for kind, found in shapes.items():
+            for name in found.keys() ^ shapes[PARAMETERS].keys():
+                raise ValueError(
+                    f"tensor {name!r} is in only one of {PARAMETERS} and {kind}; each slot has all tensors"
+                )
+            for name, shape in found.items():
+                if shape != shapes[PARAMETERS][name]:
+                    raise ValueError(f"{name!r} is {shapes[PARAMETERS][name]}, but {shape} in {kind}")
+        return shapes[PARAMETERS], kinds
+
+    def read(self, kind: str, name: str, box: Box) -> np.ndarray:
+        """The values in a box of a tensor; reads the whole tensor."""
+        with self._refused():
+            whole = self._file.read(_label(kind, name))
+        return np.asarray(whole[inside(box, tuple((0, extent) for extent in whole.shape))], self.kinds[kind], order="C")
+
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        """Make one ValueError of all that the readers of both formats raise on bad files."""
+        import safetensors
+
+        bad = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, struct.error, safetensors.SafetensorError)
+        try:
+            yield
+        except (ValueError, MemoryError, OSError, *bad) as error:
+            # zipfile seeks wherever a file tells it to: such an error, unlike those of opening, names no file.
+            if isinstance(error, OSError) and error.filename is not None:
+                raise
+            raise ValueError(f"{self.path} cannot be read as {self.path.suffix[1:]}: {error}") from error
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+
+def _facts(text: str | None) -> dict[str, Any]:
+    """The facts of a run, which a file of another program does not have."""
+    facts = json.loads(text) if text is not None else {}
+    if not isinstance(facts, dict):
+        raise ValueError(f"the facts of its run are not an object: {text[:60] if text else text}")
+    for name, value in facts.items():
+        if not name.endswith(".json") and not isinstance(value, bool | int | float | str):
+            raise ValueError(f"the fact {name!r} of its run is a {type(value).__name__}")
+    return facts
+
+
+class _Safetensors:
+    """Labels with shape and dtype, and the values by label, of a safetensors file."""
+
+    def __init__(self, file: Path, stack: ExitStack) -> None:
+        from safetensors import safe_open
+
+        # The package checks offsets against the size of the file, but lets the last of two entries of one name win.
+        self._opened = stack.enter_context(safe_open(file, "numpy"))
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length), object_pairs_hook=_once)
+        metadata = header.pop("__metadata__", None) or {}
+        self.facts_text: str | None = metadata.get(_FACTS)
+        self.entries: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+        for label, entry in header.items():
+            if entry["dtype"] not in _CODES:
+                raise ValueError(f"{label!r} is {entry['dtype']}; convert it to float32 or float64 first")
+            dtype: np.dtype = _CODES[entry["dtype"]]
+            self.entries[label] = tuple(entry["shape"]), dtype
+
+    def read(self, label: str) -> np.ndarray:
+        return self._opened.get_tensor(label)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((name, count),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} is in it {count} times")
+    return found
+
+
+class _Npz:
+    """Labels with shape and dtype, and the values by label, of an npz file."""
+
+    def __init__(self, file: Path, stack: ExitStack) -> None:
+        self._archive = stack.enter_context(zipfile.ZipFile(file))
+        infos = self._archive.infolist()
+        _once([(info.filename, None) for info in infos])
+        room = file.stat().st_size
+        if sum(info.compress_size for info in infos) > room:
+            raise ValueError(f"its members overlap, or claim more than its {room} bytes")
+        self.facts_text = None
+        with suppress(ValueError, KeyError, TypeError):  # the comment may be anybody's
+            self.facts_text = json.dumps(json.loads(self._archive.comment)[_FACTS])
+        self.entries = {info.filename.removesuffix(".npy"): self._entry(info) for info in infos}
+
+    def _entry(self, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype]:
+        if not info.filename.endswith(".npy"):
+            raise ValueError(f"member {info.filename!r} is no array")
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError(f"member {info.filename!r} is compressed by method {info.compress_type}")
+        if info.file_size > info.compress_size * _MOST_DEFLATED:
+            raise ValueError(f"member {info.filename!r} claims {info.file_size} bytes of {info.compress_size}")
+        with self._archive.open(info) as member:
+            shape, _, dtype = _read_header(member)
+            start = member.tell()
+        if dtype.hasobject:
+            raise ValueError(f"member {info.filename!r} holds Python objects, which are not read")
+        if start + prod(shape) * dtype.itemsize != info.file_size:
+            raise ValueError(f"member {info.filename!r} claims shape {shape}, which is not its {info.file_size} bytes")
+        return shape, dtype.newbyteorder("=")
+
+    def read(self, label: str) -> np.ndarray:
+        with self._archive.open(f"{label}.npy") as member:
+            return np.lib.format.read_array(member, allow_pickle=False)
+
+
+def _read_header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    version = np.lib.format.read_magic(member)
+    if version == (1, 0):
+        return np.lib.format.read_array_header_1_0(member)
+    if version == (2, 0):
+        return np.lib.format.read_array_header_2_0(member)
+    raise ValueError(f"it has an array of npy version {version}")

@@ -1,0 +1,276 @@
+"""A communicator on which calls come in one order on all ranks; in debug mode they compare each before it starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from mpishard.comm.ledger import Call, Ledger
+
+_HERE, _LATE = 1, 2
+# So long a rank waits for the others before it tells all where it is, and then for all that have the same to tell.
+_PATIENCE_S = 0.25
+# In this time others have said that they wait, too, and have taken in that it does, if they are where they could.
+_TELLING_S = 2.0
+# While the others are expected at any moment a rank only yields, afterwards it sleeps.
+_SOON_S, _NAP_S = 0.002, 0.0005
+
+
+class CollectiveMismatchError(RuntimeError):
+    """Ranks are not in the same collective, or wait for each other in different calls."""
+
+
+class Lane:
+    """A communicator and the number of calls so far.  Creation is collective, and so is `free`.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+    comparison : Comparison or None
+        In debug mode: by which its ranks compare their calls.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, comparison: Comparison | None) -> None:
+        self.comm = comm
+        self.calls = 0
+        self.comparison = comparison if comm.size > 1 else None
+        self._name = "" if self.comparison is None else self.comparison.name(comm)
+
+    def free(self) -> None:
+        self.comm.Free()
+
+    def revoke(self) -> None:
+        """Make every operation on it fail, on all ranks.  Not collective (ULFM)."""
+        _revoke(self.comm)
+
+    def compare(
+        self,
+        ledger: Ledger,
+        fields: tuple[Any, ...],
+        detail: str,
+        counts: Sequence[int] | None,
+        members: Sequence[int],
+    ) -> None:
+        """Debug: the `members` tell what they are about to do, and all raise where they differ.  Collective."""
+        if self.comparison is None:
+            return
+        call = Call(*fields).placed(sys._getframe())
+        # Runs of an all_to_all differ in length between ranks, and so may its buffers.
+        size = "" if call.op == "all_to_all" else f"{call.elements} x "
+        cut = "" if counts is None else f" cut as {list(counts)}"
+        what = f"{call.op}({size}{call.dtype}{f', {detail}' if detail else ''}{cut})"
+        ledger.active = fields
+        try:
+            said = self.comparison.meet(self._name, call.axis, members, what, call.site)
+        finally:
+            ledger.active = None
+        if any(what != said[0][0] for what, _ in said):
+            lines = [f"  rank {rank}: {what} called at {site}" for rank, (what, site) in enumerate(said)]
+            raise CollectiveMismatchError(
+                f"call #{call.sequence} on axis {call.axis!r} differs between its ranks:\n" + "\n".join(lines)
+            )
+
+    def message(self, op: str, rank: int, peer: int, tag: int) -> None:
+        """Debug: `rank` sends to `peer`, or receives, both of them ranks of the mesh.  Not collective."""
+        if self.comparison is not None:
+            self.comparison.enter(self._end(op, rank, peer, tag))
+
+    def wait(
+        self, fields: tuple[Any, ...], rank: int, peer: int, tag: int, is_over: Callable[[], bool], ledger: Ledger
+    ) -> None:
+        """Debug: return when the message is over that `rank` noted last, or raise if it never can be."""
+        if self.comparison is None:
+            return
+        call = Call(*fields).placed(sys._getframe())
+        other = "recv" if call.op == "send" else "send"
+        number = self.comparison.entered(self._end(call.op, rank, peer, tag))
+        what = f"{call.op}({call.elements} x {call.dtype}, {'to' if call.op == 'send' else 'from'} rank {peer})"
+        late = Late(self._end(other, peer, rank, tag), number, call.axis, what, call.site, [peer], {})
+        ledger.active = fields
+        try:
+            self.comparison.wait(is_over, late)
+        finally:
+            ledger.active = None
+
+    def _end(self, op: str, rank: int, peer: int, tag: int) -> str:
+        """A name for one end of all messages with a tag between two ranks."""
+        return f"{self._name} {op} {rank} {peer} {tag}"
+
+
+class Late(NamedTuple):
+    """The call in which a rank waits for `members`: until they have come to call `number` of `lane`.
+
+    `entered` is how many calls it has come to itself, by lane.
+    """
+
+    lane: str
+    number: int
+    axis: str
+    what: str
+    site: str
+    members: list[int]
+    entered: dict[str, int]
+
+
+class Comparison:
+    """Messages between the ranks of a mesh in debug mode.  Creation is collective, and so is `free`.
+
+    A rank that comes to a call tells the others that take part, and waits until it has heard the same of all.  If that
+    takes long, it tells all ranks of the mesh where it waits; so that each can see whether ranks wait for each other.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm.Dup()
+        self._names = 0
+        self._entered: dict[str, int] = defaultdict(int)
+        # What others have said by lane and number of the call, and the call in which each was late the last time.
+        self._said: dict[tuple[str, int], dict[int, tuple[str, str]]] = defaultdict(dict)
+        self._late: dict[int, Late] = {}
+        self._sends: list[tuple[MPI.Request, bytes]] = []
+        self._found = 0.0
+        self._failed = ""
+
+    def name(self, comm: MPI.Intracomm) -> str:
+        """A name for a communicator that no other has.  Collective over it."""
+        self._names += 1
+        name: str = comm.bcast(f"{self._comm.rank}.{self._names}")
+        return name
+
+    def meet(self, lane: str, axis: str, members: Sequence[int], what: str, site: str) -> list[tuple[str, str]]:
+        """Return what each of the members is about to do, and where, once all have come to this call.
+
+        Raises
+        ------
+        CollectiveMismatchError
+            If they never can, since some wait in other calls for ranks that wait for them.
+        """
+        if self._failed:  # numbers of calls no longer agree
+            raise CollectiveMismatchError(self._failed)
+        number = self.enter(lane)
+        said = self._said[lane, number]
+        said[self._comm.rank] = what, site
+        for rank in members:
+            if rank != self._comm.rank:
+                self._send(rank, _HERE, (lane, number, what, site))
+        self.wait(lambda: len(said) == len(members), Late(lane, number, axis, what, site, list(members), {}))
+        del self._said[lane, number]
+        return [said[rank] for rank in members]
+
+    def enter(self, lane: str) -> int:
+        """This rank comes to the next call of a lane; returns its number."""
+        self._entered[lane] += 1
+        return self._entered[lane]
+
+    def entered(self, lane: str) -> int:
+        """How many calls of a lane this rank has come to."""
+        return self._entered[lane]
+
+    def wait(self, is_over: Callable[[], bool], late: Late) -> None:
+        """Return when a call is over, or can begin; `late` says which one it is.  Errors are those of `meet`."""
+        began = time.monotonic()
+        looks = began + _PATIENCE_S
+        self._receive()
+        while not is_over():
+            now = time.monotonic()
+            time.sleep(0 if now - began < _SOON_S else _NAP_S)
+            self._receive()
+            if now < looks:
+                continue
+            looks = now + _PATIENCE_S
+            own = self._late.get(self._comm.rank)
+            if own is None or (own.lane, own.number) != (late.lane, late.number):
+                self._tell_all(late._replace(entered=dict(self._entered)))
+            else:
+                self._check()
+
+    def free(self) -> None:
+        # What nobody has waited for is taken in before, or a message could stay on its way.
+        barrier = None
+        while barrier is None or not barrier.Test():
+            self._receive()
+            if barrier is None and not self._unsent():
+                barrier = self._comm.Ibarrier()
+        self._receive()
+        self._comm.Free()
+
+    def revoke(self) -> None:
+        """As `Lane.revoke`."""
+        _revoke(self._comm)
+
+    def _check(self) -> None:
+        stuck = waiting_in_circles(self._late)
+        if self._comm.rank not in stuck:
+            return
+        now = time.monotonic()
+        self._found = self._found or now
+        if len(stuck) < self._comm.size and now < self._found + _TELLING_S:
+            return  # others may be about to tell the same: all ranks are to say the same of it
+        lines = [
+            f"  rank {rank}: {late.what} on axis {late.axis!r} called at {late.site}"
+            for rank, late in ((rank, self._late[rank]) for rank in stuck)
+        ]
+        self._failed = (
+            "ranks wait for each other in different calls, of which none can begin; all ranks of an axis must make its "
+            "collectives, and in one order, and what is received must have been sent:\n" + "\n".join(lines)
+        )
+        ends = time.monotonic() + _TELLING_S
+        while self._unsent() and time.monotonic() < ends:
+            self._receive()
+        raise CollectiveMismatchError(self._failed)
+
+    def _tell_all(self, late: Late) -> None:
+        self._late[self._comm.rank] = late
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._send(rank, _LATE, late)
+
+    def _send(self, rank: int, tag: int, message: tuple[Any, ...]) -> None:
+        data = json.dumps(message).encode()
+        self._unsent()
+        self._sends.append((self._comm.Isend([data, MPI.BYTE], rank, tag), data))
+
+    def _unsent(self) -> bool:
+        """Whether messages are still on their way."""
+        self._sends = [each for each in self._sends if not each[0].Test()]
+        return bool(self._sends)
+
+    def _receive(self) -> None:
+        status = MPI.Status()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            buffer = bytearray(status.Get_count(MPI.BYTE))
+            rank, tag = status.Get_source(), status.Get_tag()
+            self._comm.Recv([buffer, MPI.BYTE], rank, tag)
+            message = json.loads(buffer)
+            if tag == _LATE:
+                self._late[rank] = Late(*message)
+            else:
+                lane, number, what, site = message
+                self._said[lane, number][rank] = what, site
+
+
+def waiting_in_circles(late: Mapping[int, Late]) -> list[int]:
+    """The ranks whose calls can never begin, since each waits for another of them, which has not come to its call.
+
+    That is certain although their messages are of different times: a rank comes to a call only when the one in which it
+    waited has begun, and of the calls of a circle none can be the first to begin.
+    """
+    stuck = set(late)
+
+    def waits(rank: int) -> bool:
+        lane, number = late[rank].lane, late[rank].number
+        return any(other in stuck and late[other].entered.get(lane, 0) < number for other in late[rank].members)
+
+    while free := {rank for rank in stuck if not waits(rank)}:
+        stuck -= free
+    return sorted(stuck)
+
+
+def _revoke(comm: MPI.Intracomm) -> None:
+    if comm != MPI.COMM_NULL and not comm.Is_revoked():
+        comm.Revoke()

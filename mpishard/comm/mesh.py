@@ -1,0 +1,330 @@
+"""The mesh: MPI_COMM_WORLD split into data, tensor and pipeline sub-communicators.
+
+Ranks are numbered with tensor fastest, then data, then pipeline, so that the ranks that talk most are neighbours.
+Collectives stand one floor below: an `Axis` is a communicator that can do them, a mesh is three of these and the world.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpishard.arguments import flag
+from mpishard.backend.blas_threads import limit_blas_threads
+from mpishard.comm.axis import Axis
+from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.channel import Comparison
+from mpishard.comm.ledger import Ledger
+from mpishard.comm.watchdog import Watchdog, abort_on_exception
+from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
+from mpishard.layout.boxes import Place
+
+# Python's -X option of processes that an elastic run has spawned; its value is the run's tensor x pipeline sizes.
+NEWCOMER = "mpishard_newcomer"
+
+
+class Mesh:
+    """Communicators for data, tensor and pipeline parallelism.  Creation and `free` are collective over `comm`.
+
+    As a context manager it frees them at the end, unless the block is left by an exception: other ranks may not be
+    there then.  Who catches that exception on all ranks calls `free`.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks to arrange; default all of them.  It is duplicated and can be freed afterwards.
+    data, tensor, pipeline : int
+        Sizes; their product must be the number of ranks.  One of them may be -1 and is inferred.  Processes that an
+        elastic run has spawned have its tensor and pipeline sizes whatever is given here.
+    timeout : float, optional
+        Seconds a collective may wait before the job is ended with a report of who waits where; default from
+        ``MPISHARD_TIMEOUT``.  Without either: ten times the longest step so far, with what came before the next one,
+        and at least 120; before a step is over 1800, or 120 if all ranks wait.
+    debug : bool, optional
+        Compare every collective across ranks before it starts, and raise `CollectiveMismatchError` on all of them
+        where they differ; compare the copies of replicated parameters after every step; and at the start of `optimize`
+        see whether the function of its problem returns sums.  Default from ``MPISHARD_DEBUG`` (1 or 0).
+
+    Attributes
+    ----------
+    world, data, tensor, pipeline : Axis
+    node : Axis
+        The ranks that share memory with this one.
+    nodes : list of int
+        For each rank of the world the first one that shares memory with it.
+    device : int or None
+        Number of the GPU for this rank, its place on the node modulo the GPUs it can see; None without a GPU.  Make
+        it current with ``cupy.cuda.Device(mesh.device).use()``.
+    blas_threads : int
+        Threads that BLAS may use in this rank; see `mpishard.backend.blas_threads`.
+    ledger : Ledger
+        What this rank has communicated over all axes.
+
+    Raises
+    ------
+    ValueError
+        On every rank, if the sizes do not multiply out to the number of ranks, or if a launcher that does not fit the
+        MPI has started several, each of which is alone in its world; not so with MPI.COMM_SELF.
+    """
+
+    debug: bool
+    ledger: Ledger
+    shape: dict[str, int]
+    coordinates: dict[str, int]
+    world: Axis
+    data: Axis
+    tensor: Axis
+    pipeline: Axis
+    node: Axis
+    blas_threads: int
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        *,
+        data: int = -1,
+        tensor: int = 1,
+        pipeline: int = 1,
+        timeout: float | None = None,
+        debug: bool | None = None,
+    ) -> None:
+        if comm is None:
+            comm = MPI.COMM_WORLD
+        if comm == MPI.COMM_WORLD:
+            _check_launcher()
+        cell = newcomer_cell()
+        if cell is not None and comm.size == MPI.COMM_WORLD.size:
+            data, (tensor, pipeline) = -1, cell
+        data, tensor, pipeline = _sizes(comm.size, data=data, tensor=tensor, pipeline=pipeline)
+        timeout = _timeout(timeout)
+        self.debug = os.environ.get("MPISHARD_DEBUG", "0") not in ("", "0") if debug is None else flag("debug", debug)
+        self.ledger = Ledger()
+        world = comm.Dup()
+        self._watchdog: Watchdog | None = Watchdog(world, self.ledger, timeout)
+        abort_on_exception(self.ledger, watchdog=self._watchdog)
+        self._is_child = False
+        self._split(world, data, tensor, pipeline)
+
+    def _split(self, world: MPI.Intracomm, data: int, tensor: int, pipeline: int) -> None:
+        self.shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
+        if not self._is_child:
+            self._comparison = Comparison(world) if self.debug else None
+        rank = world.rank
+        tensor_rank, data_rank, stage = rank % tensor, rank // tensor % data, rank // (tensor * data)
+        self.coordinates = {"pipeline": stage, "data": data_rank, "tensor": tensor_rank}
+
+        # All from `world`, which every rank has: a rank that fails here revokes it and so wakes those who wait for it,
+        # while a communicator that it never got could not be revoked by it.
+        def axis(name: str, now: MPI.Comm, later: MPI.Comm) -> Axis:
+            assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
+            members = MPI.Group.Translate_ranks(now.group, None, world.group)
+            known: Axis | None = getattr(self, name, None)
+            if known is None:
+                return Axis(name, now, self.ledger, members=members, later=later, comparison=self._comparison)
+            known.move(now, members=members, later=later, comparison=self._comparison)
+            return known
+
+        def split(color: int, place: int) -> list[MPI.Comm]:
+            return [world.Split(color, place) for _ in range(2)]
+
+        self.world = axis("world", world, world.Dup())
+        self.data = axis("data", *split(stage * tensor + tensor_rank, data_rank))
+        self.tensor = axis("tensor", *split(stage * data + data_rank, tensor_rank))
+        pipelines = data_rank * tensor + tensor_rank
+        self.pipeline = axis("pipeline", *split(pipelines, stage))
+        self.pipeline.regain_parts(world, pipelines)  # ties between stages, which stay whatever the data size is
+        self.node = axis("node", *(world.Split_type(MPI.COMM_TYPE_SHARED, rank) for _ in range(2)))
+        self.nodes: list[int] = world.allgather(min(self.node.members))
+        self.blas_threads = limit_blas_threads(world, self.node.members)
+        self._children: dict[tuple[int, int, int], Mesh] = {}
+        self._freed = False
+
+    @property
+    def place(self) -> Place:
+        """Where this rank stands, as far as it decides which parameters it holds."""
+        return Place(self.tensor.rank, self.tensor.size, self.pipeline.rank, self.pipeline.size)
+
+    @property
+    def rank(self) -> int:
+        """Rank in the world."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.world.size
+
+    @property
+    def device(self) -> int | None:
+        from mpishard.backend.array import device_count
+
+        devices = device_count()
+        return self.node.rank % devices if devices else None
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.sizes}, rank={self.rank})"
+
+    @property
+    def sizes(self) -> str:
+        """Its shape in words."""
+        return " x ".join(f"{name}={size}" for name, size in self.shape.items())
+
+    def reshaped(self, *, data: int = -1, tensor: int = 1, pipeline: int = 1) -> Mesh:
+        """The same ranks in another shape: this mesh itself where that is its shape, else a mesh freed with this one.
+
+        Collective.  A shape that was asked for before gives the same mesh again.  It has this mesh's ledger.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if the sizes do not multiply out, or if this mesh is split in another way already.
+        """
+        data, tensor, pipeline = shape = _sizes(self.size, data=data, tensor=tensor, pipeline=pipeline)
+        if shape == (self.data.size, self.tensor.size, self.pipeline.size):
+            return self
+        if self.data.size != self.size:
+            raise ValueError(
+                f"the mesh is {self.sizes} already, but pipeline={pipeline} x data={data} x tensor={tensor} was asked "
+                "for; leave the sizes out to use the mesh as it is, or start from a purely data-parallel one"
+            )
+        if shape not in self._children:
+            child = Mesh.__new__(Mesh)
+            child.debug, child.ledger, child._watchdog = self.debug, self.ledger, None
+            child._is_child, child._comparison = True, self._comparison
+            child._split(self.world.comm.Dup(), data, tensor, pipeline)
+            self._children[shape] = child
+        return self._children[shape]
+
+    @property
+    def is_reshaped(self) -> bool:
+        """Whether there is another mesh of the same ranks, by `reshaped`."""
+        return self._is_child or bool(self._children)
+
+    def move(self, comm: MPI.Intracomm) -> None:
+        """Be split anew over other ranks, in place: the axes stay the objects that models and optimizers hold.
+
+        The tensor and pipeline sizes stay, the data size follows from the number of ranks.  Collective over `comm`,
+        which is the mesh's from now on; the communicators before are not freed, see `release`.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if the number of ranks is no multiple of the tensor and pipeline sizes.
+        """
+        assert not self.is_reshaped
+        self._split(comm, *_sizes(comm.size, data=-1, tensor=self.shape["tensor"], pipeline=self.shape["pipeline"]))
+
+    def release(self) -> None:
+        """Free the communicators, to `move` afterwards.  Collective."""
+        for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
+            axis.free()
+        if self._comparison is not None and not self._is_child:
+            self._comparison.free()
+
+    def revoke(self) -> None:
+        """Make every operation on it fail, on all ranks, so that none waits for one that has died.  Not collective."""
+        for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
+            axis.revoke()
+        if self._comparison is not None:
+            self._comparison.revoke()
+
+    def unwatch(self) -> None:
+        """No time limits from now on; who dies is named only where the others do not outlive it.  Collective."""
+        if self._watchdog is None:
+            return
+        if heals_in_place():
+            self._watchdog.close()
+            self._watchdog = None
+        else:
+            self._watchdog.stop()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A rank that leaves by an exception cannot meet the others in a collective free.
+        if kind is None:
+            self.free()
+
+    def free(self) -> None:
+        """Free every communicator that the mesh made.  Collective; a second call does nothing."""
+        if self._freed:
+            return
+        self._freed = True
+        for child in self._children.values():
+            child.free()
+        if self._watchdog is not None:
+            self._watchdog.close()
+        self.release()
+
+
+def newcomer_cell() -> tuple[int, int] | None:
+    """Tensor and pipeline size of the elastic run that has spawned this process; None if none has."""
+    told = sys._xoptions.get(NEWCOMER)
+    if told is None:
+        return None
+    tensor, _, pipeline = str(told).partition("x")
+    return int(tensor), int(pipeline)
+
+
+def _sizes(ranks: int, **sizes: Any) -> tuple[int, int, int]:
+    """Check the sizes against the number of ranks and fill in the one that is -1."""
+    for name, size in sizes.items():
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise ValueError(f"mesh size {name}={size!r} must be a whole number of at least 1, or -1 to infer it")
+        sizes[name] = int(size)
+    unknown = [name for name, size in sizes.items() if size == -1]
+    if len(unknown) > 1:
+        raise ValueError(f"mesh sizes {' and '.join(unknown)} are both -1; only one can be inferred")
+    known = 1
+    for size in sizes.values():
+        known *= size if size != -1 else 1
+    if unknown and ranks % known == 0:
+        sizes[unknown[0]] = ranks // known
+        known = ranks
+    if known != ranks:
+        asked = " x ".join(f"{name}={sizes[name]}" for name in ("pipeline", "data", "tensor"))
+        need = f"a multiple of {known}" if unknown else str(known)
+        hint = "change the sizes or the number of ranks" if unknown else "leave data=-1 to infer it"
+        raise ValueError(f"mesh {asked} needs {need} ranks, got {ranks}; {hint}")
+    return sizes["data"], sizes["tensor"], sizes["pipeline"]
+
+
+def _check_launcher() -> None:
+    """Refuse a world of one rank where a launcher has started several."""
+    # A process that was spawned has the environment of those that did so.
+    if MPI.COMM_WORLD.size > 1 or MPI.Comm.Get_parent() != MPI.COMM_NULL:
+        return
+    library, found = MPI.get_vendor()[0], launches(os.environ)
+    launch = foreign_launch(found, library)
+    if launch is not None and launch.ranks > 1:
+        raise ValueError(f"this rank is alone in its MPI_COMM_WORLD: {explain(launch, library)}")
+    launch = launch_of(found, ranks=1)
+    if launch is not None and launch.ranks > 1:
+        raise ValueError(explain_alone(launch, library))
+
+
+def _timeout(timeout: float | None) -> float | None:
+    """The time limit that was chosen; None if none was."""
+    value: Any
+    name, value = "timeout", timeout
+    if value is None:
+        name, value = "MPISHARD_TIMEOUT", os.environ.get("MPISHARD_TIMEOUT") or None
+    elif isinstance(value, bool):
+        raise TypeError(f"timeout={value} must be a number of seconds")
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} is not a number of seconds") from None
+    if not seconds > 0:
+        raise ValueError(f"the time limit of a collective must be above 0 seconds, got {seconds:g}")
+    return seconds

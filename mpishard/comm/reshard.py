@@ -1,0 +1,345 @@
+"""Carry the arrays of a run from one layout to another, in memory that is bounded and without a disk.
+
+Each rank plans what it receives and tells the senders what it wants of them; then rounds of Alltoallv move the
+elements, packed end to end, a bucket at a time.  What a rank holds already is copied within it, or left where it is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend import array as arrays
+from mpishard.comm.axis import Axis
+from mpishard.layout.boxes import Box, Holders, Holding, Move, Piece, boxes_of_range
+from mpishard.layout.run_state import RunState, Shard, check_same_tensors
+
+Array = Any
+# What the other ranks hear of a shard: its kind and dtype, and name, box and start of its pieces.
+_Told = tuple[str, str, tuple[tuple[str, Box, int], ...]]
+# And of a run state: its tensors with their shapes, and its kinds.
+_Model = tuple[tuple[tuple[str, tuple[int, ...]], ...], tuple[str, ...]]
+_CONTROL = "control"
+
+
+def reshard(axis: Axis, source: Shard | None, target: Shard | None, *, bucket_bytes: int = 2**26) -> None:
+    """Fill the target array of every rank from the source arrays of all.  Collective over `axis`.
+
+    Every element of a target is written once, and none travels to a rank that has it already; ranks that hold copies
+    share the sending.  The ledger has the elements that travel under the label ``"reshard"``.
+
+    Parameters
+    ----------
+    axis : Axis
+        The ranks of both layouts.
+    source, target : Shard or None
+        Of one kind and dtype on all ranks, the arrays of a rank both on the host or both on its device.  None on a rank
+        that is not in that layout.  Both may have one array if every piece of the source lies in it where the target
+        has those elements, so that only what is missing arrives.
+    bucket_bytes : int
+        How many bytes of elements a rank packs for sending at a time, at most, and as many for receiving; but at least
+        one element for each rank it sends to.  The least of all ranks counts.
+
+    Raises
+    ------
+    ValueError, TypeError
+        On every rank and before anything is written, if kinds or dtypes differ, no rank holds an element of a target
+        that is required, or any rank's arrays do not fit their holdings.
+    """
+    told = axis.exchange((_told(source), _told(target), int(bucket_bytes)))
+    plan: list[Move] = []
+    lost: list[tuple[Piece, Box]] = []
+    problem: Exception | None = None
+    try:
+        _check_alike(told)
+        _check_arrays(source, target)
+        if target is not None:
+            holders = Holders([_holding(side) for side, _, _ in told])
+            plan = holders.moves_to(axis.rank, target.holding, None if target.required else lost)
+        if source is not None and target is not None:
+            _check_sharing(source, target, [move for move in plan if move.source_rank == axis.rank])
+    except (ValueError, TypeError) as error:
+        problem = error
+    axis.agree(problem)
+    for piece, box in lost:
+        assert target is not None
+        _view(target.array, piece, box)[...] = 0
+    if source is not None and target is not None and source.array is not target.array:
+        for move in plan:
+            if move.source_rank == axis.rank:
+                _view(target.array, move.target, move.box)[...] = _view(source.array, move.source, move.box)
+    wanted: list[list[Move]] = [[] for _ in range(axis.size)]
+    for move in plan:
+        if move.source_rank != axis.rank:
+            wanted[move.source_rank].append(move)
+    incoming = [_Stream([(move.target, move.box) for move in part]) for part in wanted]
+    outgoing = _tell_wants(axis, wanted, source)
+    dtype = next(np.dtype(side[1]) for side, _, _ in told if side is not None)
+    bucket = min(limit for _, _, limit in told) // dtype.itemsize
+    _send_rounds(axis, source, target, outgoing, incoming, dtype, bucket)
+
+
+def reshard_state(
+    axis: Axis, source: RunState | None, target: RunState | None, *, bucket_bytes: int = 2**26
+) -> Mapping[str, Any]:
+    """Fill the arrays of the target state of every rank from the source states of all.  Collective over `axis`.
+
+    Parameters
+    ----------
+    axis : Axis
+        The ranks of both layouts.
+    source, target : RunState or None
+        Of one model.  A target may have fewer kinds of arrays than the source, e.g. the parameters alone.  None on a
+        rank that is not in that layout.
+    bucket_bytes : int
+        As for `reshard`.
+
+    Returns
+    -------
+    mapping
+        The facts of the source, on all ranks.
+
+    Raises
+    ------
+    ValueError, TypeError
+        On every rank and before anything is written, if the states are of different models or the source lacks a kind
+        of array that the target has; and as `reshard`, kind after kind.
+    """
+    told = axis.exchange((_model(source), _model(target)))
+    problem = None
+    try:
+        _check_models(told)
+    except ValueError as error:
+        problem = error
+    axis.agree(problem)
+    for kind in next((model[1] for _, model in told if model is not None), ()):
+        reshard(axis, _shard(source, kind), _shard(target, kind), bucket_bytes=bucket_bytes)
+    first = next(rank for rank, (model, _) in enumerate(told) if model is not None)
+    return _share_facts(axis, source.facts if source is not None else {}, first)
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _told(shard: Shard | None) -> _Told | None:
+    if shard is None:
+        return None
+    pieces = tuple((piece.name, piece.box, piece.start) for piece in shard.holding)
+    return shard.kind, shard.array.dtype.name, pieces
+
+
+def _holding(told: _Told | None) -> Holding:
+    return () if told is None else tuple(Piece(*piece) for piece in told[2])
+
+
+def _check_alike(told: Sequence[tuple[_Told | None, _Told | None, int]]) -> None:
+    """Raise unless all sides are arrays of one kind and dtype, and somebody has a source."""
+    sides = [
+        (f"the {what} of rank {rank}", side)
+        for rank, (source, target, _) in enumerate(told)
+        for what, side in (("source", source), ("target", target))
+        if side is not None
+    ]
+    for whose, (kind, dtype, _) in sides[1:]:
+        first, (first_kind, first_dtype, _) = sides[0]
+        if kind != first_kind:
+            raise ValueError(f"{first} is {first_kind!r} but {whose} is {kind!r}; reshard one kind of array at a time")
+        if dtype != first_dtype:
+            raise TypeError(f"{first} is {first_dtype} but {whose} is {dtype}; resharding does not convert")
+    if all(source is None for source, _, _ in told):
+        raise ValueError("no rank has a source to reshard from")
+    if min(limit for _, _, limit in told) < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, got {min(limit for _, _, limit in told)}")
+
+
+def _check_arrays(*shards: Shard | None) -> None:
+    """Raise unless this rank's arrays have what their holdings say, in one kind of memory."""
+    for shard in shards:
+        if shard is None:
+            continue
+        end = max((piece.start + piece.size for piece in shard.holding), default=0)
+        if shard.array.ndim != 1 or not shard.array.flags.c_contiguous or end > shard.array.size:
+            raise ValueError(
+                f"{shard.kind!r} has pieces up to element {end} in an array of shape {shard.array.shape}; it must be "
+                "flat, contiguous, and long enough"
+            )
+    modules = {arrays.module_of(shard.array).__name__ for shard in shards if shard is not None}
+    if len(modules) > 1:
+        raise TypeError(f"source and target of a rank are arrays of {' and '.join(sorted(modules))}; use one kind")
+
+
+def _check_sharing(source: Shard, target: Shard, local: Sequence[Move]) -> None:
+    """Raise unless arrays are apart in memory, or what arrives in the one array meets no element still to be sent."""
+    same = source.array is target.array
+    if not same and not arrays.module_of(source.array).may_share_memory(source.array, target.array):
+        return
+    in_place = sum(prod(stop - start for start, stop in move.box) for move in local if _stays(move))
+    if not same or len(local) != sum(map(_stays, local)) or in_place != sum(piece.size for piece in source.holding):
+        raise ValueError(
+            f"source and target of {source.kind!r} share memory, but elements lie elsewhere in the one than in the "
+            "other; give the target an array of its own"
+        )
+
+
+def _stays(move: Move) -> bool:
+    """Whether the elements have the same places in the source array and in the target array."""
+    return _places(move.source, move.box) == _places(move.target, move.box)
+
+
+def _places(piece: Piece, box: Box) -> tuple[int, list[int]]:
+    """Where the first element of a box of a piece is in the array, and the strides along extents above 1."""
+    strides = list(accumulate(piece.shape[:0:-1], int.__mul__, initial=1))[::-1][: len(box)]
+    offsets = [start - origin for (start, _), (origin, _) in zip(box, piece.box, strict=True)]
+    first = piece.start + sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    return first, [stride for (start, stop), stride in zip(box, strides, strict=True) if stop - start > 1]
+
+
+def _model(state: RunState | None) -> _Model | None:
+    return None if state is None else (tuple((spec.name, spec.shape) for spec in state.specs), state.kinds)
+
+
+def _check_models(told: Sequence[tuple[_Model | None, _Model | None]]) -> None:
+    """Raise unless all states are of one model, and targets want kinds that the sources have."""
+    sources = [model for model, _ in told if model is not None]
+    targets = [model for _, model in told if model is not None]
+    if not sources:
+        raise ValueError("no rank has a state to reshard from")
+    tensors, kinds = sources[0]
+    for other, _ in (*sources[1:], *targets):
+        check_same_tensors("the source state", tensors, other)
+    for _, other_kinds in sources[1:]:
+        if other_kinds != kinds:
+            raise ValueError(f"the source states of two ranks have {', '.join(kinds)} and {', '.join(other_kinds)}")
+    for _, wanted in targets:
+        if wanted != targets[0][1]:
+            raise ValueError(f"the targets of two ranks have {', '.join(targets[0][1])} and {', '.join(wanted)}")
+        missing = [kind for kind in wanted if kind not in kinds]
+        if missing:
+            raise ValueError(
+                f"the target has {', '.join(missing)}, but the source only {', '.join(kinds)}; make the target's "
+                "optimizer with the rule that the source has"
+            )
+
+
+def _shard(state: RunState | None, kind: str) -> Shard | None:
+    return None if state is None else next(shard for shard in state.shards if shard.kind == kind)
+
+
+# -- transfer ---------------------------------------------------------------------------------------------------------
+
+
+class _Stream:
+    """The elements that travel from one rank to another: boxes of pieces, end to end."""
+
+    def __init__(self, boxes: Sequence[tuple[Piece, Box]]) -> None:
+        self.boxes = boxes
+        self.starts = list(accumulate((prod(stop - start for start, stop in box) for _, box in boxes), initial=0))
+        self.size = self.starts[-1]
+
+    def between(self, start: int, stop: int) -> Iterator[tuple[Piece, Box]]:
+        """What lies in a range of them, in order, as boxes of pieces."""
+        for index in range(bisect_right(self.starts, start) - 1, len(self.boxes)):
+            first, last = self.starts[index], self.starts[index + 1]
+            if first >= stop:
+                break
+            piece, box = self.boxes[index]
+            if start <= first and last <= stop:
+                yield piece, box
+                continue
+            shape = [end - begin for begin, end in box]
+            for part in boxes_of_range(shape, max(start, first) - first, min(stop, last) - first):
+                yield piece, tuple((a + begin, b + begin) for (a, b), (begin, _) in zip(part, box, strict=True))
+
+
+def _view(array: Array, piece: Piece, box: Box) -> Array:
+    """The part of an array that a box of one of its pieces is."""
+    inside = (slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, piece.box, strict=True))
+    return array[piece.start : piece.start + piece.size].reshape(piece.shape)[(*inside, ...)]
+
+
+def _tell_wants(axis: Axis, wanted: Sequence[Sequence[Move]], source: Shard | None) -> list[_Stream]:
+    """Tell every rank which boxes of its pieces to send here; returns what this one is to send to each."""
+    words = [[number for move in part for number in (move.source.start, *sum(move.box, ()))] for part in wanted]
+    lengths = np.array([len(part) for part in words], np.int64)
+    told_lengths = axis.all_to_all(lengths, np.empty_like(lengths), label=_CONTROL).tolist()
+    message = np.array([word for part in words for word in part], np.int64)
+    told = np.empty(sum(told_lengths), np.int64)
+    axis.all_to_all(message, told, lengths.tolist(), told_lengths, label=_CONTROL)
+    # Pieces with elements do not overlap, so that the place in the array identifies one.
+    pieces = {piece.start: piece for piece in (source.holding if source is not None else ()) if piece.size}
+    streams, numbers, end = [], iter(told.tolist()), 0
+    for length in told_lengths:
+        boxes, end = [], end + length
+        while length:
+            piece = pieces[next(numbers)]
+            boxes.append((piece, tuple((next(numbers), next(numbers)) for _ in piece.box)))
+            length -= 1 + 2 * len(piece.box)
+        streams.append(_Stream(boxes))
+    return streams
+
+
+def _send_rounds(
+    axis: Axis,
+    source: Shard | None,
+    target: Shard | None,
+    outgoing: Sequence[_Stream],
+    incoming: Sequence[_Stream],
+    dtype: np.dtype,
+    bucket: int,
+) -> None:
+    """Move the streams, as much of each at a time as fits the buckets, of so many elements, of both its ends."""
+    peers = axis.exchange(max(sum(stream.size > 0 for stream in streams) for streams in (outgoing, incoming)))
+    # Both ends of a stream find the same quota for it.
+    quotas = [max(1, bucket // max(1, peers[axis.rank], other)) for other in peers]
+    rounds = [-(-stream.size // quota) for stream, quota in zip(outgoing, quotas, strict=True)]
+    most = int(axis.all_reduce(np.array([max(rounds)], np.int64), op="max", label=_CONTROL)[0])
+    # The first round is the largest.
+    sending = _buffer(source or target, dtype, sum(_counts(outgoing, quotas, 0)))
+    receiving = _buffer(target or source, dtype, sum(_counts(incoming, quotas, 0)))
+    for number in range(most):
+        out_counts, in_counts = (_counts(streams, quotas, number) for streams in (outgoing, incoming))
+        packed, arrived = sending[: sum(out_counts)], receiving[: sum(in_counts)]
+        for view, run in _runs(source, outgoing, quotas, number, packed):
+            run[...] = view
+        axis.all_to_all(packed, arrived, out_counts, in_counts, label="reshard")
+        for view, run in _runs(target, incoming, quotas, number, arrived):
+            view[...] = run
+
+
+def _counts(streams: Sequence[_Stream], quotas: Sequence[int], number: int) -> list[int]:
+    """How many elements of each stream travel in a round."""
+    return [min(quota, max(0, s.size - quota * number)) for s, quota in zip(streams, quotas, strict=True)]
+
+
+def _runs(
+    shard: Shard | None, streams: Sequence[_Stream], quotas: Sequence[int], number: int, packed: Array
+) -> Iterator[tuple[Array, Array]]:
+    """What of a rank's array travels in a round: each part of it, and its place in the packed buffer."""
+    place = 0
+    for stream, quota in zip(streams, quotas, strict=True):
+        for piece, box in stream.between(quota * number, quota * (number + 1)):
+            assert shard is not None
+            view = _view(shard.array, piece, box)
+            yield view, packed[place : place + view.size].reshape(view.shape)
+            place += view.size
+
+
+def _buffer(like: Shard | None, dtype: np.dtype, size: int) -> Array:
+    return np.empty(size, dtype) if like is None else arrays.empty(size, dtype, like=like.array)
+
+
+def _share_facts(axis: Axis, facts: Mapping[str, Any], first: int) -> Mapping[str, Any]:
+    """The facts of rank `first` on all ranks; arrays travel as buffers."""
+    mine = dict(facts) if axis.rank == first else {}
+    plain = {name: value for name, value in mine.items() if not isinstance(value, np.ndarray)}
+    layout = [(name, value.dtype.str, value.shape) for name, value in mine.items() if isinstance(value, np.ndarray)]
+    plain, layout = axis.exchange((plain, layout))[first]
+    for name, dtype, shape in layout:
+        own = mine[name].astype(dtype, order="C") if name in mine else np.empty(shape, dtype)
+        plain[name] = axis.broadcast(own, first, label=_CONTROL)
+    return plain

@@ -1,0 +1,263 @@
+"""Workers that go their own ways, and what they come to on average.
+
+The *anchor* is where all workers were when they last agreed.  Each has since moved on by itself; the mean over workers
+of ``anchor - parameters`` is a gradient for the anchor, along which an outer rule moves it (Douillard et al., "DiLoCo",
+2023, algorithm 1).  Without one the anchor becomes the mean of the workers (Stich, "Local SGD converges fast and
+communicates little", 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend import array as arrays
+from mpishard.comm.request import Exchange, Pending
+from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.replica_group import Team
+from mpishard.data_parallel.strategies import DataParallel, Strategy
+from mpishard.data_parallel.tensor_norms import Part
+from mpishard.layout.run_state import AVERAGE_ERRORS
+from mpishard.optim.rules import SGD, Rule
+from mpishard.parameters.buckets import Bucket
+from mpishard.parameters.flat import FlatParameters
+
+Array = Any
+
+_MEAN = SGD(lr=1.0)  # along the mean distance from the anchor: to the mean
+
+
+@arrays.elementwise
+def _lag(out, anchor, own, /, workers):  # type: ignore[no-untyped-def]
+    """``out = (anchor - own) / workers``: a term of the mean, whatever their number is later"""
+    out = (anchor - own) / workers
+    return out
+
+
+@arrays.elementwise
+def _follow(own, anchor, then, /):  # type: ignore[no-untyped-def]
+    """``own += anchor - then``"""
+    own = own + (anchor - then)
+    return own
+
+
+class LocalUpdates(DataParallel):
+    """Every data coordinate is a worker, which updates its own copy of the model by its own gradient.
+
+    With sums by nodes the data ranks of a node are one worker, and sum their gradients every step.  What `start` sums,
+    over all workers, are differences from the anchor.
+
+    Attributes
+    ----------
+    workers : int
+        How many there are.
+    """
+
+    errors_kind = AVERAGE_ERRORS
+
+    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
+        super().__init__(config, parameters)
+        # Of the ranks of a node each has the whole gradient of the worker: they need not ask each other.
+        self.team = Team(self.mesh)
+        self._within = None if self.hierarchical is None else self.hierarchical.within
+        self.workers: int = self.axis.size // (1 if self._within is None else self._within.size)
+
+    def reduce(self, bucket: Bucket, gradient: Array) -> None:
+        self.settle(bucket, gradient)
+        if self._within is not None:
+            for _, earlier in self._pending:
+                earlier.test()
+            self._pending.append((bucket, self._within.start_all_reduce(gradient, label="gradients")))
+            if not self.overlap:
+                self.drain()
+
+    def drain(self) -> None:
+        Strategy.drain(self)
+
+    def start(self, bucket: Bucket, gradient: Array) -> Pending | Exchange:
+        if self.hierarchical is not None:
+            return self.hierarchical.start_shared(bucket, gradient)
+        return super().start(bucket, gradient)
+
+    def complete(self, pending: Sequence[tuple[Bucket, Array, Pending | Exchange]]) -> None:
+        if self.hierarchical is None:
+            super().complete(pending)
+            return
+        arrived = [(bucket, gradient, transfer.wait()) for bucket, gradient, transfer in pending]
+        self.hierarchical.complete(arrived, compresses=True, shared=True)
+
+    def error_scale(self, loss_scale: float) -> float:
+        """Errors are of parameters, whose gradients are divided by the loss scale before they move."""
+        return 1.0
+
+    def keep_errors(self) -> None:
+        """A step of a worker sends nothing, so nothing was left of it."""
+
+    def keep_bucket(self, bucket: Bucket) -> None:
+        """An average is taken in, and what compression has left of it goes into the next."""
+        if self.hierarchical is not None:
+            self.hierarchical.keep_bucket(bucket)
+        elif self.compressed is not None:
+            self.compressed.keep_bucket(bucket)
+
+    @cached_property
+    def counted_parts(self) -> list[Part]:
+        specs, place = self.parameters.specs, self.parameters.place
+        return [part for part in self.owned_parts if place.counts(specs[part.tensor])]
+
+
+@dataclass
+class _Round:
+    """One part on its way to its average: begun after step `begun`, with what had gone wrong on this rank by then.
+
+    `then` are the parameters of that step, bucket by bucket.
+    """
+
+    part: int
+    begun: int
+    problem: Exception | None
+    trouble: Pending
+    sums: list[tuple[Bucket, Array, Pending | Exchange]]
+    then: list[Array]
+
+
+class Averages:
+    """The anchor of one model, and the averages of its parts that are under way.
+
+    Methods are collective over the data axis unless they say otherwise.
+
+    Parameters
+    ----------
+    strategy : LocalUpdates
+    outer : Rule or None
+        Moves the anchor; by default it goes to the mean.
+    parts : int
+        Into how many parts the buckets are dealt out.
+    lasting : bool
+        Whether workers may move on between the start of an average and its end.
+
+    Attributes
+    ----------
+    slots : dict of 1-D arrays
+        State of the outer rule, in flat order; the same on all workers.
+    steps : list of int
+        Steps that the anchor has taken, by part.
+    """
+
+    def __init__(self, strategy: LocalUpdates, outer: Rule | None, parts: int, lasting: bool) -> None:
+        parameters = strategy.parameters
+        self._strategy = strategy
+        self._rule = rule = outer or _MEAN
+        self._lasting = lasting
+        self._parts = [strategy.buckets.buckets[part::parts] for part in range(parts)]
+        self._anchor = arrays.empty(parameters.size, parameters.dtype, like=parameters.like)
+        self._rounds: list[_Round] = []
+        self._begun = [0] * parts  # after which step the last average was
+        self.slots: dict[str, Array] = {}
+        for name in rule.slots:
+            self.slots[name] = arrays.zeros(parameters.size, parameters.dtype, like=parameters.like)
+            if rule.initial(name):
+                self.slots[name][...] = rule.initial(name)
+        self.steps: list[int] = [0] * parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the anchor and the slots."""
+        return sum(int(array.nbytes) for array in (self._anchor, *self.slots.values()))
+
+    def begin(self) -> None:
+        """All workers are at one place: the anchor.  Not collective."""
+        self._anchor[...] = self._strategy.parameters.flat
+        self._begun = [0] * len(self._parts)
+
+    def lacks(self, part: int, now: int) -> bool:
+        """Whether workers differ after step `now`, once all that was begun is taken in.  Not collective."""
+        return self._begun[part] < now
+
+    def ends(self, latest: int) -> bool:
+        """Whether one is under way that was begun after step `latest` or before.  Not collective."""
+        return any(each.begun <= latest for each in self._rounds)
+
+    def start(self, part: int, now: int, problem: Exception | None) -> None:
+        """Start to average a part as it is now, after step `now`.
+
+        Parameters
+        ----------
+        problem : Exception or None
+            What this rank wants all to hear of when the average is taken in.
+        """
+        strategy, flat = self._strategy, self._strategy.parameters.flat
+        trouble = np.array([problem is not None], np.int64)
+        pending = strategy.axis.start_all_reduce(trouble, op="max", label="control")
+        sums, then = [], []
+        for bucket in self._parts[part]:
+            own = flat[bucket.start : bucket.stop]
+            delta = arrays.empty(own.size, own.dtype, like=own)
+            _lag(delta, self._anchor[bucket.start : bucket.stop], own, strategy.workers)
+            then.append(own.copy() if self._lasting else own)
+            sums.append((bucket, delta, strategy.start(bucket, delta)))
+        self._rounds.append(_Round(part, now, problem, pending, sums, then))
+        self._begun[part] = now
+
+    def progress(self) -> None:
+        """Let MPI move what is under way, which it does only while it is called.  Not collective."""
+        for each in self._rounds:
+            for _, _, transfer in each.sums:
+                transfer.test()
+
+    def take_in(self, now: int, latest: int) -> tuple[int | None, bool, Exception | None]:
+        """Move the anchor, and with it each worker, by the averages that were begun after step `latest` or before.
+
+        Returns
+        -------
+        staleness : int or None
+            How many steps before `now` the last of them was begun; None if there was none.
+        trouble : bool
+            Whether a worker told of a problem.
+        problem : Exception or None
+            This rank's own.
+        """
+        due = [each for each in self._rounds if each.begun <= latest]
+        self._rounds = [each for each in self._rounds if each.begun > latest]
+        trouble, problem = False, None
+        for each in due:
+            trouble |= bool(each.trouble.wait()[0])
+            problem = problem or each.problem
+            self._finish(each, now)
+        return (now - due[-1].begun if due else None), trouble, problem
+
+    def _finish(self, finished: _Round, now: int) -> None:
+        strategy = self._strategy
+        strategy.complete(finished.sums)
+        self.steps[finished.part] += 1
+        step = self.steps[finished.part]
+        for (bucket, delta, _), then in zip(finished.sums, finished.then, strict=True):
+            strategy.keep_bucket(bucket)
+            extent = slice(bucket.start, bucket.stop)
+            own, anchor = strategy.parameters.flat[extent], self._anchor[extent]
+            if not own.size:
+                continue
+            states = [slot[extent] for slot in self.slots.values()]
+            self._rule.update(anchor, delta, states, step)
+            if now == finished.begun:
+                own[...] = anchor  # the same bits on all workers
+            else:
+                _follow(own, anchor, then)
+
+    def discard(self) -> None:
+        """Wait for what is under way, and take none of it in: all state is replaced by another."""
+        for each in self._rounds:
+            for pending in (each.trouble, *(transfer for _, _, transfer in each.sums)):
+                pending.wait()
+        self._rounds.clear()
+
+    def abandon(self) -> None:
+        """Let go of averages that can never end, since a rank has died.  Not collective."""
+        for each in self._rounds:
+            for pending in (each.trouble, *(transfer for _, _, transfer in each.sums)):
+                pending.abandon()
+        self._rounds.clear()

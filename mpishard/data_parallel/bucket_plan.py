@@ -1,0 +1,23 @@
+"""Where the buckets of a model are cut, by those that sum them and by those that count what that sends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mpishard.parameters.buckets import Run
+from mpishard.parameters.flat import FlatParameters
+
+if TYPE_CHECKING:
+    from mpishard.data_parallel.configuration import ShardingConfiguration
+
+
+def bucket_layout(
+    config: ShardingConfiguration, parameters: FlatParameters, *, by_unit: bool = False
+) -> tuple[list[Run], list[int]]:
+    """Runs of tensors that no bucket may span, and the sizes of tensors that decide where buckets are cut."""
+    apart = config.compressor is not None and config.mesh.tensor.size > 1
+    # Slices of an uneven cut differ in size between tensor ranks, which sum partial gradients bucket by bucket: all of
+    # them cut buckets by the slices of the first.
+    first = replace(parameters.place, tensor_rank=0).holding(parameters.specs)
+    return parameters.gradient_runs(by_unit=by_unit, replicas_apart=apart), [piece.size for piece in first]

@@ -1,0 +1,75 @@
+"""Whole tensors out of what the ranks of a mesh hold of them, and back: flat arrays in the order of the specs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpishard.comm.axis import Axis
+from mpishard.layout.boxes import Box, ParameterSpec, cut_holding
+from mpishard.parameters.flat import FlatParameters
+
+Array = Any
+Range = tuple[int, int]
+
+
+def gather_whole(world: Axis, parameters: FlatParameters, ranges: Sequence[Range], values: np.ndarray) -> np.ndarray:
+    """All elements of the model, on every rank.  Collective over `world`.
+
+    Parameters
+    ----------
+    parameters : FlatParameters
+        Say what this rank's place in the mesh holds.
+    ranges : sequence of (start, stop)
+        Ascending ranges of its flat order that this rank contributes: between them, the ranks of a data axis name
+        every element once.
+    values : 1-D array
+        These ranges end to end.
+
+    Returns
+    -------
+    1-D array
+        All tensors of the model, whole, end to end in the order of `specs`; the same bits on every rank.
+    """
+    specs = parameters.specs
+    number = {spec.name: index for index, spec in enumerate(specs)}
+    pieces = [
+        piece for piece in cut_holding(parameters.pieces, ranges) if parameters.place.counts(specs[number[piece.name]])
+    ]
+    own = np.concatenate([values[:0], *(values[piece.start : piece.start + piece.size] for piece in pieces)])
+    told = world.exchange(tuple((number[piece.name], piece.box) for piece in pieces))
+    counts = [sum(_size(box) for _, box in boxes) for boxes in told]
+    joined = world.all_gather(np.empty(sum(counts), values.dtype), own, counts, label="state")
+    whole = np.empty(sum(spec.size for spec in specs), values.dtype)
+    tensors = _tensors(whole, specs)
+    place = 0
+    for boxes in told:
+        for tensor, box in boxes:
+            target = tensors[tensor][_slices(box)]
+            target[...] = joined[place : place + _size(box)].reshape(target.shape)
+            place += _size(box)
+    return whole
+
+
+def cut_whole(whole: np.ndarray, parameters: FlatParameters, ranges: Sequence[Range]) -> np.ndarray:
+    """What `ranges` of this rank's flat order, end to end, hold of a flat array of the whole model."""
+    tensors = dict(zip((spec.name for spec in parameters.specs), _tensors(whole, parameters.specs), strict=True))
+    pieces = cut_holding(parameters.pieces, ranges)
+    return np.concatenate([whole[:0], *(tensors[piece.name][_slices(piece.box)].reshape(-1) for piece in pieces)])
+
+
+def _tensors(whole: np.ndarray, specs: Sequence[ParameterSpec]) -> list[np.ndarray]:
+    starts = accumulate((spec.size for spec in specs), initial=0)
+    return [whole[start : start + spec.size].reshape(spec.shape) for spec, start in zip(specs, starts, strict=False)]
+
+
+def _size(box: Box) -> int:
+    return prod(stop - start for start, stop in box)
+
+
+def _slices(box: Box) -> tuple[Any, ...]:
+    return (*(slice(start, stop) for start, stop in box), ...)

@@ -1,0 +1,129 @@
+"""Whether the loss and the gradients of a step can be used, what on which rank spoils them, and the global norm."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend import exact_norm
+from mpishard.comm.ledger import users_level
+from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.tensor_norms import spans_of
+from mpishard.parameters.buckets import Bucket
+from mpishard.parameters.flat import FlatParameters
+
+Array = Any
+# So many of the first steps are looked at even where nothing else asks for it.
+_FIRST_STEPS = 3
+
+
+class Inspection:
+    """Looks at the gradients of one optimizer, before and after they are summed over ranks.
+
+    Parameters
+    ----------
+    strategy : Strategy
+    parameters : FlatParameters
+        For the names of the tensors.
+
+    Attributes
+    ----------
+    nonfinite_loss : str
+        What is NaN or infinite in the loss of this rank, in words; whoever computes a loss writes it before `norm`.
+    finite_loss : bool
+        Whether the losses of all ranks were finite, by the last call of `norm`.
+    interrupted : bool
+        Before `norm`: whether this rank wishes to stop; after it: whether any of the team does.
+    """
+
+    nonfinite_loss: str
+    finite_loss: bool
+    interrupted: bool
+
+    def __init__(self, strategy: Strategy, parameters: FlatParameters) -> None:
+        self._strategy = strategy
+        self._team = strategy.team
+        self._pieces = parameters.pieces
+        self._elements = sum(spec.size for spec in parameters.specs)
+        self._spans = spans_of(strategy.counted_parts)
+        self._nonfinite = ""
+        self._first_steps = _FIRST_STEPS
+        self.nonfinite_loss = ""
+        self.finite_loss = True
+        self.interrupted = False
+        strategy.buckets.inspect = self.look
+        strategy.buckets.on_reset.append(self.forget)
+
+    def forget(self) -> None:
+        """The next gradients are of another step."""
+        self._nonfinite = self.nonfinite_loss = ""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the next step is one of the first few.  The same on all ranks."""
+        return self._first_steps > 0
+
+    def look(self, bucket: Bucket, gradient: Array) -> None:
+        """Remember the first tensor of this rank whose gradient is NaN or infinite, before it is mixed with others."""
+        if self._nonfinite or math.isfinite(exact_norm.largest(gradient)):
+            return
+        start = 0
+        for piece in self._pieces[bucket.first : bucket.last]:
+            if not math.isfinite(exact_norm.largest(gradient[start : start + piece.size])):
+                self._nonfinite = piece.name
+                return
+            start += piece.size
+
+    def norm(self, measure: bool) -> float:
+        """Agree on whether the summed gradients are finite, and the losses, and on whether to stop.  Collective.
+
+        Returns
+        -------
+        float
+            Infinite if they are not; their 2-norm over the team, every logical element counted once, if `measure`;
+            else NaN.
+        """
+        gradients = self._strategy.gradients()
+        counted = [gradients[owned][start:stop] for owned, start, stop in self._spans]
+        tops = [exact_norm.largest(part) for part in counted]
+        finite = not self._nonfinite and all(map(math.isfinite, tops))
+        # Maximum and NaN do not go together in MPI: infinity stands for both.
+        shared = np.array([max(tops, default=0.0) if finite else math.inf, bool(self.nonfinite_loss), self.interrupted])
+        self._team.all_reduce(shared, op="max", label="control")
+        top, nonfinite_loss, interrupted = shared.tolist()
+        self.finite_loss, self.interrupted = not nonfinite_loss, bool(interrupted)
+        if self._first_steps:
+            self._first_steps = 0 if top == 0 else self._first_steps - 1
+            if top == 0 and self._strategy.mesh.rank == 0:
+                _warn_of_zero()
+        if not math.isfinite(top) or not measure:
+            return math.nan if math.isfinite(top) else math.inf
+        squares = np.zeros(2)
+        for part in counted:
+            squares += exact_norm.sum_of_squares(part, top, self._elements)
+        self._team.all_reduce(squares, label="control")
+        return exact_norm.norm(squares, top)
+
+    def culprits(self, step: int) -> str:
+        """What was not finite, of which tensors and samples and on which ranks, in words.  Collective."""
+        told = list(zip(self._team.members, self._team.exchange((self.nonfinite_loss, self._nonfinite)), strict=True))
+        losses = [f"{loss} on rank {rank}" for rank, (loss, _) in told if loss]
+        tensors = [f"{name!r} on rank {rank}" for rank, (_, name) in told if name]
+        if not losses:
+            where = ", ".join(tensors) or "the sum over ranks overflowed, each rank's own was finite"
+            return f"NaN or infinite gradient at step {step}: {where}"
+        also = f"; also the gradient of {', '.join(tensors)}" if tensors else ""
+        return f"NaN or infinite loss at step {step}: {', '.join(losses)}{also}"
+
+
+def _warn_of_zero() -> None:
+    warnings.warn(
+        "the gradient is exactly zero on all ranks.  The likely cause: gradients = ... makes another array, which "
+        "nobody sees; a function adds to the one that it is given, gradients += ..., and a model writes to what "
+        "parameters.gradient(name) gives it",
+        RuntimeWarning,
+        stacklevel=users_level(),
+    )

@@ -1,0 +1,415 @@
+"""Local SGD: workers take steps by themselves, and agree on an average every so many of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import integer
+from mpishard.backend import array as arrays
+from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.averages import Averages, LocalUpdates
+from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.optimizer_state import changed_numbers, shards
+from mpishard.data_parallel.replica_group import Team
+from mpishard.data_parallel.settings import settings_of_rule
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.whole_state import State
+from mpishard.layout.run_state import RunState, brief, names_fact
+from mpishard.optim.rules import Rule
+from mpishard.parameters.flat import FlatParameters
+
+Array = Any
+_OUTER = "outer/"  # before the name of a slot of the outer rule, among the kinds of state
+_SYNC_EVERY = 8
+
+
+@arrays.elementwise
+def _divide(total, /, count):  # type: ignore[no-untyped-def]
+    """``total /= count``"""
+    total = total / count
+    return total
+
+
+class LocalSGDOptimizer(ShardedOptimizer):
+    """Local SGD and DiLoCo: each worker takes `sync_every` steps by itself, then all take the average.
+
+    A worker is one data coordinate, or with ``hierarchical=True`` in the configuration one node, inside of which
+    gradients are summed every step.  It holds parameters and state whole, as under `DDPOptimizer`, and updates them by
+    the gradient of its own samples; `sync_every` steps send over the data axis what one step of DDP does.
+
+    Parameters
+    ----------
+    rule : Rule
+        Of the workers' steps.  Its state stays with the worker, and is averaged where the state is saved only.
+    config : ShardingConfiguration or Mesh
+        With a compressor, averages travel compressed, with error feedback.
+    sync_every : int
+        Steps from one average of a parameter to its next; default that of the configuration if it has one, else 8.
+    outer : Rule, optional
+        Takes a step from where the workers last agreed, along the mean way from there that they have come since; e.g.
+        ``SGD(lr=0.7, momentum=0.9, nesterov=True)`` (Douillard et al., "DiLoCo", 2023).  Default: the workers agree on
+        their mean (Stich, "Local SGD converges fast and communicates little", 2019).
+    parts : int
+        Buckets are dealt out into so many parts, which take turns: each is averaged every `sync_every` steps, at steps
+        that are spread evenly over them (Douillard et al., "Streaming DiLoCo", 2025).
+    delay : int
+        An average is taken in so many steps after it was begun, and travels meanwhile; what a worker has done since is
+        kept.  At most `sync_every`; with ``sync_every=1, delay=1`` averages are one step behind.
+
+    Attributes
+    ----------
+    staleness : int
+        How many steps old the last average was when it was taken in.
+    gradient_norm : float
+        Of this worker's gradient; where `measure_norm` asks for it, the largest of all workers', which costs 8 bytes a
+        step over the data axis.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the numbers do not fit, or the configuration asks for what only optimizers that sum gradients every step can
+        do.  At the first step, on all ranks, if `parts` are more than there are buckets, or ranks differ in these.
+
+    Notes
+    -----
+    Between averages no rank waits for another worker, but in elastic runs, whose steps all agree on.  Nor does it in
+    `step`, whose arguments are compared inside a worker then, and over all ranks where an average without delay
+    follows.  A worker that refuses its arguments in between raises alone, unchanged; the others wait for it at the next
+    average, so it must repeat the call or the job end.
+
+    Clipping, NaN checks and a dynamic loss scale are the worker's own too.  One with a NaN gradient leaves its step
+    out.  With ``nonfinite_gradients="raise"`` all ranks then raise FloatingPointError once the next average has been
+    taken in: they can go on from there.
+
+    Saving, `serialize` and `synchronize_optimizer_state` bring all workers to one state first: what is under way is
+    taken in, the rest is averaged, the workers' state as well (where they have skipped steps, the most that one has
+    counts for all), and steps until the next average count from there.  `OptimizationProblem` does so at its end.  A
+    run that goes on and one that is resumed from there take the same steps.  End a loop of your own with
+    `synchronize_optimizer_state`: its workers differ before, and an average may be under way.
+    """
+
+    strategy: type[Strategy] = LocalUpdates
+    _strategy: LocalUpdates
+
+    def __init__(
+        self,
+        rule: Rule,
+        config: ShardingConfiguration | Mesh,
+        sync_every: int | None = None,
+        outer: Rule | None = None,
+        *,
+        parts: int = 1,
+        delay: int = 0,
+    ) -> None:
+        config = ShardingConfiguration.of(config)
+        if sync_every is None:
+            sync_every = config.sync_every if config.sync_every > 1 else _SYNC_EVERY
+        for name, number, least in (("sync_every", sync_every, 1), ("parts", parts, 1), ("delay", delay, 0)):
+            integer(name, number, least=least)
+        if delay > sync_every:
+            raise ValueError(
+                f"delay={delay} is more than sync_every={sync_every}, so that a part's next average would begin before "
+                "its last one is taken in; use a delay of at most sync_every"
+            )
+        if not (outer is None or isinstance(outer, Rule)):
+            raise TypeError(
+                f"outer must be an update rule such as SGD(lr=0.7, momentum=0.9, nesterov=True), or None for the mean; "
+                f"got {type(outer).__name__}"
+            )
+        if outer is not None and outer.norm_based:
+            raise ValueError(
+                f"the outer rule {type(outer).__name__} scales by norms of whole tensors, and an outer step sees "
+                "buckets; use an element-wise one, such as SGD or Adam, and this one as the inner rule"
+            )
+        if config.reproducible:
+            raise ValueError(
+                "reproducible=True gives the same bits on any number of ranks, but what LocalSGDOptimizer comes to "
+                "depends on the number of workers; leave it out, or use DDP or ZeRO"
+            )
+        if not config.auto_sync_gradients:
+            raise ValueError(
+                "auto_sync_gradients=False accumulates gradients until synchronize_optimizer_state, but here every "
+                "step is the worker's own already; leave it out, and accumulate over micro-batches of a step"
+            )
+        super().__init__(rule, config)
+        self.sync_every: int = int(sync_every)
+        self.outer = outer
+        self.parts: int = int(parts)
+        self.delay: int = int(delay)
+        self.staleness: int = 0
+        self._averages: Averages
+        self._local = 0  # steps since all workers were in one state
+        self._problem: Exception | None = None
+        self._may_differ = False
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def begin_run(self) -> None:
+        """What workers have done by themselves until now becomes one state."""
+        self.prepare_save()
+
+    def update(
+        self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "", interrupted: bool = False
+    ) -> bool:
+        """Take this worker's own step, along its gradient over its share of `count`; average what is due."""
+        self.mend()
+        if self._local == 0:
+            self._averages.begin()
+        try:
+            share = count / self._strategy.workers
+            usable = super().update(
+                share, rate_factor=rate_factor, nonfinite_loss=nonfinite_loss, interrupted=interrupted
+            )
+        except FloatingPointError as error:
+            usable = False
+            self.skipped_steps += 1
+            self._problem = self._problem or error
+        if self.measure_norm:
+            self._share_norm()
+        self._local += 1
+        self._averages.progress()
+        self._average(self._due(self._local))
+        return usable
+
+    def synchronize_optimizer_state(self) -> None:
+        """Bring all workers to one state now; then as `ShardedOptimizer.synchronize_optimizer_state`."""
+        if all(self.world.exchange(self._parameters is not None)):
+            self.prepare_save()
+        self._mend()
+
+    def prepare_save(self) -> None:
+        """Bring all workers to one state; see the notes of the class.  After it, the next average counts from here.
+
+        Raises
+        ------
+        FloatingPointError
+            On every rank if any worker had a NaN or infinite gradient and is to raise; they are in one state then too.
+        """
+        self.mend()
+        if self._local:
+            problem = None
+            try:
+                self._average([p for p in range(self.parts) if self._averages.lacks(p, self._local)], all_of_it=True)
+            except FloatingPointError as error:
+                problem = error
+            self._level()
+            if problem is not None:
+                raise problem
+        super().prepare_save()
+
+    @property
+    def meets(self) -> bool:
+        return self.measure_norm or self._begins_and_ends or self._averages.ends(self._local + 1 - self.delay)
+
+    @property
+    def _begins_and_ends(self) -> bool:
+        """Whether the next step takes an average that is begun in it."""
+        return self.delay == 0 and bool(self._due(self._local + 1))
+
+    @property
+    def agrees_in_update(self) -> bool:
+        return False
+
+    @property
+    def prepares_saves(self) -> bool:
+        return True
+
+    def _due(self, now: int) -> list[int]:
+        """The parts of which an average begins after step `now`."""
+        parts, every = self.parts, self.sync_every
+        return [part for part in range(parts) if (now + part * every // parts) % every == 0]
+
+    def _average(self, due: list[int], *, all_of_it: bool = False) -> None:
+        """Take in what was begun `delay` steps ago, or with `all_of_it` at any time; then begin these parts."""
+        now, averages = self._local, self._averages
+        latest = now if all_of_it else now - self.delay
+        found = [averages.take_in(now, latest)]
+        for part in due:
+            averages.start(part, now, self._problem)
+            self._problem = None
+        found.append(averages.take_in(now, latest))
+        for staleness, _, _ in found:
+            if staleness is not None:
+                self.staleness = staleness
+        if any(trouble for _, trouble, _ in found):
+            self.axis.raise_together(found[0][2] or found[1][2])
+
+    def _level(self) -> None:
+        """Make the state of the rule, and its numbers, one for all workers, which have the same parameters."""
+        axis = self.axis
+        for slot in self._slots.values():
+            mean = slot.copy()  # a worker that dies meanwhile shall not leave half a sum behind
+            axis.all_reduce(mean, label="state")
+            _divide(mean, axis.size)
+            slot[...] = mean
+        norm = -1.0 if math.isnan(self.gradient_norm) else self.gradient_norm
+        numbers = np.array([self.skipped_steps, norm, -self.scaling.value, -self.scaling.good_steps])
+        axis.all_reduce(numbers, op="max", label="control")
+        skipped, norm, scale, good = numbers.tolist()
+        self.steps, self.skipped_steps = self.clock - int(skipped), int(skipped)
+        self.gradient_norm = math.nan if norm < 0 else norm
+        self.scaling.restore((-scale, int(-good)))
+        self._prepare_step()
+        self._averages.steps = [max(self._averages.steps)] * self.parts
+        self._restart()
+        if self.mesh.debug:
+            super()._check_copies()
+
+    def _restart(self) -> None:
+        """All workers are in one state: begin to count."""
+        self._local = 0
+        self._problem = None
+
+    def mend(self) -> None:
+        if self._may_differ:
+            self._mend()
+
+    def _mend(self) -> None:
+        """Make all copies those of the first worker."""
+        self._may_differ = False
+        super().synchronize_optimizer_state()
+        if self._parameters is not None:
+            for slot in self._averages.slots.values():
+                self._strategy.mend(slot)
+
+    def _share_norm(self) -> None:
+        """Let all workers have the largest norm, of which some may not be finite: NaN then."""
+        norm = np.array([math.inf if math.isnan(self.gradient_norm) else self.gradient_norm])
+        self.axis.all_reduce(norm, op="max", label="control")
+        self.gradient_norm = float(norm[0]) if math.isfinite(norm[0]) else math.nan
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of state on this rank: of both rules, and of where the workers last agreed.  Not collective."""
+        return super().state_bytes + (0 if self._parameters is None else self._averages.nbytes)
+
+    @property
+    def outer_steps(self) -> int:
+        """Most steps that the outer rule, or the mean, has taken of a part."""
+        return 0 if self._parameters is None else max(self._averages.steps)
+
+    def run_state(self) -> RunState:
+        state, slots = super().run_state(), self._averages.slots
+        outer = zip(slots, shards(self._strategy, slots)[1 : 1 + len(slots)], strict=True)
+        shared = (replace(shard, kind=_OUTER + name) for name, shard in outer)
+        return replace(state, shards=(*state.shards, *shared))
+
+    @property
+    def further_facts(self) -> dict[str, Any]:
+        local = {"sync_every": self.sync_every, "parts": self.parts, "delay": self.delay}
+        facts: dict[str, Any] = {"local_sgd.json": local, "outer_steps": self.outer_steps}
+        if self.outer is not None:
+            facts |= {"outer_rule": self._outer_name, "outer_rule.json": self.outer.configuration()}
+            facts |= {"outer_slots.json": list(self.outer.slots)}
+        return facts
+
+    def changed_numbers(self, facts: Mapping[str, Any]) -> list[str]:
+        changed = super().changed_numbers(facts)
+        if self.outer is not None:
+            changed += changed_numbers(self.outer, facts.get("outer_rule.json"), of="outer ")
+        return changed
+
+    @property
+    def further_settings(self) -> dict[str, Any]:
+        local = {"sync_every": self.sync_every, "parts": self.parts, "delay": self.delay, "outer": self._outer_name}
+        return local if self.outer is None else local | settings_of_rule(self.outer, of="outer ")
+
+    def check_facts(self, facts: Any) -> None:
+        super().check_facts(facts)
+        self._check_outer(facts.get("outer_rule", ""), names_fact(facts, "outer_slots.json"))
+
+    def take_over(self, facts: Any) -> None:
+        self._averages.discard()
+        super().take_over(facts)
+        self._averages.steps = [int(facts.get("outer_steps", 0))] * self.parts
+        self._restart()
+
+    def remake(self, parameters: FlatParameters) -> None:
+        super().remake(parameters)
+        # After a death no worker could be asked for an average, and what each had come to by itself is what there is.
+        self._may_differ = True
+
+    def abandon(self) -> None:
+        super().abandon()
+        if self._parameters is not None:
+            self._averages.abandon()
+
+    def _make_state(self, parameters: FlatParameters) -> None:
+        restored, self._restored = self._restored, None
+        super()._make_state(parameters)
+        try:
+            self._check_parts()
+        except ValueError:
+            self._restored = restored
+            raise
+        self._averages = Averages(self._strategy, self.outer, self.parts, lasting=self.delay > 0)
+        self._restart()
+        if restored is not None:
+            self._restore(restored)
+
+    def _restore(self, state: State) -> None:
+        self._averages.discard()
+        self._may_differ = True  # a state of the optimizer says nothing of the parameters
+        super()._restore(state)
+        for name, slot in self._averages.slots.items():
+            self._take_own(state.others[_OUTER + name], self._strategy.own, slot)
+        self._averages.steps = [state.outer_steps] * self.parts
+        self._restart()
+
+    def _whole_state(self, parameters: FlatParameters) -> State:
+        state = super()._whole_state(parameters)
+        outer = {_OUTER + name: self._whole(slot) for name, slot in self._averages.slots.items()}
+        others = {**state.others, **outer}
+        return replace(state, outer_rule=self._outer_name, outer_steps=self.outer_steps, others=others)
+
+    def _prepare_step(self) -> None:
+        super()._prepare_step()
+        self._strategy.compresses = True  # no rule divides averages by their size
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _outer_name(self) -> str:
+        return "" if self.outer is None else type(self.outer).__name__
+
+    def _who_agrees(self) -> Axis | Team:
+        if self._parameters is None or self._begins_and_ends:
+            return self.world
+        return self._strategy.team
+
+    def _check_state(self, state: State) -> None:
+        super()._check_state(state)
+        saved = [kind.removeprefix(_OUTER) for kind in state.others if kind.startswith(_OUTER)]
+        self._check_outer(state.outer_rule, saved)
+
+    def _check_outer(self, saved: str, saved_slots: Any) -> None:
+        own = () if self.outer is None else self.outer.slots
+        if (saved, sorted(saved_slots)) != (self._outer_name, sorted(own)):
+            theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, own))
+            raise ValueError(
+                f"the state is of the outer rule {brief(saved) or 'none'} (slots: {theirs}), but this optimizer has "
+                f"{self._outer_name or 'none'} (slots: {ours}); give outer= as it was when it was saved, or leave its "
+                "state and take the parameters alone"
+            )
+
+    def _check_parts(self) -> None:
+        """Raise on all ranks unless there are buckets for each part.  Collective."""
+        # A stage of the pipeline may have fewer than others, or none.
+        most = max(self.world.exchange(len(self._strategy.buckets.buckets)))
+        if most < self.parts and self.parts > 1:
+            raise ValueError(
+                f"parts={self.parts}, but no rank has more than {most} buckets to deal out; use fewer parts, or a "
+                f"smaller minimum_parameter_group_size than {self.config.minimum_parameter_group_size}"
+            )
+
+    def _check_copies(self) -> None:
+        """Workers differ between averages; `_level` compares them."""

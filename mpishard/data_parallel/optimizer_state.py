@@ -1,0 +1,125 @@
+"""The state of a run as its optimizer holds it: parameters, slots and numbers, ready to be saved or moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from mpishard.comm.axis import Axis
+from mpishard.data_parallel.strategies import Strategy
+from mpishard.layout.boxes import Holding, cut_holding, split
+from mpishard.layout.run_state import (
+    PARAMETERS,
+    SLOT,
+    RunState,
+    Shard,
+    brief,
+    counted_pieces,
+    finite_fact,
+    pieces_of_ranges,
+    whole_fact,
+)
+from mpishard.optim.rules import Rule
+from mpishard.parameters.flat import FlatParameters
+
+if TYPE_CHECKING:
+    from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+
+Array = Any
+Range = tuple[int, int]
+
+
+def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
+    """Parameters and slots of this rank, and what compression has left over of the sums that it owns."""
+    parameters = strategy.parameters
+    own = cut_holding(parameters.pieces, strategy.own)
+    pairs = zip(strategy.own, strategy.counted, _starts(strategy.own), strict=True)
+    counted = _counted(parameters, strategy.counted, [place + first - start for (start, _), (first, _), place in pairs])
+    if parameters.sharded is not None:
+        values = Shard(PARAMETERS, parameters.sharded.shard, own, counted)
+    else:
+        places = [start for start, _ in strategy.counted]
+        values = Shard(PARAMETERS, parameters.flat, parameters.pieces, _counted(parameters, strategy.counted, places))
+    found = [values, *(Shard(SLOT.format(name), slot, own, counted) for name, slot in slots.items())]
+    if strategy.compressed is not None:
+        ranges = strategy.error_ranges
+        left = pieces_of_ranges(parameters.pieces, ranges, _starts(ranges))
+        counted = counted_pieces(left, parameters.specs, parameters.place)
+        found.append(Shard(strategy.errors_kind, strategy.compressed.owned, left, counted, required=False))
+    return tuple(found)
+
+
+def facts_of(optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """Its settings, for people, and the numbers that `ShardedOptimizer.take_over` goes on from."""
+    facts = {
+        "optimizer": type(optimizer).__name__,
+        "rule": type(optimizer.rule).__name__,
+        "rule.json": optimizer.rule.configuration(),
+        "slots.json": list(optimizer.rule.slots),
+        "sharding.json": optimizer.config.settings(),
+        "mesh.json": dict(optimizer.mesh.shape),
+        "step": optimizer.clock,
+        "steps": optimizer.steps,
+        "skipped_steps": optimizer.skipped_steps,
+        "loss_scale": optimizer.loss_scale,
+    }
+    if optimizer.scaling.dynamic:
+        facts["good_steps"] = optimizer.scaling.good_steps
+    if not math.isnan(optimizer.gradient_norm):
+        facts["gradient_norm"] = optimizer.gradient_norm
+    return facts | optimizer.further_facts
+
+
+def check_numbers(facts: Mapping[str, Any]) -> None:
+    """Raise ValueError unless `ShardedOptimizer.take_over` can go on from the numbers among these facts."""
+    for name in ("steps", "skipped_steps"):
+        whole_fact(facts, name)
+    for name in ("good_steps", "outer_steps"):
+        whole_fact(facts, name, 0)
+    if "good_steps" in facts or "loss_scale" in facts:
+        finite_fact(facts, "loss_scale")
+    finite_fact(facts, "gradient_norm", 0.0, above=-1.0)
+
+
+def check_rule(rule: Rule, saved: str, saved_slots: Collection[str]) -> None:
+    """Raise ValueError unless state that was saved is of a rule of this name with these slots."""
+    if (saved, sorted(saved_slots)) != (type(rule).__name__, sorted(rule.slots)):
+        theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, rule.slots))
+        raise ValueError(
+            f"the state is of the rule {brief(saved)} (slots: {theirs}), but this optimizer has {type(rule).__name__} "
+            f"(slots: {ours}); make the rule as it was when it was saved, or leave its state and take the parameters "
+            "alone"
+        )
+
+
+def changed_numbers(rule: Rule, saved: Any, of: str = "") -> list[str]:
+    """Which settings of a rule are others than in the `configuration` that was saved with its state, in words."""
+    if not isinstance(saved, Mapping):
+        return []
+    changed = [(name, value, saved[name]) for name, value in rule.configuration().items() if name in saved]
+    return [f"{of}{name}={value} in place of {brief(then)}" for name, value, then in changed if then != value]
+
+
+def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
+    """The parameters of a model that no optimizer trains; the ranks of the data axis divide the work evenly."""
+    if parameters.sharded is not None:
+        own = parameters.sharded.own
+        holding = cut_holding(parameters.pieces, own)
+        shard = Shard(PARAMETERS, parameters.sharded.shard, holding, _counted(parameters, own, _starts(own)))
+    else:
+        cuts = split(parameters.size, axis.size)
+        start, stop = cuts[axis.rank], cuts[axis.rank + 1]
+        counted = _counted(parameters, [(start, stop)], [start])
+        shard = Shard(PARAMETERS, parameters.flat, parameters.pieces, counted)
+    return RunState(parameters.specs, (shard,))
+
+
+def _starts(ranges: Sequence[Range]) -> list[int]:
+    """Where each range begins if they lie end to end."""
+    return [0, *accumulate(stop - start for start, stop in ranges)][:-1]
+
+
+def _counted(parameters: FlatParameters, ranges: Sequence[Range], starts: Sequence[int]) -> Holding:
+    return counted_pieces(pieces_of_ranges(parameters.pieces, ranges, starts), parameters.specs, parameters.place)

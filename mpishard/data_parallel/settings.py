@@ -1,0 +1,187 @@
+"""What decides the steps of an optimizer, as text by name, and whether it is the same on all ranks.
+
+Ranks whose settings differ take different steps: their replicas drift apart, or they wait in different collectives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpishard.backend import array as arrays
+from mpishard.comm.axis import Axis
+from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.replica_group import Team
+from mpishard.optim.rules import Rule
+from mpishard.parameters.flat import FlatParameters
+from mpishard.version import VERSION
+
+if TYPE_CHECKING:
+    from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+
+# The steps at which schedules are compared: each up to 10, then each a fifth further than the one before.
+_STEPS = sorted({*range(1, 11), *(int(1.2**power) for power in range(13, 76))})
+_MOST_SHOWN = 4
+_WAY_OUT = "give the same on every rank"
+
+
+class Settings:
+    """The settings of one optimizer as a number, which is found anew where its rule or configuration is another."""
+
+    def __init__(self) -> None:
+        self._rule: Rule | None = None
+        self._config: ShardingConfiguration | None = None
+        self._fingerprint = 0
+
+    def changed(self, optimizer: ShardedOptimizer) -> bool:
+        """Whether the optimizer has another rule or configuration than when they were last looked at."""
+        return optimizer.rule is not self._rule or optimizer.config is not self._config
+
+    def fingerprint(self, optimizer: ShardedOptimizer) -> int:
+        """A number of 62 bits that depends on all of `settings_of`."""
+        if optimizer.rule is not self._rule or optimizer.config is not self._config:
+            self._note(optimizer, settings_of(optimizer))
+        return self._fingerprint
+
+    def agree(
+        self,
+        optimizer: ShardedOptimizer,
+        further: Mapping[str, str] | None = None,
+        problem: Exception | None = None,
+        what: str = "settings",
+    ) -> None:
+        """Raise on all ranks unless the optimizer has the same settings on all, and `further` ones are the same too.
+
+        Collective.  The other parameters are those of `agree_on_settings`.
+        """
+        settings = settings_of(optimizer)
+        agree_on_settings(optimizer.world, {**settings, **(further or {})}, problem, what=what)
+        self._note(optimizer, settings)
+
+    def _note(self, optimizer: ShardedOptimizer, settings: Mapping[str, str]) -> None:
+        self._rule, self._config = optimizer.rule, optimizer.config
+        self._fingerprint = fingerprint(settings)
+
+
+def settings_of(optimizer: ShardedOptimizer) -> dict[str, str]:
+    """All that decides its steps but the parameters, for every rank to have the same."""
+    config = {field.name: getattr(optimizer.config, field.name) for field in fields(optimizer.config)}
+    del config["mesh"]
+    kinds = {"mpishard": VERSION, "optimizer": type(optimizer).__name__, "strategy": optimizer.strategy.__name__}
+    described = {name: _text(value) for name, value in (config | dict(optimizer.further_settings)).items()}
+    return kinds | described | settings_of_rule(optimizer.rule)
+
+
+def settings_of_state(optimizer: ShardedOptimizer, parameters: FlatParameters) -> dict[str, str]:
+    """What decides how the state for these parameters is made and used, besides `settings_of`."""
+    return {
+        "measure_norm": str(optimizer.measure_norm),
+        "strategy": optimizer.strategy.fitting(parameters).__name__,
+        "module of the parameters": arrays.module_of(parameters.like).__name__,
+        "parameters sharded": str(parameters.sharded is not None),
+    }
+
+
+def agree_on_settings(
+    ranks: Axis | Team,
+    settings: Mapping[str, str],
+    problem: Exception | None = None,
+    *,
+    what: str = "settings",
+    way_out: str = _WAY_OUT,
+) -> None:
+    """Raise on all of `ranks` if any has a problem, or if their settings differ.  Collective over them.
+
+    Raises
+    ------
+    ValueError
+        That tells which settings differ, and on whom.
+    """
+    number = fingerprint(settings)
+    facts = np.array([problem is not None, number, -number], np.int64)
+    ranks.all_reduce(facts, op="max", label="control")
+    if facts[0]:
+        ranks.raise_together(problem)
+    if facts[1] != -facts[2]:
+        raise differing(ranks, settings, what, way_out)
+
+
+def differing(
+    ranks: Axis | Team, settings: Mapping[str, str], what: str = "settings", way_out: str = _WAY_OUT
+) -> ValueError:
+    """The error for settings that differ between `ranks`.  Collective over them."""
+    told = dict(zip(ranks.members, ranks.exchange(dict(settings)), strict=True))
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(name for each in told.values() for name in each):
+        holders: dict[str, list[int]] = {}
+        for rank, each in told.items():
+            holders.setdefault(each.get(name, "not there"), []).append(rank)
+        if len(holders) > 1:
+            shown = [f"{value} on {_ranks(members)}" for value, members in holders.items()]
+            more = f" and {len(shown) - _MOST_SHOWN} more values" if len(shown) > _MOST_SHOWN else ""
+            # Of a schedule the first step says enough.
+            found.setdefault(name.partition("(")[0], f"{name} is {', '.join(shown[:_MOST_SHOWN])}{more}")
+    shown = [text for name, text in found.items() if not name.endswith("scalars")]  # which follow from the others
+    shown = shown or list(found.values())
+    more = f"; and {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""
+    return ValueError(f"all ranks must have the same {what}, but {'; '.join(shown[:_MOST_SHOWN])}{more}: {way_out}")
+
+
+def fingerprint(settings: Mapping[str, str]) -> int:
+    """A number of 62 bits that depends on all settings, in whatever order."""
+    text = repr(sorted(settings.items()))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+
+def settings_of_rule(rule: Rule, of: str = "") -> dict[str, str]:
+    """All that decides the steps of a rule; its functions of the step by their values."""
+    told = {"rule": type(rule).__qualname__}
+    told |= {field.name: _text(getattr(rule, field.name)) for field in fields(rule) if field.compare}
+    told.pop("lr", None)  # a number and a schedule may be the same
+    told["slots"] = ", ".join(f"{slot} from {_text(rule.initial(slot))}" for slot in rule.slots)
+    told["formula"] = f"{rule.kernel.name} {fingerprint({'': rule.kernel.c_body}):x}"
+    told |= {f"lr({step})": _value(rule.learning_rate, step) for step in _STEPS}
+    told |= {f"scalars({step})": _value(rule.scalars, step) for step in _STEPS}
+    return {f"{of}{name}": text for name, text in told.items()}
+
+
+def _value(function: Callable[[int], Any], step: int) -> str:
+    """What a function of the step gives, to nine digits: processors may differ in the last; or how it fails there."""
+    try:
+        found = function(step)
+        return f"({', '.join(f'{value:.9g}' for value in found)})" if isinstance(found, tuple) else f"{found:.9g}"
+    except Exception as error:  # a schedule may have no more steps than the run
+        return type(error).__name__
+
+
+def _text(value: Any) -> str:
+    """A value as text that is the same in every process; of functions and objects their name only."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if value is None or isinstance(value, bool | Real | str):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_text(each)}' for key, each in value.items())}}}"
+    if arrays.is_array(value):
+        content = hashlib.blake2b(np.ascontiguousarray(arrays.to_host(value)).tobytes(), digest_size=8).hexdigest()
+        return f"{value.dtype} {value.shape} {content}"
+    if is_dataclass(value) and not isinstance(value, type):
+        inside = (f"{field.name}={_text(getattr(value, field.name))}" for field in fields(value) if field.compare)
+        return f"{type(value).__name__}({', '.join(inside)})"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Ranks in words."""
+    shown = ", ".join(map(str, ranks[:_MOST_SHOWN]))
+    more = f" and {len(ranks) - _MOST_SHOWN} others" if len(ranks) > _MOST_SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

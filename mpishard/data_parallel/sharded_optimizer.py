@@ -1,0 +1,714 @@
+"""An optimizer is a rule and a strategy: reduce gradients, update what this rank owns, publish it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpishard.backend import array as arrays
+from mpishard.backend import exact_norm
+from mpishard.backend.array import accumulate
+from mpishard.backend.blas_threads import fix_blas_threads
+from mpishard.backend.compiled import prepare
+from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.gather import cut_whole, gather_whole
+from mpishard.data_parallel.inspection import Inspection
+from mpishard.data_parallel.optimizer_state import changed_numbers, check_numbers, check_rule, facts_of, shards
+from mpishard.data_parallel.problem import OptimizationResult, P, Problem, TrainingState
+from mpishard.data_parallel.replica_group import Team
+from mpishard.data_parallel.settings import Settings, differing, settings_of, settings_of_state
+from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.update import take_step
+from mpishard.data_parallel.validation import (
+    agree_on_step,
+    check_gradients,
+    check_layout,
+    check_problem,
+    check_same_model,
+    tell_of_other_starts,
+)
+from mpishard.data_parallel.whole_state import State
+from mpishard.layout.run_state import RunState, names_fact
+from mpishard.optim.loss_scale import LossScale
+from mpishard.optim.rules import Rule
+from mpishard.parameters.flat import FlatParameters, check_flat
+
+if TYPE_CHECKING:
+    from mpishard.checkpoint import Checkpoints
+    from mpishard.record import RunRecord
+
+Array = Any
+# torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
+_CLIP_EPSILON = 1e-6
+
+
+class ShardedOptimizer:
+    """Base of the optimizers; they differ in their `strategy` only.
+
+    Every method is collective over ``config.mesh`` unless it says otherwise.
+
+    Parameters
+    ----------
+    rule : Rule
+        The update rule, e.g. ``AdamW(lr=1e-3)``.
+    config : ShardingConfiguration or Mesh
+        Gradients are reduced over the data axis of the mesh.  On a mesh with tensor or pipeline ranks, parameters are a
+        FlatParameters laid out for ``mesh.place``, as models made for that mesh have them.
+
+    Attributes
+    ----------
+    steps : int
+        Updates done; the clock of learning-rate schedules and bias corrections.
+    skipped_steps : int
+        Steps left out because of NaN or infinite gradients.
+    measure_norm : bool
+        Find `gradient_norm` even where clipping does not need it (one more pass over the gradients).
+    scaling : LossScale
+        Finds `loss_scale`.
+    settings : Settings
+        What all ranks have compared.
+    gradient_norm : float
+        Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured.
+    """
+
+    strategy: type[Strategy]
+    gradient_norm: float
+    scaling: LossScale
+    settings: Settings
+
+    def __init__(self, rule: Rule, config: ShardingConfiguration | Mesh) -> None:
+        if not isinstance(rule, Rule):
+            raise TypeError(
+                f"{type(self).__name__} needs an update rule such as AdamW(lr=1e-3), got {type(rule).__name__}"
+            )
+        self.rule = rule
+        self.config: ShardingConfiguration = ShardingConfiguration.of(config)
+        if self.config.reproducible:
+            if self.strategy.gradients_on_demand and self.config.mesh.pipeline.size > 1:
+                raise ValueError(
+                    f"reproducible=True with {type(self).__name__} is for meshes without pipeline ranks, whose "
+                    "micro-batches cannot be told apart; use ZeRO-1 or DDP there"
+                )
+            fix_blas_threads()
+        prepare()  # not in the first step
+        if self.config.compressor is not None and self.strategy.shards_parameters:
+            raise ValueError(
+                f"gradient compression is for DDP, ZeRO-1 and ZeRO-2, not for {type(self).__name__}, which sends "
+                "parameters most of the time; use one of these, or a configuration with gradient_compressor=None and "
+                "enable_gradient_compression=False"
+            )
+        self.axis: Axis = self.config.mesh.data
+        self.world: Axis = self.config.mesh.world
+        self.steps: int = 0
+        self.skipped_steps: int = 0
+        self.measure_norm = False
+        self.gradient_norm = math.nan
+        self.scaling = LossScale(self.config.loss_scale)
+        self.settings = Settings()
+        self._parameters: FlatParameters | None = None
+        self._strategy: Strategy
+        self._inspection: Inspection
+        self._slots: dict[str, Array] = {}
+        self._restored: State | None = None
+        self._accumulated: Array | None = None
+        self._passes = 0
+        self._told = False  # that a run goes on with the state of another
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the optimizer, and of the models that it trains."""
+        return self.config.mesh
+
+    @property
+    def parameters(self) -> FlatParameters | None:
+        """What it trains, by name; None before the first step."""
+        return self._parameters
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are expected to arrive multiplied by; models find it in ``parameters.loss_scale``."""
+        return self.scaling.value
+
+    @property
+    def clock(self) -> int:
+        """Steps behind us, updates and skipped ones: the number of the last step's batch of samples."""
+        return self.steps + self.skipped_steps
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def step(
+        self, parameters: Array | FlatParameters, gradients: Array | None = None, *, count: float | None = None
+    ) -> None:
+        """Take one step: average the gradients of all ranks and update the parameters, in place, on every rank.
+
+        The first call makes the optimizer state, and all copies of parameters those of data rank 0, of tensor rank 0
+        and of the stages that own ties.  With
+        ``auto_sync_gradients=False`` it only adds this rank's gradient to those before, without communication from the
+        second call on, and `synchronize_optimizer_state` takes the step.  Under ZeRO-2 and 3 a backward pass may wait
+        for the other ranks: call this before any other collective.
+
+        Parameters
+        ----------
+        parameters : 1-D array or FlatParameters
+            The current parameters, float32 or float64, the same on every rank.
+        gradients : 1-D array
+            This rank's gradient, of the shape, dtype and device of `parameters`, times `loss_scale`; used as the buffer
+            of the reduction, so that its content is undefined afterwards.  A FlatParameters brings its own.
+        count : float, optional
+            What to divide the sum of all ranks' gradients by, the same on all ranks: the global number of samples where
+            gradients are sums over samples.  Default: the number of data-parallel ranks, for the mean of theirs.
+            A call that only adds does not use it.
+
+        Raises
+        ------
+        ValueError, TypeError
+            On every rank if any rank's arguments do not fit, or differ between ranks, or if rules or configurations do;
+            nothing has changed then.
+        FloatingPointError
+            On every rank if any gradient is NaN or infinite (see `nonfinite_gradients`); parameters and state are
+            unchanged.
+        """
+        automatic = self.config.auto_sync_gradients
+        synchronized = isinstance(parameters, FlatParameters) and parameters.gradients.reduced
+        if self._parameters is parameters and gradients is None and not synchronized:
+            # A rank that ran no backward pass catches up with the reductions the others have started in theirs.
+            self._strategy.buckets.end_pass(last=automatic)
+        named, problem = self._checked(parameters, gradients, count)
+        if automatic or synchronized or self._parameters is None:
+            agree_on_step(self._who_agrees(), named, count, problem, self)
+        elif problem is not None:
+            raise problem
+        assert named is not None
+        if self._parameters is None:
+            tell_of_other_starts(self.mesh, named)
+        self.bind(named)
+        if automatic or synchronized:
+            if gradients is not None:
+                self._strategy.buckets.adopt(gradients)
+            self.update(count if count is not None else self._calls() or self.axis.size)
+            return
+        self._passes += 1
+        if gradients is not None:
+            if self._accumulated is None:
+                self._accumulated = arrays.zeros(named.size, named.dtype, like=named.like)
+            accumulate(self._accumulated, gradients)
+
+    def synchronize_optimizer_state(self) -> None:
+        """Bring all ranks to one state.
+
+        With ``auto_sync_gradients=False`` this takes the one step that the accumulated gradients stand for: along
+        their mean over all calls of `step` on all data ranks, of which a rank may have made more than another.
+        Otherwise ranks agree already; parameters and state of which several ranks keep copies are copied again from
+        data rank 0, tensor rank 0 and the stages that own ties, which mends copies that something else has changed.
+        """
+        told = self.world.exchange((self._parameters is not None, self.settings.fingerprint(self)))
+        unbound = [rank for rank, (bound, _) in enumerate(told) if not bound]
+        if unbound:
+            if len(unbound) < len(told):
+                raise ValueError(f"ranks {unbound} have not called step() yet")
+            return
+        if len(set(told)) > 1:
+            raise differing(self.world, settings_of(self))
+        calls = self._calls()
+        if calls:
+            if self._accumulated is not None:
+                self._strategy.buckets.adopt(self._accumulated)
+            self.update(calls)
+            return
+        self._strategy.replicas.spread()
+        for slot in self._slots.values():
+            self._strategy.mend(slot)
+
+    def optimize(
+        self,
+        problem: Problem[P],
+        *,
+        callback: Callable[[TrainingState[P]], bool | None] | None = None,
+        progress: bool = True,
+        checkpoints: Checkpoints | None = None,
+        resume: bool = False,
+        record: RunRecord | None = None,
+    ) -> OptimizationResult[P]:
+        """Minimise a problem: take its steps, or go on with a run that has taken some.
+
+        As with the optimizers of PyTorch, another call goes on with the state that the one before has left: slots,
+        steps, and with them the learning rate's schedule and the samples that come next.  That is said once.  A new
+        optimizer starts afresh.
+
+        Parameters
+        ----------
+        problem : OptimizationProblem
+        callback : callable, optional
+            Called with a `TrainingState` on every rank after every step; returning True on any rank stops all of them.
+        progress : bool
+            Show progress on stderr of rank 0.
+        checkpoints : Checkpoints, optional
+            Save there as ``checkpoints.every`` says, and after the last step.
+        resume : bool
+            Go on from the newest whole one of `checkpoints`, at whatever number of ranks and in whatever layout it was
+            written, or begin if there is none: with its parameters and state, at its step, with its samples.  The steps
+            of the run before count as steps of this one, and its losses come first in `loss_history`: NaN if another
+            loop wrote the checkpoint without.  A run that had reached its steps or its tolerance takes no more.  The
+            learning rate and the other settings are those of this optimizer's rule, and which differ is said.
+        record : RunRecord, optional
+            Write there how the run goes, for ``mpishard plot`` and others.
+
+        Returns
+        -------
+        OptimizationResult
+
+        Raises
+        ------
+        ValueError
+            On every rank and before the first step, if the problem or the settings differ between ranks, nothing would
+            stop the loop, checkpoints cannot hold `facts`, or the checkpoint is of other tensors, another rule or other
+            samples.
+        """
+        check_problem(problem)
+        self.begin_run()
+        return problem.minimize(
+            self, callback=callback, progress=progress, checkpoints=checkpoints, resume=resume, record=record
+        )
+
+    def begin_run(self) -> None:
+        """Make the state of all ranks one before `optimize` takes steps.  Collective."""
+
+    def bind(self, parameters: FlatParameters) -> Strategy:
+        """Make the state for these parameters, or go on with them where it is made; `step` does this by itself.
+
+        Collective at the first call, which makes all copies of the parameters alike.
+
+        Raises
+        ------
+        ValueError
+            If they are not laid out for this mesh, or not those that the state is of; on all ranks at the first call,
+            and there also if rules or configurations differ between ranks.
+        """
+        problem = None
+        try:
+            self._check_model(parameters)
+        except ValueError as error:
+            problem = error
+        if self._parameters is None:
+            self.settings.agree(self, settings_of_state(self, parameters), problem)
+        elif problem is not None:
+            raise problem
+        if self._parameters is parameters:
+            return self._strategy
+        written = parameters.gradients
+        if self._parameters is None:
+            self._make_state(parameters)
+        else:
+            self._strategy.attach(parameters)
+        self._strategy.buckets.hold = not self.config.auto_sync_gradients
+        if not written.reduces and written.has_content:  # a backward pass ran before the first step
+            if written.reduced:
+                self._strategy.replicas.keep_one(written.flat)
+            else:
+                written.end_pass()
+            self._strategy.buckets.adopt(written.flat)
+        parameters.gradients = self._strategy.buckets
+        self._parameters = parameters
+        self._prepare_step()
+        return self._strategy
+
+    def update(
+        self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "", interrupted: bool = False
+    ) -> bool:
+        """Finish the reductions and update with the sum over `count`; False if the step was skipped.
+
+        The rule's learning rate is multiplied by `rate_factor`.  What is NaN or infinite in this rank's loss, in words,
+        counts as such a gradient does.  `interrupted` of any rank is told to all, where they agree in `update`.
+
+        `step` and training loops end in this.
+        """
+        assert self._parameters is not None
+        strategy, config = self._strategy, self.config
+        strategy.buckets.end_pass()
+        strategy.drain()
+        divisor = float(count) * self.loss_scale
+        self._inspection.nonfinite_loss, self._inspection.interrupted = nonfinite_loss, interrupted
+        usable = self._gradients_are_usable(divisor)
+        if usable:
+            clip = 1.0
+            if config.max_gradient_norm is not None and not math.isnan(self.gradient_norm):
+                clip = min(1.0, config.max_gradient_norm / (self.gradient_norm + _CLIP_EPSILON))
+            self.steps += 1
+            config.mesh.ledger.step = self.clock
+            slots = list(self._slots.values())
+            take_step(self.rule.scaled(rate_factor), strategy, slots, self.steps, divisor=divisor, clip=clip)
+            strategy.publish()
+            strategy.keep_errors()
+            self.scaling.succeeded()
+        else:
+            self.skipped_steps += 1
+        self._prepare_step()
+        strategy.buckets.reset()
+        if config.mesh.debug:
+            self._check_copies()
+        return usable
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank.  Not collective."""
+        return sum(int(slot.nbytes) for slot in self._slots.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Most bytes of gradient memory that the optimizer held on this rank.  Not collective."""
+        return self._strategy.gradient_bytes if self._parameters is not None else 0
+
+    def serialize(self) -> bytes:
+        """The whole state as an HDF5 image, the same bytes on every rank, for `deserialize` in any layout."""
+        from mpishard.data_parallel import state_file  # with h5py, which no other method needs
+
+        if self._parameters is None:
+            if self._restored is not None:
+                return state_file.encode(self._restored)
+            raise ValueError("there is no optimizer state before the first step")
+        self.prepare_save()
+        return state_file.encode(self._whole_state(self._parameters))
+
+    def deserialize(self, data: bytes) -> None:
+        """Take over the state that `serialize` returned, from this or another number of ranks, mesh or strategy.
+
+        Before the first step the names and shapes of the parameters are not known yet; they are compared then.
+
+        Raises
+        ------
+        ValueError, TypeError
+            On every rank if the bytes of any are truncated, damaged, foreign, of another rule or of other parameters,
+            or if ranks have different ones; the optimizer is as it was.
+        """
+        from mpishard.data_parallel import state_file
+
+        state, problem = None, None
+        try:
+            state = state_file.decode(data)
+            self._check_state(state)
+            if self._parameters is not None:
+                state.check_parameters(self._parameters.specs, self._parameters.dtype)
+        except (ValueError, TypeError) as error:
+            problem = error
+        told = None if state is None else state_file.told(state, data)
+        self.settings.agree(self, told, problem, what="settings and state")
+        assert state is not None
+        self.tell_of_changes({"rule.json": state.configuration})
+        self.steps, self.skipped_steps = state.steps, state.skipped_steps
+        self.scaling.restore(state.loss_scale)
+        if self._parameters is None:
+            self._restored = state
+        else:
+            self._restore(state)
+            self._prepare_step()
+
+    def prepare_save(self) -> None:
+        """Make the state one that can be saved, or go on on other ranks: no rank has anything that only it needs.
+
+        Call it before `run_state` where that is for a save.  Collective.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if a backward pass has begun to send compressed gradients of which no step was taken.
+        """
+        if self._parameters is not None and self._strategy.compressed is not None:
+            compressed, problem = self._strategy.compressed, None
+            if compressed.sending:
+                problem = ValueError(
+                    "compressed gradients of a backward pass are on their way, and what they leave out belongs to no "
+                    "step yet; take the step, or call parameters.reset_gradients(), before the state is saved"
+                )
+            self.world.agree(problem)
+            compressed.fold()
+
+    def mend(self) -> None:
+        """Make alike what should be alike on all ranks, after they have moved.  Collective."""
+
+    @property
+    def meets(self) -> bool:
+        """Whether the next update waits for the other data ranks.  The same on all ranks."""
+        return True
+
+    @property
+    def agrees_in_update(self) -> bool:
+        """Whether all ranks agree on something in each update.  The same on all ranks."""
+        config = self.config
+        return config.nonfinite_gradients != "ignore" or config.max_gradient_norm is not None or self.measure_norm
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether any rank was interrupted, by the last update; the same on all ranks if they agree in it."""
+        return self._inspection.interrupted
+
+    @property
+    def prepares_saves(self) -> bool:
+        """Whether `prepare_save` has something to do.  The same on all ranks."""
+        return self.config.compressor is not None
+
+    def run_state(self) -> RunState:
+        """What the run needs to go on: the live arrays, and the numbers.  Not collective.
+
+        Raises
+        ------
+        ValueError
+            Before the first step, unless `bind` was called.
+        """
+        if self._parameters is None:
+            raise ValueError("there is no optimizer state before the first step")
+        return RunState(self._parameters.specs, shards(self._strategy, self._slots), facts_of(self))
+
+    @property
+    def further_facts(self) -> dict[str, Any]:
+        """What `run_state` tells besides what all optimizers do."""
+        return {}
+
+    @property
+    def further_settings(self) -> dict[str, Any]:
+        """What decides its steps besides the rule and the configuration."""
+        return {}
+
+    def check_facts(self, facts: Mapping[str, Any]) -> None:
+        """Raise ValueError unless this optimizer can go on with the state that these facts belong to."""
+        check_rule(self.rule, facts.get("rule", "none"), names_fact(facts, "slots.json"))
+        check_numbers(facts)
+
+    def changed_numbers(self, facts: Mapping[str, Any]) -> list[str]:
+        """Which settings of the rule are others than in these facts, in words."""
+        return changed_numbers(self.rule, facts.get("rule.json"))
+
+    def tell_of_changes(self, facts: Mapping[str, Any]) -> None:
+        """Say on rank 0 which settings of the rule are others than those that the state was saved with."""
+        changed = self.changed_numbers(facts)
+        if changed and self.mesh.rank == 0:
+            print(f"mpishard: the saved state goes on with {', '.join(changed)}", file=sys.stderr, flush=True)
+
+    def tell_of_state(self) -> None:
+        """Say on rank 0, the first time only, that a run does not start afresh."""
+        if self.mesh.rank == 0 and not self._told:
+            print(
+                f"mpishard: this optimizer goes on after the {self.clock} steps that it has taken, with its state, the "
+                "learning rate's schedule and the samples that come next; make a new optimizer to start afresh",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._told = True
+
+    def take_over(self, facts: Mapping[str, Any]) -> None:
+        """Go on from these facts of `run_state`, once its arrays are filled.  Not collective."""
+        assert self._parameters is not None
+        self.steps, self.skipped_steps = int(facts["steps"]), int(facts["skipped_steps"])
+        self.gradient_norm = float(facts.get("gradient_norm", math.nan))
+        if "good_steps" in facts:
+            self.scaling.restore((float(facts["loss_scale"]), int(facts["good_steps"])))
+        if self._strategy.compressed is not None:
+            self._strategy.compressed.forget(self._strategy.error_scale(float(facts.get("loss_scale", 1.0))))
+        self._prepare_step()
+        self._parameters.reset_gradients()
+        if self._parameters.sharded is not None:
+            self._parameters.sharded.drop()
+
+    def remake(self, parameters: FlatParameters) -> None:
+        """Begin with new state for its parameters on the mesh as it is now, which has moved to other ranks.
+
+        The arrays that `run_state` told before stay as they are.  Collective.
+        """
+        self._parameters = None
+        parameters.renew()
+        self.bind(parameters)
+
+    def abandon(self) -> None:
+        """Let go of reductions that can never end, since a rank has died.  Not collective."""
+        if self._parameters is not None:
+            self._strategy.abandon()
+
+    def _make_state(self, parameters: FlatParameters) -> None:
+        config = self.config
+        self._strategy = self.strategy.fitting(parameters)(config, parameters)
+        self._strategy.buckets.on_reset.append(self._forget_gradients)
+        self._inspection = Inspection(self._strategy, parameters)
+        if config.nonfinite_gradients == "ignore":
+            self._strategy.buckets.inspect = None
+        if not arrays.is_device(parameters.like):
+            self.rule.kernel.expect(parameters.dtype)
+            exact_norm.expect(parameters.dtype, config.max_gradient_norm is not None or self.rule.norm_based)
+        self._slots = {}
+        for name in self.rule.slots:
+            slot = arrays.zeros(self._strategy.owned, parameters.dtype, like=parameters.like)
+            if self.rule.initial(name):
+                slot[...] = self.rule.initial(name)
+            self._slots[name] = slot
+        if self._restored is not None:
+            self._restore(self._restored)
+            self._restored = None
+
+    def _restore(self, state: State) -> None:
+        strategy = self._strategy
+        for name, slot in self._slots.items():
+            self._take_own(state.slots[name], strategy.own, slot)
+        if strategy.compressed is not None:
+            left = strategy.compressed.owned
+            if strategy.errors_kind in state.others:
+                self._take_own(state.others[strategy.errors_kind], strategy.error_ranges, left)
+            else:
+                left[...] = 0
+            strategy.compressed.forget(scale=1.0)
+
+    def _take_own(self, whole: np.ndarray, ranges: Sequence[tuple[int, int]], target: Array) -> None:
+        """Fill a state array, which has these ranges of the flat parameters, from one of the whole model."""
+        own = cut_whole(whole, self._strategy.parameters, ranges)
+        if arrays.is_device(target):
+            arrays.copy_to_device(own, target)
+        else:
+            target[...] = own
+
+    def _whole_state(self, parameters: FlatParameters) -> State:
+        """All of the state, on every rank.  Collective."""
+        return State(
+            rule=type(self.rule).__name__,
+            configuration=self.rule.configuration(),
+            steps=self.steps,
+            skipped_steps=self.skipped_steps,
+            specs=parameters.specs,
+            dtype=parameters.dtype,
+            slots={name: self._whole(slot) for name, slot in self._slots.items()},
+            loss_scale=self.scaling.state,
+            others=self._whole_others(),
+        )
+
+    def _whole(self, slot: Array) -> np.ndarray:
+        """A state array of the whole model, on every rank.  Collective."""
+        strategy = self._strategy
+        counted = strategy.counted_views(strategy.state_views(slot))
+        values = np.concatenate([np.empty(0, slot.dtype), *map(arrays.to_host, counted)])
+        return gather_whole(self.world, strategy.parameters, strategy.counted, values)
+
+    def _whole_others(self) -> dict[str, np.ndarray]:
+        """Other arrays of the state, of the whole model, by kind.  Collective."""
+        compressed = self._strategy.compressed
+        if compressed is None:
+            return {}
+        left = arrays.to_host(compressed.owned) / compressed.scale
+        strategy = self._strategy
+        return {strategy.errors_kind: gather_whole(self.world, strategy.parameters, strategy.error_ranges, left)}
+
+    def _prepare_step(self) -> None:
+        """Let those who make and sum the gradients of the next step know what it takes."""
+        assert self._parameters is not None
+        self._parameters.loss_scale = self.loss_scale
+        self._strategy.compresses = self.steps >= self.config.compress_after
+        if self._strategy.compressed is not None:
+            self._strategy.compressed.rescale(self._strategy.error_scale(self.loss_scale))
+
+    def _forget_gradients(self) -> None:
+        self._passes = 0
+        self._accumulated = None
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def _who_agrees(self) -> Axis | Team:
+        """The ranks that must agree on the arguments of `step` before it is taken."""
+        return self.world
+
+    def _check_state(self, state: State) -> None:
+        """Raise ValueError unless this optimizer can go on with a state."""
+        check_rule(self.rule, state.rule, state.slots)
+
+    def _checked(
+        self, parameters: Array | FlatParameters, gradients: Array | None, count: float | None
+    ) -> tuple[FlatParameters | None, Exception | None]:
+        """The parameters by name, or what is wrong with this rank's arguments of `step`."""
+        named = parameters if isinstance(parameters, FlatParameters) else None
+        try:
+            if named is None:
+                check_flat("parameters", parameters, written=True)
+                if gradients is None:
+                    raise TypeError("step(parameters, gradients) needs the gradients of a flat array of parameters")
+                known = self._parameters
+                same = known is not None and known.sharded is None and known.flat is parameters
+                named = known if same else FlatParameters.over(parameters)
+            assert named is not None
+            if gradients is not None:
+                check_gradients(named, gradients)
+            arrays_given = gradients is not None or self._accumulated is not None
+            if isinstance(parameters, FlatParameters) and arrays_given and parameters.gradients.has_content:
+                raise ValueError(
+                    "these parameters have gradients of their own, from a backward pass, and step() was given an array "
+                    "too, now or since the last update; use one or the other, parameters.reset_gradients() forgets both"
+                )
+            if count is not None and (isinstance(count, bool | str) or not 0 < count < math.inf):
+                raise ValueError(f"count={count!r}, the global number of samples, must be above 0")
+            self._check_model(named)
+            self.rule.learning_rate(self.steps + 1)  # a schedule that fails shall fail before anything changes
+        except Exception as error:  # whatever it is, all ranks hear of it
+            return None, error
+        return named, None
+
+    def _check_model(self, parameters: FlatParameters) -> None:
+        """Raise unless this optimizer can go on with these parameters."""
+        check_layout(parameters, self.mesh, self.strategy)
+        was = self._parameters
+        if was is not None:
+            check_same_model(was, parameters, self.strategy)
+        if self._restored is not None:
+            self._restored.check_parameters(parameters.specs, parameters.dtype)
+        theirs = parameters.gradients
+        if theirs.reduces and theirs.has_content and (was is None or theirs is not self._strategy.buckets):
+            raise ValueError(
+                "the gradients of these parameters went to another optimizer, which reduces them; "
+                "call parameters.reset_gradients() before the backward pass whose gradients this one shall use"
+            )
+
+    def _calls(self) -> int:
+        """Calls of `step` that only accumulated, on all data ranks together since the last update."""
+        if self.config.auto_sync_gradients:
+            return 0
+        calls = int(self.axis.all_reduce(np.array([self._passes]), label="control")[0])
+        if self.axis.size < self.world.size:
+            told = self.world.exchange(calls)
+            if len(set(told)) > 1:
+                raise ValueError(f"tensor and pipeline ranks must call step() equally often; calls by rank: {told}")
+        return calls
+
+    def _check_copies(self) -> None:
+        """Debug: raise on all ranks if copies of parameters are no longer the same."""
+        strayed = self._strategy.replicas.strayed()
+        if strayed:
+            first = sorted(set(strayed.values()))
+            whose = f"rank {first[0]}" if len(first) == 1 else f"ranks {first}"
+            raise RuntimeError(
+                f"after step {self.steps} the parameters of ranks {sorted(strayed)} differ from their copies on "
+                f"{whose}: something but the optimizer has changed them, or not on all ranks; "
+                "synchronize_optimizer_state() makes them the same again"
+            )
+
+    def _gradients_are_usable(self, divisor: float) -> bool:
+        """Agree on whether to take the step, and find the gradient's norm where it is wanted."""
+        mode, limit = self.config.nonfinite_gradients, self.config.max_gradient_norm
+        self.gradient_norm = math.nan
+        measure = limit is not None or self.measure_norm
+        if mode == "ignore" and not measure and not self._inspection.is_first:
+            return True
+        norm = self._inspection.norm(measure)
+        if not math.isinf(norm):
+            self.gradient_norm = norm / divisor
+            if self._inspection.finite_loss:
+                return True
+        elif self.scaling.overflowed():
+            return False
+        if mode == "raise":
+            what = self._inspection.culprits(self.clock + 1)
+            self._strategy.buckets.reset()
+            raise FloatingPointError(
+                f"{what}; parameters and state are unchanged.  "
+                'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'
+            )
+        return mode == "ignore"

@@ -1,0 +1,176 @@
+"""Optimizer state as bytes: an HDF5 image that is checked before HDF5 opens it.
+
+The first 512 bytes are HDF5's user block, where readers of HDF5 do not look: a mark, the length of the image and the
+SHA-256 of all its other bytes.  A truncated or altered image is refused by these, since a corrupt file can hang or
+crash the HDF5 library.  Inside, every state array is stored whole, by tensor name, so that any layout can read it.
+Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import struct
+from collections.abc import Sequence
+
+import h5py
+import numpy as np
+
+from mpishard.data_parallel.optimizer_state import check_numbers
+from mpishard.data_parallel.whole_state import State
+from mpishard.io import hdf5
+from mpishard.layout.boxes import ParameterSpec
+from mpishard.layout.run_state import brief, link_name
+
+_MARK = b"mpishard optimizer state\0"
+_VERSION = 1
+_BLOCK = 512
+_HEADER = struct.Struct(f"<{len(_MARK)}sIQ")
+_MOST_DIMENSIONS, _LONGEST = 32, 2**60  # HDF5 has no more, and no more can be counted
+_DIGEST = slice(_HEADER.size, _HEADER.size + 32)
+
+
+def told(state: State, data: bytes) -> dict[str, str]:
+    """What all ranks must agree on of a state that was read from these bytes."""
+    numbers = {"steps": state.steps, "skipped_steps": state.skipped_steps, "loss_scale": state.loss_scale}
+    told = {f"{name} of the state": str(value) for name, value in numbers.items()}
+    return told | {"SHA-256 of the state": f"{bytes(data[_DIGEST]).hex()[:16]}..."}
+
+
+def encode(state: State) -> bytes:
+    """Write a state as an HDF5 image."""
+    file = io.BytesIO()
+    with h5py.File(file, "w", userblock_size=_BLOCK) as h5:
+        h5.attrs["format"] = "mpishard optimizer state"
+        h5.attrs["version"] = _VERSION
+        h5.attrs["rule"] = state.rule
+        h5.attrs["configuration"] = json.dumps(dict(state.configuration), sort_keys=True)
+        h5.attrs["steps"] = state.steps
+        h5.attrs["skipped_steps"] = state.skipped_steps
+        h5.attrs["dtype"] = state.dtype.name
+        if state.loss_scale is not None:
+            h5.attrs["loss_scale"], h5.attrs["good_steps"] = state.loss_scale
+        names = [spec.name for spec in state.specs]
+        h5.create_dataset("names", data=names, dtype=h5py.string_dtype())
+        h5.create_dataset("shapes", data=[json.dumps(spec.shape) for spec in state.specs], dtype=h5py.string_dtype())
+        if state.outer_rule:
+            h5.attrs["outer_rule"], h5.attrs["outer_steps"] = state.outer_rule, state.outer_steps
+        for slot, flat in state.slots.items():
+            _write(h5.create_group(f"slots/{slot}"), flat, state.specs)
+        for kind, flat in state.others.items():
+            _write(h5.create_group(f"others/{link_name(kind)}"), flat, state.specs)
+    image = bytearray(file.getvalue())
+    _HEADER.pack_into(image, 0, _MARK, _VERSION, len(image))
+    image[_DIGEST] = _digest(image)
+    return bytes(image)
+
+
+def _write(group: h5py.Group, flat: np.ndarray, specs: Sequence[ParameterSpec]) -> None:
+    start = 0
+    for spec in specs:
+        group.create_dataset(link_name(spec.name), data=flat[start : start + spec.size].reshape(spec.shape))
+        start += spec.size
+
+
+def _digest(image: bytes | bytearray | memoryview) -> bytes:
+    view = memoryview(image)
+    hasher = hashlib.sha256(view[: _DIGEST.start])
+    hasher.update(view[_DIGEST.stop :])
+    return hasher.digest()
+
+
+def decode(data: bytes) -> State:
+    """Read what `encode` wrote.
+
+    Raises
+    ------
+    TypeError
+        If `data` is not bytes.
+    ValueError
+        If they are not a state, cut short, altered, or of a later version.
+    """
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise TypeError(f"deserialize takes the bytes that serialize returned, got {type(data).__name__}")
+    if len(data) < _BLOCK or bytes(data[: len(_MARK)]) != _MARK:
+        raise ValueError(f"these {len(data)} bytes are not the state of an mpishard optimizer (no mark at their start)")
+    _, version, length = _HEADER.unpack_from(data)
+    if version != _VERSION:
+        raise ValueError(f"optimizer state of version {version}; this mpishard reads version {_VERSION}")
+    if len(data) != length:
+        raise ValueError(f"optimizer state is cut short or padded: {len(data)} bytes, but it was written with {length}")
+    if _digest(data) != bytes(data[_DIGEST]):
+        raise ValueError("optimizer state is damaged: its SHA-256 differs from the one written with it")
+    try:
+        with h5py.File(io.BytesIO(data), "r") as h5:
+            return _read(h5, len(data))
+    except Exception as error:  # h5py raises errors of many kinds for content that is absurd
+        # Its bytes are those that were written, so whoever wrote them was not `encode`.
+        told = brief(str(error) or type(error).__name__)
+        raise ValueError(f"these bytes are no optimizer state that this mpishard understands: {told}") from None
+
+
+def _read(h5: h5py.File, length: int) -> State:
+    names, shapes = _texts(h5, "names", length), [json.loads(shape) for shape in _texts(h5, "shapes", length)]
+    for shape in shapes:
+        if len(shape) > _MOST_DIMENSIONS or not all(type(extent) is int and extent < _LONGEST for extent in shape):
+            raise ValueError(f"a tensor of shape {brief(shape)}")
+    specs = tuple(ParameterSpec(name, shape) for name, shape in zip(names, shapes, strict=True))
+    facts = {name: hdf5.attribute(h5, name) for name in h5.attrs}
+    dtype = np.dtype(facts["dtype"])
+    if dtype not in (np.float32, np.float64):
+        raise ValueError(f"state of dtype {dtype}")
+    check_numbers(facts)
+    groups, others = _children(h5, "slots"), _children(h5, "others")
+    size, count = sum(spec.size for spec in specs), len(groups) + len(others)
+    if size * dtype.itemsize * count > length:
+        raise ValueError(f"{count} arrays of {size} values do not fit in {length} bytes")
+    return State(
+        rule=facts["rule"],
+        configuration=json.loads(facts["configuration"]),
+        steps=facts["steps"],
+        skipped_steps=facts["skipped_steps"],
+        specs=specs,
+        dtype=dtype,
+        slots={slot: _flat(group, specs, dtype) for slot, group in groups.items()},
+        loss_scale=(float(facts["loss_scale"]), facts["good_steps"]) if "loss_scale" in facts else None,
+        outer_rule=facts.get("outer_rule", ""),
+        outer_steps=facts.get("outer_steps", 0),
+        others={kind.replace("%2F", "/"): _flat(group, specs, dtype) for kind, group in others.items()},
+    )
+
+
+def _texts(h5: h5py.File, name: str, length: int) -> list[str]:
+    """The texts in a data set, which are no longer than the image between them, whatever it claims."""
+    dataset = hdf5.open_plain(h5, name)
+    if dataset.ndim != 1 or h5py.check_string_dtype(dataset.dtype) is None:
+        raise ValueError(f"{name} is {dataset.dtype} {dataset.shape}, not texts")
+    found: list[str] = []
+    for place in range(len(dataset)):  # one at a time: all may refer to one long text
+        found.append(dataset[place].decode())
+        length -= len(found[-1])
+        if length < 0:
+            raise ValueError(f"{name} is longer than the image")
+    return found
+
+
+def _children(h5: h5py.File, name: str) -> dict[str, h5py.Group]:
+    """The groups in a group that may be missing, none of them in another file."""
+    if name not in h5:
+        return {}
+    hdf5.check_hard_link(h5, name)
+    for child in h5[name]:
+        hdf5.check_hard_link(h5[name], child)
+    return dict(h5[name].items())
+
+
+def _flat(group: h5py.Group, specs: Sequence[ParameterSpec], dtype: np.dtype) -> np.ndarray:
+    flat = np.empty(sum(spec.size for spec in specs), dtype)
+    start = 0
+    for spec in specs:
+        stored = hdf5.open_plain(group, link_name(spec.name))
+        if stored.shape != spec.shape or stored.dtype != dtype:
+            raise ValueError(f"{spec.name} is {stored.dtype} {stored.shape} there, and not {dtype} {spec.shape}")
+        flat[start : start + spec.size] = stored[()].reshape(-1)
+        start += spec.size
+    return flat

@@ -1,0 +1,444 @@
+"""How gradients and optimizer state are spread over a mesh.
+
+A strategy says which ranges of this place's flat parameters this rank updates (`own`), reduces the gradients (`reduce`
+a bucket, then `drain`), and makes the new parameters known to all (`publish`).  Rajbhandari et al., "ZeRO" (2020),
+section 5, for the stages.  Every strategy sums; the optimizer divides.
+
+Gradients are summed in this order: micro-batches in the gradient buffer, then copies within one data coordinate
+(`Replicas`), then the data axis.  With `reproducible`, copies come first, then micro-batches and the data axis along
+the tree of `mpishard.reduction.tree_sum`, and `OrderedSums` stands for the reductions.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from mpishard.backend import array as arrays
+from mpishard.backend.array import accumulate
+from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
+from mpishard.comm.request import Exchange, Pending
+from mpishard.compression import PowerSGDCompressor
+from mpishard.data_parallel.bucket_plan import bucket_layout
+from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.replica_group import Team
+from mpishard.data_parallel.replicas import Replicas
+from mpishard.data_parallel.tensor_norms import Part, parts_of
+from mpishard.layout.boxes import counts, split
+from mpishard.layout.run_state import GRADIENT_ERRORS
+from mpishard.parameters.buckets import Bucket, GradientBuckets
+from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.sharded import ShardedUnits
+from mpishard.reduction.compressed import PieceSums
+from mpishard.reduction.error_feedback import CompressedSums
+from mpishard.reduction.hierarchical import HierarchicalSums, node_axes
+from mpishard.reduction.low_rank import LowRankSums
+from mpishard.reduction.ordered import OrderedSums
+
+Array = Any
+Range = tuple[int, int]
+
+
+class Strategy(ABC):
+    """One optimizer's way over one mesh.  Methods are collective over it, in the same order on all ranks.
+
+    Creation makes all copies of the parameters alike.
+
+    Parameters
+    ----------
+    config : ShardingConfiguration
+    parameters : FlatParameters
+        Gets the gradient buckets of this strategy.
+
+    Attributes
+    ----------
+    ordered : OrderedSums or None
+        What sums over the data axis in the order of a fixed tree over the step's micro-batches, if it is to.
+    compressed : CompressedSums or None
+        What sends gradients compressed, if they are to be.
+    compresses : bool
+        Whether those of this step are.
+    team : Axis or Team
+        The ranks that take a step together: between them they have every element of the model once in `counted_parts`.
+    own : list of (start, stop)
+        Ranges of the flat parameters that this rank updates, ascending; its state arrays are these ranges end to end.
+    counted : list of (start, stop)
+        The part of each of these that this rank stands for among the ranks of the data axis.
+    """
+
+    errors_kind: ClassVar[str] = GRADIENT_ERRORS
+    gradients_on_demand: ClassVar[bool] = False
+    shards_parameters: ClassVar[bool] = False
+    gathers_gradients: ClassVar[bool] = False
+
+    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
+        self.mesh: Mesh
+        self.mesh = mesh = config.mesh
+        self.axis: Axis = mesh.data
+        self.team: Axis | Team = mesh.world
+        self.overlap: bool = config.overlap_communication
+        self.ordered: OrderedSums | None = OrderedSums(self.axis, parameters.like) if config.reproducible else None
+        Replicas(mesh, parameters).spread()
+        self.attach(parameters)
+        runs, sizes = bucket_layout(config, parameters, by_unit=self.shards_parameters)
+        self.buckets: GradientBuckets = GradientBuckets(
+            parameters.pieces,
+            parameters.like,
+            config.minimum_parameter_group_size,
+            runs=runs,
+            sizes=sizes,
+            reduce=self.reduce,
+            settle=self.settle if config.reproducible else None,
+            drain=self.drain,
+            on_demand=self.gradients_on_demand,
+        )
+        self.own: list[Range] = []
+        self.counted: list[Range] = []
+        self._counts = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets.buckets]
+        self._pending: list[tuple[Bucket, Pending | Exchange]] = []
+        if self.ordered is not None:
+            self.buckets.on_reset.append(self.ordered.reset)
+        self.compresses = True
+        self.compressed: CompressedSums | None = self._make_compressed(config, parameters)
+        if self.compressed is not None:
+            self.buckets.on_reset.append(self.compressed.reset)
+
+    def _make_compressed(self, config: ShardingConfiguration, parameters: FlatParameters) -> CompressedSums | None:
+        """What sums compressed gradients, if anything is to.  Collective over the data axis."""
+        compressor = config.compressor
+        layout: dict[str, Any] = {"axis": self.axis, "buckets": self.buckets.buckets, "counts": self._counts}
+        layout |= {"like": parameters.like, "scale": parameters.loss_scale}
+        if isinstance(compressor, PowerSGDCompressor):
+            return LowRankSums(compressor, parameters.pieces, self.gathers_gradients, **layout)
+        return None if compressor is None else PieceSums(compressor, **layout)
+
+    @classmethod
+    def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
+        """The strategy to use for these parameters where this one was asked for."""
+        return cls
+
+    def attach(self, parameters: FlatParameters) -> None:
+        """Go on with these parameters, which are laid out like those before."""
+        self.parameters = parameters
+        self.replicas: Replicas = Replicas(self.mesh, parameters)
+
+    @property
+    def owned(self) -> int:
+        """Number of elements that this rank updates."""
+        return sum(stop - start for start, stop in self.own)
+
+    def reduce(self, bucket: Bucket, gradient: Array) -> None:
+        """Sum the gradient of a bucket over what is inside a data coordinate, and start to over the data axis."""
+        if self.ordered is None:
+            self.settle(bucket, gradient)
+        for _, earlier in self._pending:
+            earlier.test()  # MPI moves data only while it is called
+        self._pending.append((bucket, self.start(bucket, gradient)))
+        if not self.overlap:
+            self.drain()
+
+    def settle(self, bucket: Bucket, gradient: Array) -> None:
+        """Sum the gradient of a bucket over what is inside a data coordinate."""
+        self.replicas.sum(bucket, gradient)
+
+    def start(self, bucket: Bucket, gradient: Array) -> Pending | Exchange:
+        """Start to sum the gradient of a bucket over the data axis."""
+        pieces = self._counts[bucket.index]
+        if self.ordered is not None:
+            partial = [*self.buckets.earlier(bucket), gradient]
+            return self.ordered.start(bucket, partial, pieces, self.target(bucket, gradient))
+        if self.compressed is not None and self.compresses:
+            return self.compressed.start(bucket, gradient, self.target(bucket, gradient))
+        return self.start_plain(bucket, gradient)
+
+    @abstractmethod
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Pending:
+        """The same by the one collective of MPI that does so."""
+
+    @abstractmethod
+    def target(self, bucket: Bucket, gradient: Array) -> Array:
+        """Where an ordered or compressed sum of this rank's part of a bucket goes, which may lie in `gradient`."""
+
+    def drain(self) -> None:
+        """Wait until no reduction is under way."""
+        for bucket, pending in self._pending:
+            self.arrived(bucket, pending.wait())
+            self.buckets.release(bucket)
+        self._pending.clear()
+
+    def abandon(self) -> None:
+        """Forget the transfers under way, over communicators that were revoked.  Not collective."""
+        for _, pending in self._pending:
+            pending.abandon()
+        self._pending.clear()
+
+    def arrived(self, bucket: Bucket, result: Array) -> None:
+        """Take in what the reduction of a bucket returned; here it may stay in the gradient buffer."""
+        return
+
+    @abstractmethod
+    def gradients(self) -> list[Array]:
+        """The summed gradient of each range in `own`; call after `drain`."""
+
+    def values(self) -> list[Array]:
+        """The parameters of each range in `own`."""
+        return [self.parameters.flat[start:stop] for start, stop in self.own]
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Make each rank's own parameters known to those who keep a copy."""
+
+    @abstractmethod
+    def mend(self, slot: Array) -> None:
+        """Make all copies of a state array alike, as `Replicas.spread` does with the parameters."""
+
+    def state_views(self, slot: Array) -> list[Array]:
+        """The parts of a state array that belong to the ranges in `own`."""
+        views, place = [], 0
+        for start, stop in self.own:
+            views.append(slot[place : place + stop - start])
+            place += stop - start
+        return views
+
+    def counted_views(self, owned: Sequence[Array]) -> list[Array]:
+        """Of arrays that belong to the ranges in `own` the parts that belong to those in `counted`."""
+        ranges = zip(owned, self.own, self.counted, strict=True)
+        return [array[start - origin : stop - origin] for array, (origin, _), (start, stop) in ranges]
+
+    @property
+    def error_ranges(self) -> list[Range]:
+        """Ranges of the flat parameters that ``compressed.owned`` is of, end to end."""
+        return self.counted
+
+    def error_scale(self, loss_scale: float) -> float:
+        """What multiplies the errors where gradients are multiplied by this."""
+        return loss_scale
+
+    def keep_errors(self) -> None:
+        """The step is taken, and what compression has left of it goes into the next."""
+        if self.compressed is not None and self.compresses:
+            self.compressed.keep()
+
+    @functools.cached_property
+    def owned_parts(self) -> list[Part]:
+        """The ranges in `own`, cut at tensors."""
+        return self._parts(self.own)
+
+    @functools.cached_property
+    def counted_parts(self) -> list[Part]:
+        """What this rank contributes to sums over the model: every logical element is on one rank of the team."""
+        specs, place = self.parameters.specs, self.parameters.place
+        return [part for part in self._parts(self.counted) if place.counts(specs[part.tensor])]
+
+    def _parts(self, ranges: Sequence[Range]) -> list[Part]:
+        number = {spec.name: index for index, spec in enumerate(self.parameters.specs)}
+        tensors = [number[piece.name] for piece in self.parameters.pieces]
+        return parts_of(self.parameters.pieces, tensors, ranges, [start for start, _ in self.own])
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Most bytes of gradient memory that this rank has held."""
+        kept = self.ordered or self.compressed
+        return self.buckets.peak_bytes + (0 if kept is None else kept.nbytes)
+
+
+class DataParallel(Strategy):
+    """DDP: every rank of the data axis holds everything; gradients are all-reduced."""
+
+    gathers_gradients = True
+
+    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
+        super().__init__(config, parameters)
+        for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True):
+            start = bucket.start + sum(pieces[: self.axis.rank])
+            self.own.append((bucket.start, bucket.stop))
+            self.counted.append((start, start + pieces[self.axis.rank]))
+
+    def _make_compressed(self, config: ShardingConfiguration, parameters: FlatParameters) -> CompressedSums | None:
+        compressor = config.compressor
+        axes = node_axes(self.mesh, config.hierarchical)
+        self.hierarchical: HierarchicalSums | None = None
+        if axes is None or isinstance(compressor, PowerSGDCompressor):
+            return super()._make_compressed(config, parameters)
+        buckets, scale = self.buckets.buckets, parameters.loss_scale
+        self.hierarchical = HierarchicalSums(axes, buckets, parameters.like, compressor, scale)
+        return self.hierarchical.compressed
+
+    @property
+    def error_ranges(self) -> list[Range]:
+        return self.counted if self.hierarchical is None else self.hierarchical.owned
+
+    def start(self, bucket: Bucket, gradient: Array) -> Pending | Exchange:
+        if self.hierarchical is not None:
+            return self.hierarchical.start(bucket, gradient)
+        return super().start(bucket, gradient)
+
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Pending:
+        return self.axis.start_all_reduce(gradient, label="gradients")
+
+    def target(self, bucket: Bucket, gradient: Array) -> Array:
+        start, stop = self.counted[bucket.index]
+        return gradient[start - bucket.start : stop - bucket.start]
+
+    def drain(self) -> None:
+        pending = [(bucket, self.buckets.of_bucket(bucket), transfer) for bucket, transfer in self._pending]
+        self.complete(pending)
+        for bucket, _ in self._pending:
+            self.buckets.release(bucket)
+        self._pending.clear()
+
+    def complete(self, pending: Sequence[tuple[Bucket, Array, Pending | Exchange]]) -> None:
+        """Finish the sums that `start` began, of a bucket and its gradient each, in the gradients."""
+        arrived = [(bucket, gradient, transfer.wait()) for bucket, gradient, transfer in pending]
+        if self.hierarchical is not None:
+            self.hierarchical.complete(arrived, compresses=self.compresses)
+        elif self.ordered is not None or (self.compressed is not None and self.compresses):
+            for gather in [self._start_gather(bucket, gradient) for bucket, gradient, _ in arrived]:
+                gather.wait()
+
+    def _start_gather(self, bucket: Bucket, gradient: Array) -> Pending | Exchange:
+        pieces = self._counts[bucket.index]
+        if self.compressed is not None:
+            return self.compressed.start_gather(bucket, gradient)
+        return self.axis.start_all_gather(gradient, counts=pieces, label="gradients")
+
+    def gradients(self) -> list[Array]:
+        return [self.buckets.of_bucket(bucket) for bucket in self.buckets.buckets]
+
+    def publish(self) -> None:
+        """Nothing to tell: every rank has updated all of it."""
+
+    def mend(self, slot: Array) -> None:
+        self.axis.broadcast(slot, label="state")
+        self.replicas.spread_inside(slot)
+
+
+class ShardedState(Strategy):
+    """ZeRO-1: optimizer state is sharded.  Gradients are reduce-scattered, updated parameters all-gathered.
+
+    A rank owns an even part of every bucket, which arrives at the front of the bucket's place in the gradient buffer.
+    """
+
+    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
+        super().__init__(config, parameters)
+        for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True):
+            start = bucket.start + sum(pieces[: self.axis.rank])
+            self.own.append((start, start + pieces[self.axis.rank]))
+        self.counted = self.own
+
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Pending:
+        return self.axis.start_reduce_scatter(gradient, counts=self._counts[bucket.index], label="gradients")
+
+    def target(self, bucket: Bucket, gradient: Array) -> Array:
+        return gradient[: self._counts[bucket.index][self.axis.rank]]
+
+    def gradients(self) -> list[Array]:
+        return [
+            self.buckets.of_bucket(bucket)[: pieces[self.axis.rank]]
+            for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True)
+        ]
+
+    def publish(self) -> None:
+        self._gather(self.parameters.flat, "parameters")
+
+    def mend(self, slot: Array) -> None:
+        if self.replicas.inside:
+            flat = arrays.empty(self.parameters.size, slot.dtype, like=slot)
+            views = self.state_views(slot)
+            for (start, stop), view in zip(self.own, views, strict=True):
+                flat[start:stop] = view
+            self._gather(flat, "state")
+            self.replicas.spread_inside(flat)
+            for (start, stop), view in zip(self.own, views, strict=True):
+                view[...] = flat[start:stop]
+
+    def _gather(self, flat: Array, label: str) -> None:
+        """Fill a flat array in which each rank of the data axis has its own ranges."""
+        pending = [
+            self.axis.start_all_gather(flat[bucket.start : bucket.stop], counts=pieces, label=label)
+            for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True)
+        ]
+        for gathered in pending:
+            gathered.wait()
+
+
+class ShardedGradients(ShardedState):
+    """ZeRO-2: gradients are sharded too.  A bucket is reduced to its owners and its memory is used again."""
+
+    gradients_on_demand = True
+
+    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
+        super().__init__(config, parameters)
+        self._shard = arrays.zeros(self.owned, parameters.dtype, like=parameters.like)
+        self._summed: set[int] = set()
+        self.buckets.on_reset.append(self._summed.clear)
+
+    def reduce(self, bucket: Bucket, gradient: Array) -> None:
+        # One bucket travels while the next is filled, and no more: their number is what ZeRO-2 saves.
+        self.drain()
+        super().reduce(bucket, gradient)
+
+    def target(self, bucket: Bucket, gradient: Array) -> Array:
+        return super().target(bucket, gradient) if self.ordered is None else self.gradients()[bucket.index]
+
+    def arrived(self, bucket: Bucket, result: Array) -> None:
+        if self.ordered is not None:
+            return
+        shard = self.gradients()[bucket.index]
+        if bucket.index in self._summed:
+            accumulate(shard, result)
+        else:
+            shard[...] = result
+        self._summed.add(bucket.index)
+
+    def gradients(self) -> list[Array]:
+        return self.state_views(self._shard)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return int(self._shard.nbytes) + super().gradient_bytes
+
+
+class ShardedParameters(ShardedGradients):
+    """ZeRO-3: parameters are sharded too, unit by unit, and each unit is a bucket of gradients.
+
+    A model gathers a unit before it uses it, in the forward and again in the backward pass, and frees it after; so
+    there is nothing to publish.
+    """
+
+    shards_parameters = True
+
+    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
+        # As large as can be: a bucket then is a whole unit, and its owners are the unit's.
+        whole = max(1, sum(spec.size for spec in parameters.specs))
+        super().__init__(replace(config, minimum_parameter_group_size=whole), parameters)
+        assert self.sharded.own == self.own
+
+    @classmethod
+    def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
+        """A flat array of the caller's must stay whole: it gets ZeRO-2, which gathers it after the update."""
+        return ShardedGradients if parameters.lent else cls
+
+    def attach(self, parameters: FlatParameters) -> None:
+        super().attach(parameters)
+        parameters.shard(self.axis)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.sharded.abandon()
+
+    @property
+    def sharded(self) -> ShardedUnits:
+        assert self.parameters.sharded is not None
+        return self.parameters.sharded
+
+    def values(self) -> list[Array]:
+        return self.sharded.shares
+
+    def publish(self) -> None:
+        """Nothing to tell; what is still gathered is of before the update."""
+        self.sharded.drop()

@@ -1,0 +1,129 @@
+"""What must hold before a step is taken, on every rank and between ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpishard.backend import array as arrays
+from mpishard.comm.axis import Axis
+from mpishard.comm.ledger import users_level
+from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.replica_group import Team
+from mpishard.data_parallel.settings import differing, settings_of
+from mpishard.data_parallel.strategies import Strategy
+from mpishard.parameters.flat import FlatParameters, check_flat
+
+if TYPE_CHECKING:
+    from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+
+Array = Any
+
+
+def check_place(parameters: FlatParameters, mesh: Mesh) -> None:
+    """Raise ValueError unless the parameters are laid out for this rank's place in the mesh."""
+    was, wanted = parameters.place, mesh.place
+    if was != wanted:
+        raise ValueError(
+            f"the parameters are laid out for rank {was.pipeline_rank} of pipeline={was.pipeline_size} and rank "
+            f"{was.tensor_rank} of tensor={was.tensor_size}, but the mesh is {mesh.sizes}, and this rank "
+            f"{wanted.pipeline_rank} and {wanted.tensor_rank} there; make the model with the mesh of its optimizer "
+            "(mesh=optimizer.mesh), or FlatParameters with place=mesh.place"
+        )
+
+
+def check_layout(parameters: FlatParameters, mesh: Mesh, strategy: type[Strategy]) -> None:
+    """Raise ValueError unless the strategy can work with these parameters on this mesh."""
+    check_place(parameters, mesh)
+    if parameters.sharded is None:
+        return
+    if not strategy.shards_parameters:
+        raise ValueError(
+            "the parameters are sharded (ZeRO-3), but this optimizer needs them whole; use ZeRO3Optimizer (or "
+            "zero_stage=3), or make the model without sharded_parameters"
+        )
+    if parameters.sharded.axis is not mesh.data:
+        raise ValueError(
+            "the parameters are sharded (ZeRO-3) over a data axis that is not this optimizer's; make the model and the "
+            "optimizer with one mesh"
+        )
+
+
+def check_same_model(was: FlatParameters, parameters: FlatParameters, strategy: type[Strategy]) -> None:
+    """Raise ValueError unless state for the parameters `was` serves these too."""
+    ours, theirs = ((p.specs, p.dtype, p.units, strategy.fitting(p)) for p in (was, parameters))
+    if ours != theirs:
+        raise ValueError(
+            f"this optimizer has state for {was.description}, but was given {parameters.description}; "
+            "use one optimizer for each model"
+        )
+
+
+def check_gradients(parameters: FlatParameters, gradients: Array) -> None:
+    """Raise unless the gradients have the shape, dtype and device of the flat parameters, and memory of their own."""
+    check_flat("gradients", gradients, written=True)
+    if gradients.size != parameters.size:
+        raise ValueError(f"gradients have {gradients.size} elements, but parameters have {parameters.size}")
+    if gradients.dtype != parameters.dtype:
+        raise TypeError(f"gradients are {gradients.dtype}, but parameters are {parameters.dtype}; convert one of them")
+    if arrays.module_of(gradients) is not arrays.module_of(parameters.like):
+        kinds = type(gradients).__name__, type(parameters.like).__name__
+        raise TypeError(f"gradients are a {kinds[0]}, but parameters a {kinds[1]}; keep both on one device")
+    if arrays.overlap(gradients, parameters.held):
+        raise ValueError(
+            "gradients share memory with the parameters, so that one would overwrite the other; give them an array of "
+            "their own (gradients.copy())"
+        )
+
+
+def agree_on_step(
+    ranks: Axis | Team,
+    parameters: FlatParameters | None,
+    count: float | None,
+    problem: Exception | None,
+    optimizer: ShardedOptimizer | None = None,
+) -> None:
+    """Raise on all of `ranks` if any has a problem, or if they are about to take different steps."""
+    model = -1 if parameters is None else parameters.fingerprint
+    if optimizer is not None:
+        model ^= optimizer.settings.fingerprint(optimizer)
+    number = -1 if count is None else int(np.float64(count).view(np.int64))
+    facts = np.array([problem is not None, model, -model, number, -number], np.int64)
+    ranks.all_reduce(facts, op="max", label="control")
+    if facts[0]:
+        ranks.raise_together(problem)
+    assert parameters is not None
+    if facts[1] != -facts[2]:
+        models = ranks.exchange((parameters.fingerprint, parameters.description))
+        if optimizer is not None and len({model for model, _ in models}) == 1:
+            raise differing(ranks, settings_of(optimizer))
+        told = ", ".join(f"rank {rank} {what}" for rank, (_, what) in zip(ranks.members, models, strict=True))
+        raise ValueError(f"all ranks must have the same parameters in the same order; here: {told}")
+    if facts[3] != -facts[4]:
+        raise ValueError(f"count must be the global number, the same on all ranks; got {ranks.exchange(count)}")
+
+
+def tell_of_other_starts(mesh: Mesh, parameters: FlatParameters) -> None:
+    """Warn on rank 0 where copies of the parameters, which are about to become those of the first, differ.
+
+    Collective over the data axis.
+    """
+    if parameters.sharded is not None or mesh.data.size == 1:
+        return
+    own = parameters.digest()
+    most, least = mesh.data.all_reduce(np.array([own, -own], np.int64), op="max", label="control").tolist()
+    if most != -least and mesh.rank == 0:
+        warnings.warn(
+            "ranks start from different parameters, and those of rank 0 are taken on all.  If that is meant, broadcast "
+            "them before (mesh.world.broadcast(start)); else give all ranks one seed",
+            RuntimeWarning,
+            stacklevel=users_level(),
+        )
+
+
+def check_problem(problem: Any) -> None:
+    """Raise TypeError unless it is what `optimize` takes."""
+    if not hasattr(problem, "minimize"):
+        raise TypeError(f"optimize takes an OptimizationProblem, got {type(problem).__name__}")

@@ -1,0 +1,47 @@
+"""The state of an optimizer as one value, with arrays of the whole model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpishard.layout.boxes import ParameterSpec
+from mpishard.layout.run_state import brief
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of an optimizer, whole: `slots` maps a slot's name to its flat array over all tensors in `specs`.
+
+    `loss_scale` is a dynamic one, with the number of steps since it last changed.  `outer_rule` has taken `outer_steps`
+    along averages of the parameters.  `others` are further flat arrays over all tensors, by kind.
+    """
+
+    rule: str
+    configuration: Mapping[str, Any]
+    steps: int
+    skipped_steps: int
+    specs: tuple[ParameterSpec, ...]
+    dtype: np.dtype
+    slots: Mapping[str, np.ndarray]
+    loss_scale: tuple[float, int] | None = None
+    outer_rule: str = ""
+    outer_steps: int = 0
+    others: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def check_parameters(self, specs: Sequence[ParameterSpec], dtype: np.dtype) -> None:
+        """Raise ValueError unless it is of parameters of these names, shapes and dtype, in this order."""
+        saved, wanted = ([(spec.name, spec.shape) for spec in each] for each in (self.specs, specs))
+        if saved != wanted:
+            pairs = itertools.zip_longest(saved, wanted, fillvalue=("no tensor", ()))
+            (name, shape), (other, other_shape) = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(
+                f"the state is of other parameters: it has {len(saved)} tensors and this model {len(wanted)}; "
+                f"they differ first at {brief(name)} {shape} against {brief(other)} {other_shape}"
+            )
+        if self.dtype != dtype:
+            raise ValueError(f"the state is {self.dtype}, but the parameters are {dtype}")

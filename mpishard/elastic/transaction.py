@@ -1,0 +1,116 @@
+"""The state that a run falls back on: what this rank had at the last committed step, and what its neighbour had.
+
+A step is a transaction: all it changes is copied before, so that a failure before the ranks have agreed leaves every
+survivor where it was.  What only one rank holds has a second copy at its *buddy*, another rank of the data axis, on
+another node where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpishard.comm.axis import Axis
+from mpishard.elastic.buddies import buddies
+from mpishard.layout.boxes import Holding
+from mpishard.layout.run_state import RunState, Shard
+
+Array = Any
+
+
+class Committed:
+    """The last committed state of this rank, and of the rank before it.
+
+    Creation is collective over the data axis.
+
+    Parameters
+    ----------
+    axis : Axis
+        The data axis.
+    identities : list of int
+        Of its processes, by rank.
+    nodes : list of str
+        Where they are.
+    state : RunState
+        The live arrays; those of which every rank holds all need no second copy.
+    """
+
+    def __init__(self, axis: Axis, identities: list[int], nodes: list[str], state: RunState) -> None:
+        self.state = state
+        self._axis = axis
+        self._before = [np.empty_like(shard.array) for shard in state.shards]
+        self._facts: dict[str, Any] | None = None
+        sizes = tuple(sum(piece.size for piece in shard.holding) for shard in state.shards)
+        told = axis.exchange((sizes, tuple(shard.holding for shard in state.shards)))
+        # By kind: whether some rank lacks what another has, so that its neighbour must keep a copy.
+        self._scattered = [
+            shard.required and any(each[kind] != told[0][1][kind] for _, each in told)
+            for kind, shard in enumerate(state.shards)
+        ]
+        to = buddies(nodes)
+        self._to, self._source = to[axis.rank], to.index(axis.rank)
+        self.neighbour: int = identities[self._source]
+        self._theirs: list[Holding] = list(told[self._source][1])
+        self._copies: list[list[Array]] = [
+            [np.empty(held, shard.array.dtype) for held, shard in zip(told[self._source][0], state.shards, strict=True)]
+            for _ in range(2)
+        ]
+        self.send_copies()
+        self.commit()
+
+    def begin(self, facts: Mapping[str, Any]) -> None:
+        """Keep what the step is about to change.  Not collective."""
+        for before, shard in zip(self._before, self.state.shards, strict=True):
+            np.copyto(before, shard.array)
+        self._facts = dict(facts)
+
+    def send_copies(self) -> None:
+        """Give the neighbour what only this rank has, after an update.  Collective over the data axis."""
+        axis, fresh = self._axis, self._copies[1]
+        if axis.size == 1:
+            return
+        pending = []
+        for kind, scattered in enumerate(self._scattered):
+            if scattered:
+                pending.append(axis.start_recv(fresh[kind], self._source, tag=kind, label="buddy"))
+                pending.append(axis.start_send(self.state.shards[kind].array, self._to, tag=kind, label="buddy"))
+        try:
+            for each in pending:
+                each.wait()
+        except MPI.Exception:
+            axis.revoke()  # or those that cannot end would be waited for
+            for each in pending:
+                each.abandon()
+            raise
+
+    def commit(self) -> None:
+        """What is there now is the state to fall back on.  Not collective."""
+        self._copies.reverse()
+        self._facts = None
+
+    def roll_back(self) -> dict[str, Any] | None:
+        """Undo what happened to the arrays since `begin`; returns the facts of then, if anything did."""
+        facts, self._facts = self._facts, None
+        if facts is not None:
+            for before, shard in zip(self._before, self.state.shards, strict=True):
+                np.copyto(shard.array, before)
+        return facts
+
+    def source(self, alive: Collection[int]) -> RunState:
+        """What this rank can give to others: its own, and its neighbour's if that one has died."""
+        if self.neighbour in alive:
+            return self.state
+        shards = []
+        for kind, shard in enumerate(self.state.shards):
+            if not self._scattered[kind]:
+                shards.append(shard)
+                continue
+            own = shard.array.size
+            theirs = tuple(replace(piece, start=piece.start + own) for piece in self._theirs[kind])
+            array = np.concatenate([shard.array, self._copies[0][kind]])
+            shards.append(Shard(shard.kind, array, (*shard.holding, *theirs), (*shard.counted, *theirs)))
+        return replace(self.state, shards=tuple(shards))

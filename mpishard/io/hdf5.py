@@ -1,0 +1,177 @@
+"""What is asked of data sets in HDF5 files that anybody may have written, before their values are read.
+
+HDF5 follows links and storage into other files, reads fill values where nothing was written, and what a chunk lacks as
+whatever was in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import zlib
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import h5py
+import numpy as np
+
+_COMPRESSORS = (h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_LZF)
+_FILTERS = {h5py.h5z.FILTER_SHUFFLE, *_COMPRESSORS}
+# Chunks are decoded whole, and h5py makes none above 1 MiB by itself.
+_LARGEST_CHUNK = 2**26
+_TEXT_REFERENCE = 16  # bytes on disk for each text of variable length
+
+
+def check_hard_link(h5: h5py.Group, path: str) -> None:
+    """Raise ValueError unless the last part of a path is a link to an object of this very file."""
+    name = path.encode()
+    if not h5.id.links.exists(name):
+        raise ValueError(f"{path} is missing")
+    if h5.id.links.get_info(name).type != h5py.h5l.TYPE_HARD:
+        raise ValueError(f"{path} is a link to elsewhere")
+
+
+def check_lies_here(dataset: h5py.h5d.DatasetID) -> None:
+    """Raise ValueError unless all values of a data set lie in its own file.
+
+    Comes first: HDF5 opens the sources of some virtual data sets to tell their shape.
+    """
+    plist = dataset.get_create_plist()
+    if plist.get_layout() == h5py.h5d.VIRTUAL:
+        raise ValueError("the values are those of another, virtual data set")
+    if plist.get_external_count():
+        raise ValueError("the values lie in a file outside")
+
+
+def open_plain(h5: h5py.Group, path: str) -> h5py.Dataset:
+    """A data set whose values all were written, and lie in one run of this very file; raises ValueError if not."""
+    check_hard_link(h5, path)
+    dataset = h5py.h5d.open(h5.id, path.encode())
+    try:
+        check_lies_here(dataset)
+        if dataset.shape is None or dataset.get_create_plist().get_layout() == h5py.h5d.CHUNKED:
+            raise ValueError("it has no values" if dataset.shape is None else "its values are in chunks")
+        _check_run(dataset)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return h5py.Dataset(dataset)
+
+
+def attribute(h5: h5py.File, name: str) -> Any:
+    """An attribute as one number or text; ValueError if it is anything else."""
+    if name not in h5.attrs:
+        raise ValueError(f"its attribute {name!r} is missing")
+    found = h5.attrs.get_id(name)
+    text = h5py.check_string_dtype(found.dtype)
+    if found.get_space().get_simple_extent_type() != h5py.h5s.SCALAR:
+        raise ValueError(f"its attribute {name!r} is not a single value")
+    if found.dtype.kind not in "biuf" and (text is None or text.length is not None):
+        raise ValueError(f"its attribute {name!r} is neither a number nor text but {found.dtype}")
+    value = h5.attrs[name]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def check_written(dataset: h5py.h5d.DatasetID) -> None:
+    """Raise ValueError unless all values of a data set were written, with filters that are known."""
+    plist = dataset.get_create_plist()
+    if plist.get_layout() != h5py.h5d.CHUNKED:
+        _check_run(dataset)
+        return
+    filters = [plist.get_filter(i)[0] for i in range(plist.get_nfilters())]
+    if not set(filters) <= _FILTERS:
+        raise ValueError(f"it has filters {filters}, of which not all are known")
+    if len(filters) > 2 or any(each in _COMPRESSORS for each in filters[:-1]):
+        raise ValueError(f"it has filters {filters}; wanted shuffling or none, then one compression or none")
+    pairs = list(zip(dataset.shape, plist.get_chunk(), strict=True))
+    if any(chunk > extent for extent, chunk in pairs):
+        raise ValueError("its chunks are larger than itself")
+    if dataset.get_num_chunks() != prod(-(-extent // chunk) for extent, chunk in pairs):
+        raise ValueError("some of its values were never written")
+
+
+def check_chunks(dataset: h5py.h5d.DatasetID) -> None:
+    """Raise ValueError unless every chunk decodes to all of its values; reads all chunks, one at a time.
+
+    Comes after `check_written`; a data set without chunks has nothing to decode.
+    """
+    plist = dataset.get_create_plist()
+    if plist.get_layout() != h5py.h5d.CHUNKED:
+        return
+    filters = [plist.get_filter(i)[0] for i in range(plist.get_nfilters())]
+    last = filters[-1] if filters and filters[-1] in _COMPRESSORS else None
+    chunk = plist.get_chunk()
+    size = prod(chunk) * dataset.dtype.itemsize
+    if size > _LARGEST_CHUNK:
+        raise ValueError(f"its chunks are {size} bytes; this mpishard reads chunks of at most {_LARGEST_CHUNK}")
+    for place in itertools.product(*map(range, itertools.repeat(0), dataset.shape, chunk)):
+        stored = dataset.get_chunk_info_by_coord(place)
+        if stored.byte_offset is None or not 0 < stored.size <= 2 * size + 64:
+            raise ValueError(f"its chunk at {place} is not there, or too long")
+        skipped, data = dataset.read_direct_chunk(place)
+        # HDF5 skips a compression that does not make a chunk smaller.
+        if skipped and (last is None or skipped != 1 << len(filters) - 1):
+            raise ValueError(f"its chunk at {place} skips the filters {skipped:#b} of {filters}")
+        found = len(data) if skipped or last is None else _DECODED_SIZE[last](data, size)
+        if found != size:
+            how = "cannot be decoded" if found < 0 else f"decodes to {found} bytes or more" if found > size else ""
+            raise ValueError(f"its chunk at {place} {how or f'decodes to {found} bytes'} instead of {size}")
+
+
+def _check_run(dataset: h5py.h5d.DatasetID) -> None:
+    """Raise ValueError unless the values of a data set without chunks were written and lie within the file."""
+    text = h5py.check_string_dtype(dataset.dtype) is not None and dataset.dtype.kind == "O"
+    size = prod(dataset.shape) * (_TEXT_REFERENCE if text else dataset.dtype.itemsize)
+    if dataset.get_storage_size() != size:
+        raise ValueError("some of its values were never written")
+    if (dataset.get_offset() or 0) + size > h5py.h5i.get_file_id(dataset).get_filesize():
+        raise ValueError("its values go on beyond the end of the file")
+
+
+def _inflated_size(data: bytes, most: int) -> int:
+    """How many bytes zlib makes of a chunk: -1 if it cannot, more than `most` if there are more."""
+    decoder = zlib.decompressobj()
+    try:
+        size = len(decoder.decompress(data, most + 1))
+    except zlib.error:
+        return -1
+    return size if size > most or decoder.eof else -1
+
+
+def _lzf_size(data: bytes, most: int) -> int:
+    """The same for LZF."""
+    return _lzf_counter()([np.frombuffer(data, np.uint8)])
+
+
+@functools.cache
+def _lzf_counter() -> Callable[..., int]:
+    from mpishard.backend.compiled import HostFunction  # no other file needs a compiler
+
+    return HostFunction(_count_lzf)
+
+
+def _count_lzf(data: Any) -> int:
+    # Runs of literal bytes, and references to what was decoded before: length and distance back.
+    place = size = 0
+    while place < data.size:
+        control = int(data[place])
+        place += 1
+        if control < 32:
+            place += control + 1
+            size += control + 1
+            continue
+        length = control >> 5
+        if length == 7 and place < data.size:
+            length += int(data[place])
+            place += 1
+        if place >= data.size or ((control & 31) << 8) + int(data[place]) >= size:
+            return -1
+        place += 1
+        size += length + 2
+    return size if place == data.size else -1
+
+
+_DECODED_SIZE: dict[int, Callable[[bytes, int], int]] = {
+    h5py.h5z.FILTER_DEFLATE: _inflated_size,
+    h5py.h5z.FILTER_LZF: _lzf_size,
+}

@@ -1,0 +1,145 @@
+"""The command lines of the launchers of MPI libraries."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpishard.launch.hosts import Host
+
+_NAMES = ("mpirun", "mpiexec")
+_OPEN_MPI, _HYDRA = "Open MPI", "MPICH"
+_MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
+# What the launcher of Open MPI must be told to hand to processes on other hosts.
+_FORWARDED = re.compile(
+    r"MPISHARD_\w+|PYTHON\w+|(OMP|OPENBLAS|MKL|BLIS|NUMEXPR|NUMBA)_\w+|CUDA_\w+|PATH|LD_LIBRARY_PATH|VIRTUAL_ENV"
+)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The launcher of one MPI library.
+
+    Attributes
+    ----------
+    path : str
+    family : str
+        ``"Open MPI"``, or ``"MPICH"`` for that and for others that take the options of its launcher, Hydra.
+    """
+
+    path: str
+    family: str
+
+    @property
+    def leave_signal(self) -> signal.Signals:
+        """Sent to the launcher it reaches every rank and gives it time to leave.
+
+        Open MPI's ends the ranks itself on SIGTERM, half a second later.
+        """
+        return signal.SIGUSR1 if self.family == _OPEN_MPI else signal.SIGTERM
+
+    @property
+    def end_signal(self) -> signal.Signals:
+        """Sent to the launcher it ends the ranks at once; MPICH's passes SIGTERM on and waits."""
+        return signal.SIGTERM if self.family == _OPEN_MPI else signal.SIGINT
+
+    @property
+    def tells_of_ctrl_c(self) -> bool:
+        """Whether it speaks of Ctrl-C when it is ended; killed, MPICH's leaves nothing on this host but its ranks."""
+        return self.family != _OPEN_MPI
+
+    def command(
+        self,
+        command: Sequence[str],
+        ranks: int,
+        *,
+        hosts: Sequence[Host] = (),
+        elastic: bool = False,
+        shell: str | None = None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> list[str]:
+        """The words that start a command on so many ranks.
+
+        Parameters
+        ----------
+        hosts : sequence of Host
+            Empty: this one.
+        elastic : bool
+            Ranks may survive the death of others.
+        shell : str, optional
+            What reaches the hosts; default: what the launcher takes.
+        environment : mapping
+            What this job is started with.
+        """
+        words = [self.path, "-n", str(ranks)]
+        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        if self.family == _OPEN_MPI:
+            if elastic:
+                # Its hierarchical collectives crash after a death.
+                words += ["--with-ft", "ulfm", "--mca", "coll", "^han"]
+            if hosts:
+                words += ["-H", listed]
+                for name in sorted(filter(_FORWARDED.fullmatch, environment)):
+                    words += ["-x", name]
+                if shell is not None:
+                    words += ["--prtemca", "plm_ssh_agent", shell]
+        elif hosts:
+            words += ["-hosts", listed]
+            if shell is not None:
+                words += ["-launcher", "ssh", "-launcher-exec", shell]
+        return [*words, *command]
+
+    def environment(self, given: Mapping[str, str], ranks: int, slots: int, elastic: bool = False) -> dict[str, str]:
+        """The environment of the launcher: the given one, and what must be there where that says nothing else.
+
+        Spawned processes heed settings of Open MPI in the environment only.
+        """
+        if self.family != _OPEN_MPI:
+            return dict(given)
+        settings: dict[str, str] = {}
+        if os.geteuid() == 0:
+            settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if elastic or ranks > slots:
+            settings |= {_MAPPING: "slot:oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none"}
+        if elastic:
+            settings |= {
+                # Without it the launcher kills all processes that were spawned together when one of them dies.
+                "PRTE_MCA_state_base_recoverable": "1",
+                # After a death MPI_Finalize may wait for ever in its barrier.
+                "OMPI_MCA_async_mpi_finalize": "1",
+            }
+        settings |= given
+        # Without a first word all ranks were seen on the first host, whatever its slots.
+        if settings.get(_MAPPING, "").startswith(":"):
+            settings[_MAPPING] = f"slot{settings[_MAPPING]}"
+        return settings
+
+
+def find_launcher(path: str | None = None) -> Launcher:
+    """The launcher of the MPI beside this Python, or that of the PATH, or the one given.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    beside = [Path(sys.executable).with_name(name) for name in _NAMES]
+    found = path or next((str(each) for each in beside if os.access(each, os.X_OK)), None)
+    found = shutil.which(found) if found else next(filter(None, map(shutil.which, _NAMES)), None)
+    if found is None:
+        raise ValueError(
+            f"there is no launcher {path}" if path else "no mpirun beside this Python or on the PATH; give --launcher"
+        )
+    try:
+        told = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{found} --version does not end") from None
+    text = told.stdout + told.stderr
+    return Launcher(found, _OPEN_MPI if "Open MPI" in text or "PRTE" in text or "PRRTE" in text else _HYDRA)

@@ -1,0 +1,126 @@
+"""The course of a job as its notes show it: how far it is, and whether it is stuck.  No MPI, no processes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from mpishard.launch.run_folder import RunFolder
+
+_STEPS = 3
+# That a job gets to end by itself: other ranks have something to say, too.
+_ABORT_S = 3.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds after which a job is stuck.
+
+    Parameters
+    ----------
+    start : float
+        From its start until all its ranks have imported mpishard.
+    step : float
+        Without a step while an elastic run is under way, or thrice the longest step so far.
+    heal : float
+        In which a step follows after a death, if one is to come, or thrice the longest step so far: an MPI that has
+        lost processes may lose a message too, and then all wait for ever.
+    end : float
+        From the end of the script to that of its launcher.
+    """
+
+    start: float = 300.0
+    step: float = 1800.0
+    heal: float = 60.0
+    end: float = 30.0
+
+
+class Course:
+    """Looks at the notes of one start.
+
+    Parameters
+    ----------
+    folder : RunFolder
+    limits : Limits
+
+    Attributes
+    ----------
+    step : int
+        The last one noted.
+    started, has_ended : bool
+        All ranks have imported mpishard; the script has come to its end.
+    half_started : bool
+        The job must be ended since some of its ranks have not come as far as their import of mpishard.
+    """
+
+    def __init__(self, folder: RunFolder, limits: Limits) -> None:
+        self.step = 0
+        self.started = self.has_ended = False
+        self.half_started = False
+        self._folder = folder
+        self._limits = limits
+        self._aborted: float | None = None
+        self._gone: tuple[float, int] = 0.0, 0
+        self._training: bool | None = None
+        self._heal = 0.0, 0
+        # What a step must be beyond to tell of progress after a death, if it is waited for: the one after the last that
+        # was committed may have been noted before the death.
+        self._beyond: int | None = None
+        self._longest = 0.0
+        self._since = time.monotonic()
+
+    def look(self, gone: int = 0) -> str:
+        """Why the job must be ended; empty if it need not.  `gone`: how many of its ranks do not run."""
+        now = time.monotonic()
+        has_ended = self._folder.ended is not None
+        if has_ended and not self.has_ended:
+            self._since = now
+        self.has_ended = has_ended
+        died = gone > self._gone[1]
+        if gone != self._gone[1]:
+            self._gone = now, gone
+        if self._aborted is None and self._folder.aborted:
+            self._aborted = now
+        self.started = self.started or self._folder.started
+        if self._aborted is not None and now - self._aborted > _ABORT_S:
+            return f"a rank has failed, and the job has not ended within {_ABORT_S:g} s; it is ended"
+        if not has_ended:
+            return self._look_at_steps(now, died) if self.started else self._look_at_start(now)
+        if now - self._since > self._limits.end:
+            return f"the script has ended; its launcher has not for {self._limits.end:g} s and is killed"
+        return ""
+
+    def _look_at_start(self, now: float) -> str:
+        since, gone = self._gone
+        if gone and now - since > _ABORT_S:
+            self.half_started = True
+            return "a rank has ended before all had imported mpishard, and the others wait for it; the job is ended"
+        if now - self._since > self._limits.start:
+            self.half_started = True
+            within = f"within {self._limits.start:g} s (--start-limit)"
+            return f"not all ranks have imported mpishard {within}; the job is ended"
+        return ""
+
+    def _look_at_steps(self, now: float, died: bool) -> str:
+        step, heal, training = self._folder.step, self._folder.heal, self._folder.training
+        if step != self.step:
+            if self.step and self._beyond is None:
+                self._longest = max(self._longest, now - self._since)
+            self._since = now
+            if self._beyond is not None and step > self._beyond:
+                self._beyond = None
+        if training != self._training:
+            self._since = now
+        if heal != self._heal:
+            self._since, self._beyond = now, heal[1] + 1
+        elif died and training and self._beyond is None:
+            self._since, self._beyond = now, step + 1
+        self.step, self._heal, self._training = step, heal, training
+        if training is False:
+            self._beyond = None
+        waits, patience = now - self._since, _STEPS * self._longest
+        if self._beyond is not None and waits > max(self._limits.heal, patience):
+            return f"no step for {max(self._limits.heal, patience):g} s after a death (--heal-limit); the job is ended"
+        if training and waits > max(self._limits.step, patience):
+            return f"no step for {max(self._limits.step, patience):g} s (--step-limit); the job is ended"
+        return ""

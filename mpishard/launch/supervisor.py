@@ -1,0 +1,276 @@
+"""The supervisor: starts a job, watches it, ends what is left of it, and starts it again.
+
+It believes the run's own completion marker and no exit code of a launcher.  Whatever becomes of it, no process of the
+job is left: it adopts their orphans, and the kernel kills the launcher when the supervisor dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from mpishard.launch.hosts import Host, Patrol, check_shell, parse_hosts, sweep
+from mpishard.launch.launchers import Launcher, find_launcher
+from mpishard.launch.leftovers import Leftovers
+from mpishard.launch.policy import History, Outcome, Policy, Start, Stop, decide, exit_code, name_of
+from mpishard.launch.processes import Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
+from mpishard.launch.progress_monitor import Course, Limits
+from mpishard.launch.run_folder import RunFolder
+
+_POLL_S = 0.02
+_LOOK_S = 0.2  # from one look into the run's folder to the next
+_END_S = 3.0  # that a launcher gets to end its job
+_END_WITHOUT_S = 0.5  # and where it cannot, since it waits for a host that does not answer
+_ALONE_S = 10.0  # and when all that it has started is gone: Open MPI's was seen to wait for ever after an abort
+_STOP, _PASS_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run and how.
+
+    Parameters
+    ----------
+    command : sequence of str
+    ranks : int, optional
+        Default: the slots of the hosts, or the cores of this one.
+    hosts : str
+        ``NAME:SLOTS,...``; empty: this one.
+    policy : Policy
+    folder : str, optional
+        The run's folder, which all hosts see; default: a temporary one, in the working directory if there are hosts.
+    launcher : str, optional
+        Default: that of the MPI beside this Python.
+    shell : str, optional
+        What reaches a host, ``SHELL HOST COMMAND``; default ssh.
+    grace : float
+        Seconds that ranks get to leave on SIGTERM.
+    limits : Limits
+    probe_every, probe_limit : float
+        Seconds from one look at the hosts to the next, and that they get to answer.
+    """
+
+    command: tuple[str, ...]
+    ranks: int | None = None
+    hosts: str = ""
+    policy: Policy = Policy()
+    folder: str | None = None
+    launcher: str | None = None
+    shell: str | None = None
+    grace: float = 30.0
+    limits: Limits = Limits()
+    probe_every: float = 5.0
+    probe_limit: float = 10.0
+
+
+class Supervisor:
+    """Runs one job to its end.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be started as asked for.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.hosts: tuple[Host, ...] = parse_hosts(job.hosts) if job.hosts else ()
+        self.slots: int = sum(host.slots for host in self.hosts) or len(os.sched_getaffinity(0))
+        ranks = self.slots if job.ranks is None else job.ranks
+        policy = job.policy
+        if ranks < policy.min_workers or ranks % policy.multiple_of:
+            wanted = f"at least {policy.min_workers} and a multiple of {policy.multiple_of}"
+            raise ValueError(f"{ranks} ranks were asked for, which is not {wanted}")
+        if self.hosts and ranks > self.slots:
+            raise ValueError(f"{ranks} ranks do not fit the {self.slots} slots of {job.hosts}; give NAME:SLOTS")
+        check_shell(self.hosts, job.shell)
+        self.ranks = ranks
+        self.launcher: Launcher = find_launcher(job.launcher)
+        self._line = ""  # that of the last start, as one would type it
+        self._leftovers = Leftovers()  # of the last start
+        self._signals: list[int] = []
+        self._stopped = 0
+        self._stop_began = 0.0
+        self._at_once = False  # nobody waits for what the launcher makes of the end
+
+    def run(self) -> int:
+        """Returns the exit code of the run."""
+        adopt_orphans()
+        for number in (*_STOP, _PASS_ON):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._take_signal)
+        temporary = None
+        path = self.job.folder
+        if path is None:
+            path = temporary = tempfile.mkdtemp(prefix=".mpishard-run-", dir="." if self.hosts else None)
+        try:
+            return self._run(RunFolder.create(Path(path)))
+        finally:
+            self._end_all()
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def _run(self, folder: RunFolder) -> int:
+        history = History(self.ranks, self.ranks)
+        start = Start(self.ranks, self.hosts, history)
+        ended = 0.0
+        for number in itertools.count(1):
+            self._leftovers = Leftovers()
+            process = self._start(start, folder)
+            if number > 1:
+                where = f" on {', '.join(host.name for host in start.hosts)}" if start.hosts else ""
+                waited = time.monotonic() - ended
+                self._say(f"start {number}, {start.ranks} ranks{where}, {waited:.2f} s after the end")
+            course = Course(folder, self.job.limits)
+            silent = self._watch(process, start, folder, course, ended)
+            ended = time.monotonic()
+            outcome = self._end_job(process, folder, course.half_started, bool(silent))
+            folder = folder.next()  # what cannot be reached from here ends itself
+            asked = tuple(host for host in self.hosts if host not in silent)
+            answering = sweep(asked, self.job.shell, self.job.probe_limit, "MPISHARD_RUN", str(folder.path))
+            follows = decide(self.job.policy, history, outcome, self.hosts, answering)
+            if isinstance(follows, Stop):
+                if follows.why:
+                    self._say(f"the job {follows.why}; the run ends with code {follows.code}")
+                return follows.code
+            self._say(f"the job {follows.why}; last step seen: {outcome.step or 'none'}")
+            start, history = follows, follows.history
+        raise AssertionError("unreachable")
+
+    def _end_job(self, process: subprocess.Popen[bytes], folder: RunFolder, half_started: bool, lost: bool) -> Outcome:
+        """How the job ended, or how far it came; it is ended then."""
+        # Looked at before the job is ended: what that makes of the ranks is no news.
+        outcome = Outcome(
+            code=0,
+            started=folder.started,
+            half_started=half_started,
+            step=folder.step,
+            ended=folder.ended,
+            given_up=folder.given_up,
+            failure=folder.failure,
+            aborted=folder.aborted,
+            healed=folder.healed,
+            lost=lost,
+        )
+        code = process.poll()
+        if code is None:
+            self._end(process, _END_WITHOUT_S if lost else _END_S)
+            code = exit_code(process.returncode)  # it was not lost to a signal
+        self._end_all()
+        self._leftovers.remove(process.pid)
+        stopped = self._stopped or next((number for number in self._signals if number in _STOP), 0)
+        return replace(outcome, code=code, stopped=stopped)
+
+    def _start(self, start: Start, folder: RunFolder) -> subprocess.Popen[bytes]:
+        job, elastic = self.job, self.job.policy.elastic
+        given = {**os.environ, **folder.environment()}
+        environment = self.launcher.environment(given, start.ranks, self.slots, elastic)
+        command = self.launcher.command(
+            job.command, start.ranks, hosts=start.hosts, elastic=elastic, shell=job.shell, environment=environment
+        )
+        own = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if given.get(name) != value]
+        line = " ".join([*own, shlex.join(command)])
+        if line != self._line:
+            self._line = line
+            self._say(f"starts {line}")
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True, preexec_fn=die_with_parent
+        )
+
+    def _watch(
+        self, process: subprocess.Popen[bytes], start: Start, folder: RunFolder, course: Course, ended: float
+    ) -> set[Host]:
+        """Until the launcher ends, or it is time to end it; returns the hosts because of which, if they are lost."""
+        job, hosts, step = self.job, start.hosts, start.history.step
+        patrol = Patrol(hosts, job.shell, job.probe_every, job.probe_limit)
+        offspring = Offspring(process.pid, _ALONE_S)
+        looked = time.monotonic()
+        awaited = step > 0
+        while process.poll() is None:
+            time.sleep(_POLL_S)
+            now = time.monotonic()
+            if self._handle_signals(process, folder) or (self._stopped and now - self._stop_began > job.grace):
+                return set()
+            if now - looked >= _LOOK_S:
+                looked = now
+                self._leftovers.look()
+                offspring.look(course.started)
+                reason = course.look(offspring.ranks_gone)
+                if awaited and course.step:
+                    awaited = False
+                    self._say(f"step {course.step}, {now - ended:.2f} s after the end; step {step} was seen before it")
+                if reason:
+                    self._say(reason)
+                    return set()
+            # Ranks on other hosts descend from nothing here.
+            if not hosts and not course.has_ended and offspring.gone:
+                self._say(f"all ranks are gone; the launcher is not after {_ALONE_S:g} s and is ended")
+                return set()
+            lost = set() if course.has_ended else patrol.look()
+            if lost:
+                self._say(f"{', '.join(sorted(host.name for host in lost))} does not answer; the job is ended")
+                return lost
+        return set()
+
+    def _take_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _handle_signals(self, process: subprocess.Popen[bytes], folder: RunFolder) -> bool:
+        """Pass on what came; returns whether the job must end now."""
+        while self._signals:
+            number = self._signals.pop(0)
+            if number == _PASS_ON:
+                process.send_signal(number)
+                continue
+            name = name_of(number)
+            if self._stopped:
+                self._at_once = True
+                self._say(f"{name} again: the ranks are killed, and save nothing more")
+                return True
+            self._stopped, self._stop_began = number, time.monotonic()
+            if number == signal.SIGINT and not folder.started:
+                self._at_once = True
+                self._say("Ctrl-C before the ranks have begun: they are killed")
+                return True
+            self._say(
+                f"{name}: the run ends after its step, and saves if it has checkpoints; the ranks have "
+                f"{self.job.grace:g} s for that.  Once more, and they are killed"
+            )
+            with contextlib.suppress(OSError):
+                folder.note_ending()
+            process.send_signal(self.launcher.leave_signal)
+        return False
+
+    def _end(self, process: subprocess.Popen[bytes], limit: float) -> None:
+        """End a launcher, in order if it will within so many seconds."""
+        if self._at_once and not self.hosts and self.launcher.tells_of_ctrl_c:
+            process.kill()
+            process.wait()
+            return
+        process.send_signal(self.launcher.end_signal)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(limit)
+            return
+        process.kill()
+        process.wait()
+
+    def _end_all(self) -> None:
+        """Nothing that was started here is left on this host."""
+        if descendants():
+            left = end_descendants()
+            if left:
+                self._say(f"processes {sorted(left)} could not be killed")
+
+    def _say(self, text: str) -> None:
+        print(f"mpishard run: {text}", file=sys.stderr, flush=True)

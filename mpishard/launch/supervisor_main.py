@@ -1,0 +1,38 @@
+"""The supervisor as a program that never loads MPI: ``python -I supervisor_main.py JSON``, with the fields of `Job`.
+
+A process that has initialised MPI must not start jobs and outlive them, and importing anything of mpishard does that;
+so an empty module takes the place of `mpishard`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def main() -> int:
+    here = Path(__file__).resolve().parent
+    package = ModuleType("mpishard")
+    package.__path__ = [str(here.parent)]
+    sys.modules["mpishard"] = package
+
+    from mpishard.launch.policy import Policy
+    from mpishard.launch.progress_monitor import Limits
+    from mpishard.launch.supervisor import Job, Supervisor
+
+    fields = json.loads(sys.argv[1])
+    parts = {"policy": Policy(**fields["policy"]), "limits": Limits(**fields["limits"])}
+    try:
+        return Supervisor(Job(**{**fields, **parts})).run()
+    except ValueError as error:
+        message = str(error)
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)
+    print(f"mpishard: error: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,374 @@
+"""Parameters: named tensors that are views into one flat buffer.  Layers and optimizers meet here and nowhere else."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpishard.arguments import shown
+from mpishard.backend import array as arrays
+from mpishard.backend.array import is_array
+from mpishard.comm.axis import Axis
+from mpishard.layout.boxes import WHOLE, Box, Holding, ParameterSpec, Place, merge_ties
+from mpishard.parameters.buckets import GradientBuckets, Run, make_runs
+from mpishard.parameters.sharded import ShardedUnits
+
+Array = Any
+
+
+class FlatParameters:
+    """One flat parameter buffer, one flat gradient buffer, and named views into both.
+
+    Parameters
+    ----------
+    specs : sequence of ParameterSpec
+        The tensors of the whole model, in the order in which it uses them; they are stored in this order.  One that
+        several stages list is tied between them, see `mpishard.layout.boxes.merge_ties`.
+    dtype : dtype
+        float32 or float64.
+    module : module
+        ``numpy`` (default) or ``cupy``: where the buffers live.
+    place : Place
+        Which of the tensors, and which slices of them, this rank holds; default everything.
+    units : sequence of sequences of str
+        Names of consecutive tensors that are used together; under ZeRO-3 they are gathered together.  Default: all
+        tensors are one unit.
+    sharded_over : Axis, optional
+        Hold only an even share of every unit from the start (ZeRO-3), and never all parameters at a time.
+
+    Attributes
+    ----------
+    specs : tuple of ParameterSpec
+        Of the whole model.
+    local : tuple of ParameterSpec
+        Of the tensors held here.
+    pieces : tuple of Piece
+        The slice of each tensor in `local` that is held here, and its place in the flat buffer.
+    gradients : GradientBuckets
+    lent : bool
+        Whether the flat buffer is the caller's, who counts on it to be whole.
+    loss_scale : float
+        What a backward pass multiplies the gradient of its loss by, so that half-precision gradients keep small
+        values; the optimizer sets it, and divides it out again.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        dtype: Any = np.float32,
+        *,
+        module: Any = np,
+        place: Place = WHOLE,
+        units: Sequence[Sequence[str]] | None = None,
+        sharded_over: Axis | None = None,
+    ) -> None:
+        dtype = np.dtype(dtype)
+        if dtype not in (np.float32, np.float64):
+            raise TypeError(f"parameters must be float32 or float64, got {dtype}")
+        if wrong := [spec for spec in specs if not isinstance(spec, ParameterSpec)]:
+            raise TypeError(f"specs must be ParameterSpec(name, shape), got {shown(wrong[0])}")
+        self._set_layout(specs, place, units)
+        if sharded_over is not None:
+            self._like = module.zeros(0, dtype)
+            self._bind(None, ShardedUnits(self.pieces, self.units, sharded_over, self._like))
+        else:
+            self._bind(module.zeros(self.size, dtype), None)
+
+    @classmethod
+    def over(cls, flat: Array, specs: Sequence[ParameterSpec] | None = None) -> FlatParameters:
+        """Names for an existing flat array, which stays where it is; without `specs` it is one tensor."""
+        check_flat("parameters", flat)
+        if specs is None:
+            specs = [ParameterSpec("parameters", (flat.size,))]
+        if sum(spec.size for spec in specs) != flat.size:
+            named = sum(spec.size for spec in specs)
+            raise ValueError(f"the specs name {named} elements, but the flat array has {flat.size}")
+        self = cls.__new__(cls)
+        self._set_layout(specs, WHOLE, None)
+        self._bind(flat, None)
+        self.lent = True
+        return self
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Any], *, module: Any = np) -> FlatParameters:
+        """Names for a new flat array that holds copies of tensors, such as those of a PyTorch module.
+
+        The module goes on with the views ``parameters[name]``, and trains what the optimizer updates.
+
+        Parameters
+        ----------
+        tensors : mapping of str to tensor
+            What ``module.from_dlpack`` takes, such as ``p.detach()`` of PyTorch's parameters, all of one dtype.
+        module : module
+            ``numpy`` (default) or ``cupy``: where they are.
+        """
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"tensors must be a mapping of names to tensors, got {type(tensors).__name__}")
+        if not tensors:
+            raise ValueError("there are no tensors to name: the mapping is empty")
+        values = {name: _from_dlpack(name, tensor, module) for name, tensor in tensors.items()}
+        dtypes = sorted({str(value.dtype) for value in values.values()})
+        if len(dtypes) > 1:
+            raise TypeError(f"tensors must be all float32 or all float64, got {' and '.join(dtypes)}")
+        flat = module.concatenate([value.reshape(-1) for value in values.values()])
+        return cls.over(arrays.aligned_copy(flat), [ParameterSpec(name, each.shape) for name, each in values.items()])
+
+    def _set_layout(self, specs: Sequence[ParameterSpec], place: Place, units: Sequence[Sequence[str]] | None) -> None:
+        self.specs: tuple[ParameterSpec, ...] = tuple(merge_ties(specs))
+        self.place = place
+        self.local: tuple[ParameterSpec, ...] = tuple(spec for spec in self.specs if place.holds(spec))
+        self.pieces: Holding = place.holding(self.specs)
+        self.lent = False
+        self.loss_scale: float = 1.0
+        self.units: list[tuple[int, int]] = _runs_of_units(self.local, units)
+        self._piece_of = {piece.name: piece for piece in self.pieces}
+        self._unit_of = {
+            piece.name: index for index, (first, last) in enumerate(self.units) for piece in self.pieces[first:last]
+        }
+
+    def _bind(self, flat: Array | None, sharded: ShardedUnits | None) -> None:
+        self._flat = flat
+        self.sharded = sharded
+        if flat is not None:
+            self._like = flat[:0]
+            self._views = {p.name: flat[p.start : p.start + p.size].reshape(p.shape) for p in self.pieces}
+        else:
+            assert sharded is not None
+            self._views = sharded.views
+        self.gradients: GradientBuckets = GradientBuckets(
+            self.pieces, self._like, minimum=max(1, self.size), runs=self.gradient_runs()
+        )
+
+    def gradient_runs(self, *, by_unit: bool = False, replicas_apart: bool = False) -> list[Run]:
+        """Runs of pieces whose gradients are complete at different times, so that no bucket may span two of them.
+
+        Tensors of one stage are a run, or with `by_unit` those of one unit; a tied tensor is a run of its own, which
+        waits for the end of the step.  With `replicas_apart`, tensors that all tensor ranks hold whole are not in one
+        run with others, whose values differ between these ranks.
+        """
+
+        def key(spec: ParameterSpec) -> object:
+            return self._unit_of[spec.name] if by_unit else spec.stage, replicas_apart and spec.tensor_dim is None
+
+        return make_runs((spec.stage, key(spec), bool(spec.copies)) for spec in self.local)
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Number of parameters that belong to this rank's place in the mesh."""
+        return sum(piece.size for piece in self.pieces)
+
+    @property
+    def flat(self) -> Array:
+        """The flat buffer of all parameters of this rank's place."""
+        if self._flat is None:
+            raise ValueError(
+                "these parameters are sharded over the data axis (ZeRO-3) and have no flat array; "
+                "gather_full_parameters() of the model makes one, `sharded.shard` is this rank's share"
+            )
+        return self._flat
+
+    @property
+    def held(self) -> Array:
+        """The flat array of the parameters that are held here always: all of the place's, or this rank's share."""
+        return self._flat if self._flat is not None else self._sharded().shard
+
+    @property
+    def like(self) -> Array:
+        """An empty array of their dtype and device."""
+        return self._like
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self._like.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters held now, units gathered for use included.  Not collective."""
+        return int(self._flat.nbytes) if self._flat is not None else self._sharded().nbytes
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """A number of 62 bits that depends on all that the specs say, on their order, and on the dtype."""
+        text = repr((self.specs, self.dtype.name))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+    def digest(self) -> int:
+        """A number of 62 bits that depends on the values held here.  Not collective."""
+        import xxhash  # with the first run, not with the package
+
+        return int(xxhash.xxh3_64_intdigest(arrays.to_host(self.held).data)) >> 2
+
+    @property
+    def description(self) -> str:
+        """Their number and size in words."""
+        size = sum(spec.size for spec in self.specs)
+        first = next((spec.name for spec in self.specs), "none")
+        return f"{len(self.specs)} tensors of {size} {self.dtype} values, first {first!r}"
+
+    def __getitem__(self, name: str) -> Array:
+        """The slice of tensor `name` that this rank holds.
+
+        Ask anew for every use: under ZeRO-3 it exists between `use` and `release` only, in other memory each time.
+        """
+        try:
+            return self._views[name]
+        except KeyError:
+            if self.sharded is None or name not in self._piece_of:
+                raise
+            raise RuntimeError(
+                f"parameter {name!r} is sharded (ZeRO-3) and not gathered now; call use([{name!r}]) on all ranks before"
+            ) from None
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The flat buffer, for NumPy's functions: ``np.save(path, parameters)``."""
+        return np.array(self.flat, dtype, copy=copy)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._piece_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._piece_of
+
+    def __len__(self) -> int:
+        return len(self._piece_of)
+
+    def box(self, name: str) -> Box:
+        """The slice of the global tensor that this rank's part of `name` is."""
+        return self._piece_of[name].box
+
+    def assign(self, name: str, values: Array) -> None:
+        """Give this rank's slice of `name` its values, an array of its shape; works on sharded parameters too."""
+        if self.sharded is None:
+            self._views[name][...] = values
+        else:
+            self.sharded.assign(self._piece_of[name], self._unit_of[name], values)
+
+    # -- ZeRO-3: parameters are there while they are used -----------------------------------------------------------
+
+    def use(self, names: Sequence[str]) -> None:
+        """Make the tensors `names` available; collective over the data axis under ZeRO-3, else nothing happens."""
+        if self.sharded is not None:
+            self.sharded.use(self._units(names))
+
+    def prefetch(self, names: Sequence[str]) -> None:
+        """Start to gather what the next `use` will want.  Collective like `use`."""
+        if self.sharded is not None:
+            self.sharded.prefetch(self._units(names))
+
+    def release(self, names: Sequence[str]) -> None:
+        """The tensors `names` are not needed for now: what was gathered of them is freed."""
+        if self.sharded is not None:
+            self.sharded.release(self._units(names))
+
+    def shard(self, axis: Axis) -> None:
+        """Keep only this rank's share of every unit from now on.  Not collective; all ranks must hold equal values."""
+        if self.sharded is not None:
+            return
+        sharded = ShardedUnits(self.pieces, self.units, axis, self._like)
+        sharded.take(self.flat)
+        self._bind(None, sharded)
+
+    def renew(self) -> None:
+        """Forget the gradients and who reduced them; if sharded, hold empty shares over the axis as it is now."""
+        sharded = self.sharded
+        if sharded is not None:
+            sharded = ShardedUnits(self.pieces, self.units, sharded.axis, self._like)
+        self._bind(self._flat, sharded)
+
+    def gather(self) -> Array:
+        """All parameters of this rank's place as one flat array (a new one).  Collective under ZeRO-3."""
+        if self.sharded is None:
+            return self.flat.copy()
+        flat = arrays.empty(self.size, self.dtype, like=self._like)
+        self.sharded.gather(flat)
+        return flat
+
+    def _units(self, names: Sequence[str]) -> list[int]:
+        return sorted({self._unit_of[name] for name in names})
+
+    def _sharded(self) -> ShardedUnits:
+        assert self.sharded is not None
+        return self.sharded
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def gradient(self, name: str) -> tuple[Array, bool]:
+        """Where a backward pass writes the gradient of `name`: ``(view, accumulate)``.
+
+        If ``accumulate`` is False the view holds garbage and must be overwritten, else added to.  Ask in every pass:
+        under ZeRO-2 the memory is another one each time.
+        """
+        return self.gradients.gradient(name)
+
+    def finished(self, name: str) -> None:
+        """Announce that this backward pass is done with the gradient of `name`, so that its reduction may start."""
+        self.gradients.finished(name)
+
+    def reset_gradients(self) -> None:
+        """Forget the gradients; the next backward pass starts from zero.  Optimizers do this after each step."""
+        self.gradients.reset()
+
+
+class Model(Protocol):
+    """What is trained: its parameters, and a function of a batch that writes their gradients.
+
+    ``loss_and_gradient(*batch)`` returns the loss summed over the batch, and writes or adds to the views that
+    ``parameters.gradient(name)`` gives.
+    """
+
+    @property
+    def parameters(self) -> FlatParameters: ...
+
+    @property
+    def loss_and_gradient(self) -> Callable[..., float]: ...
+
+
+def _runs_of_units(specs: Sequence[ParameterSpec], units: Sequence[Sequence[str]] | None) -> list[tuple[int, int]]:
+    """Units as runs ``(first, last)`` of the tensors held, in order, cut further between stages and at ties."""
+    number = {name: index for index, unit in enumerate(units or ()) for name in unit}
+    if units is not None and (missing := [spec.name for spec in specs if spec.name not in number]):
+        raise ValueError(f"parameter {missing[0]!r} is in no unit; units must name every tensor")
+    runs: list[tuple[int, int]] = []
+    previous: object = None
+    for index, spec in enumerate(specs):
+        key = (number.get(spec.name), spec.stage, spec.name if spec.copies else None)
+        if runs and key == previous:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+        previous = key
+    return runs
+
+
+def _from_dlpack(name: str, tensor: Any, module: Any) -> Array:
+    try:
+        return module.from_dlpack(tensor)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        kind = f"{type(tensor).__name__} of {tensor.dtype}" if hasattr(tensor, "dtype") else type(tensor).__name__
+        raise TypeError(
+            f"tensor {name!r} is a {kind}, and must be one of float32 or float64 that {module.__name__}.from_dlpack "
+            f"takes: {error}"
+        ) from None
+
+
+def check_flat(what: str, array: Array, *, written: bool = False) -> None:
+    """Raise unless `array` is a contiguous 1-D float32 or float64 array, and writeable where `written`."""
+    if not is_array(array):
+        raise TypeError(f"{what} must be a flat NumPy or CuPy array, got {type(array).__name__}")
+    if array.ndim != 1:
+        raise ValueError(f"{what} must be flat (1-D), got shape {array.shape}; pass array.reshape(-1)")
+    if array.dtype not in (np.float32, np.float64):
+        raise TypeError(f"{what} must be float32 or float64, got {array.dtype}")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{what} must be contiguous in memory; pass a copy (array.copy())")
+    if not getattr(array.flags, "aligned", True):
+        raise ValueError(
+            f"{what} must begin at a multiple of {array.itemsize} bytes in memory, as a view of bytes may not; "
+            "pass a copy (array.copy())"
+        )
+    if written and not getattr(array.flags, "writeable", True):
+        raise ValueError(f"{what} are read-only, but are written to; pass a copy (array.copy())")

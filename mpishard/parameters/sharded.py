@@ -1,0 +1,175 @@
+"""Parameters of which each data rank keeps a share, and that exist as a whole only while they are used (ZeRO-3).
+
+Rajbhandari et al., "ZeRO" (2020), section 5.3; gathered by units, as Zhao et al., "PyTorch FSDP" (2023), section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from mpishard.backend import array as arrays
+from mpishard.comm.axis import Axis
+from mpishard.comm.request import Pending
+from mpishard.layout.boxes import Piece, counts, split
+
+Array = Any
+
+
+class ShardedUnits:
+    """Shares of units of consecutive tensors, and the units that are gathered now.
+
+    Methods that take units are collective over `axis`: all of its ranks must call them in the same order.
+
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        Tensors in flat order.
+    units : sequence of (first, last)
+        Runs of `pieces`; they cover all of them.
+    axis : Axis
+        The ranks that share every unit evenly.
+    like : array
+        An array of the dtype and device of the parameters.
+
+    Attributes
+    ----------
+    shard : 1-D array
+        This rank's shares, end to end.
+    views : dict
+        The tensors that are gathered now, by name.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], units: Sequence[tuple[int, int]], axis: Axis, like: Array) -> None:
+        self.axis = axis
+        self.views: dict[str, Array] = {}
+        self._pieces = pieces
+        self._units = units
+        self._like = like
+        # A unit's place in the flat order, its cut over the ranks, and where this rank's share begins in the shard.
+        self._extents = [
+            (pieces[first].start, pieces[last - 1].start + pieces[last - 1].size) if last > first else (0, 0)
+            for first, last in units
+        ]
+        self._cuts = [split(stop - start, axis.size) for start, stop in self._extents]
+        self._places = [0]
+        for cuts in self._cuts:
+            self._places.append(self._places[-1] + cuts[axis.rank + 1] - cuts[axis.rank])
+        self.shard: Array = arrays.zeros(self._places[-1], like.dtype, like=like)
+        self._largest = max((stop - start for start, stop in self._extents), default=0)
+        self._free: list[Array] = []
+        self._blocks: dict[int, Array] = {}
+        self._pending: dict[int, Pending] = {}
+        self._users: Counter[int] = Counter()
+
+    @property
+    def own(self) -> list[tuple[int, int]]:
+        """The range of each unit, in flat order, that is this rank's share."""
+        rank = self.axis.rank
+        return [
+            (start + cuts[rank], start + cuts[rank + 1])
+            for (start, _), cuts in zip(self._extents, self._cuts, strict=True)
+        ]
+
+    @property
+    def shares(self) -> list[Array]:
+        """This rank's share of every unit, views of `shard`."""
+        return [self.share(unit) for unit in range(len(self._units))]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: the share, and memory for the units gathered at a time."""
+        return int(self.shard.nbytes + sum(block.nbytes for block in (*self._free, *self._blocks.values())))
+
+    def share(self, unit: int) -> Array:
+        """This rank's share of a unit, a view of `shard`."""
+        return self.shard[self._places[unit] : self._places[unit + 1]]
+
+    def take(self, flat: Array) -> None:
+        """Fill the shares from a flat array of all parameters.  Not collective."""
+        for unit, (start, stop) in enumerate(self.own):
+            self.share(unit)[...] = flat[start:stop]
+
+    def assign(self, piece: Piece, unit: int, values: Array) -> None:
+        """Give a tensor its values, of which this rank keeps what is its share.  Not collective."""
+        if piece.name in self.views:
+            self.views[piece.name][...] = values
+        start, stop = self.own[unit]
+        first, last = max(start, piece.start), min(stop, piece.start + piece.size)
+        if first < last:
+            flat = values.reshape(-1)
+            self.share(unit)[first - start : last - start] = flat[first - piece.start : last - piece.start]
+
+    def prefetch(self, units: Iterable[int]) -> None:
+        """Start to gather units that are not there."""
+        for unit in units:
+            if unit in self._blocks:
+                continue
+            start, stop = self._extents[unit]
+            block = self._free.pop() if self._free else arrays.empty(self._largest, self._like.dtype, like=self._like)
+            self._blocks[unit] = block
+            self._pending[unit] = self.axis.start_all_gather(
+                block[: stop - start], self.share(unit), counts(self._cuts[unit]), label="parameters"
+            )
+
+    def use(self, units: Sequence[int]) -> None:
+        """Gather units, unless that has begun, and wait until they are there."""
+        self.prefetch(units)
+        for unit in units:
+            self._users[unit] += 1
+            if unit in self._pending:
+                block = self._pending.pop(unit).wait()
+                first, last = self._units[unit]
+                origin = self._extents[unit][0]
+                for piece in self._pieces[first:last]:
+                    place = piece.start - origin
+                    self.views[piece.name] = block[place : place + piece.size].reshape(piece.shape)
+
+    def release(self, units: Iterable[int]) -> None:
+        """One user less of each unit; its memory is free for others when there is none."""
+        for unit in units:
+            if not self._users[unit]:
+                name = self._pieces[self._units[unit][0]].name
+                raise RuntimeError(
+                    f"the unit of {name!r} was released, but is not in use: each use() takes one release(), and an "
+                    "optimizer's step in between, which changes the parameters, releases all"
+                )
+            self._users[unit] -= 1
+            if not self._users[unit]:
+                self._drop(unit)
+
+    def drop(self) -> None:
+        """Forget all that is gathered, since the shares change."""
+        for unit in list(self._blocks):
+            self._drop(unit)
+        self._users.clear()
+
+    def abandon(self) -> None:
+        """Forget what is being gathered, over communicators that were revoked.  Not collective."""
+        for pending in self._pending.values():
+            pending.abandon()
+        self._pending.clear()
+
+    def gather(self, flat: Array) -> None:
+        """Fill a flat array of all parameters, unit by unit."""
+        for unit, (start, stop) in enumerate(self._extents):
+            self.axis.all_gather(flat[start:stop], self.share(unit), counts(self._cuts[unit]), label="parameters")
+
+    def rewrite(self, change: Callable[[Array, int, int], None]) -> None:
+        """Let ``change(block, first, last)`` alter the tensors of each unit, gathered for it into `block`, in place."""
+        self.drop()
+        for unit, ((first, last), (start, stop)) in enumerate(zip(self._units, self._extents, strict=True)):
+            block = arrays.empty(stop - start, self._like.dtype, like=self._like)
+            cuts = self._cuts[unit]
+            self.axis.all_gather(block, self.share(unit), counts(cuts), label="parameters")
+            change(block, first, last)
+            self.share(unit)[...] = block[cuts[self.axis.rank] : cuts[self.axis.rank + 1]]
+
+    def _drop(self, unit: int) -> None:
+        if unit in self._pending:
+            self._pending.pop(unit).wait()
+        first, last = self._units[unit]
+        for piece in self._pieces[first:last]:
+            self.views.pop(piece.name, None)
+        self._free.append(self._blocks.pop(unit))

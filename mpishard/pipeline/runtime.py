@@ -1,0 +1,317 @@
+"""Runs a pipeline schedule: each rank works off its program, and sends never block.
+
+Before a forward action a rank waits for the activations of the stage before, before a backward action for the gradient
+of the stage after; what it has computed it starts to send, and goes on.  The simulator of
+`mpishard.pipeline.schedule` has proven that programs of this kind finish even if every send waits for its receiver.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpishard.comm.axis import Axis
+from mpishard.comm.request import Pending
+from mpishard.parameters.flat import FlatParameters
+from mpishard.pipeline.schedule import Action, Schedule, forward_only, make_schedule
+
+Array = Any
+Batch = Any
+
+
+class Chunk(Protocol):
+    """The layers of one virtual stage, as a pipeline sees them; micro-batches may have 0 rows."""
+
+    stage: int
+
+    def input_shape(self, batch: Batch) -> tuple[int, ...]:
+        """Shape of what it gets from the stage before, and of the gradient that goes back; not asked of stage 0."""
+
+    def output_shape(self, batch: Batch) -> tuple[int, ...]:
+        """Shape of what it sends on, and of the gradient that it gets; not asked of the last stage."""
+
+    def workspace(self) -> Any:
+        """Memory for one more micro-batch in flight: a `mpishard.nn.Workspace`."""
+
+    def forward(self, x: Array | None, work: Any, batch: Batch) -> Any:
+        """The output, valid in `work` until the backward is done; the last stage returns its summed loss."""
+
+    def infer(self, x: Array | None, work: Any, batch: Batch) -> Array:
+        """As `forward`, but the last stage returns its predictions."""
+
+    def backward(self, dy: Array | None, work: Any, batch: Batch) -> Array | None:
+        """The gradient by `x`, valid until the next call; None on stage 0.  `dy`, None on the last stage, may go."""
+
+    def input_gradient(self, dy: Array | None, work: Any, batch: Batch) -> Array | None:
+        """The part of `backward` on which the stage before waits."""
+
+    def weight_gradient(self, work: Any) -> None:
+        """The rest of `backward`."""
+
+
+class Executed(NamedTuple):
+    """An action that was carried out, and when, in seconds of `time.perf_counter`."""
+
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass
+class _Flight:
+    """One micro-batch inside one chunk, from its forward to the end of its backward."""
+
+    work: Any
+    output: Array = None
+    sends: list[Pending] = field(default_factory=list)
+
+    def wait(self) -> None:
+        for send in self.sends:
+            send.wait()
+        self.sends.clear()
+
+    def abandon(self) -> None:
+        for send in self.sends:
+            send.abandon()
+        self.sends.clear()
+
+
+class Pipeline:
+    """The chunks of one rank, run by a schedule.  All methods are collective over the pipeline axis.
+
+    Once one of them was left by an exception, which on several ranks leaves messages under way, all raise RuntimeError
+    until the axis has moved to other communicators (`Axis.move`).
+
+    Parameters
+    ----------
+    axis : Axis
+        Pipeline axis of the mesh.
+    chunks : sequence of Chunk
+        This rank's chunks; chunk c runs the virtual stage ``c * axis.size + axis.rank``.
+    schedule : str
+        One of `mpishard.pipeline.schedule.SCHEDULES`.
+    parameters : FlatParameters
+        Their gradients are told where the backward passes of a stage begin and end.
+    wire_dtype : dtype, optional
+        Send activations and their gradients in this dtype, float16 or ml_dtypes.bfloat16, to halve the bytes.
+
+    Attributes
+    ----------
+    executed : list of Executed
+        What the last call did.
+    peak_in_flight : int
+        Most micro-batches that were in flight in the last call, over all chunks.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        chunks: Sequence[Chunk],
+        schedule: str,
+        parameters: FlatParameters,
+        *,
+        wire_dtype: Any = None,
+    ) -> None:
+        self.axis = axis
+        self.chunks: tuple[Chunk, ...] = tuple(chunks)
+        self.schedule = schedule
+        self.parameters = parameters
+        self.stages: int = axis.size * len(self.chunks)
+        self.wire_dtype: np.dtype | None = None if wire_dtype is None else np.dtype(wire_dtype)
+        self.executed: list[Executed] = []
+        self.peak_in_flight: int = 0
+        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._idle: list[list[_Flight]] = [[] for _ in self.chunks]
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._handed: dict[tuple[int, int], Array] = {}
+        self._gradient_sends: dict[int, Pending] = {}
+        self._gradient_buffers: dict[int, Array] = {}
+        self._loss = 0.0
+        self._comm = axis.comm if axis.size > 1 else None
+        self._unfinished = False
+
+    def train(self, batches: Sequence[Batch]) -> float:
+        """Forward and backward of the micro-batches; returns their summed loss, the same on all stages."""
+        schedule = self._schedule(self.schedule, len(batches))
+        program = schedule.programs[self.axis.rank]
+        ends = {action.chunk: place for place, action in enumerate(program) if action.kind in "BW"}
+        gradients = self.parameters.gradients
+        self._begin()
+        for place, action in enumerate(program):
+            start = time.perf_counter()
+            chunk, batch = self.chunks[action.chunk], batches[action.microbatch]
+            if action.kind == "F":
+                self._forward(action, batch)
+            elif action.kind == "I":
+                self._backward(action, batch, chunk.input_gradient)
+            else:
+                gradients.begin_stage(chunk.stage, place == ends[action.chunk])
+                if action.kind == "B":
+                    self._backward(action, batch, chunk.backward)
+                else:
+                    chunk.weight_gradient(self._flights[action.chunk, action.microbatch].work)
+                self._release(action)
+                gradients.end_stage(chunk.stage)
+            self.executed.append(Executed(action, start, time.perf_counter()))
+            self.axis.ledger.note(f"{action.kind}{action.microbatch} stage {chunk.stage}", action.kind, start)
+        return self._finish()
+
+    def evaluate(self, batches: Sequence[Batch]) -> float:
+        """Forward of the micro-batches; returns their summed loss, the same on all stages."""
+        program = self._schedule("", len(batches)).programs[self.axis.rank]
+        self._begin()
+        for action in program:
+            self._forward(action, batches[action.microbatch])
+            self._release(action)
+        return self._finish()
+
+    def infer(self, batch: Batch) -> Array | None:
+        """Forward of one batch; returns what the last stage predicts on the ranks of that stage, None on others."""
+        self._begin()
+        prediction = None
+        for number in range(len(self.chunks)):
+            action = Action("F", 0, number)
+            prediction = self._forward(action, batch, infer=True)
+            self._release(action)
+        self._finish(tell_loss=False)
+        return prediction if self.axis.rank == self.axis.size - 1 else None
+
+    def _schedule(self, name: str, microbatches: int) -> Schedule:
+        known = self._schedules.get((name, microbatches))
+        if known is None:
+            sizes = self.axis.size, microbatches, len(self.chunks)
+            known = make_schedule(name, *sizes) if name else forward_only(*sizes)
+            self._schedules[name, microbatches] = known
+        return known
+
+    def _begin(self) -> None:
+        if self._unfinished:  # an earlier call was left by an exception
+            self._give_up()
+        self._comm = self.axis.comm if self.axis.size > 1 else None
+        self._unfinished = True
+        self.executed = []
+        self.peak_in_flight = 0
+        self._handed.clear()
+        self._gradient_sends.clear()
+        self._loss = 0.0
+
+    def _give_up(self) -> None:
+        """Have all memory back, if no message of an earlier call can meet one of the next."""
+        if self.axis.size > 1 and self.axis.comm is self._comm:
+            raise RuntimeError(
+                "an earlier pass over this pipeline was left by an exception, and the next would take what is still on "
+                "its way for its own; start the job again, or go on with another mesh, without freeing this one"
+            )
+        for send in self._gradient_sends.values():
+            send.abandon()
+        for (chunk, _), flight in self._flights.items():
+            self._idle[chunk].append(flight)
+        self._flights.clear()
+        for idle in self._idle:
+            for flight in idle:
+                flight.abandon()
+
+    def _finish(self, tell_loss: bool = True) -> float:
+        for send in self._gradient_sends.values():
+            send.wait()
+        for idle in self._idle:
+            for flight in idle:
+                flight.wait()
+        self._unfinished = False
+        if self.axis.size == 1 or not tell_loss:
+            return self._loss
+        total = np.array([self._loss])
+        return float(self.axis.broadcast(total, root=self.axis.size - 1, label="loss")[0])
+
+    def _forward(self, action: Action, batch: Batch, infer: bool = False) -> Array:
+        chunk = self.chunks[action.chunk]
+        flight = self._idle_flight(action.chunk) or _Flight(chunk.workspace())
+        self._flights[action.chunk, action.microbatch] = flight
+        self.peak_in_flight = max(self.peak_in_flight, len(self._flights))
+        x = None
+        if chunk.stage > 0:
+            x = self._receive("activations", chunk.stage - 1, chunk.input_shape(batch), flight, action)
+        output = (chunk.infer if infer else chunk.forward)(x, flight.work, batch)
+        if chunk.stage == self.stages - 1:
+            if not infer:
+                self._loss += output
+        elif self.axis.size > 1:
+            wire = self._to_wire("activations", output, flight)
+            to = (chunk.stage + 1) % self.axis.size
+            tag = self._tag("activations", chunk.stage, action)
+            flight.sends.append(self.axis.start_send(wire, to, tag, label="activations"))
+        else:
+            self._handed[chunk.stage, action.microbatch] = output
+        return output
+
+    def _backward(self, action: Action, batch: Batch, compute: Any) -> None:
+        chunk = self.chunks[action.chunk]
+        flight = self._flights[action.chunk, action.microbatch]
+        dy = None
+        if chunk.stage < self.stages - 1:
+            dy = self._receive("activation gradients", chunk.stage + 1, chunk.output_shape(batch), flight, action)
+        dx = compute(dy, flight.work, batch)
+        if chunk.stage == 0:
+            return
+        if self.axis.size == 1:
+            self._handed[chunk.stage, action.microbatch] = dx.copy()
+            return
+        # The array is good until the next backward only, the message may travel longer: it leaves from a buffer of the
+        # chunk's own, once the chunk's last message has left.
+        if action.chunk in self._gradient_sends:
+            self._gradient_sends[action.chunk].wait()
+        dtype = self.wire_dtype or dx.dtype
+        buffer = self._gradient_buffers.get(action.chunk)
+        if buffer is None or buffer.size < dx.size or buffer.dtype != dtype:
+            buffer = self._gradient_buffers[action.chunk] = flight.work.module.empty(dx.size, dtype)
+        wire = buffer[: dx.size].reshape(dx.shape)
+        wire[...] = dx
+        to = (chunk.stage - 1) % self.axis.size
+        tag = self._tag("activation gradients", chunk.stage, action)
+        self._gradient_sends[action.chunk] = self.axis.start_send(wire, to, tag, label="activation gradients")
+
+    def _idle_flight(self, chunk: int) -> _Flight | None:
+        """Memory of a micro-batch that is over, or None if there should be more of it."""
+        idle = self._idle[chunk]
+        if not idle:
+            return None
+        if not idle[-1].sends:
+            return idle.pop()
+        # Only forward passes run, whose outputs may still be on their way: two in turns let the next one start.
+        if len(idle) == 1:
+            return None
+        flight = idle.pop(0)
+        flight.wait()
+        return flight
+
+    def _release(self, action: Action) -> None:
+        flight = self._flights.pop((action.chunk, action.microbatch))
+        if action.kind != "F":
+            flight.wait()
+        self._idle[action.chunk].append(flight)
+
+    def _receive(self, what: str, source: int, shape: tuple[int, ...], flight: _Flight, action: Action) -> Array:
+        if self.axis.size == 1:
+            return self._handed.pop((source, action.microbatch))
+        work = flight.work
+        received = work.save(f"received {what}", *shape)
+        wire = received if self.wire_dtype is None else work.saved(f"wire {what}", shape, self.wire_dtype)
+        self.axis.recv(wire, source % self.axis.size, self._tag(what, source, action), label=what)
+        if wire is not received:
+            received[...] = wire
+        return received
+
+    def _to_wire(self, what: str, array: Array, flight: _Flight) -> Array:
+        if self.wire_dtype is None:
+            return array
+        wire = flight.work.saved(f"sent {what}", array.shape, self.wire_dtype)
+        wire[...] = array
+        return wire
+
+    def _tag(self, what: str, source: int, action: Action) -> int:
+        """Tells apart all messages of a step between two ranks, which several chunks of theirs may exchange."""
+        return 2 * (action.microbatch * self.stages + source) + (what == "activations")

@@ -1,0 +1,30 @@
+"""Pipeline schedules: programs as data, their generators, and a simulator that proves and times them.
+
+>>> from mpishard.pipeline.schedule import make_schedule, simulate
+>>> simulate(make_schedule("1f1b", stages=4, microbatches=8)).peak_live
+(4, 3, 2, 1)
+"""
+
+from mpishard.pipeline.schedule.actions import KINDS, Action, Schedule
+from mpishard.pipeline.schedule.deadlock import Deadlock, check_deadlock_free, find_deadlock
+from mpishard.pipeline.schedule.execution import Event, Wait
+from mpishard.pipeline.schedule.generators import SCHEDULES, check_chunks, forward_only, make_schedule, warn_if_bubbly
+from mpishard.pipeline.schedule.simulator import Timeline, simulate
+
+__all__ = [
+    "KINDS",
+    "SCHEDULES",
+    "Action",
+    "Deadlock",
+    "Event",
+    "Schedule",
+    "Timeline",
+    "Wait",
+    "check_chunks",
+    "check_deadlock_free",
+    "find_deadlock",
+    "forward_only",
+    "make_schedule",
+    "simulate",
+    "warn_if_bubbly",
+]

@@ -1,0 +1,1 @@
+"""Sums of gradients over an axis: in a fixed order, compressed, by low-rank approximations, by nodes."""

@@ -1,0 +1,181 @@
+"""Sums over nodes and, between them, of less: ranks of a node share out what the slow network has to carry.
+
+Reduce-scatter within each node, sum of each piece between the nodes, all-gather within each node: every byte of a
+gradient crosses the network once a node, and not once a rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from mpishard.backend import array as arrays
+from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
+from mpishard.comm.request import Exchange, Pending
+from mpishard.compression import PieceCompressor
+from mpishard.layout.boxes import counts, split
+from mpishard.parameters.buckets import Bucket
+from mpishard.reduction.compressed import PieceSums
+from mpishard.reduction.error_feedback import CompressedSums
+
+Array = Any
+
+
+class NodeAxes(NamedTuple):
+    """The data axis by nodes: the ranks of this one's node, and those at its place on the other nodes."""
+
+    within: Axis
+    across: Axis
+
+
+def nodes_of_data(mesh: Mesh, ranks: bool | int) -> list[int]:
+    """For each rank of the data axis its node, by number; all 0 where sums do not go by nodes.
+
+    They do where that cuts all data axes of the mesh alike, into several nodes of equally many ranks, and more than
+    one.  All ranks find the same.
+
+    Parameters
+    ----------
+    ranks : bool or int
+        How many neighbours on the data axis count as a node; True: those that share memory; False: all.
+    """
+    size, tensor = mesh.data.size, mesh.tensor.size
+    if ranks is True:
+        first = [stage * size * tensor + place for stage in range(mesh.pipeline.size) for place in range(tensor)]
+        found = {_numbered(mesh.nodes[rank : rank + size * tensor : tensor]) for rank in first}
+    else:
+        found = {_numbered([rank // ranks if ranks else 0 for rank in range(size)])}
+    nodes = min(found)
+    sizes = Counter(nodes)
+    even = len(found) == 1 and len(set(sizes.values())) == 1 and 1 < len(sizes) < size
+    return list(nodes) if even else [0] * size
+
+
+def _numbered(names: Sequence[int]) -> tuple[int, ...]:
+    """The same with numbers for names, in the order in which they come."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
+
+
+def node_axes(mesh: Mesh, ranks: bool | int) -> NodeAxes | None:
+    """Split the data axis by nodes, as `nodes_of_data` tells; None if all is one node.  Collective over the axis."""
+    axis, nodes = mesh.data, nodes_of_data(mesh, ranks)
+    if not any(nodes):
+        return None
+    place = nodes[: axis.rank].count(nodes[axis.rank])
+    within = axis.divided(f"data within node ({ranks})", nodes[axis.rank])
+    return NodeAxes(within, axis.divided(f"data across nodes ({ranks})", place))
+
+
+class HierarchicalSums:
+    """Adds up the gradients of one model over the data axis, by nodes.
+
+    Parameters
+    ----------
+    axes : NodeAxes
+    buckets : sequence of Bucket
+    like : array
+        Of the dtype and device of the gradients.
+    compressor : PieceCompressor, optional
+        What is sent between nodes goes through it.
+    scale : float
+        As for `CompressedSums`.
+
+    Attributes
+    ----------
+    within : Axis
+        The ranks of this node.
+    compressed : CompressedSums or None
+        The sums between nodes, if they are compressed.
+    owned : list of (start, stop)
+        Ranges of the flat gradient that ``compressed.owned`` is of, end to end.
+    """
+
+    def __init__(
+        self, axes: NodeAxes, buckets: Sequence[Bucket], like: Array, compressor: PieceCompressor | None, scale: float
+    ) -> None:
+        self._axes = axes
+        self.within: Axis = axes.within
+        self._like = like
+        self._counts = {bucket.index: counts(split(bucket.size, axes.within.size)) for bucket in buckets}
+        # This rank's pieces as buckets of an array in which they lie end to end.
+        self._inner: dict[int, Bucket] = {}
+        self.owned: list[tuple[int, int]] = []
+        parts, place = [], 0
+        for bucket in buckets:
+            pieces = self._counts[bucket.index]
+            first, size = bucket.start + sum(pieces[: axes.within.rank]), pieces[axes.within.rank]
+            self._inner[bucket.index] = replace(bucket, start=place, stop=place + size)
+            part = counts(split(size, axes.across.size))
+            start = first + sum(part[: axes.across.rank])
+            self.owned.append((start, start + part[axes.across.rank]))
+            parts.append(part)
+            place += size
+        self._parts = dict(zip(self._counts, parts, strict=True))
+        self.compressed: CompressedSums | None = None
+        if compressor is not None:
+            inner = list(self._inner.values())
+            self.compressed = PieceSums(
+                compressor, axis=axes.across, buckets=inner, counts=parts, like=like, scale=scale
+            )
+
+    def start(self, bucket: Bucket, gradient: Array) -> Pending:
+        """Start to sum a bucket over the ranks of this node; `complete` does the rest.  Collective."""
+        pieces = self._counts[bucket.index]
+        own = arrays.empty(pieces[self._axes.within.rank], gradient.dtype, like=gradient)
+        return self._axes.within.start_reduce_scatter(gradient, own, counts=pieces, label="gradients")
+
+    def start_shared(self, bucket: Bucket, values: Array) -> Pending | Exchange:
+        """Start to sum a bucket between the nodes, whose ranks all have the same values; `complete` does the rest."""
+        pieces, rank = self._counts[bucket.index], self.within.rank
+        piece = values[sum(pieces[:rank]) : sum(pieces[: rank + 1])].copy()
+        if self.compressed is None:
+            return self._sum_across(bucket, values, piece)
+        pending = self._compressed_across(bucket, values, piece)
+
+        def finish() -> Array:
+            pending.wait()
+            return piece
+
+        return Exchange(pending, finish)
+
+    def complete(
+        self, arrived: Sequence[tuple[Bucket, Array, Array]], *, compresses: bool, shared: bool = False
+    ) -> None:
+        """Fill gradients with their sums over all ranks, given what arrived of each, `shared` or not.  Collective."""
+        compresses = compresses and self.compressed is not None
+        ways: list[Callable[[Bucket, Array, Array], Pending | Exchange]] = []
+        if not shared:
+            ways.append(self._compressed_across if compresses else self._sum_across)
+        if compresses:
+            ways.append(self._gather_across)
+        for way in (*ways, self._gather_within):
+            for pending in [way(*each) for each in arrived]:
+                pending.wait()
+
+    def keep_bucket(self, bucket: Bucket) -> None:
+        """As `CompressedSums.keep_bucket`."""
+        if self.compressed is not None:
+            self.compressed.keep_bucket(self._inner[bucket.index])
+
+    def _sum_across(self, bucket: Bucket, gradient: Array, piece: Array) -> Pending:
+        return self._axes.across.start_all_reduce(piece, label="gradients")
+
+    def _compressed_across(self, bucket: Bucket, gradient: Array, piece: Array) -> Exchange:
+        assert self.compressed is not None
+        return self.compressed.start(self._inner[bucket.index], piece, self._own(bucket, piece))
+
+    def _gather_across(self, bucket: Bucket, gradient: Array, piece: Array) -> Exchange:
+        assert self.compressed is not None
+        return self.compressed.start_gather(self._inner[bucket.index], piece)
+
+    def _gather_within(self, bucket: Bucket, gradient: Array, piece: Array) -> Pending:
+        return self._axes.within.start_all_gather(gradient, piece, counts=self._counts[bucket.index], label="gradients")
+
+    def _own(self, bucket: Bucket, piece: Array) -> Array:
+        """This rank's part of its piece, between the nodes."""
+        pieces, rank = self._parts[bucket.index], self._axes.across.rank
+        return piece[sum(pieces[:rank]) : sum(pieces[: rank + 1])]

@@ -1,0 +1,175 @@
+"""Sums of gradients over an axis by their low-rank approximations (Vogels et al., "PowerSGD", 2019, algorithms 1, 2).
+
+What a rank keeps back is what its own gradient lacks on the subspace that all have found together.  That is linear, so
+that the approximation depends on the sum over ranks alone, and it does not matter which of them has the errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpishard.backend import array as arrays
+from mpishard.backend.array import accumulate
+from mpishard.comm.request import Exchange
+from mpishard.compression.power_sgd import PowerSGDCompressor, matrix_shape, orthonormal
+from mpishard.layout.boxes import Piece
+from mpishard.parameters.buckets import Bucket
+from mpishard.reduction.error_feedback import CompressedSums
+
+Array = Any
+
+
+class _Matrix(NamedTuple):
+    """A tensor that is compressed: its place in its bucket, and its shape as a matrix."""
+
+    name: str
+    extent: slice
+    rows: int
+    columns: int
+
+
+class LowRankSums(CompressedSums):
+    """`CompressedSums` by `PowerSGDCompressor`.
+
+    Parameters
+    ----------
+    compressor : PowerSGDCompressor
+    pieces : sequence of Piece
+        The tensors of all buckets.
+    gathers : bool
+        Whether `start_gather` follows on `start`: then the second sum is taken there, of all buckets side by side.
+    **layout
+        As for `CompressedSums`.
+
+    Notes
+    -----
+    The bases are not saved: `fold` begins again with random ones, in a run that goes on as in one that is resumed, and
+    the first step after it approximates less well.
+
+    Every rank takes the products itself.  Where CPUs or the numbers of BLAS threads differ between ranks, their copies
+    of parameters can drift apart in the last bits under DDP; under ZeRO their owners publish them.
+    """
+
+    def __init__(self, compressor: PowerSGDCompressor, pieces: Sequence[Piece], gathers: bool, **layout: Any) -> None:
+        super().__init__(**layout)
+        self._gathers = gathers
+        self._rank = compressor.rank
+        self._compressor = compressor
+        self._matrices: dict[int, list[_Matrix]] = {}
+        self._vectors: dict[int, list[slice]] = {}
+        for bucket in self._buckets:
+            self._matrices[bucket.index], self._vectors[bucket.index] = matrices, vectors = [], []
+            for piece in pieces[bucket.first : bucket.last]:
+                extent = slice(piece.start - bucket.start, piece.start - bucket.start + piece.size)
+                if compressor.compresses(piece.shape):
+                    matrices.append(_Matrix(piece.name, extent, *matrix_shape(piece.shape)))
+                else:
+                    vectors.append(extent)
+        self._bases: dict[str, Array] = {}
+        self._new_bases: dict[str, Array] = {}
+        # By bucket: what the first sum has come to, and the right factors that are to be summed next.
+        self._halfway: dict[int, tuple[Array, Array]] = {}
+
+    def start(self, bucket: Bucket, gradient: Array, target: Array) -> Exchange:
+        rank, axis, matrices = self._rank, self._axis, self._matrices[bucket.index]
+        own = self._own(bucket)
+        bases = self._new_bases
+        if bucket.index not in self._sent:
+            bases = self._bases
+            accumulate(gradient[own], self.owned[self._parts[bucket.index]])
+            self._new_owned[self._parts[bucket.index]] = 0
+        rest = self._with_errors(bucket, gradient)
+        vectors = self._vectors[bucket.index]
+        plain = sum(extent.stop - extent.start for extent in vectors)
+        first = arrays.empty(plain + rank * sum(each.rows for each in matrices), gradient.dtype, like=gradient)
+        place = 0
+        for extent in vectors:
+            first[place : place + extent.stop - extent.start] = gradient[extent]
+            place += extent.stop - extent.start
+        for each, p in zip(matrices, self._factors(first[plain:], [each.rows for each in matrices]), strict=True):
+            basis = bases.get(each.name)
+            if basis is None:
+                basis = self._compressor.first_basis(each.name, each.columns, gradient)
+            p[...] = self._matrix(gradient, each) @ orthonormal(basis)
+        pending = axis.start_all_reduce(first, label="gradients")
+
+        def finish() -> Array:
+            pending.wait()
+            self._project(bucket, gradient, first, rest)
+            if not self._gathers:
+                self.start_gather(bucket, gradient).wait()
+                target[...] = gradient[own].copy()
+            return target
+
+        return Exchange(pending, finish)
+
+    def _project(self, bucket: Bucket, gradient: Array, first: Array, rest: Array) -> None:
+        """Find the right factors of this rank's gradient, and what it lacks then."""
+        matrices = self._matrices[bucket.index]
+        second = arrays.empty(self._rank * sum(each.columns for each in matrices), gradient.dtype, like=gradient)
+        for each, p, q in zip(matrices, *self._both(bucket, first, second), strict=True):
+            p[...] = orthonormal(p)
+            q[...] = self._matrix(gradient, each).T @ p
+            self._matrix(rest, each)[...] = self._matrix(gradient, each) - p @ q.T
+        for extent in self._vectors[bucket.index]:
+            rest[extent] = 0
+        self._halfway[bucket.index] = first, second
+
+    def start_gather(self, bucket: Bucket, gradient: Array) -> Exchange:
+        first, second = self._halfway.pop(bucket.index)
+        pending = self._axis.start_all_reduce(second, label="gradients")
+
+        def finish() -> Array:
+            pending.wait()
+            for each, p, q in zip(self._matrices[bucket.index], *self._both(bucket, first, second), strict=True):
+                self._matrix(gradient, each)[...] = p @ q.T
+                self._new_bases[each.name] = q
+            place = 0
+            for extent in self._vectors[bucket.index]:
+                gradient[extent] = first[place : place + extent.stop - extent.start]
+                place += extent.stop - extent.start
+            return gradient
+
+        return Exchange(pending, finish)
+
+    def _both(self, bucket: Bucket, first: Array, second: Array) -> tuple[list[Array], list[Array]]:
+        """Left and right factors of the matrices of a bucket; the left ones follow on the vectors."""
+        matrices = self._matrices[bucket.index]
+        plain = sum(extent.stop - extent.start for extent in self._vectors[bucket.index])
+        left = self._factors(first[plain:], [each.rows for each in matrices])
+        return left, self._factors(second, [each.columns for each in matrices])
+
+    def keep(self) -> None:
+        super().keep()
+        self._bases = dict(self._new_bases)
+
+    def keep_bucket(self, bucket: Bucket) -> None:
+        super().keep_bucket(bucket)
+        for each in self._matrices[bucket.index]:
+            self._bases[each.name] = self._new_bases[each.name]
+
+    def fold(self) -> None:
+        super().fold()
+        self._bases.clear()
+
+    def forget(self, scale: float) -> None:
+        super().forget(scale)
+        self._bases.clear()
+
+    def _own(self, bucket: Bucket) -> slice:
+        """This rank's part of a bucket."""
+        pieces, rank = self._counts[bucket.index], self._axis.rank
+        return slice(sum(pieces[:rank]), sum(pieces[: rank + 1]))
+
+    def _factors(self, flat: Array, lengths: Sequence[int]) -> list[Array]:
+        """Matrices of so many rows and of the rank's columns, which lie end to end in a flat array."""
+        found, place = [], 0
+        for length in lengths:
+            found.append(flat[place : place + self._rank * length].reshape(length, self._rank))
+            place += self._rank * length
+        return found
+
+    @staticmethod
+    def _matrix(flat: Array, matrix: _Matrix) -> Array:
+        return flat[matrix.extent].reshape(matrix.rows, matrix.columns)

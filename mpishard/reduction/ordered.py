@@ -1,0 +1,182 @@
+"""Sums of gradients over the data axis in the order of a fixed tree, for ``reproducible=True``.
+
+An MPI's own all-reduce adds in an order that depends on the number of ranks, on the size of the buffer and on the
+network.  Here every rank sends each owner of a part of a bucket that part of its partial sums, and the owner adds them
+along the tree over the step's micro-batches (`mpishard.reduction.tree_sum`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpishard.backend import array as arrays
+from mpishard.backend.array import accumulate
+from mpishard.comm.axis import Axis
+from mpishard.comm.request import Exchange
+from mpishard.layout.boxes import counts, split
+from mpishard.parameters.buckets import Bucket
+from mpishard.reduction.tree_sum import Deal, Node, add_by_tree, merges, nodes
+
+Array = Any
+
+
+class _Sum(NamedTuple):
+    """How rows of an exchange make one node: whether each lies on this rank, its number there, and the `merges`."""
+
+    node: Node
+    rows: list[tuple[bool, int]]
+    times: list[int]
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(deal: Deal, exchange: int, rank: int) -> tuple[list[int], list[_Sum]]:
+    """How many partial sums each rank brings to an exchange, and what becomes of them at every owner."""
+    parts = [deal.parts(each, exchange) for each in range(deal.ranks)]
+    arriving = 0
+    placed = []
+    for each, theirs in enumerate(parts):
+        for place, node in enumerate(theirs):
+            placed.append((node, (each == rank, place if each == rank else arriving + place)))
+        arriving += len(theirs) if each != rank else 0
+    sums = []
+    for total in deal.sums(exchange):
+        within = [(node, row) for node, row in placed if total.start <= node.start and node.stop <= total.stop]
+        times = merges([node for node, _ in within], deal.total)
+        sums.append(_Sum(total, [row for _, row in within], times))
+    return [len(theirs) for theirs in parts], sums
+
+
+class OrderedSums:
+    """Adds up the gradients of one model over an axis.
+
+    Parameters
+    ----------
+    axis : Axis
+        The data axis.
+    like : array
+        Of the dtype and device of the gradients.
+
+    Attributes
+    ----------
+    deal : Deal
+        Who has which micro-batches of this step; by default each rank one.
+    nbytes : int
+        Memory held for what arrives.
+    """
+
+    def __init__(self, axis: Axis, like: Array) -> None:
+        self.nbytes: int = 0
+        self._axis = axis
+        self._like = like
+        self._free: list[Array] = []
+        self._exchanges: dict[int, int] = {}
+        # What the exchanges before have added up to, by bucket: values of the nodes that precede the next one.
+        self._stacks: dict[int, list[Array]] = {}
+        self.deal: Deal = Deal(axis.size, axis.size)
+
+    def reset(self) -> None:
+        """Begin a new step, in which each rank has one micro-batch unless `deal` is set."""
+        self.deal = Deal(self._axis.size, self._axis.size)
+        self._exchanges.clear()
+        for stack in self._stacks.values():
+            self._free += stack
+        self._stacks.clear()
+
+    def start(self, bucket: Bucket, partial: Sequence[Array], pieces: Sequence[int], target: Array) -> Exchange:
+        """Start to send each owner its part of a bucket.  Collective over the axis.
+
+        Parameters
+        ----------
+        partial : sequence of 1-D array
+            This rank's partial sums, oldest first: one for each of its nodes, or any on a rank that has none.
+        pieces : sequence of int
+            Elements of the bucket that each rank owns.
+        target : 1-D array
+            Where the sum goes; it may be this rank's part of the newest of `partial`, or the front of that.
+
+        Raises
+        ------
+        ValueError
+            If this bucket has had all exchanges of the step; then on all ranks of the axis.
+        """
+        axis, number = self._axis, self._exchanges.get(bucket.index, 0)
+        if number >= self.deal.exchanges:
+            raise ValueError(
+                "with reproducible=True, ZeRO-2 and ZeRO-3 take a model's gradient once for each micro-batch of the "
+                "problem, but this model makes several of one; use microbatches=1 there, or DDP or ZeRO-1"
+            )
+        self._exchanges[bucket.index] = number + 1
+        rows, sums = _plan(self.deal, number, axis.rank)
+        mine, count = rows[axis.rank], pieces[axis.rank]
+        packed = self._pack(partial, pieces) if mine > 1 else None
+        source = partial[-1] if mine == 1 else self._like if packed is None else packed[: mine * sum(pieces)]
+        arriving = [each * count if rank != axis.rank else 0 for rank, each in enumerate(rows)]
+        received = self._take(sum(arriving))
+        pending = axis.start_all_to_all(
+            source,
+            received[: sum(arriving)],
+            [mine * each for each in pieces],
+            arriving,
+            keep_own=True,
+            label="gradients",
+        )
+        own = source[mine * sum(pieces[: axis.rank]) :]
+        blocks = [received] if packed is None else [received, packed]
+
+        def finish() -> Array:
+            pending.wait()
+            for each in sums:
+                self._add(bucket.index, each, own, received, target)
+            self._free.extend(blocks)
+            return target
+
+        return Exchange(pending, finish)
+
+    def all_reduce(self, flat: Array) -> None:
+        """Sum one array over the axis, in place, with the array of each rank as one term.  Collective."""
+        pieces = counts(split(flat.size, self._axis.size))
+        start = sum(pieces[: self._axis.rank])
+        own = flat[start : start + pieces[self._axis.rank]]
+        self.reset()
+        self.start(Bucket(0, 0, 1, 0, flat.size), [flat], pieces, own).wait()
+        self._axis.all_gather(flat, counts=pieces, label="gradients")
+        self.reset()
+
+    def _add(self, bucket: int, total: _Sum, own: Array, received: Array, target: Array) -> None:
+        """Add up the rows of one node, and what they complete."""
+        last = total.node.stop == self.deal.total
+        block = target if last else self._take(target.size)
+        out = block[: target.size]
+        starts = [-1 - place * out.size if here else place * out.size for here, place in total.rows]
+        add_by_tree(own, received, starts, total.times, out)
+        stack = self._stacks.setdefault(bucket, [])
+        while len(stack) >= len(nodes(0, total.node.stop, self.deal.total)):
+            lower = stack.pop()
+            accumulate(out, lower[: out.size])  # either order of the two gives the same bits
+            self._free.append(lower)
+        if not last:
+            stack.append(block)
+
+    def _pack(self, partial: Sequence[Array], pieces: Sequence[int]) -> Array:
+        """Partial sums in the order of their owners, in a block."""
+        block = self._take(len(partial) * sum(pieces))
+        start = place = 0
+        for count in pieces:
+            for each in partial:
+                block[place : place + count] = each[start : start + count]
+                place += count
+            start += count
+        return block
+
+    def _take(self, size: int) -> Array:
+        """A block of at least `size` elements: the smallest free one, or a new one in place of one too small."""
+        fitting = [index for index, block in enumerate(self._free) if block.size >= size]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda index: self._free[index].size))
+        if self._free:
+            self.nbytes -= self._free.pop().nbytes
+        block = arrays.empty(size, self._like.dtype, like=self._like)
+        self.nbytes += block.nbytes
+        return block

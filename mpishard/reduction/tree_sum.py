@@ -1,0 +1,205 @@
+"""Sums whose order is that of a fixed binary tree over an index, so that their bits do not depend on who adds what.
+
+Node (l, i) of the tree over `total` terms covers the terms ``[i 2**l, (i + 1) 2**l)``, cut at `total`; its value is
+left plus right, or that of the left where there is no right.  A run of terms is made of few nodes, at most two a level,
+so whoever has the terms of a run can add those within its nodes and leave the rest to whoever has the neighbours.  No
+MPI here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpishard.backend.array import is_device
+from mpishard.backend.compiled import HostFunction
+from mpishard.layout.boxes import split
+
+Array = Any
+# Elements that are added at a time: a few of these blocks fit the first-level cache.
+_BLOCK = 1024
+
+
+class Node(NamedTuple):
+    """The node that covers terms ``[start, stop)``."""
+
+    start: int
+    stop: int
+
+
+@functools.lru_cache(maxsize=4096)
+def nodes(start: int, stop: int, total: int) -> tuple[Node, ...]:
+    """The fewest nodes of the tree over `total` terms that make up the terms ``[start, stop)``, ascending."""
+    assert 0 <= start <= stop <= total
+    found = []
+    while start < stop:
+        # The largest power of two that divides the start, which is any for 0; what lies behind `total` counts as there.
+        aligned = start & -start or total
+        fits = aligned if stop == total else 1 << ((stop - start).bit_length() - 1)
+        end = min(start + min(aligned, fits), stop)
+        found.append(Node(start, end))
+        start = end
+    return tuple(found)
+
+
+def merges(parts: Sequence[Node], total: int) -> list[int]:
+    """How to add up a run of neighbouring nodes, in ascending order, on a stack.
+
+    After part p is pushed, so many times the two values on top become their sum: lower plus upper.  What is left in the
+    end are the `nodes` of the whole run.
+    """
+    depth, found = 0, []
+    for part in parts:
+        left = len(nodes(parts[0].start, part.stop, total))
+        found.append(depth + 1 - left)
+        depth = left
+    return found
+
+
+def tree_sum(terms: Sequence[float]) -> float:
+    """The sum of some numbers along their tree; 0.0 of none."""
+    stack: list[float] = []
+    leaves = [Node(index, index + 1) for index in range(len(terms))]
+    for term, times in zip(terms, merges(leaves, len(terms)), strict=True):
+        stack.append(term)
+        for _ in range(times):
+            upper = stack.pop()
+            stack[-1] += upper
+    return stack[0] if stack else 0.0
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which rank computes which of a step's terms, and when partial sums go to those who add them up.
+
+    Parameters
+    ----------
+    total : int
+        Number of terms.
+    ranks : int
+    in_turns : bool
+        False: each rank has a run of terms, adds within its nodes, and there is one exchange.  True: the terms are
+        dealt out one by one, and there is an exchange after each round, for ranks that can keep nothing.
+    """
+
+    total: int
+    ranks: int
+    in_turns: bool = False
+
+    @functools.cached_property
+    def _cuts(self) -> list[int]:
+        return split(self.total, self.ranks)
+
+    @property
+    def exchanges(self) -> int:
+        return max(1, -(-self.total // self.ranks)) if self.in_turns else 1
+
+    def terms(self, rank: int) -> range:
+        """The terms of a rank, in the order in which it computes them."""
+        if self.in_turns:
+            return range(rank, self.total, self.ranks)
+        return range(self._cuts[rank], self._cuts[rank + 1])
+
+    def merges(self, rank: int) -> list[int]:
+        """How a rank adds up its terms before an exchange, as the function `merges` has it."""
+        if self.in_turns:
+            return [0 for _ in self.terms(rank)]
+        return merges([Node(term, term + 1) for term in self.terms(rank)], self.total)
+
+    def parts(self, rank: int, exchange: int = 0) -> tuple[Node, ...]:
+        """The nodes that a rank brings to an exchange; those of all ranks in turn are a run from the last one's end."""
+        if not self.in_turns:
+            return nodes(self._cuts[rank], self._cuts[rank + 1], self.total)
+        term = exchange * self.ranks + rank
+        return (Node(term, term + 1),) if term < self.total else ()
+
+    def sums(self, exchange: int = 0) -> tuple[Node, ...]:
+        """The nodes into which the parts of an exchange add up."""
+        if not self.in_turns:
+            return nodes(0, self.total, self.total)
+        start = exchange * self.ranks
+        return nodes(start, min(start + self.ranks, self.total), self.total)
+
+
+def add_by_tree(own: Array, received: Array, starts: Sequence[int], times: Sequence[int], out: Array) -> None:
+    """Add up rows of two flat buffers into `out`, in one pass over memory.
+
+    Parameters
+    ----------
+    own, received : 1-D arrays
+        Rows of ``out.size`` elements lie in these, of the dtype and device of `out`.
+    starts : sequence of int
+        Where each row starts in `received`, or less than 0: ``-1 - start`` in `own`.
+    times : sequence of int
+        The `merges` of the rows; they leave one sum.
+    out : 1-D array
+        It may be one of the rows.
+    """
+    assert sum(times) == len(times) - 1
+    if not out.size:
+        return
+    if is_device(out):
+        _add_on_device(own, received, starts, times, out)
+        return
+    depth = height = 0
+    for pops in times:
+        height = max(height, depth + 1)
+        depth += 1 - pops
+    stack = np.empty(height * _BLOCK, out.dtype)
+    _add((own, received, out, stack, np.array(starts, np.int64), np.array(times, np.int64)))
+
+
+def _add_on_device(own: Array, received: Array, starts: Sequence[int], times: Sequence[int], out: Array) -> None:
+    stack: list[Array] = []
+    for start, pops in zip(starts, times, strict=True):
+        source, first = (own, -1 - start) if start < 0 else (received, start)
+        stack.append(source[first : first + out.size])
+        for _ in range(pops):
+            upper = stack.pop()
+            stack.append(stack.pop() + upper)
+    out[...] = stack[0]
+
+
+def _add_loop(
+    own: np.ndarray,
+    received: np.ndarray,
+    out: np.ndarray,
+    stack: np.ndarray,
+    starts: np.ndarray,
+    times: np.ndarray,
+) -> None:
+    for begin in range(0, out.size, _BLOCK):
+        count = min(_BLOCK, out.size - begin)
+        top = -_BLOCK
+        for row in range(starts.size):
+            start = starts[row]
+            if start < 0:
+                term = own[begin - 1 - start : begin - 1 - start + count]
+            else:
+                term = received[begin + start : begin + start + count]
+            pops = times[row]
+            if pops == 0:
+                top += _BLOCK
+                level = stack[top : top + count]
+                for i in range(count):
+                    level[i] = term[i]
+                continue
+            level = stack[top : top + count]
+            for i in range(count):
+                level[i] += term[i]
+            for _ in range(1, pops):
+                upper = stack[top : top + count]
+                top -= _BLOCK
+                lower = stack[top : top + count]
+                for i in range(count):
+                    lower[i] += upper[i]
+        target = out[begin : begin + count]
+        for i in range(count):
+            target[i] = stack[i]
+
+
+_add = HostFunction(_add_loop)
