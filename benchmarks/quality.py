@@ -54,7 +54,7 @@ def train(kind: str, seed: int, steps: int, settings: dict[str, Any]) -> None:
             seed=seed,
         )
         result = optimizer.optimize(problem, progress=False)
-        sent = statistics.fmean(mesh.world.exchange(mesh.ledger.sent()))
+        sent = statistics.fmean(mesh.world.allgather_object(mesh.ledger.sent()))
         told = {
             "held_out": held_out_loss(mesh, model, held_out, HELD_OUT),
             "training": float(result.loss_history[-10:].mean()),

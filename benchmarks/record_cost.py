@@ -170,7 +170,7 @@ def train(way: str, steps: int, folder: str) -> None:
         optimizer.optimize(problem, callback=note, record=record, progress=False)
         step = (time.perf_counter() - began) / steps
         own = found()
-        told = mesh.world.exchange(tuple(own.values()))
+        told = mesh.world.allgather_object(tuple(own.values()))
         if mesh.rank == 0:
             worst = {name: max(values) for name, values in zip(own, zip(*told, strict=True), strict=True)}
             shares = own if way == "turns" else worst  # the steps of all ranks take the same time

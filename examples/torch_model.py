@@ -31,7 +31,7 @@ with mpishard.Mesh() as mesh:
     for name, p in module.named_parameters():
         p.data = torch.from_numpy(parameters[name])
         # What autograd is done with is reduced during the rest of the backward pass.
-        p.register_post_accumulate_grad_hook(lambda _, name=name: parameters.finished(name))
+        p.register_post_accumulate_grad_hook(lambda _, name=name: parameters.mark_ready(name))
 
     def loss_and_gradient(parameters: mpishard.FlatParameters, samples: np.ndarray, gradients: object) -> float:
         for name, p in module.named_parameters():

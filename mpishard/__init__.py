@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpishard.comm.axis import Axis
     from mpishard.comm.channel import CollectiveMismatchError
     from mpishard.comm.mesh import Mesh
-    from mpishard.comm.request import Pending
+    from mpishard.comm.request import Request
     from mpishard.comm.reshard import reshard_state
     from mpishard.data_parallel.configuration import ShardingConfiguration
     from mpishard.data_parallel.local_sgd import LocalSGDOptimizer

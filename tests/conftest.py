@@ -45,13 +45,13 @@ class Agreement:
     """A pytest plugin for runs on several ranks: each phase of a test has one outcome, the worst of all."""
 
     def __init__(self, config: pytest.Config, world: Any) -> None:
-        from mpishard.comm.death_monitor import Witness
+        from mpishard.comm.death_monitor import DeathMonitor
 
         self.world = world.Dup()  # a communicator of its own: a test's leftovers cannot match its messages
         self.rank, self.size = world.rank, world.size
         self.limit = float(config.getini("faulthandler_timeout") or 120)
         self.collection_errors: list[str] = []
-        self.witness = Witness.over(world)  # on duty for all meshes of these ranks, which need not start theirs
+        self.witness = DeathMonitor.over(world)  # on duty for all meshes of these ranks, which need not start theirs
         # The true stderr; later, pytest captures file descriptor 2.
         self.stderr = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
 

@@ -119,7 +119,7 @@ def run(case: Case, folder: Path) -> None:
     from mpishard import nn
     from mpishard.checkpoint import Checkpoints
     from mpishard.elastic import loop
-    from mpishard.elastic.spawning import Recruitment
+    from mpishard.elastic.spawning import SpawnRequest
 
     notes.leave(f"rank-{me}", str(os.getpid()))
     tokens = np.random.default_rng(1).integers(0, 11, (45, 9))
@@ -134,7 +134,7 @@ def run(case: Case, folder: Path) -> None:
             inner, max_workers=case.workers, failure_timeout=FAILURE_TIMEOUT, respawn=case.respawn
         )
         hits: list[Callable[[str], None]] = []
-        recruitments: list[Recruitment] = []
+        recruitments: list[SpawnRequest] = []
 
         def batch(samples: Any) -> Any:
             for hit in hits if case.tensor == case.pipeline == 1 else []:
@@ -146,12 +146,12 @@ def run(case: Case, folder: Path) -> None:
                 notes.leave("resizes")
                 elastic.resize(case.workers - (state.step == SHRUNK_AFTER))
 
-        def recruit(*arguments: Any) -> Recruitment:
-            recruitments.append(Recruitment(*arguments))
+        def recruit(*arguments: Any) -> SpawnRequest:
+            recruitments.append(SpawnRequest(*arguments))
             notes.leave("recruits")
             return recruitments[-1]
 
-        loop.Recruitment = recruit  # type: ignore[assignment, misc]
+        loop.SpawnRequest = recruit  # type: ignore[assignment, misc]
 
         def grow(state: Any) -> None:
             """Training does not wait for those who are on their way; here it does, or it would end before."""
@@ -279,13 +279,13 @@ def strike(
     healing = []
     before(loop, "reshard_state", "resize", lambda **_: notes.has("resizes") and not healing)
     if me == 0:
-        within(spawning.Recruitment, "call", "called")
+        within(spawning.SpawnRequest, "call", "called")
     else:
-        before(membership.Crew, "call_in", "called")
-    before(membership.Crew, "take_in", "meeting")
+        before(membership.Membership, "call_in", "called")
+    before(membership.Membership, "take_in", "meeting")
     within(membership, "meet", "joined")
-    within(joining.Newcomer, "join", "joined")
-    tell = joining.Newcomer._tell
+    within(joining.JoiningProcess, "join", "joined")
+    tell = joining.JoiningProcess._tell
 
     def telling(self: Any, tag: int, text: str = "") -> None:
         if tag == spawning.COMES:
@@ -297,15 +297,15 @@ def strike(
         if tag == spawning.COMES:
             hit("meeting")
 
-    joining.Newcomer._tell = telling  # type: ignore[method-assign]
+    joining.JoiningProcess._tell = telling  # type: ignore[method-assign]
     before(loop, "reshard_state", "heal", lambda **_: bool(healing))
-    bury = loop.ElasticLoop._bury
+    shrink = loop.ElasticLoop._shrink
 
     def note_healing(self: Any, error: Any) -> Any:
         healing.append(error)
-        return bury(self, error)
+        return shrink(self, error)
 
-    loop.ElasticLoop._bury = note_healing  # type: ignore[method-assign]
+    loop.ElasticLoop._shrink = note_healing  # type: ignore[method-assign]
     return hit
 
 

@@ -108,7 +108,7 @@ def count_of(step: int) -> int:
 
 def finish(strategy: Any) -> None:
     strategy.buckets.end_pass()
-    strategy.drain()
+    strategy.wait_all()
 
 
 def local(parameters: mpishard.FlatParameters, flat: np.ndarray) -> np.ndarray:

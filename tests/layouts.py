@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpishard.layout.boxes import ParameterSpec, Piece, Place, cut_holding, split
+from mpishard.layout.boxes import ModelParallelRank, ParameterSpec, Piece, cut_holding, split
 
 LAYERS = 4
 
@@ -65,7 +65,7 @@ class Layout:
         for number in range(self.data * self.tensor * self.pipeline):
             rest, tensor_rank = divmod(number, self.tensor)
             stage, data_rank = divmod(rest, self.data)
-            holding = Place(tensor_rank, self.tensor, stage, self.pipeline).holding(specs)
+            holding = ModelParallelRank(tensor_rank, self.tensor, stage, self.pipeline).holding(specs)
             if self.zero:
                 bounds = {piece.start for piece in holding if piece.name in first_of_bucket}
                 starts = sorted({0, *bounds, sum(piece.size for piece in holding)})

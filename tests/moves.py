@@ -160,7 +160,7 @@ def move(how: str, world: mpishard.Mesh, folder: str, source: Session | None, ta
         facts = found.facts
     if target is not None:
         target.optimizer.check_facts(facts)
-        target.optimizer.take_over(facts)
+        target.optimizer.restore(facts)
 
 
 def moves_from(

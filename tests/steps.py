@@ -34,7 +34,7 @@ def write_gradients(parameters, flat):
         view, add = parameters.gradient(piece.name)
         value = flat[stop - piece.size : stop].reshape(piece.shape)
         view[...] = view + value if add else value
-        parameters.finished(piece.name)
+        parameters.mark_ready(piece.name)
         stop -= piece.size
 
 

@@ -88,7 +88,7 @@ class Checkpoints:
             "compression": compression,
             "on_error": on_error,
         }
-        told = mesh.world.exchange({name: str(value) for name, value in options.items()})
+        told = mesh.world.allgather_object({name: str(value) for name, value in options.items()})
         for name in options:
             if any(other[name] != told[0][name] for other in told):
                 values = ", ".join(other[name] for other in told)
@@ -135,7 +135,9 @@ class Checkpoints:
         """
         if self._pace is None:
             return self.every is not None and step > 0 and step % self.every == 0
-        return self._pace.asks(step) and self._pace.decide(step, self.mesh.world.exchange(self._pace.measured(step)))
+        return self._pace.asks(step) and self._pace.decide(
+            step, self.mesh.world.allgather_object(self._pace.measured(step))
+        )
 
     def rehearse(self) -> None:
         """Write a little where checkpoints will be written, and remove it.
@@ -280,11 +282,11 @@ class Checkpoints:
         self._settle()
 
     def release(self) -> None:
-        """`wait`, and free the communicators, to `move` afterwards."""
+        """`wait`, and free the communicators, to `rebind` afterwards."""
         self._settle()
         self._open().free()
 
-    def move(self) -> None:
+    def rebind(self) -> None:
         """Be of the mesh as it is now, which has moved to other ranks.  A save under way has ended or is given up."""
         if self._flight is not None:
             self._flight.join()
@@ -332,7 +334,7 @@ class Checkpoints:
         """The folder of a new checkpoint, or what went wrong, and the step, on which all ranks must agree."""
         step: Any = state.facts.get("step")
         sound = isinstance(step, int | np.integer) and step >= 0
-        steps = self.mesh.world.exchange(int(step) if sound else str(step))
+        steps = self.mesh.world.allgather_object(int(step) if sound else str(step))
         if not sound or any(other != step for other in steps):
             raise ValueError(
                 "facts['step'] must be one number of at least 0, the same on all ranks, got "

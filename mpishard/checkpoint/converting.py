@@ -15,7 +15,7 @@ from mpishard.checkpoint.manifest import INDEX, FileEntry, Manifest
 from mpishard.checkpoint.pieces import BLOCK, Part, StoredPiece, new_file, pieces_file, stored, write_pieces
 from mpishard.checkpoint.publishing import provisional, published
 from mpishard.checkpoint.sources import Source, Stored, blocks, total_bytes
-from mpishard.layout.boxes import WHOLE, Holding, ParameterSpec, cut_holding, split
+from mpishard.layout.boxes import WHOLE, LocalLayout, ParameterSpec, cut_holding, split
 from mpishard.layout.run_state import link_name
 
 
@@ -77,7 +77,7 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
             publish(Unfinished(path, target, id, generation, held), Manifest(id, generation, step, entries))
 
 
-def _parts(source: Source, holding: Holding) -> Iterator[Part]:
+def _parts(source: Source, holding: LocalLayout) -> Iterator[Part]:
     for kind in source.kinds:
         for piece in holding:
             yield Part(kind, piece.name, piece.box, source.read(kind, piece.name, piece.box))

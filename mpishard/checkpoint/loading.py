@@ -62,7 +62,7 @@ def load_newest(run: Path, state: RunState, axis: Axis, patient: Axis, check: Ch
             problems = _decode(contents, state, patient)
         if contents is not None and not problems:
             try:
-                axis.agree(_misfit(contents, state, check))
+                axis.raise_if_any(_misfit(contents, state, check))
             except Exception as error:  # on all ranks
                 if not spoilt:
                     raise

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from mpishard.comm.axis import Axis
-from mpishard.comm.request import Pending
+from mpishard.comm.request import Request
 
 _FIRST_S, _LONGEST_S = 0.0005, 0.02
 
 
-def finish(pending: Pending) -> Any:
+def finish(pending: Request) -> Any:
     """What `pending.wait` returns, waited for asleep; MPI.Exception if somebody dies or revokes the axis (ULFM)."""
     pause_s = _FIRST_S
     while not pending.test():

@@ -200,7 +200,7 @@ def fill(contents: Contents, state: RunState, axis: Axis, patient: Axis) -> None
         check_fits(contents, state)
     except ValueError as error:
         problem = error
-    axis.agree(problem)
+    axis.raise_if_any(problem)
     problems = []
     try:
         with PieceReader(contents) as reader:

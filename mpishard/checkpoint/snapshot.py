@@ -10,7 +10,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.checkpoint.pieces import Part
-from mpishard.layout.boxes import Holding, Piece
+from mpishard.layout.boxes import LocalLayout, Piece
 from mpishard.layout.run_state import Shard
 
 Array = Any
@@ -65,7 +65,7 @@ def _part(kind: str, piece: Piece, values: np.ndarray) -> Part:
     return Part(kind, piece.name, piece.box, values.reshape(piece.shape))
 
 
-def _runs(pieces: Holding) -> Iterator[list[Piece]]:
+def _runs(pieces: LocalLayout) -> Iterator[list[Piece]]:
     """Pieces with elements, by place, in groups that lie end to end."""
     ordered = sorted((piece for piece in pieces if piece.size), key=lambda piece: piece.start)
     before = 0  # elements of pieces before this one: its distance from its start is the same all through a run

@@ -66,7 +66,7 @@ def _check_writable(mesh: Mesh, path: Path | None, picture: bool) -> None:
         except OSError as error:
             problem = ValueError(f"cannot write {path}: {error.strerror}")
     try:
-        mesh.world.agree(problem)
+        mesh.world.raise_if_any(problem)
     except ValueError:
         mesh.free()
         if mesh.rank == 0:

@@ -16,10 +16,10 @@ from mpi4py import MPI
 
 from mpishard.backend import array as arrays
 from mpishard.comm.capabilities import probe
-from mpishard.comm.channel import Comparison, Lane
+from mpishard.comm.channel import Channel, Comparison
 from mpishard.comm.ledger import Ledger, all_reduce_elements, ring_elements
-from mpishard.comm.request import Fields, Pending
-from mpishard.comm.staging import from_wire, to_wire
+from mpishard.comm.request import Fields, Request
+from mpishard.comm.staging import stage_in, stage_out
 from mpishard.layout.boxes import counts as run_lengths
 from mpishard.layout.boxes import split
 
@@ -28,7 +28,7 @@ Counts = Sequence[int] | None
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
 _NOTHING = np.empty(0, np.uint8)
-# What `agree` can raise on a rank whose own check passed.
+# What `raise_if_any` can raise on a rank whose own check passed.
 _FILE_ERRORS = (OSError, PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _KNOWN_ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ValueError, TypeError, FloatingPointError, RuntimeError, *_FILE_ERRORS)
@@ -49,7 +49,7 @@ class Axis:
     or ``"prod"``; `label` names the purpose in the ledger.  `counts` are elements by rank; without them a buffer is cut
     as `mpishard.layout.boxes.split` does.
 
-    The ``start_*`` forms return a `Pending` and otherwise do the same.  They travel on a communicator of their own:
+    The ``start_*`` forms return a `Request` and otherwise do the same.  They travel on a communicator of their own:
     ranks must start them in one order, but a blocking call may come before them on one rank and after on another.
 
     Attributes
@@ -80,9 +80,9 @@ class Axis:
         self.ledger = ledger
         self.largest_count = None if probe().large_counts else 2**31 - 1
         self._groups: dict[tuple[int, ...], str] = {}
-        self.move(comm, members=members, later=later, comparison=comparison)
+        self.rebind(comm, members=members, later=later, comparison=comparison)
 
-    def move(
+    def rebind(
         self,
         comm: MPI.Intracomm,
         *,
@@ -99,8 +99,8 @@ class Axis:
         self.rank = comm.rank
         self.size = comm.size
         self.members = list(range(comm.size) if members is None else members)
-        self._now = Lane(comm, self._comparison)
-        self._later = Lane(comm.Dup() if later is None else later, self._comparison)
+        self._now = Channel(comm, self._comparison)
+        self._later = Channel(comm.Dup() if later is None else later, self._comparison)
         self._among: dict[tuple[int, ...] | str, Axis | None] = {}
 
     def revoke(self) -> None:
@@ -108,13 +108,13 @@ class Axis:
         for part in self._among.values():
             if part is not None:
                 part.revoke()
-        for lane in (self._now, self._later):
-            lane.revoke()
+        for channel in (self._now, self._later):
+            channel.revoke()
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank={self.rank}, size={self.size})"
 
-    def among(self, name: str, ranks: Sequence[int]) -> Axis | None:
+    def subgroup(self, name: str, ranks: Sequence[int]) -> Axis | None:
         """The axis of some of the ranks of this one, in ascending order; None on the others.
 
         Collective over this axis.  The same ranks get the same axis again, under its first name; it is freed with this
@@ -126,7 +126,7 @@ class Axis:
             self._among[key] = self._part(key, self.comm, 0)
         return self._among[key]
 
-    def divided(self, name: str, color: int) -> Axis:
+    def split(self, name: str, color: int) -> Axis:
         """The axis of those ranks of this one that give the same color.  Collective over this axis.
 
         The same name gets the same axis again, until this one moves; it is freed with this one.
@@ -142,7 +142,7 @@ class Axis:
         return part
 
     def regain_parts(self, parent: MPI.Intracomm, color: int) -> None:
-        """Make anew what `among` had made before `move`.  Collective over `parent`; those of a color are one axis."""
+        """Make anew what `subgroup` made before `rebind`.  Collective over `parent`; those of a color are one axis."""
         for key in self._groups:
             self._among[key] = self._part(key, parent, color)
 
@@ -166,15 +166,15 @@ class Axis:
 
     def all_reduce(self, buffer: Array, out: Array | None = None, op: str = "sum", *, label: str = "") -> Array:
         """Combine `buffer` over all ranks into `out` (default: in place) on every rank; returns the result."""
-        lane, ledger, limit = self._now, self.ledger, self.largest_count
+        channel, ledger, limit = self._now, self.ledger, self.largest_count
         plain = out is None and type(buffer) is np.ndarray and buffer.itemsize != 2 and buffer.flags.carray
-        if not plain or op not in _OPS or lane.comparison is not None or (limit is not None and buffer.size > limit):
-            return self._all_reduce(lane, buffer, out, op, label).wait()
+        if not plain or op not in _OPS or channel.comparison is not None or (limit is not None and buffer.size > limit):
+            return self._all_reduce(channel, buffer, out, op, label).wait()
         # The short way: after a large buffer the caches hold nothing of the interpreter, and every function called
         # here costs microseconds.
-        lane.calls += 1
+        channel.calls += 1
         ledger.active = call = ledger.begin(
-            self.name, lane.calls, "all_reduce", buffer.dtype, buffer.size, label, self.members
+            self.name, channel.calls, "all_reduce", buffer.dtype, buffer.size, label, self.members
         )
         try:
             self.comm.Allreduce(MPI.IN_PLACE, buffer, _OPS[op])
@@ -184,7 +184,7 @@ class Axis:
         ledger.enter(call, sent, ledger.spend(call, call[0]))
         return buffer
 
-    def start_all_reduce(self, buffer: Array, out: Array | None = None, op: str = "sum", *, label: str = "") -> Pending:
+    def start_all_reduce(self, buffer: Array, out: Array | None = None, op: str = "sum", *, label: str = "") -> Request:
         return self._all_reduce(self._later, buffer, out, op, label)
 
     def reduce_scatter(
@@ -198,7 +198,7 @@ class Axis:
 
     def start_reduce_scatter(
         self, buffer: Array, out: Array | None = None, counts: Counts = None, op: str = "sum", *, label: str = ""
-    ) -> Pending:
+    ) -> Request:
         return self._reduce_scatter(self._later, buffer, out, counts, op, label)
 
     def all_gather(self, buffer: Array, piece: Array | None = None, counts: Counts = None, *, label: str = "") -> Array:
@@ -207,7 +207,7 @@ class Axis:
 
     def start_all_gather(
         self, buffer: Array, piece: Array | None = None, counts: Counts = None, *, label: str = ""
-    ) -> Pending:
+    ) -> Request:
         return self._all_gather(self._later, buffer, piece, counts, label)
 
     def all_to_all(
@@ -235,20 +235,20 @@ class Axis:
         *,
         keep_own: bool = False,
         label: str = "",
-    ) -> Pending:
+    ) -> Request:
         return self._all_to_all(self._later, buffer, out, counts, out_counts, keep_own, label)
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> Array:
         """Copy `buffer` of rank `root` to all ranks, in place."""
         return self._broadcast(self._now, buffer, root, label).wait()
 
-    def start_broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> Pending:
+    def start_broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> Request:
         return self._broadcast(self._later, buffer, root, label)
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         call = self._begin(self._now, "barrier", _NOTHING, "")
-        Pending(self.ledger, call, 0, [self.comm.Ibarrier()], lambda: None).wait()
+        Request(self.ledger, call, 0, [self.comm.Ibarrier()], lambda: None).wait()
 
     # -- point to point ---------------------------------------------------------------------------------------------
 
@@ -260,16 +260,16 @@ class Axis:
         """Receive into `buffer` from rank `source`; ValueError if fewer elements were sent.  Not collective."""
         return self._wait(self.start_recv(buffer, source, tag, label=label), source, tag)
 
-    def start_send(self, buffer: Array, to: int, tag: int = 0, *, label: str = "") -> Pending:
+    def start_send(self, buffer: Array, to: int, tag: int = 0, *, label: str = "") -> Request:
         call = self._begin(self._now, "send", buffer, label, peer=to)
         self._note_message("send", to, tag)
-        requests = [self.comm.Isend(part, to, tag) for part in self._parts(to_wire(buffer))]
-        return Pending(self.ledger, call, buffer.nbytes, requests, lambda: buffer)
+        requests = [self.comm.Isend(part, to, tag) for part in self._parts(stage_out(buffer))]
+        return Request(self.ledger, call, buffer.nbytes, requests, lambda: buffer)
 
-    def start_recv(self, buffer: Array, source: int, tag: int = 0, *, label: str = "") -> Pending:
+    def start_recv(self, buffer: Array, source: int, tag: int = 0, *, label: str = "") -> Request:
         call = self._begin(self._now, "recv", buffer, label, peer=source)
         self._note_message("recv", source, tag)
-        wire = to_wire(buffer, reads=False)
+        wire = stage_out(buffer, reads=False)
         requests = [self.comm.Irecv(part, source, tag) for part in self._parts(wire)]
         statuses = [MPI.Status() for _ in requests]
 
@@ -277,16 +277,16 @@ class Axis:
             got = sum(status.Get_count(MPI.BYTE) for status in statuses)
             if got != buffer.nbytes:
                 raise ValueError(f"rank {source} sent {got} bytes to a buffer of {buffer.nbytes}; sizes must agree")
-            return from_wire(wire, buffer)
+            return stage_in(wire, buffer)
 
-        return Pending(self.ledger, call, 0, requests, finish, statuses=statuses)
+        return Request(self.ledger, call, 0, requests, finish, statuses=statuses)
 
     def _note_message(self, op: str, peer: int, tag: int) -> None:
         """Debug: let others know that this rank has come to one end of a message."""
         if peer >= 0 <= tag:
             self._now.message(op, self.members[self.rank], self.members[peer], tag)
 
-    def _wait(self, pending: Pending, peer: int, tag: int) -> Array:
+    def _wait(self, pending: Request, peer: int, tag: int) -> Array:
         """Finish a message; in debug mode raise if both ends wait in calls that do not meet."""
         if peer >= 0 <= tag:  # and not one of MPI's numbers for any
             self._now.wait(pending.call, self.members[self.rank], self.members[peer], tag, pending.test, self.ledger)
@@ -294,7 +294,7 @@ class Axis:
 
     # -- agreement --------------------------------------------------------------------------------------------------
 
-    def exchange(self, value: Any) -> list[Any]:
+    def allgather_object(self, value: Any) -> list[Any]:
         """Everybody's small plain value (numbers, strings, tuples of them), by rank."""
         call = self._begin(self._now, "exchange", _NOTHING, "control")
         self.ledger.active = call
@@ -305,7 +305,7 @@ class Axis:
         self.ledger.enter(call, 0, self.ledger.spend(call, call[0]))
         return values
 
-    def agree(self, problem: Exception | None) -> None:
+    def raise_if_any(self, problem: Exception | None) -> None:
         """Raise on all ranks if any rank has a problem: its own where it has one, else the first rank's.
 
         No rank goes on while another raises, so no rank is left waiting.
@@ -315,8 +315,8 @@ class Axis:
             self.raise_together(problem)
 
     def raise_together(self, problem: Exception | None) -> None:
-        """The raising half of `agree`, once all ranks know that some rank has a problem."""
-        told = self.exchange(None if problem is None else (_known_kind(problem), str(problem)))
+        """The raising half of `raise_if_any`, once all ranks know that some rank has a problem."""
+        told = self.allgather_object(None if problem is None else (_known_kind(problem), str(problem)))
         if problem is not None:
             raise problem
         rank, (kind, text) = next((rank, what) for rank, what in enumerate(told) if what is not None)
@@ -324,119 +324,119 @@ class Axis:
 
     # -- how --------------------------------------------------------------------------------------------------------
 
-    def _all_reduce(self, lane: Lane, buffer: Array, out: Array | None, op: str, label: str) -> Pending:
-        call = self._begin(lane, "all_reduce", buffer, label, op)
+    def _all_reduce(self, channel: Channel, buffer: Array, out: Array | None, op: str, label: str) -> Request:
+        call = self._begin(channel, "all_reduce", buffer, label, op)
         if out is None:
             out = buffer
-            target = to_wire(buffer, arithmetic=True)
+            target = stage_out(buffer, arithmetic=True)
             sources: list[Any] = [MPI.IN_PLACE for _ in self._parts(target)]
         else:
             _same(buffer, out)
-            target = to_wire(out, reads=False, arithmetic=True)
-            sources = self._parts(to_wire(buffer, arithmetic=True))
+            target = stage_out(out, reads=False, arithmetic=True)
+            sources = self._parts(stage_out(buffer, arithmetic=True))
         parts = list(zip(sources, self._parts(target), strict=True))
         requests = []
-        if lane is self._later:
-            requests = [lane.comm.Iallreduce(source, part, _OPS[op]) for source, part in parts]
+        if channel is self._later:
+            requests = [channel.comm.Iallreduce(source, part, _OPS[op]) for source, part in parts]
         else:
             # As the short way of `all_reduce` does it, which a rank takes or not by what its own buffer is: MPI matches
             # no call that blocks with one that does not.
             self.ledger.active = call
             try:
                 for source, part in parts:
-                    lane.comm.Allreduce(source, part, _OPS[op])
+                    channel.comm.Allreduce(source, part, _OPS[op])
             finally:
                 self.ledger.active = None
         sent = all_reduce_elements(buffer.size, self.size, self.rank) * buffer.itemsize
-        return Pending(self.ledger, call, sent, requests, lambda: from_wire(target, out), sources)
+        return Request(self.ledger, call, sent, requests, lambda: stage_in(target, out), sources)
 
     def _reduce_scatter(
-        self, lane: Lane, buffer: Array, out: Array | None, counts: Counts, op: str, label: str
-    ) -> Pending:
-        call = self._begin(lane, "reduce_scatter", buffer, label, op, counts)
+        self, channel: Channel, buffer: Array, out: Array | None, counts: Counts, op: str, label: str
+    ) -> Request:
+        call = self._begin(channel, "reduce_scatter", buffer, label, op, counts)
         counts = self._counts(buffer, counts)
         sent = ring_elements("reduce_scatter", counts, self.rank) * buffer.itemsize
-        wire = to_wire(buffer, arithmetic=True)
+        wire = stage_out(buffer, arithmetic=True)
         in_place = out is None
         if out is None:
             out = buffer.reshape(-1)[: counts[self.rank]]
             target = wire[: counts[self.rank]]
         else:
             _piece(out, counts[self.rank], buffer)
-            target = to_wire(out, reads=False, arithmetic=True)
+            target = stage_out(out, reads=False, arithmetic=True)
         requests = []
         if not self._fits(wire.size):
-            self._reduce_pieces(lane, call, wire, target, counts, op, in_place)
+            self._reduce_pieces(channel, call, wire, target, counts, op, in_place)
         elif in_place:
-            requests.append(lane.comm.Ireduce_scatter(MPI.IN_PLACE, wire, counts, _OPS[op]))
+            requests.append(channel.comm.Ireduce_scatter(MPI.IN_PLACE, wire, counts, _OPS[op]))
         else:
-            requests.append(lane.comm.Ireduce_scatter(wire, target, counts, _OPS[op]))
-        return Pending(self.ledger, call, sent, requests, lambda: from_wire(target, out), [wire])
+            requests.append(channel.comm.Ireduce_scatter(wire, target, counts, _OPS[op]))
+        return Request(self.ledger, call, sent, requests, lambda: stage_in(target, out), [wire])
 
-    def _all_gather(self, lane: Lane, buffer: Array, piece: Array | None, counts: Counts, label: str) -> Pending:
-        call = self._begin(lane, "all_gather", buffer, label, "", counts)
+    def _all_gather(self, channel: Channel, buffer: Array, piece: Array | None, counts: Counts, label: str) -> Request:
+        call = self._begin(channel, "all_gather", buffer, label, "", counts)
         counts = self._counts(buffer, counts)
         starts = _starts(counts)
-        wire = to_wire(buffer, reads=piece is None)
+        wire = stage_out(buffer, reads=piece is None)
         source: Any = MPI.IN_PLACE
         if piece is not None:
             _piece(piece, counts[self.rank], buffer)
-            source = to_wire(piece)
+            source = stage_out(piece)
         if self._fits(wire.size):
-            requests = [lane.comm.Iallgatherv(source, [wire, (counts, starts)])]
+            requests = [channel.comm.Iallgatherv(source, [wire, (counts, starts)])]
         else:
             if piece is not None:
                 wire[starts[self.rank] : starts[self.rank] + counts[self.rank]] = source
                 arrays.ready(wire)
             # Past the count limit each piece is broadcast by its owner, by parts.
             requests = [
-                lane.comm.Ibcast(part, rank)
+                channel.comm.Ibcast(part, rank)
                 for rank, start in enumerate(starts)
                 for part in self._parts(wire[start : start + counts[rank]])
             ]
         sent = ring_elements("all_gather", counts, self.rank) * buffer.itemsize
-        return Pending(self.ledger, call, sent, requests, lambda: from_wire(wire, buffer), [source])
+        return Request(self.ledger, call, sent, requests, lambda: stage_in(wire, buffer), [source])
 
     def _all_to_all(
         self,
-        lane: Lane,
+        channel: Channel,
         buffer: Array,
         out: Array,
         counts: Counts,
         out_counts: Counts,
         keep_own: bool,
         label: str,
-    ) -> Pending:
-        call = self._begin(lane, "all_to_all", buffer, label)
+    ) -> Request:
+        call = self._begin(channel, "all_to_all", buffer, label)
         counts, out_counts = self._counts(buffer, counts), self._counts(out, out_counts)
         if buffer.dtype != out.dtype:
             raise TypeError(f"all_to_all from {buffer.dtype} to {out.dtype}; both buffers need one dtype")
-        wire, target = to_wire(buffer), to_wire(out, reads=False)
+        wire, target = stage_out(buffer), stage_out(out, reads=False)
         starts, out_starts = _starts(counts), _starts(out_counts)
         if keep_own:
             counts[self.rank] = 0
-        if self._all_fit(call, lane, max(wire.size, target.size)):
-            requests = [lane.comm.Ialltoallv([wire, (counts, starts)], [target, (out_counts, out_starts)])]
+        if self._all_fit(call, channel, max(wire.size, target.size)):
+            requests = [channel.comm.Ialltoallv([wire, (counts, starts)], [target, (out_counts, out_starts)])]
         else:
             runs = [target[start : start + count] for start, count in zip(out_starts, out_counts, strict=True)]
-            requests = [lane.comm.Irecv(p, rank) for rank, run in enumerate(runs) for p in self._parts(run)]
+            requests = [channel.comm.Irecv(p, rank) for rank, run in enumerate(runs) for p in self._parts(run)]
             runs = [wire[start : start + count] for start, count in zip(starts, counts, strict=True)]
-            requests += [lane.comm.Isend(p, rank) for rank, run in enumerate(runs) for p in self._parts(run)]
+            requests += [channel.comm.Isend(p, rank) for rank, run in enumerate(runs) for p in self._parts(run)]
         sent = ring_elements("all_to_all", counts, self.rank) * buffer.itemsize
-        return Pending(self.ledger, call, sent, requests, lambda: from_wire(target, out), [wire])
+        return Request(self.ledger, call, sent, requests, lambda: stage_in(target, out), [wire])
 
-    def _broadcast(self, lane: Lane, buffer: Array, root: int, label: str) -> Pending:
+    def _broadcast(self, channel: Channel, buffer: Array, root: int, label: str) -> Request:
         if not 0 <= root < self.size:
             raise ValueError(f"broadcast from rank {root} of axis {self.name!r}, which has {self.size} ranks")
-        call = self._begin(lane, "broadcast", buffer, label, f"root {root}")
-        wire = to_wire(buffer, reads=self.rank == root)
-        requests = [lane.comm.Ibcast(part, root) for part in self._parts(wire)]
+        call = self._begin(channel, "broadcast", buffer, label, f"root {root}")
+        wire = stage_out(buffer, reads=self.rank == root)
+        requests = [channel.comm.Ibcast(part, root) for part in self._parts(wire)]
         last = self.rank == (root - 1) % self.size
         sent = 0 if last else buffer.nbytes
-        return Pending(self.ledger, call, sent, requests, lambda: from_wire(wire, buffer))
+        return Request(self.ledger, call, sent, requests, lambda: stage_in(wire, buffer))
 
     def _reduce_pieces(
-        self, lane: Lane, call: Fields, wire: Array, target: Array, counts: Sequence[int], op: str, in_place: bool
+        self, channel: Channel, call: Fields, wire: Array, target: Array, counts: Sequence[int], op: str, in_place: bool
     ) -> None:
         """Reduce_scatter past the count limit: piece after piece, each reduced to its owner by parts."""
         self.ledger.active = call
@@ -444,26 +444,26 @@ class Axis:
             piece = wire[start : start + count]
             if rank != self.rank:
                 for part in self._parts(piece):
-                    lane.comm.Reduce(part, None, _OPS[op], rank)
+                    channel.comm.Reduce(part, None, _OPS[op], rank)
             elif in_place:
                 for part in self._parts(piece):
-                    lane.comm.Reduce(MPI.IN_PLACE, part, _OPS[op], rank)
+                    channel.comm.Reduce(MPI.IN_PLACE, part, _OPS[op], rank)
                 target[...] = piece
             else:
                 for part, into in zip(self._parts(piece), self._parts(target), strict=True):
-                    lane.comm.Reduce(part, into, _OPS[op], rank)
+                    channel.comm.Reduce(part, into, _OPS[op], rank)
         self.ledger.active = None
 
     def _fits(self, count: int) -> bool:
         return self.largest_count is None or count <= self.largest_count
 
-    def _all_fit(self, call: Fields, lane: Lane, count: int) -> bool:
+    def _all_fit(self, call: Fields, channel: Channel, count: int) -> bool:
         """The same on all ranks of the axis, for calls whose buffers differ in size between ranks.  Collective."""
         if self.largest_count is None:
             return True
         largest = np.array([count], np.int64)
         self.ledger.active = call
-        lane.comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+        channel.comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
         self.ledger.active = None
         return self._fits(int(largest[0]))
 
@@ -486,7 +486,7 @@ class Axis:
 
     def _begin(
         self,
-        lane: Lane,
+        channel: Channel,
         op: str,
         buffer: Array,
         label: str,
@@ -501,12 +501,12 @@ class Axis:
             raise ValueError(f"{op} needs a contiguous buffer, got a strided one of shape {buffer.shape}")
         if op in ("all_reduce", "reduce_scatter") and detail not in _OPS:
             raise ValueError(f"{op} knows the operations {', '.join(_OPS)}, got {detail!r}")
-        lane.calls += 1
+        channel.calls += 1
         # A rank of the axis, or one of MPI's numbers below zero.
         members = self.members if peer is None or peer < 0 else (self.members[self.rank], self.members[peer])
-        call = self.ledger.begin(self.name, lane.calls, op, buffer.dtype, buffer.size, label, members)
+        call = self.ledger.begin(self.name, channel.calls, op, buffer.dtype, buffer.size, label, members)
         if peer is None:
-            lane.compare(self.ledger, call, detail, counts, self.members)
+            channel.compare(self.ledger, call, detail, counts, self.members)
         return call
 
 

@@ -26,7 +26,7 @@ class CollectiveMismatchError(RuntimeError):
     """Ranks are not in the same collective, or wait for each other in different calls."""
 
 
-class Lane:
+class Channel:
     """A communicator and the number of calls so far.  Creation is collective, and so is `free`.
 
     Parameters
@@ -104,12 +104,12 @@ class Lane:
 
 
 class Late(NamedTuple):
-    """The call in which a rank waits for `members`: until they have come to call `number` of `lane`.
+    """The call in which a rank waits for `members`: until they have come to call `number` of `channel`.
 
     `entered` is how many calls it has come to itself, by lane.
     """
 
-    lane: str
+    channel: str
     number: int
     axis: str
     what: str
@@ -142,7 +142,7 @@ class Comparison:
         name: str = comm.bcast(f"{self._comm.rank}.{self._names}")
         return name
 
-    def meet(self, lane: str, axis: str, members: Sequence[int], what: str, site: str) -> list[tuple[str, str]]:
+    def meet(self, channel: str, axis: str, members: Sequence[int], what: str, site: str) -> list[tuple[str, str]]:
         """Return what each of the members is about to do, and where, once all have come to this call.
 
         Raises
@@ -152,24 +152,24 @@ class Comparison:
         """
         if self._failed:  # numbers of calls no longer agree
             raise CollectiveMismatchError(self._failed)
-        number = self.enter(lane)
-        said = self._said[lane, number]
+        number = self.enter(channel)
+        said = self._said[channel, number]
         said[self._comm.rank] = what, site
         for rank in members:
             if rank != self._comm.rank:
-                self._send(rank, _HERE, (lane, number, what, site))
-        self.wait(lambda: len(said) == len(members), Late(lane, number, axis, what, site, list(members), {}))
-        del self._said[lane, number]
+                self._send(rank, _HERE, (channel, number, what, site))
+        self.wait(lambda: len(said) == len(members), Late(channel, number, axis, what, site, list(members), {}))
+        del self._said[channel, number]
         return [said[rank] for rank in members]
 
-    def enter(self, lane: str) -> int:
+    def enter(self, channel: str) -> int:
         """This rank comes to the next call of a lane; returns its number."""
-        self._entered[lane] += 1
-        return self._entered[lane]
+        self._entered[channel] += 1
+        return self._entered[channel]
 
-    def entered(self, lane: str) -> int:
+    def entered(self, channel: str) -> int:
         """How many calls of a lane this rank has come to."""
-        return self._entered[lane]
+        return self._entered[channel]
 
     def wait(self, is_over: Callable[[], bool], late: Late) -> None:
         """Return when a call is over, or can begin; `late` says which one it is.  Errors are those of `meet`."""
@@ -184,7 +184,7 @@ class Comparison:
                 continue
             looks = now + _PATIENCE_S
             own = self._late.get(self._comm.rank)
-            if own is None or (own.lane, own.number) != (late.lane, late.number):
+            if own is None or (own.channel, own.number) != (late.channel, late.number):
                 self._tell_all(late._replace(entered=dict(self._entered)))
             else:
                 self._check()
@@ -200,7 +200,7 @@ class Comparison:
         self._comm.Free()
 
     def revoke(self) -> None:
-        """As `Lane.revoke`."""
+        """As `Channel.revoke`."""
         _revoke(self._comm)
 
     def _check(self) -> None:
@@ -250,8 +250,8 @@ class Comparison:
             if tag == _LATE:
                 self._late[rank] = Late(*message)
             else:
-                lane, number, what, site = message
-                self._said[lane, number][rank] = what, site
+                channel, number, what, site = message
+                self._said[channel, number][rank] = what, site
 
 
 def waiting_in_circles(late: Mapping[int, Late]) -> list[int]:
@@ -263,8 +263,8 @@ def waiting_in_circles(late: Mapping[int, Late]) -> list[int]:
     stuck = set(late)
 
     def waits(rank: int) -> bool:
-        lane, number = late[rank].lane, late[rank].number
-        return any(other in stuck and late[other].entered.get(lane, 0) < number for other in late[rank].members)
+        channel, number = late[rank].channel, late[rank].number
+        return any(other in stuck and late[other].entered.get(channel, 0) < number for other in late[rank].members)
 
     while free := {rank for rank in stuck if not waits(rank)}:
         stuck -= free

@@ -73,19 +73,19 @@ def _watch_exits(wanted: bool) -> None:
 
 def silence_witnesses() -> None:
     """The job is about to be ended by this rank, which has said why: what dies now is no news.  Not collective."""
-    for witness in Witness._on_duty:
+    for witness in DeathMonitor._on_duty:
         if witness._number:
             with contextlib.suppress(OSError):
                 os.kill(witness._number, signal.SIGKILL)
 
 
-class Witness:
-    """Watches the ranks of `comm` that share a node with this one.  Get one by `Witness.over`."""
+class DeathMonitor:
+    """Watches the ranks of `comm` that share a node with this one.  Get one by `DeathMonitor.over`."""
 
-    _on_duty: ClassVar[list[Witness]] = []
+    _on_duty: ClassVar[list[DeathMonitor]] = []
 
     @classmethod
-    def over(cls, comm: MPI.Intracomm) -> Witness:
+    def over(cls, comm: MPI.Intracomm) -> DeathMonitor:
         """The one on duty for these ranks, or a new one: to start a process takes longer than to make a mesh.
 
         Whoever gets it dismisses and closes it.  Collective, as `dismiss` and `close` are, and in one order.

@@ -22,7 +22,7 @@ from mpishard.comm.channel import Comparison
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.watchdog import Watchdog, abort_on_exception
 from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
-from mpishard.layout.boxes import Place
+from mpishard.layout.boxes import ModelParallelRank
 
 # Python's -X option of processes that an elastic run has spawned; its value is the run's tensor x pipeline sizes.
 NEWCOMER = "mpishard_newcomer"
@@ -126,7 +126,7 @@ class Mesh:
             known: Axis | None = getattr(self, name, None)
             if known is None:
                 return Axis(name, now, self.ledger, members=members, later=later, comparison=self._comparison)
-            known.move(now, members=members, later=later, comparison=self._comparison)
+            known.rebind(now, members=members, later=later, comparison=self._comparison)
             return known
 
         def split(color: int, place: int) -> list[MPI.Comm]:
@@ -145,9 +145,9 @@ class Mesh:
         self._freed = False
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ModelParallelRank:
         """Where this rank stands, as far as it decides which parameters it holds."""
-        return Place(self.tensor.rank, self.tensor.size, self.pipeline.rank, self.pipeline.size)
+        return ModelParallelRank(self.tensor.rank, self.tensor.size, self.pipeline.rank, self.pipeline.size)
 
     @property
     def rank(self) -> int:
@@ -205,7 +205,7 @@ class Mesh:
         """Whether there is another mesh of the same ranks, by `reshaped`."""
         return self._is_child or bool(self._children)
 
-    def move(self, comm: MPI.Intracomm) -> None:
+    def rebind(self, comm: MPI.Intracomm) -> None:
         """Be split anew over other ranks, in place: the axes stay the objects that models and optimizers hold.
 
         The tensor and pipeline sizes stay, the data size follows from the number of ranks.  Collective over `comm`,
@@ -220,7 +220,7 @@ class Mesh:
         self._split(comm, *_sizes(comm.size, data=-1, tensor=self.shape["tensor"], pipeline=self.shape["pipeline"]))
 
     def release(self) -> None:
-        """Free the communicators, to `move` afterwards.  Collective."""
+        """Free the communicators, to `rebind` afterwards.  Collective."""
         for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
             axis.free()
         if self._comparison is not None and not self._is_child:

@@ -14,7 +14,7 @@ Array = Any
 Fields = tuple[Any, ...]  # of a `Call`
 
 
-class Pending:
+class Request:
     """A collective under way.  Its buffers belong to it until `wait` returns.
 
     `wait` gives what the blocking form would have returned.
@@ -80,10 +80,10 @@ class Pending:
         return self._result
 
 
-class Exchange:
+class ChainedRequest:
     """One bucket on its way to the owners of its parts, or from them; `wait` does the rest of the work."""
 
-    def __init__(self, pending: Pending | Exchange, finish: Callable[[], Array]) -> None:
+    def __init__(self, pending: Request | ChainedRequest, finish: Callable[[], Array]) -> None:
         self._pending = pending
         self._finish = finish
 
@@ -92,7 +92,7 @@ class Exchange:
         return self._pending.test()
 
     def abandon(self) -> None:
-        """As `Pending.abandon`."""
+        """As `Request.abandon`."""
         self._pending.abandon()
 
     def wait(self) -> Array:

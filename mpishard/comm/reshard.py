@@ -16,7 +16,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
-from mpishard.layout.boxes import Box, Holders, Holding, Move, Piece, boxes_of_range
+from mpishard.layout.boxes import Box, Holders, LocalLayout, Piece, Transfer, boxes_of_range
 from mpishard.layout.run_state import RunState, Shard, check_same_tensors
 
 Array = Any
@@ -51,8 +51,8 @@ def reshard(axis: Axis, source: Shard | None, target: Shard | None, *, bucket_by
         On every rank and before anything is written, if kinds or dtypes differ, no rank holds an element of a target
         that is required, or any rank's arrays do not fit their holdings.
     """
-    told = axis.exchange((_told(source), _told(target), int(bucket_bytes)))
-    plan: list[Move] = []
+    told = axis.allgather_object((_told(source), _told(target), int(bucket_bytes)))
+    plan: list[Transfer] = []
     lost: list[tuple[Piece, Box]] = []
     problem: Exception | None = None
     try:
@@ -60,12 +60,12 @@ def reshard(axis: Axis, source: Shard | None, target: Shard | None, *, bucket_by
         _check_arrays(source, target)
         if target is not None:
             holders = Holders([_holding(side) for side, _, _ in told])
-            plan = holders.moves_to(axis.rank, target.holding, None if target.required else lost)
+            plan = holders.transfers_to(axis.rank, target.holding, None if target.required else lost)
         if source is not None and target is not None:
             _check_sharing(source, target, [move for move in plan if move.source_rank == axis.rank])
     except (ValueError, TypeError) as error:
         problem = error
-    axis.agree(problem)
+    axis.raise_if_any(problem)
     for piece, box in lost:
         assert target is not None
         _view(target.array, piece, box)[...] = 0
@@ -73,7 +73,7 @@ def reshard(axis: Axis, source: Shard | None, target: Shard | None, *, bucket_by
         for move in plan:
             if move.source_rank == axis.rank:
                 _view(target.array, move.target, move.box)[...] = _view(source.array, move.source, move.box)
-    wanted: list[list[Move]] = [[] for _ in range(axis.size)]
+    wanted: list[list[Transfer]] = [[] for _ in range(axis.size)]
     for move in plan:
         if move.source_rank != axis.rank:
             wanted[move.source_rank].append(move)
@@ -110,13 +110,13 @@ def reshard_state(
         On every rank and before anything is written, if the states are of different models or the source lacks a kind
         of array that the target has; and as `reshard`, kind after kind.
     """
-    told = axis.exchange((_model(source), _model(target)))
+    told = axis.allgather_object((_model(source), _model(target)))
     problem = None
     try:
         _check_models(told)
     except ValueError as error:
         problem = error
-    axis.agree(problem)
+    axis.raise_if_any(problem)
     for kind in next((model[1] for _, model in told if model is not None), ()):
         reshard(axis, _shard(source, kind), _shard(target, kind), bucket_bytes=bucket_bytes)
     first = next(rank for rank, (model, _) in enumerate(told) if model is not None)
@@ -133,7 +133,7 @@ def _told(shard: Shard | None) -> _Told | None:
     return shard.kind, shard.array.dtype.name, pieces
 
 
-def _holding(told: _Told | None) -> Holding:
+def _holding(told: _Told | None) -> LocalLayout:
     return () if told is None else tuple(Piece(*piece) for piece in told[2])
 
 
@@ -173,7 +173,7 @@ def _check_arrays(*shards: Shard | None) -> None:
         raise TypeError(f"source and target of a rank are arrays of {' and '.join(sorted(modules))}; use one kind")
 
 
-def _check_sharing(source: Shard, target: Shard, local: Sequence[Move]) -> None:
+def _check_sharing(source: Shard, target: Shard, local: Sequence[Transfer]) -> None:
     """Raise unless arrays are apart in memory, or what arrives in the one array meets no element still to be sent."""
     same = source.array is target.array
     if not same and not arrays.module_of(source.array).may_share_memory(source.array, target.array):
@@ -186,7 +186,7 @@ def _check_sharing(source: Shard, target: Shard, local: Sequence[Move]) -> None:
         )
 
 
-def _stays(move: Move) -> bool:
+def _stays(move: Transfer) -> bool:
     """Whether the elements have the same places in the source array and in the target array."""
     return _places(move.source, move.box) == _places(move.target, move.box)
 
@@ -262,7 +262,7 @@ def _view(array: Array, piece: Piece, box: Box) -> Array:
     return array[piece.start : piece.start + piece.size].reshape(piece.shape)[(*inside, ...)]
 
 
-def _tell_wants(axis: Axis, wanted: Sequence[Sequence[Move]], source: Shard | None) -> list[_Stream]:
+def _tell_wants(axis: Axis, wanted: Sequence[Sequence[Transfer]], source: Shard | None) -> list[_Stream]:
     """Tell every rank which boxes of its pieces to send here; returns what this one is to send to each."""
     words = [[number for move in part for number in (move.source.start, *sum(move.box, ()))] for part in wanted]
     lengths = np.array([len(part) for part in words], np.int64)
@@ -293,7 +293,7 @@ def _send_rounds(
     bucket: int,
 ) -> None:
     """Move the streams, as much of each at a time as fits the buckets, of so many elements, of both its ends."""
-    peers = axis.exchange(max(sum(stream.size > 0 for stream in streams) for streams in (outgoing, incoming)))
+    peers = axis.allgather_object(max(sum(stream.size > 0 for stream in streams) for streams in (outgoing, incoming)))
     # Both ends of a stream find the same quota for it.
     quotas = [max(1, bucket // max(1, peers[axis.rank], other)) for other in peers]
     rounds = [-(-stream.size // quota) for stream, quota in zip(outgoing, quotas, strict=True)]
@@ -338,7 +338,7 @@ def _share_facts(axis: Axis, facts: Mapping[str, Any], first: int) -> Mapping[st
     mine = dict(facts) if axis.rank == first else {}
     plain = {name: value for name, value in mine.items() if not isinstance(value, np.ndarray)}
     layout = [(name, value.dtype.str, value.shape) for name, value in mine.items() if isinstance(value, np.ndarray)]
-    plain, layout = axis.exchange((plain, layout))[first]
+    plain, layout = axis.allgather_object((plain, layout))[first]
     for name, dtype, shape in layout:
         own = mine[name].astype(dtype, order="C") if name in mine else np.empty(shape, dtype)
         plain[name] = axis.broadcast(own, first, label=_CONTROL)

@@ -15,7 +15,7 @@ from mpishard.comm.capabilities import probe
 Array = Any
 
 
-def to_wire(buffer: Array, *, reads: bool = True, arithmetic: bool = False) -> Array:
+def stage_out(buffer: Array, *, reads: bool = True, arithmetic: bool = False) -> Array:
     """The flat array to hand to MPI for the contiguous `buffer`.
 
     Parameters
@@ -43,7 +43,7 @@ def to_wire(buffer: Array, *, reads: bool = True, arithmetic: bool = False) -> A
     return flat
 
 
-def from_wire(wire: Array, buffer: Array) -> Array:
+def stage_in(wire: Array, buffer: Array) -> Array:
     """Bring what MPI left in `wire` back into `buffer`, unless they are the same memory; returns `buffer`."""
     if arrays.is_device(wire) or (not arrays.is_device(buffer) and np.may_share_memory(wire, buffer)):
         return buffer

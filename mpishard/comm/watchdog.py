@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 from mpi4py import MPI
 
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.comm.death_monitor import Witness, silence_witnesses
+from mpishard.comm.death_monitor import DeathMonitor, silence_witnesses
 from mpishard.comm.ledger import Call, Ledger
 from mpishard.comm.tracebacks import describe
 from mpishard.launch.endings import INTERRUPTED
@@ -329,7 +329,7 @@ class Watchdog:
         self._sends: list[Any] = []
         self._failed: set[int] = set()
         self._thread: threading.Thread | None = None
-        self._witness = Witness.over(comm) if comm.size > 1 else None
+        self._witness = DeathMonitor.over(comm) if comm.size > 1 else None
         if comm.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._thread = threading.Thread(target=self._run, name="mpishard-watchdog", daemon=True)
             self._thread.start()

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.comm.request import Exchange, Pending
+from mpishard.comm.request import ChainedRequest, Request
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.replica_group import Team
+from mpishard.data_parallel.replica_group import ReplicaGroup
 from mpishard.data_parallel.strategies import DataParallel, Strategy
 from mpishard.data_parallel.tensor_norms import Part
 from mpishard.layout.run_state import AVERAGE_ERRORS
@@ -62,28 +62,28 @@ class LocalUpdates(DataParallel):
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
         super().__init__(config, parameters)
         # Of the ranks of a node each has the whole gradient of the worker: they need not ask each other.
-        self.team = Team(self.mesh)
+        self.team = ReplicaGroup(self.mesh)
         self._within = None if self.hierarchical is None else self.hierarchical.within
         self.workers: int = self.axis.size // (1 if self._within is None else self._within.size)
 
     def reduce(self, bucket: Bucket, gradient: Array) -> None:
-        self.settle(bucket, gradient)
+        self.reduce_within_replica(bucket, gradient)
         if self._within is not None:
             for _, earlier in self._pending:
                 earlier.test()
             self._pending.append((bucket, self._within.start_all_reduce(gradient, label="gradients")))
             if not self.overlap:
-                self.drain()
+                self.wait_all()
 
-    def drain(self) -> None:
-        Strategy.drain(self)
+    def wait_all(self) -> None:
+        Strategy.wait_all(self)
 
-    def start(self, bucket: Bucket, gradient: Array) -> Pending | Exchange:
+    def start(self, bucket: Bucket, gradient: Array) -> Request | ChainedRequest:
         if self.hierarchical is not None:
             return self.hierarchical.start_shared(bucket, gradient)
         return super().start(bucket, gradient)
 
-    def complete(self, pending: Sequence[tuple[Bucket, Array, Pending | Exchange]]) -> None:
+    def complete(self, pending: Sequence[tuple[Bucket, Array, Request | ChainedRequest]]) -> None:
         if self.hierarchical is None:
             super().complete(pending)
             return
@@ -120,8 +120,8 @@ class _Round:
     part: int
     begun: int
     problem: Exception | None
-    trouble: Pending
-    sums: list[tuple[Bucket, Array, Pending | Exchange]]
+    trouble: Request
+    sums: list[tuple[Bucket, Array, Request | ChainedRequest]]
     then: list[Array]
 
 

@@ -41,7 +41,7 @@ def gather_whole(world: Axis, parameters: FlatParameters, ranges: Sequence[Range
         piece for piece in cut_holding(parameters.pieces, ranges) if parameters.place.counts(specs[number[piece.name]])
     ]
     own = np.concatenate([values[:0], *(values[piece.start : piece.start + piece.size] for piece in pieces)])
-    told = world.exchange(tuple((number[piece.name], piece.box) for piece in pieces))
+    told = world.allgather_object(tuple((number[piece.name], piece.box) for piece in pieces))
     counts = [sum(_size(box) for _, box in boxes) for boxes in told]
     joined = world.all_gather(np.empty(sum(counts), values.dtype), own, counts, label="state")
     whole = np.empty(sum(spec.size for spec in specs), values.dtype)

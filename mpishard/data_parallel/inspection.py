@@ -109,7 +109,9 @@ class Inspection:
 
     def culprits(self, step: int) -> str:
         """What was not finite, of which tensors and samples and on which ranks, in words.  Collective."""
-        told = list(zip(self._team.members, self._team.exchange((self.nonfinite_loss, self._nonfinite)), strict=True))
+        told = list(
+            zip(self._team.members, self._team.allgather_object((self.nonfinite_loss, self._nonfinite)), strict=True)
+        )
         losses = [f"{loss} on rank {rank}" for rank, (loss, _) in told if loss]
         tensors = [f"{name!r} on rank {rank}" for rank, (_, name) in told if name]
         if not losses:

@@ -16,7 +16,7 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.averages import Averages, LocalUpdates
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.optimizer_state import changed_numbers, shards
-from mpishard.data_parallel.replica_group import Team
+from mpishard.data_parallel.replica_group import ReplicaGroup
 from mpishard.data_parallel.settings import settings_of_rule
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.strategies import Strategy
@@ -159,7 +159,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "", interrupted: bool = False
     ) -> bool:
         """Take this worker's own step, along its gradient over its share of `count`; average what is due."""
-        self.mend()
+        self.resync()
         if self._local == 0:
             self._averages.begin()
         try:
@@ -180,7 +180,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     def synchronize_optimizer_state(self) -> None:
         """Bring all workers to one state now; then as `ShardedOptimizer.synchronize_optimizer_state`."""
-        if all(self.world.exchange(self._parameters is not None)):
+        if all(self.world.allgather_object(self._parameters is not None)):
             self.prepare_save()
         self._mend()
 
@@ -192,7 +192,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         FloatingPointError
             On every rank if any worker had a NaN or infinite gradient and is to raise; they are in one state then too.
         """
-        self.mend()
+        self.resync()
         if self._local:
             problem = None
             try:
@@ -205,7 +205,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         super().prepare_save()
 
     @property
-    def meets(self) -> bool:
+    def synchronizes_next_step(self) -> bool:
         return self.measure_norm or self._begins_and_ends or self._averages.ends(self._local + 1 - self.delay)
 
     @property
@@ -267,7 +267,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         self._local = 0
         self._problem = None
 
-    def mend(self) -> None:
+    def resync(self) -> None:
         if self._may_differ:
             self._mend()
 
@@ -277,7 +277,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         super().synchronize_optimizer_state()
         if self._parameters is not None:
             for slot in self._averages.slots.values():
-                self._strategy.mend(slot)
+                self._strategy.resync(slot)
 
     def _share_norm(self) -> None:
         """Let all workers have the largest norm, of which some may not be finite: NaN then."""
@@ -327,14 +327,14 @@ class LocalSGDOptimizer(ShardedOptimizer):
         super().check_facts(facts)
         self._check_outer(facts.get("outer_rule", ""), names_fact(facts, "outer_slots.json"))
 
-    def take_over(self, facts: Any) -> None:
+    def restore(self, facts: Any) -> None:
         self._averages.discard()
-        super().take_over(facts)
+        super().restore(facts)
         self._averages.steps = [int(facts.get("outer_steps", 0))] * self.parts
         self._restart()
 
-    def remake(self, parameters: FlatParameters) -> None:
-        super().remake(parameters)
+    def rebuild_state(self, parameters: FlatParameters) -> None:
+        super().rebuild_state(parameters)
         # After a death no worker could be asked for an average, and what each had come to by itself is what there is.
         self._may_differ = True
 
@@ -381,7 +381,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
     def _outer_name(self) -> str:
         return "" if self.outer is None else type(self.outer).__name__
 
-    def _who_agrees(self) -> Axis | Team:
+    def _who_agrees(self) -> Axis | ReplicaGroup:
         if self._parameters is None or self._begins_and_ends:
             return self.world
         return self._strategy.team
@@ -404,7 +404,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
     def _check_parts(self) -> None:
         """Raise on all ranks unless there are buckets for each part.  Collective."""
         # A stage of the pipeline may have fewer than others, or none.
-        most = max(self.world.exchange(len(self._strategy.buckets.buckets)))
+        most = max(self.world.allgather_object(len(self._strategy.buckets.buckets)))
         if most < self.parts and self.parts > 1:
             raise ValueError(
                 f"parts={self.parts}, but no rank has more than {most} buckets to deal out; use fewer parts, or a "

@@ -62,7 +62,7 @@ class ShardedModel:
             check_place(self.parameters, mesh)
         except ValueError as error:
             problem = error
-        mesh.world.agree(problem)
+        mesh.world.raise_if_any(problem)
         self._axis = mesh.data
         self._replicas = Replicas(mesh, self.parameters)
         self._replicas.spread()
@@ -129,7 +129,7 @@ class ShardedModel:
             return
         gradients.end_pass()
         if gradients.reduces:
-            gradients.drain()
+            gradients.wait_all()
         else:
             for bucket in reversed(gradients.buckets):
                 self._replicas.sum(bucket, gradients.of_bucket(bucket))

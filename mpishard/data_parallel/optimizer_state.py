@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.strategies import Strategy
-from mpishard.layout.boxes import Holding, cut_holding, split
+from mpishard.layout.boxes import LocalLayout, cut_holding, split
 from mpishard.layout.run_state import (
     PARAMETERS,
     SLOT,
@@ -52,7 +52,7 @@ def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
 
 
 def facts_of(optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """Its settings, for people, and the numbers that `ShardedOptimizer.take_over` goes on from."""
+    """Its settings, for people, and the numbers that `ShardedOptimizer.restore` goes on from."""
     facts = {
         "optimizer": type(optimizer).__name__,
         "rule": type(optimizer.rule).__name__,
@@ -73,7 +73,7 @@ def facts_of(optimizer: ShardedOptimizer) -> dict[str, Any]:
 
 
 def check_numbers(facts: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `ShardedOptimizer.take_over` can go on from the numbers among these facts."""
+    """Raise ValueError unless `ShardedOptimizer.restore` can go on from the numbers among these facts."""
     for name in ("steps", "skipped_steps"):
         whole_fact(facts, name)
     for name in ("good_steps", "outer_steps"):
@@ -121,5 +121,5 @@ def _starts(ranges: Sequence[Range]) -> list[int]:
     return [0, *accumulate(stop - start for start, stop in ranges)][:-1]
 
 
-def _counted(parameters: FlatParameters, ranges: Sequence[Range], starts: Sequence[int]) -> Holding:
+def _counted(parameters: FlatParameters, ranges: Sequence[Range], starts: Sequence[int]) -> LocalLayout:
     return counted_pieces(pieces_of_ranges(parameters.pieces, ranges, starts), parameters.specs, parameters.place)

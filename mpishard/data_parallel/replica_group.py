@@ -9,7 +9,7 @@ from mpishard.comm.mesh import Mesh
 Array = Any
 
 
-class Team:
+class ReplicaGroup:
     """The ranks of one data coordinate: has of `Axis` what agreements and norms need, without a communicator more.
 
     All methods, and creation, are collective over these ranks: first over the tensor axis, then the pipeline's.
@@ -22,7 +22,7 @@ class Team:
 
     def __init__(self, mesh: Mesh) -> None:
         self._axes = [axis for axis in (mesh.tensor, mesh.pipeline) if axis.size > 1]
-        self.members: list[int] = self.exchange(mesh.rank)
+        self.members: list[int] = self.allgather_object(mesh.rank)
 
     def all_reduce(self, buffer: Array, op: str = "sum", *, label: str = "") -> Array:
         """As `Axis.all_reduce`, in place."""
@@ -30,18 +30,18 @@ class Team:
             axis.all_reduce(buffer, op=op, label=label)
         return buffer
 
-    def exchange(self, value: Any) -> list[Any]:
-        """As `Axis.exchange`, in the order of `members`."""
+    def allgather_object(self, value: Any) -> list[Any]:
+        """As `Axis.swap_external`, in the order of `members`."""
         told = [value]
         for axis in self._axes:
-            told = [each for theirs in axis.exchange(tuple(told)) for each in theirs]
+            told = [each for theirs in axis.allgather_object(tuple(told)) for each in theirs]
         return told
 
     def raise_together(self, problem: Exception | None) -> None:
         """As `Axis.raise_together`."""
         for axis in self._axes:
             try:
-                axis.agree(problem)
+                axis.raise_if_any(problem)
             except Exception as error:  # of this rank or of another: those on the next axis hear of it too
                 problem = error
         assert problem is not None

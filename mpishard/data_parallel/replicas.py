@@ -37,7 +37,7 @@ class Replicas:
         for spec in parameters.specs:
             holders = place.holders(spec)
             if len(holders) > 1:
-                axis = mesh.pipeline.among(f"ties {'+'.join(map(str, holders))}", holders)
+                axis = mesh.pipeline.subgroup(f"ties {'+'.join(map(str, holders))}", holders)
                 if axis is not None:
                     self._ties[spec.name] = axis, holders.index(place.runner(spec.stage))
 
@@ -81,7 +81,7 @@ class Replicas:
                 gradient[start:stop] = packed[place : place + stop - start]
                 place += stop - start
 
-    def keep_one(self, flat: Array) -> None:
+    def zero_duplicates(self, flat: Array) -> None:
         """Make terms of a sum that all ranks hold: zero it wherever another rank has the same.  Not collective."""
         if self._mesh.data.rank:
             flat[...] = 0
@@ -116,7 +116,7 @@ class Replicas:
                 axis, owner = self._ties[spec.name]
                 axis.broadcast(values, owner, label="parameters")
 
-    def strayed(self) -> dict[int, int]:
+    def find_divergent(self) -> dict[int, int]:
         """World ranks whose copy of something differs from the first copy, and the rank that holds that one."""
         mesh, parameters = self._mesh, self._parameters
         flat = arrays.to_host(parameters.flat if parameters.sharded is None else parameters.gather())
@@ -133,7 +133,7 @@ class Replicas:
             told.append((("copies", stage, tensor), hashlib.sha256(flat.data).digest()))
         first: dict[Any, tuple[int, bytes]] = {}
         strayed: dict[int, int] = {}
-        for rank, facts in enumerate(mesh.world.exchange(tuple(told))):
+        for rank, facts in enumerate(mesh.world.allgather_object(tuple(told))):
             for what, digest in facts:
                 holder, theirs = first.setdefault(what, (rank, digest))
                 if theirs != digest:

@@ -16,7 +16,7 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.replica_group import Team
+from mpishard.data_parallel.replica_group import ReplicaGroup
 from mpishard.optim.rules import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.version import VERSION
@@ -88,7 +88,7 @@ def settings_of_state(optimizer: ShardedOptimizer, parameters: FlatParameters) -
 
 
 def agree_on_settings(
-    ranks: Axis | Team,
+    ranks: Axis | ReplicaGroup,
     settings: Mapping[str, str],
     problem: Exception | None = None,
     *,
@@ -112,10 +112,10 @@ def agree_on_settings(
 
 
 def differing(
-    ranks: Axis | Team, settings: Mapping[str, str], what: str = "settings", way_out: str = _WAY_OUT
+    ranks: Axis | ReplicaGroup, settings: Mapping[str, str], what: str = "settings", way_out: str = _WAY_OUT
 ) -> ValueError:
     """The error for settings that differ between `ranks`.  Collective over them."""
-    told = dict(zip(ranks.members, ranks.exchange(dict(settings)), strict=True))
+    told = dict(zip(ranks.members, ranks.allgather_object(dict(settings)), strict=True))
     found: dict[str, str] = {}
     for name in dict.fromkeys(name for each in told.values() for name in each):
         holders: dict[str, list[int]] = {}

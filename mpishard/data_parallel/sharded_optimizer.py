@@ -21,7 +21,7 @@ from mpishard.data_parallel.gather import cut_whole, gather_whole
 from mpishard.data_parallel.inspection import Inspection
 from mpishard.data_parallel.optimizer_state import changed_numbers, check_numbers, check_rule, facts_of, shards
 from mpishard.data_parallel.problem import OptimizationResult, P, Problem, TrainingState
-from mpishard.data_parallel.replica_group import Team
+from mpishard.data_parallel.replica_group import ReplicaGroup
 from mpishard.data_parallel.settings import Settings, differing, settings_of, settings_of_state
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.update import take_step
@@ -190,7 +190,7 @@ class ShardedOptimizer:
         self.bind(named)
         if automatic or synchronized:
             if gradients is not None:
-                self._strategy.buckets.adopt(gradients)
+                self._strategy.buckets.use_external(gradients)
             self.update(count if count is not None else self._calls() or self.axis.size)
             return
         self._passes += 1
@@ -207,7 +207,7 @@ class ShardedOptimizer:
         Otherwise ranks agree already; parameters and state of which several ranks keep copies are copied again from
         data rank 0, tensor rank 0 and the stages that own ties, which mends copies that something else has changed.
         """
-        told = self.world.exchange((self._parameters is not None, self.settings.fingerprint(self)))
+        told = self.world.allgather_object((self._parameters is not None, self.settings.fingerprint(self)))
         unbound = [rank for rank, (bound, _) in enumerate(told) if not bound]
         if unbound:
             if len(unbound) < len(told):
@@ -218,12 +218,12 @@ class ShardedOptimizer:
         calls = self._calls()
         if calls:
             if self._accumulated is not None:
-                self._strategy.buckets.adopt(self._accumulated)
+                self._strategy.buckets.use_external(self._accumulated)
             self.update(calls)
             return
         self._strategy.replicas.spread()
         for slot in self._slots.values():
-            self._strategy.mend(slot)
+            self._strategy.resync(slot)
 
     def optimize(
         self,
@@ -306,13 +306,13 @@ class ShardedOptimizer:
             self._make_state(parameters)
         else:
             self._strategy.attach(parameters)
-        self._strategy.buckets.hold = not self.config.auto_sync_gradients
+        self._strategy.buckets.no_sync = not self.config.auto_sync_gradients
         if not written.reduces and written.has_content:  # a backward pass ran before the first step
             if written.reduced:
-                self._strategy.replicas.keep_one(written.flat)
+                self._strategy.replicas.zero_duplicates(written.flat)
             else:
                 written.end_pass()
-            self._strategy.buckets.adopt(written.flat)
+            self._strategy.buckets.use_external(written.flat)
         parameters.gradients = self._strategy.buckets
         self._parameters = parameters
         self._prepare_step()
@@ -331,7 +331,7 @@ class ShardedOptimizer:
         assert self._parameters is not None
         strategy, config = self._strategy, self.config
         strategy.buckets.end_pass()
-        strategy.drain()
+        strategy.wait_all()
         divisor = float(count) * self.loss_scale
         self._inspection.nonfinite_loss, self._inspection.interrupted = nonfinite_loss, interrupted
         usable = self._gradients_are_usable(divisor)
@@ -343,7 +343,7 @@ class ShardedOptimizer:
             config.mesh.ledger.step = self.clock
             slots = list(self._slots.values())
             take_step(self.rule.scaled(rate_factor), strategy, slots, self.steps, divisor=divisor, clip=clip)
-            strategy.publish()
+            strategy.all_gather_parameters()
             strategy.keep_errors()
             self.scaling.succeeded()
         else:
@@ -427,14 +427,14 @@ class ShardedOptimizer:
                     "compressed gradients of a backward pass are on their way, and what they leave out belongs to no "
                     "step yet; take the step, or call parameters.reset_gradients(), before the state is saved"
                 )
-            self.world.agree(problem)
+            self.world.raise_if_any(problem)
             compressed.fold()
 
-    def mend(self) -> None:
+    def resync(self) -> None:
         """Make alike what should be alike on all ranks, after they have moved.  Collective."""
 
     @property
-    def meets(self) -> bool:
+    def synchronizes_next_step(self) -> bool:
         """Whether the next update waits for the other data ranks.  The same on all ranks."""
         return True
 
@@ -502,7 +502,7 @@ class ShardedOptimizer:
             )
         self._told = True
 
-    def take_over(self, facts: Mapping[str, Any]) -> None:
+    def restore(self, facts: Mapping[str, Any]) -> None:
         """Go on from these facts of `run_state`, once its arrays are filled.  Not collective."""
         assert self._parameters is not None
         self.steps, self.skipped_steps = int(facts["steps"]), int(facts["skipped_steps"])
@@ -516,7 +516,7 @@ class ShardedOptimizer:
         if self._parameters.sharded is not None:
             self._parameters.sharded.drop()
 
-    def remake(self, parameters: FlatParameters) -> None:
+    def rebuild_state(self, parameters: FlatParameters) -> None:
         """Begin with new state for its parameters on the mesh as it is now, which has moved to other ranks.
 
         The arrays that `run_state` told before stay as they are.  Collective.
@@ -614,7 +614,7 @@ class ShardedOptimizer:
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
-    def _who_agrees(self) -> Axis | Team:
+    def _who_agrees(self) -> Axis | ReplicaGroup:
         """The ranks that must agree on the arguments of `step` before it is taken."""
         return self.world
 
@@ -673,14 +673,14 @@ class ShardedOptimizer:
             return 0
         calls = int(self.axis.all_reduce(np.array([self._passes]), label="control")[0])
         if self.axis.size < self.world.size:
-            told = self.world.exchange(calls)
+            told = self.world.allgather_object(calls)
             if len(set(told)) > 1:
                 raise ValueError(f"tensor and pipeline ranks must call step() equally often; calls by rank: {told}")
         return calls
 
     def _check_copies(self) -> None:
         """Debug: raise on all ranks if copies of parameters are no longer the same."""
-        strayed = self._strategy.replicas.strayed()
+        strayed = self._strategy.replicas.find_divergent()
         if strayed:
             first = sorted(set(strayed.values()))
             whose = f"rank {first[0]}" if len(first) == 1 else f"ranks {first}"

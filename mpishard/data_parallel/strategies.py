@@ -1,8 +1,8 @@
 """How gradients and optimizer state are spread over a mesh.
 
 A strategy says which ranges of this place's flat parameters this rank updates (`own`), reduces the gradients (`reduce`
-a bucket, then `drain`), and makes the new parameters known to all (`publish`).  Rajbhandari et al., "ZeRO" (2020),
-section 5, for the stages.  Every strategy sums; the optimizer divides.
+a bucket, then `wait_all`), and makes the new parameters known to all (`all_gather_parameters`).  Rajbhandari et al.,
+"ZeRO" (2020), section 5, for the stages.  Every strategy sums; the optimizer divides.
 
 Gradients are summed in this order: micro-batches in the gradient buffer, then copies within one data coordinate
 (`Replicas`), then the data axis.  With `reproducible`, copies come first, then micro-batches and the data axis along
@@ -21,11 +21,11 @@ from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.comm.request import Exchange, Pending
+from mpishard.comm.request import ChainedRequest, Request
 from mpishard.compression import PowerSGDCompressor
 from mpishard.data_parallel.bucket_plan import bucket_layout
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.replica_group import Team
+from mpishard.data_parallel.replica_group import ReplicaGroup
 from mpishard.data_parallel.replicas import Replicas
 from mpishard.data_parallel.tensor_norms import Part, parts_of
 from mpishard.layout.boxes import counts, split
@@ -79,7 +79,7 @@ class Strategy(ABC):
         self.mesh: Mesh
         self.mesh = mesh = config.mesh
         self.axis: Axis = mesh.data
-        self.team: Axis | Team = mesh.world
+        self.team: Axis | ReplicaGroup = mesh.world
         self.overlap: bool = config.overlap_communication
         self.ordered: OrderedSums | None = OrderedSums(self.axis, parameters.like) if config.reproducible else None
         Replicas(mesh, parameters).spread()
@@ -92,14 +92,14 @@ class Strategy(ABC):
             runs=runs,
             sizes=sizes,
             reduce=self.reduce,
-            settle=self.settle if config.reproducible else None,
-            drain=self.drain,
+            reduce_within_replica=self.reduce_within_replica if config.reproducible else None,
+            drain=self.wait_all,
             on_demand=self.gradients_on_demand,
         )
         self.own: list[Range] = []
         self.counted: list[Range] = []
         self._counts = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets.buckets]
-        self._pending: list[tuple[Bucket, Pending | Exchange]] = []
+        self._pending: list[tuple[Bucket, Request | ChainedRequest]] = []
         if self.ordered is not None:
             self.buckets.on_reset.append(self.ordered.reset)
         self.compresses = True
@@ -134,18 +134,18 @@ class Strategy(ABC):
     def reduce(self, bucket: Bucket, gradient: Array) -> None:
         """Sum the gradient of a bucket over what is inside a data coordinate, and start to over the data axis."""
         if self.ordered is None:
-            self.settle(bucket, gradient)
+            self.reduce_within_replica(bucket, gradient)
         for _, earlier in self._pending:
             earlier.test()  # MPI moves data only while it is called
         self._pending.append((bucket, self.start(bucket, gradient)))
         if not self.overlap:
-            self.drain()
+            self.wait_all()
 
-    def settle(self, bucket: Bucket, gradient: Array) -> None:
+    def reduce_within_replica(self, bucket: Bucket, gradient: Array) -> None:
         """Sum the gradient of a bucket over what is inside a data coordinate."""
         self.replicas.sum(bucket, gradient)
 
-    def start(self, bucket: Bucket, gradient: Array) -> Pending | Exchange:
+    def start(self, bucket: Bucket, gradient: Array) -> Request | ChainedRequest:
         """Start to sum the gradient of a bucket over the data axis."""
         pieces = self._counts[bucket.index]
         if self.ordered is not None:
@@ -156,14 +156,14 @@ class Strategy(ABC):
         return self.start_plain(bucket, gradient)
 
     @abstractmethod
-    def start_plain(self, bucket: Bucket, gradient: Array) -> Pending:
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Request:
         """The same by the one collective of MPI that does so."""
 
     @abstractmethod
     def target(self, bucket: Bucket, gradient: Array) -> Array:
         """Where an ordered or compressed sum of this rank's part of a bucket goes, which may lie in `gradient`."""
 
-    def drain(self) -> None:
+    def wait_all(self) -> None:
         """Wait until no reduction is under way."""
         for bucket, pending in self._pending:
             self.arrived(bucket, pending.wait())
@@ -182,18 +182,18 @@ class Strategy(ABC):
 
     @abstractmethod
     def gradients(self) -> list[Array]:
-        """The summed gradient of each range in `own`; call after `drain`."""
+        """The summed gradient of each range in `own`; call after `wait_all`."""
 
     def values(self) -> list[Array]:
         """The parameters of each range in `own`."""
         return [self.parameters.flat[start:stop] for start, stop in self.own]
 
     @abstractmethod
-    def publish(self) -> None:
+    def all_gather_parameters(self) -> None:
         """Make each rank's own parameters known to those who keep a copy."""
 
     @abstractmethod
-    def mend(self, slot: Array) -> None:
+    def resync(self, slot: Array) -> None:
         """Make all copies of a state array alike, as `Replicas.spread` does with the parameters."""
 
     def state_views(self, slot: Array) -> list[Array]:
@@ -272,26 +272,26 @@ class DataParallel(Strategy):
     def error_ranges(self) -> list[Range]:
         return self.counted if self.hierarchical is None else self.hierarchical.owned
 
-    def start(self, bucket: Bucket, gradient: Array) -> Pending | Exchange:
+    def start(self, bucket: Bucket, gradient: Array) -> Request | ChainedRequest:
         if self.hierarchical is not None:
             return self.hierarchical.start(bucket, gradient)
         return super().start(bucket, gradient)
 
-    def start_plain(self, bucket: Bucket, gradient: Array) -> Pending:
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Request:
         return self.axis.start_all_reduce(gradient, label="gradients")
 
     def target(self, bucket: Bucket, gradient: Array) -> Array:
         start, stop = self.counted[bucket.index]
         return gradient[start - bucket.start : stop - bucket.start]
 
-    def drain(self) -> None:
+    def wait_all(self) -> None:
         pending = [(bucket, self.buckets.of_bucket(bucket), transfer) for bucket, transfer in self._pending]
         self.complete(pending)
         for bucket, _ in self._pending:
             self.buckets.release(bucket)
         self._pending.clear()
 
-    def complete(self, pending: Sequence[tuple[Bucket, Array, Pending | Exchange]]) -> None:
+    def complete(self, pending: Sequence[tuple[Bucket, Array, Request | ChainedRequest]]) -> None:
         """Finish the sums that `start` began, of a bucket and its gradient each, in the gradients."""
         arrived = [(bucket, gradient, transfer.wait()) for bucket, gradient, transfer in pending]
         if self.hierarchical is not None:
@@ -300,7 +300,7 @@ class DataParallel(Strategy):
             for gather in [self._start_gather(bucket, gradient) for bucket, gradient, _ in arrived]:
                 gather.wait()
 
-    def _start_gather(self, bucket: Bucket, gradient: Array) -> Pending | Exchange:
+    def _start_gather(self, bucket: Bucket, gradient: Array) -> Request | ChainedRequest:
         pieces = self._counts[bucket.index]
         if self.compressed is not None:
             return self.compressed.start_gather(bucket, gradient)
@@ -309,10 +309,10 @@ class DataParallel(Strategy):
     def gradients(self) -> list[Array]:
         return [self.buckets.of_bucket(bucket) for bucket in self.buckets.buckets]
 
-    def publish(self) -> None:
+    def all_gather_parameters(self) -> None:
         """Nothing to tell: every rank has updated all of it."""
 
-    def mend(self, slot: Array) -> None:
+    def resync(self, slot: Array) -> None:
         self.axis.broadcast(slot, label="state")
         self.replicas.spread_inside(slot)
 
@@ -330,7 +330,7 @@ class ShardedState(Strategy):
             self.own.append((start, start + pieces[self.axis.rank]))
         self.counted = self.own
 
-    def start_plain(self, bucket: Bucket, gradient: Array) -> Pending:
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Request:
         return self.axis.start_reduce_scatter(gradient, counts=self._counts[bucket.index], label="gradients")
 
     def target(self, bucket: Bucket, gradient: Array) -> Array:
@@ -342,10 +342,10 @@ class ShardedState(Strategy):
             for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True)
         ]
 
-    def publish(self) -> None:
+    def all_gather_parameters(self) -> None:
         self._gather(self.parameters.flat, "parameters")
 
-    def mend(self, slot: Array) -> None:
+    def resync(self, slot: Array) -> None:
         if self.replicas.inside:
             flat = arrays.empty(self.parameters.size, slot.dtype, like=slot)
             views = self.state_views(slot)
@@ -379,7 +379,7 @@ class ShardedGradients(ShardedState):
 
     def reduce(self, bucket: Bucket, gradient: Array) -> None:
         # One bucket travels while the next is filled, and no more: their number is what ZeRO-2 saves.
-        self.drain()
+        self.wait_all()
         super().reduce(bucket, gradient)
 
     def target(self, bucket: Bucket, gradient: Array) -> Array:
@@ -439,6 +439,6 @@ class ShardedParameters(ShardedGradients):
     def values(self) -> list[Array]:
         return self.sharded.shares
 
-    def publish(self) -> None:
+    def all_gather_parameters(self) -> None:
         """Nothing to tell; what is still gathered is of before the update."""
         self.sharded.drop()

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpishard.backend import exact_norm
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.replica_group import Team
+from mpishard.data_parallel.replica_group import ReplicaGroup
 from mpishard.layout.boxes import ParameterSpec, Piece
 
 Array = Any
@@ -59,7 +59,7 @@ def spans_of(parts: Sequence[Part]) -> list[Span]:
 
 
 def norms(
-    axis: Axis | Team, specs: Sequence[ParameterSpec], parts: Sequence[Part], arrays: Sequence[Array]
+    axis: Axis | ReplicaGroup, specs: Sequence[ParameterSpec], parts: Sequence[Part], arrays: Sequence[Array]
 ) -> list[float]:
     """The 2-norm of every tensor over all ranks, the same bits for any cut into parts.
 

@@ -11,7 +11,7 @@ import numpy as np
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
 from mpishard.compression import PieceCompressor, PowerSGDCompressor
 from mpishard.data_parallel.bucket_plan import bucket_layout
-from mpishard.layout.boxes import WHOLE, Holding, ParameterSpec, counts, split
+from mpishard.layout.boxes import WHOLE, LocalLayout, ParameterSpec, counts, split
 from mpishard.parameters.buckets import Bucket, make_buckets
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.hierarchical import nodes_of_data
@@ -57,7 +57,7 @@ def _buckets(config: ShardingConfiguration, parameters: FlatParameters) -> Seque
     return make_buckets(parameters.pieces, config.minimum_parameter_group_size, runs, sizes)
 
 
-def _of_bucket(config: ShardingConfiguration, bucket: Bucket, pieces: Holding, dtype: np.dtype) -> Traffic:
+def _of_bucket(config: ShardingConfiguration, bucket: Bucket, pieces: LocalLayout, dtype: np.dtype) -> Traffic:
     axis, compressor = config.mesh.data, config.compressor
     if isinstance(compressor, PowerSGDCompressor):
         first = sum(compressor.first_elements(piece.shape) for piece in pieces)

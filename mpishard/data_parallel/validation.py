@@ -11,7 +11,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.replica_group import Team
+from mpishard.data_parallel.replica_group import ReplicaGroup
 from mpishard.data_parallel.settings import differing, settings_of
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.parameters.flat import FlatParameters, check_flat
@@ -79,7 +79,7 @@ def check_gradients(parameters: FlatParameters, gradients: Array) -> None:
 
 
 def agree_on_step(
-    ranks: Axis | Team,
+    ranks: Axis | ReplicaGroup,
     parameters: FlatParameters | None,
     count: float | None,
     problem: Exception | None,
@@ -96,13 +96,13 @@ def agree_on_step(
         ranks.raise_together(problem)
     assert parameters is not None
     if facts[1] != -facts[2]:
-        models = ranks.exchange((parameters.fingerprint, parameters.description))
+        models = ranks.allgather_object((parameters.fingerprint, parameters.description))
         if optimizer is not None and len({model for model, _ in models}) == 1:
             raise differing(ranks, settings_of(optimizer))
         told = ", ".join(f"rank {rank} {what}" for rank, (_, what) in zip(ranks.members, models, strict=True))
         raise ValueError(f"all ranks must have the same parameters in the same order; here: {told}")
     if facts[3] != -facts[4]:
-        raise ValueError(f"count must be the global number, the same on all ranks; got {ranks.exchange(count)}")
+        raise ValueError(f"count must be the global number, the same on all ranks; got {ranks.allgather_object(count)}")
 
 
 def tell_of_other_starts(mesh: Mesh, parameters: FlatParameters) -> None:

@@ -33,7 +33,7 @@ _WORDS = 300
 
 def run_script() -> None:
     """Run the script, module or code that the arguments of this process name, as Python would."""
-    newcomer = Newcomer()
+    newcomer = JoiningProcess()
     try:
         _run(sys.argv[1:])
     except BaseException as error:
@@ -61,7 +61,7 @@ def _run(arguments: list[str]) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
-class Newcomer:
+class JoiningProcess:
     """This process, on its way into the run that has spawned it.
 
     Attributes
@@ -70,10 +70,10 @@ class Newcomer:
         Whether the run has not taken it in yet.
     """
 
-    this: ClassVar[Newcomer]
+    this: ClassVar[JoiningProcess]
 
     def __init__(self) -> None:
-        Newcomer.this = self
+        JoiningProcess.this = self
         self.waits: bool = True
         self._leaves = self._bereaved = False
         self._leader = MPI.Comm.Get_parent()

@@ -34,8 +34,8 @@ from mpishard.data_parallel.optimizer_state import facts_of
 from mpishard.data_parallel.settings import agree_on_settings, settings_of
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.completion import finalize_in_time, give_up, leave_to_others, note_training
-from mpishard.elastic.membership import Crew, Order, agree, is_newcomer
-from mpishard.elastic.spawning import Recruitment
+from mpishard.elastic.membership import Membership, Order, agree, is_newcomer
+from mpishard.elastic.spawning import SpawnRequest
 from mpishard.elastic.transaction import Committed
 from mpishard.launch.run_folder import RunFolder, RunLost
 from mpishard.layout.run_state import RunState
@@ -63,7 +63,7 @@ class _Survivor(NamedTuple):
     reason: str
     saved: bool
     agreed: int
-    upset: int
+    last_disruption: int
 
 
 class ElasticLoop(Loop):
@@ -95,7 +95,7 @@ class ElasticLoop(Loop):
         self.shows = progress
         self.elastic = elastic
         self.mesh = elastic.mesh
-        self.crew = Crew(self.mesh.world.comm, self.mesh.place, self.mesh.data.size)
+        self.crew = Membership(self.mesh.world.comm, self.mesh.place, self.mesh.data.size)
         self.elastic.watch.follow(self.crew.fellows)
         self.heals = heals_in_place()
         self.reason = self.what_was_reached()
@@ -105,14 +105,14 @@ class ElasticLoop(Loop):
         self.ready: float | None = None
         self.own_wish = 0
         # Of rank 0: who is on the way; of all workers: how many of them have come and are taken in now.
-        self.recruitment: Recruitment | None = None
+        self.recruitment: SpawnRequest | None = None
         self.recruits = 0
         self.awaited = False  # whether some are on the way
-        self.upset = -1  # the last step before somebody died or came
+        self.last_disruption = -1  # the last step before somebody died or came
         self.all_know = False  # that the run is over, spares too
         self.saved = bool(self.reason)  # what there is at the end of the run
         # The agreements that others may be waiting in, which this process takes part in before it heals.
-        self.owed = {_WORKERS, _CREW}
+        self.pending_agreements = {_WORKERS, _CREW}
         self.whole = True
         self.committed: Committed | None = None
         if not newcomer:
@@ -134,17 +134,21 @@ class ElasticLoop(Loop):
                     break
                 wanted = self._take_turn() if self.crew.works else self.crew.wait_for_order()
             except MPI.Exception as error:
-                own = _WORKERS in self.owed and error.Get_error_class() not in _DEATH  # in a step, by the script
+                own = (
+                    _WORKERS in self.pending_agreements and error.Get_error_class() not in _DEATH
+                )  # in a step, by the script
                 if own or not self.heals:
                     raise
                 wanted = self._heal(error)
-        self.buckets.hold = not self.optimizer.config.auto_sync_gradients
+        self.buckets.no_sync = not self.optimizer.config.auto_sync_gradients
         self.progress.close()
         fail_alone(False)
         atexit.unregister(self._leave)
-        if Crew.lost:
+        if Membership.lost:
             finalize_in_time()
-        note_training(False, tells=Crew.lost or self.crew.rank == 0)  # after a death the first may die before it has
+        note_training(
+            False, tells=Membership.lost or self.crew.rank == 0
+        )  # after a death the first may die before it has
         leave_to_others(self.crew.rank > 0)
         self.crew.end()
         if not self.crew.works:
@@ -177,7 +181,7 @@ class ElasticLoop(Loop):
             if self.optimizer.prepares_saves:
                 self._prepare_move()
             self._agree()  # all workers go on to the resizing, or none
-            self.owed = {_CREW}
+            self.pending_agreements = {_CREW}
             if self.crew.rank == 0:
                 self.crew.order(order)
         return order
@@ -217,7 +221,7 @@ class ElasticLoop(Loop):
         self.ready = loss
         self._agree()
         self._commit()
-        self.own_wish = self.wish(step, loss, rate)
+        self.own_wish = self.stop_request(step, loss, rate)
         self._decide()
         if not self.reason:
             self.save(last=False)
@@ -238,23 +242,23 @@ class ElasticLoop(Loop):
 
     def _agree(self) -> None:
         """Return when all workers are here; if one survivor does, all of them know that all were."""
-        self.owed.remove(_WORKERS)
+        self.pending_agreements.remove(_WORKERS)
         agree(self.mesh.world.comm, sound=True)
-        self.owed.add(_WORKERS)
+        self.pending_agreements.add(_WORKERS)
 
     def _agree_as_crew(self) -> None:
         """Return when all of the crew are here, and if one survivor does, all do."""
-        self.owed.remove(_CREW)
+        self.pending_agreements.remove(_CREW)
         self.crew.agree()
-        self.owed.add(_CREW)
+        self.pending_agreements.add(_CREW)
 
     def _settle(self) -> None:
         """Tell those who wait in an agreement that there is none."""
         for scope, comm in ((_WORKERS, self.mesh.world.comm), (_CREW, self.crew.axis.comm)):
-            if scope in self.owed:
+            if scope in self.pending_agreements:
                 with contextlib.suppress(MPI.Exception):
                     agree(comm, sound=False)
-        self.owed = {_CREW}
+        self.pending_agreements = {_CREW}
 
     def _decide(self) -> None:
         """Hear whether any worker wishes to stop or leaves, or wants another number of workers."""
@@ -269,15 +273,15 @@ class ElasticLoop(Loop):
         changed = self.optimizer.settings.changed(self.optimizer)
         wishes = np.array([self.own_wish, elastic.request, asked, -asked, come, awaited, discovered, changed], np.int64)
         heard = world.all_reduce(wishes, op="max", label="control").tolist()
-        wish, request, most, least, come, awaited, elastic.outside.discovered, changed = heard
+        stop_request, request, most, least, come, awaited, elastic.outside.discovered, changed = heard
         if changed:  # by a callback
             self.optimizer.settings.agree(self.optimizer)
-        elastic.heed(request)
+        elastic.adopt_request(request)
         self.recruits, self.awaited = come, bool(awaited)
-        self.reason = self.why_stop(wish) or ("signal" if -least > 0 else "")
+        self.reason = self.why_stop(stop_request) or ("signal" if -least > 0 else "")
         if most == 2 and not self.reason:
-            self.crew.let_go(world.exchange(asked > 0))
-            elastic.settle_for(self.crew.able)
+            self.crew.let_go(world.allgather_object(asked > 0))
+            elastic.cap_workers(self.crew.able)
             self.reason = "signal" if self.crew.able < elastic.min_workers else ""
         self.decided = self.done
 
@@ -300,7 +304,7 @@ class ElasticLoop(Loop):
             self._do_without("they would begin with the first call of `optimize` in their script, and this is another")
         else:
             place = self.mesh.place
-            self.recruitment = Recruitment(missing * crew.cell, (place.tensor_size, place.pipeline_size))
+            self.recruitment = SpawnRequest(missing * crew.cell, (place.tensor_size, place.pipeline_size))
         return 0
 
     def _do_without(self, problem: str) -> None:
@@ -330,7 +334,7 @@ class ElasticLoop(Loop):
     def _roll_back(self) -> None:
         facts = self._committed().roll_back()
         if facts is not None:
-            self.optimizer.take_over(facts)
+            self.optimizer.restore(facts)
         self.ready = None
 
     def _committed(self) -> Committed:
@@ -342,7 +346,7 @@ class ElasticLoop(Loop):
     def _regroup(self, order: Order) -> None:
         """Let so many of the crew be the workers, with the committed state.  Collective over the crew."""
         crew, optimizer = self.crew, self.optimizer
-        self.owed = {_CREW}  # in that of the workers nobody is
+        self.pending_agreements = {_CREW}  # in that of the workers nobody is
         was = self.mesh.data.size
         if self.record is not None:
             self.record.flush()  # another rank may be the first, which writes what is not there
@@ -367,12 +371,12 @@ class ElasticLoop(Loop):
         self.elastic.watch.follow(crew.fellows)
         self._agree_as_crew()  # who waits on a communicator that another one has not got could not be woken
         if comm is not None:
-            self.mesh.move(comm)
+            self.mesh.rebind(comm)
             if self.checkpoints is not None:
-                self.checkpoints.move()
+                self.checkpoints.rebind()
         self._agree_as_crew()  # Open MPI 5 crashes if a communicator is revoked where it is still being made
         if comm is not None:
-            optimizer.remake(self.parameters)
+            optimizer.rebuild_state(self.parameters)
             self.attach()
             target = optimizer.run_state()
         if self.optimizer.config.hierarchical:
@@ -385,14 +389,14 @@ class ElasticLoop(Loop):
         self.all_know = bool(self.reason)
         committed = None
         if comm is not None:
-            optimizer.take_over(heard)
-            optimizer.mend()
+            optimizer.restore(heard)
+            optimizer.resync()
             self.losses = heard["loss"].tolist()
             self.done, self.decided = heard["done"], heard["decided"]
             self.before, self.position = heard["before"], heard["position"]
             self.skipped_before, self.resumed = heard["skipped_before"], heard["resumed"]
             self.scaling = replace(self.scaling, first=heard["first"])
-            self.elastic.heed(heard["request"])
+            self.elastic.adopt_request(heard["request"])
             if self.mesh.rank == 0 and not self.progress.shown:
                 self.progress = Progress(self.problem.steps, shown=self.shows, done=len(self.losses))
             committed = self._commit_anew()
@@ -402,14 +406,14 @@ class ElasticLoop(Loop):
             print(f"mpishard: {was} -> {self.mesh.data.size} workers after step {self.done}", flush=True)
         self.whole = committed is not None
         if self.whole:
-            self.owed.add(_WORKERS)
+            self.pending_agreements.add(_WORKERS)
         if crew.rank:  # another one is now
             self._dismiss()
 
     def _take_in(self, workers: int) -> None:
         """Let those into the crew who were recruited and are here, if they still are.  Collective over the crew."""
         recruitment, self.recruitment, self.recruits = self.recruitment, None, 0
-        self.upset = self.done
+        self.last_disruption = self.done
         try:
             port, problem = self.crew.call_in(recruitment)
             if port:
@@ -422,7 +426,7 @@ class ElasticLoop(Loop):
         if port and recruitment is not None:
             recruitment.close()
         if not port:
-            self.elastic.settle_for(self.crew.able)
+            self.elastic.cap_workers(self.crew.able)
             if recruitment is not None:
                 self._say_none_come(problem)
 
@@ -457,11 +461,11 @@ class ElasticLoop(Loop):
         """Go on without the dead, from the last committed step; returns how many workers there will be."""
         while True:
             try:
-                return self._bury(error)
+                return self._shrink(error)
             except MPI.Exception as another:
                 error = another
 
-    def _bury(self, error: MPI.Exception) -> Order:
+    def _shrink(self, error: MPI.Exception) -> Order:
         crew = self.crew
         before = crew.identities
         self._note_healed(self.done)
@@ -472,16 +476,16 @@ class ElasticLoop(Loop):
         self.whole = False
         crew.revoke()
         self._settle()
-        crew.bury()
+        crew.shrink()
         knows = self.committed is not None
         agreed = self.elastic.agreed
-        own = _Survivor(knows, self.done, self.decided, self.reason, self.saved, agreed, self.upset)
-        told: list[_Survivor] = crew.axis.exchange(own)
+        own = _Survivor(knows, self.done, self.decided, self.reason, self.saved, agreed, self.last_disruption)
+        told: list[_Survivor] = crew.axis.allgather_object(own)
         known = [each for each in told if each.knows]
         if not known:
             raise RunLost("all workers have died; start the run again from its newest checkpoint")
         done = max(each.done for each in known)
-        self.elastic.heed(max(each.agreed for each in known))
+        self.elastic.adopt_request(max(each.agreed for each in known))
         if self.committed is not None:
             if done > self.done:
                 self._commit()
@@ -498,9 +502,9 @@ class ElasticLoop(Loop):
         if crew.able < self.elastic.min_workers:
             raise RunLost(f"{crew.able} whole workers are left, and min_workers={self.elastic.min_workers}")
         # A fault that comes with a step, or with every worker, would otherwise have new ones spawned for ever.
-        if not self.elastic.respawn or done <= max(each.upset for each in told):
-            self.elastic.settle_for(crew.able)
-        self.upset, self.recruits, self.awaited = done, 0, False
+        if not self.elastic.respawn or done <= max(each.last_disruption for each in told):
+            self.elastic.cap_workers(crew.able)
+        self.last_disruption, self.recruits, self.awaited = done, 0, False
         return Order(crew.most if self.reason else min(self.elastic.agreed_size, crew.able))
 
     def _note_healed(self, step: int) -> None:

@@ -21,11 +21,11 @@ from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh import newcomer_cell
 from mpishard.comm.watchdog import die
-from mpishard.elastic.joining import Newcomer
+from mpishard.elastic.joining import JoiningProcess
 from mpishard.elastic.meeting import in_time
-from mpishard.elastic.spawning import Recruitment, meet
-from mpishard.elastic.watch import Fellow, this_process
-from mpishard.layout.boxes import Place
+from mpishard.elastic.spawning import SpawnRequest, meet
+from mpishard.elastic.watch import Peer, this_process
+from mpishard.layout.boxes import ModelParallelRank
 
 _ORDER = 1
 # How long a spare sleeps between two looks.
@@ -35,7 +35,7 @@ _END_NAP_S = 0.02
 
 def is_newcomer() -> bool:
     """Whether this process was spawned by a run that wanted more workers, and has not been taken in yet."""
-    return newcomer_cell() is not None and Newcomer.this.waits
+    return newcomer_cell() is not None and JoiningProcess.this.waits
 
 
 def agree(comm: MPI.Intracomm, sound: bool) -> None:
@@ -78,10 +78,10 @@ class _Member(NamedTuple):
     leaves: bool
     ends: bool
     lost: bool
-    fellow: Fellow
+    fellow: Peer
 
 
-class Crew:
+class Membership:
     """All processes of a run.  Creation is collective over them; a newcomer waits to be called in.
 
     A *worker* is one replica of the model: a process, or a cell of tensor x pipeline processes.  For life a process
@@ -103,7 +103,7 @@ class Crew:
     cell : int
         Processes of a worker.
     workers : int
-        How many there are; `Mesh.move` wants the processes of these in the order that they have here.
+        How many there are; `Mesh.rebind` wants the processes of these in the order that they have here.
     identities : list of int
         By rank; a process keeps its own for the whole run, while its rank changes.
     left : list of bool
@@ -114,10 +114,10 @@ class Crew:
 
     lost: ClassVar[bool] = False
 
-    def __init__(self, comm: MPI.Intracomm, place: Place, workers: int) -> None:
+    def __init__(self, comm: MPI.Intracomm, place: ModelParallelRank, workers: int) -> None:
         self.workers: int = workers
         self.cell: int = place.tensor_size * place.pipeline_size
-        self.fellows: list[Fellow] = []
+        self.fellows: list[Peer] = []
         self._place = place
         self._identity: int | None = None
         self._free = 0
@@ -125,17 +125,17 @@ class Crew:
         if is_newcomer():
             atexit.register(_leave)
             try:
-                met = Newcomer.this.join()
+                met = JoiningProcess.this.join()
                 self.axis: Axis = in_time(lambda: _shared_axis(met))
             except MPI.Exception:
                 die("mpishard: another process has died while this one came to the run, which goes on without both")
-            self._line_up(0)
+            self.assign_roles(0)
             atexit.unregister(_leave)
         else:
             self.axis = Axis("crew", comm.Dup(), Ledger())
-            self._line_up(workers)
+            self.assign_roles(workers)
 
-    def _line_up(self, workers: int, ends: bool = False) -> None:
+    def assign_roles(self, workers: int, ends: bool = False) -> None:
         """Learn who is there and who leaves, and let so many be workers, or as many as there may be.  Collective.
 
         Those who have no identity get one that nobody has had, and take the number of workers from the others.  Who
@@ -143,10 +143,10 @@ class Crew:
         """
         place = self._place
         post = place.pipeline_rank * place.tensor_size + place.tensor_rank
-        own = _Member(self._identity, self._free, post, workers, self._leaves, ends, Crew.lost, this_process())
-        crew: list[_Member] = self.axis.exchange(own)
+        own = _Member(self._identity, self._free, post, workers, self._leaves, ends, Membership.lost, this_process())
+        crew: list[_Member] = self.axis.allgather_object(own)
         self._free = max(member.free for member in crew)
-        Crew.lost |= any(member.lost for member in crew)  # newcomers too must finalize in time
+        Membership.lost |= any(member.lost for member in crew)  # newcomers too must finalize in time
         identities = []
         for member in crew:
             identities.append(self._free if member.identity is None else member.identity)
@@ -235,17 +235,17 @@ class Crew:
         self.axis.recv(told, self._ranks[0], _ORDER, label="control")
         return Order(*told.tolist())
 
-    def call_in(self, recruitment: Recruitment | None) -> tuple[str, str]:
+    def call_in(self, recruitment: SpawnRequest | None) -> tuple[str, str]:
         """Call in those whom rank 0 has recruited: the port where they are met, or why they do not come.  Collective.
 
         `recruitment`: that of rank 0, None on the others.
         """
         port = "" if recruitment is None else recruitment.call()
         problem = "" if recruitment is None else recruitment.problem
-        told: tuple[str, str] = self.axis.exchange((port, problem))[self._ranks[0]]
+        told: tuple[str, str] = self.axis.allgather_object((port, problem))[self._ranks[0]]
         return told
 
-    def take_in(self, port: str, workers: int, recruitment: Recruitment | None) -> None:
+    def take_in(self, port: str, workers: int, recruitment: SpawnRequest | None) -> None:
         """Meet newcomers, who are the last of the crew from now on, and hear so from it.  Collective.
 
         If somebody dies meanwhile it raises MPI.Exception, and the crew stays what it was.  `recruitment`: see
@@ -260,7 +260,7 @@ class Crew:
 
         self.axis = in_time(lambda: _shared_axis(meet(before.comm, port, root)), check)
         before.free()
-        self._line_up(workers)
+        self.assign_roles(workers)
 
     def split(self, workers: int, leaves: bool, ends: bool) -> MPI.Intracomm | None:
         """The communicator of so many workers, None on processes that are in none.  Collective.
@@ -269,7 +269,7 @@ class Crew:
         was in none.
         """
         self._leaves |= leaves
-        self._line_up(workers, ends)
+        self.assign_roles(workers, ends)
         part = self.axis.comm.Split(0 if self.works else MPI.UNDEFINED, self.rank)
         if part == MPI.COMM_NULL:
             return None
@@ -277,20 +277,20 @@ class Crew:
         return part
 
     def agree(self, sound: bool = True) -> None:
-        """See `agree`, over all of the crew."""
+        """See `raise_if_any`, over all of the crew."""
         agree(self.axis.comm, sound)
 
     def revoke(self) -> None:
         """Wake all who wait in an operation of the crew.  Not collective."""
         self.axis.revoke()
 
-    def bury(self) -> None:
+    def shrink(self) -> None:
         """Go on without the dead.  Collective over the survivors; their order on the axis stays."""
         survivors = self.axis.comm.Shrink()
         assert isinstance(survivors, MPI.Intracomm)
-        Crew.lost = True
-        self.axis.move(survivors)
-        self._line_up(self.workers)
+        Membership.lost = True
+        self.axis.rebind(survivors)
+        self.assign_roles(self.workers)
 
     def end(self) -> None:
         """The run is over; processes that are in no worker end their scripts now, the others go on.  Collective."""

@@ -197,11 +197,11 @@ class ElasticOptimizer:
         """How many workers there shall be."""
         return self.agreed % _NUMBER
 
-    def heed(self, request: int) -> None:
+    def adopt_request(self, request: int) -> None:
         """Take note of a request that all ranks have agreed on."""
         self.agreed = max(request, self.agreed)
 
-    def settle_for(self, processes: int) -> None:
+    def cap_workers(self, processes: int) -> None:
         """Want no more workers than there are processes, after deaths; `resize` may ask for more."""
         if processes < self.agreed_size:
             self.agreed = (self.agreed // _NUMBER + 1) * _NUMBER + processes

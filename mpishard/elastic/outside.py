@@ -54,7 +54,7 @@ class Outside:
                     control.make()
                 except (ValueError, OSError) as error:
                     problem = error
-            axis.agree(problem)
+            axis.raise_if_any(problem)
             self._control = Control(control, min_workers, max_workers)
 
     def __enter__(self) -> Outside:

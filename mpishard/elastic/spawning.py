@@ -107,7 +107,7 @@ def _parted(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:at], arguments[at:]
 
 
-class Recruitment:
+class SpawnRequest:
     """Newcomers who are on their way.  Creation is not collective and returns at once.
 
     Parameters
@@ -279,7 +279,7 @@ def meet(comm: MPI.Intracomm, port: str, root: int = 0, newcomer: bool = False) 
     comm : mpi4py.MPI.Intracomm
         The crew's; MPI_COMM_WORLD of the newcomers.
     port : str
-        As `Recruitment.call` says; on rank `root`.
+        As `SpawnRequest.call` says; on rank `root`.
     """
     bridge = comm.Accept(port, root=root) if newcomer else comm.Connect(port, root=root)
     crew = bridge.Merge(high=newcomer)

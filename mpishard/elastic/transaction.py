@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from mpishard.comm.axis import Axis
 from mpishard.elastic.buddies import buddies
-from mpishard.layout.boxes import Holding
+from mpishard.layout.boxes import LocalLayout
 from mpishard.layout.run_state import RunState, Shard
 
 Array = Any
@@ -45,7 +45,7 @@ class Committed:
         self._before = [np.empty_like(shard.array) for shard in state.shards]
         self._facts: dict[str, Any] | None = None
         sizes = tuple(sum(piece.size for piece in shard.holding) for shard in state.shards)
-        told = axis.exchange((sizes, tuple(shard.holding for shard in state.shards)))
+        told = axis.allgather_object((sizes, tuple(shard.holding for shard in state.shards)))
         # By kind: whether some rank lacks what another has, so that its neighbour must keep a copy.
         self._scattered = [
             shard.required and any(each[kind] != told[0][1][kind] for _, each in told)
@@ -54,7 +54,7 @@ class Committed:
         to = buddies(nodes)
         self._to, self._source = to[axis.rank], to.index(axis.rank)
         self.neighbour: int = identities[self._source]
-        self._theirs: list[Holding] = list(told[self._source][1])
+        self._theirs: list[LocalLayout] = list(told[self._source][1])
         self._copies: list[list[Array]] = [
             [np.empty(held, shard.array.dtype) for held, shard in zip(told[self._source][0], state.shards, strict=True)]
             for _ in range(2)

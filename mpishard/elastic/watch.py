@@ -21,7 +21,7 @@ from typing import NamedTuple
 _POLL_S = 0.25
 
 
-class Fellow(NamedTuple):
+class Peer(NamedTuple):
     """A process of the run; `host` and `started` tell it from others of its number."""
 
     host: str
@@ -29,12 +29,12 @@ class Fellow(NamedTuple):
     started: str
 
 
-def this_process() -> Fellow:
+def this_process() -> Peer:
     """What others need to know of this process to watch it."""
     host = ""
     with contextlib.suppress(OSError):  # where there is no /proc nobody is watched
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    return Fellow(host, os.getpid(), _look(os.getpid())[1])
+    return Peer(host, os.getpid(), _look(os.getpid())[1])
 
 
 class Watch:
@@ -49,11 +49,11 @@ class Watch:
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self._own = this_process()
-        self._fellows: tuple[Fellow, ...] = ()
+        self._fellows: tuple[Peer, ...] = ()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpishard-watch", daemon=True)
 
-    def follow(self, fellows: Iterable[Fellow]) -> None:
+    def follow(self, fellows: Iterable[Peer]) -> None:
         """Watch these from now on, as far as they are on this host."""
         own = self._own
         self._fellows = tuple(each for each in fellows if own.host and each.host == own.host and each != own)
@@ -70,7 +70,7 @@ class Watch:
 
     def _run(self) -> None:
         poll = min(_POLL_S, self.limit / 4)
-        since: dict[Fellow, float] = {}
+        since: dict[Peer, float] = {}
         last = time.monotonic()
         while not self._end.wait(poll):
             now = time.monotonic()
@@ -85,7 +85,7 @@ class Watch:
                     _end(each, now - began)
 
 
-def _end(fellow: Fellow, seconds: float) -> None:
+def _end(fellow: Peer, seconds: float) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(fellow.number, signal.SIGKILL)
         sys.stderr.write(f"mpishard: process {fellow.number} has been stopped for {seconds:.1f} s and is ended\n")

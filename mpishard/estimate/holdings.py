@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpishard.estimate.layouts import Layout
-from mpishard.layout.boxes import Place, counts, split
+from mpishard.layout.boxes import ModelParallelRank, counts, split
 from mpishard.nn.architecture import Architecture
 from mpishard.parameters.buckets import make_buckets, make_runs
 
@@ -143,7 +143,7 @@ def _tensors(
     found = []
     for spec in architecture.build(unit, sequence_parallel=sequence_parallel).specs():
         size = 1
-        for start, stop in Place(0, tensor).box(spec):
+        for start, stop in ModelParallelRank(0, tensor).box(spec):
             size *= stop - start
         everywhere = spec.size * (tensor if spec.tensor_dim is None else 1)
         found.append((spec.name, size, everywhere, spec.partial and tensor > 1))

@@ -108,7 +108,7 @@ class Probe:
         return answered
 
 
-class Patrol:
+class HostMonitor:
     """Asks hosts again and again whether they answer; this machine is not asked.  Parameters are those of `Probe`.
 
     Parameters

@@ -35,7 +35,7 @@ class Limits:
     end: float = 30.0
 
 
-class Course:
+class ProgressMonitor:
     """Looks at the notes of one start.
 
     Parameters

@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from mpishard.launch.hosts import Host, Patrol, check_shell, parse_hosts, sweep
+from mpishard.launch.hosts import Host, HostMonitor, check_shell, parse_hosts, sweep
 from mpishard.launch.launchers import Launcher, find_launcher
 from mpishard.launch.leftovers import Leftovers
 from mpishard.launch.policy import History, Outcome, Policy, Start, Stop, decide, exit_code, name_of
 from mpishard.launch.processes import Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
-from mpishard.launch.progress_monitor import Course, Limits
+from mpishard.launch.progress_monitor import Limits, ProgressMonitor
 from mpishard.launch.run_folder import RunFolder
 
 _POLL_S = 0.02
@@ -132,7 +132,7 @@ class Supervisor:
                 where = f" on {', '.join(host.name for host in start.hosts)}" if start.hosts else ""
                 waited = time.monotonic() - ended
                 self._say(f"start {number}, {start.ranks} ranks{where}, {waited:.2f} s after the end")
-            course = Course(folder, self.job.limits)
+            course = ProgressMonitor(folder, self.job.limits)
             silent = self._watch(process, start, folder, course, ended)
             ended = time.monotonic()
             outcome = self._end_job(process, folder, course.half_started, bool(silent))
@@ -189,11 +189,11 @@ class Supervisor:
         )
 
     def _watch(
-        self, process: subprocess.Popen[bytes], start: Start, folder: RunFolder, course: Course, ended: float
+        self, process: subprocess.Popen[bytes], start: Start, folder: RunFolder, course: ProgressMonitor, ended: float
     ) -> set[Host]:
         """Until the launcher ends, or it is time to end it; returns the hosts because of which, if they are lost."""
         job, hosts, step = self.job, start.hosts, start.history.step
-        patrol = Patrol(hosts, job.shell, job.probe_every, job.probe_limit)
+        patrol = HostMonitor(hosts, job.shell, job.probe_every, job.probe_limit)
         offspring = Offspring(process.pid, _ALONE_S)
         looked = time.monotonic()
         awaited = step > 0

@@ -110,11 +110,11 @@ class Piece:
         return prod(self.shape)
 
 
-Holding = tuple[Piece, ...]
+LocalLayout = tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelParallelRank:
     """Where a rank stands in a mesh, as far as it decides which parameters it holds.
 
     Parameters
@@ -159,7 +159,7 @@ class Place:
         """Whether this rank's elements of the tensor are the ones to count, of replicas and ties the first."""
         return self.runs(spec.stage) and (spec.tensor_dim is not None or self.tensor_rank == 0)
 
-    def holding(self, specs: Iterable[ParameterSpec]) -> Holding:
+    def holding(self, specs: Iterable[ParameterSpec]) -> LocalLayout:
         """What this rank holds of the tensors, end to end in their order."""
         pieces: list[Piece] = []
         start = 0
@@ -170,10 +170,10 @@ class Place:
         return tuple(pieces)
 
 
-WHOLE = Place()
+WHOLE = ModelParallelRank()
 
 
-class Move(NamedTuple):
+class Transfer(NamedTuple):
     """Copy `box` of tensor `name` from a piece on one rank to a piece on another (or the same) rank."""
 
     name: str
@@ -251,7 +251,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     return boxes
 
 
-def cut_holding(holding: Holding, ranges: Iterable[tuple[int, int]]) -> Holding:
+def cut_holding(holding: LocalLayout, ranges: Iterable[tuple[int, int]]) -> LocalLayout:
     """Pieces of a buffer that is a run of ranges of another one.
 
     Parameters
@@ -291,7 +291,7 @@ class Holders:
         What each rank holds.
     """
 
-    def __init__(self, source: Sequence[Holding]) -> None:
+    def __init__(self, source: Sequence[LocalLayout]) -> None:
         held: dict[str, dict[Box, list[tuple[int, Piece]]]] = defaultdict(lambda: defaultdict(list))
         for rank, holding in enumerate(source):
             for piece in holding:
@@ -299,12 +299,14 @@ class Holders:
                     held[piece.name][piece.box].append((rank, piece))
         self._tensors = {name: _Boxes(boxes) for name, boxes in held.items()}
 
-    def moves_to(self, rank: int, holding: Holding, lost: list[tuple[Piece, Box]] | None = None) -> list[Move]:
-        """The moves of `moves` whose target is this rank, which is to hold `holding`.
+    def transfers_to(
+        self, rank: int, holding: LocalLayout, lost: list[tuple[Piece, Box]] | None = None
+    ) -> list[Transfer]:
+        """The moves of `transfers` whose target is this rank, which is to hold `holding`.
 
-        Boxes of its pieces that nobody holds are added to `lost`; without it, it raises as `moves` does.
+        Boxes of its pieces that nobody holds are added to `lost`; without it, it raises as `transfers` does.
         """
-        plan: list[Move] = []
+        plan: list[Transfer] = []
         for piece in holding:
             if not piece.size:
                 continue
@@ -324,7 +326,7 @@ class Holders:
                     if common is None:
                         uncovered.append(part)
                     else:
-                        plan.append(Move(piece.name, common, holder, source, rank, piece))
+                        plan.append(Transfer(piece.name, common, holder, source, rank, piece))
                         uncovered += subtract(part, common)
                 missing = uncovered
                 if not missing:
@@ -365,7 +367,7 @@ class _Boxes:
 _NOBODY = _Boxes({})
 
 
-def moves(source: Sequence[Holding], target: Sequence[Holding]) -> list[Move]:
+def transfers(source: Sequence[LocalLayout], target: Sequence[LocalLayout]) -> list[Transfer]:
     """List what goes from whom to whom so that `source` becomes `target`.
 
     Every element of every target piece is covered exactly once.  Where several ranks hold a copy, a target takes its
@@ -377,7 +379,7 @@ def moves(source: Sequence[Holding], target: Sequence[Holding]) -> list[Move]:
         If some element of a target piece is held by no source rank.
     """
     holders = Holders(source)
-    return [move for rank, holding in enumerate(target) for move in holders.moves_to(rank, holding)]
+    return [move for rank, holding in enumerate(target) for move in holders.transfers_to(rank, holding)]
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpishard.layout.boxes import Holding, ParameterSpec, Place, cut_holding
+from mpishard.layout.boxes import LocalLayout, ModelParallelRank, ParameterSpec, cut_holding
 
 Array = Any
 Range = tuple[int, int]
@@ -47,8 +47,8 @@ class Shard:
 
     kind: str
     array: Array
-    holding: Holding
-    counted: Holding
+    holding: LocalLayout
+    counted: LocalLayout
     required: bool = True
 
 
@@ -83,7 +83,7 @@ class RunState:
         return replace(self, facts={**self.facts, **facts})
 
 
-def pieces_of_ranges(pieces: Holding, ranges: Sequence[Range], starts: Sequence[int]) -> Holding:
+def pieces_of_ranges(pieces: LocalLayout, ranges: Sequence[Range], starts: Sequence[int]) -> LocalLayout:
     """Pieces of an array in which range ``i`` of another one, whose pieces are given, begins at element ``starts[i]``.
 
     Parameters
@@ -99,7 +99,7 @@ def pieces_of_ranges(pieces: Holding, ranges: Sequence[Range], starts: Sequence[
     return tuple(found)
 
 
-def counted_pieces(holding: Holding, specs: Sequence[ParameterSpec], place: Place) -> Holding:
+def counted_pieces(holding: LocalLayout, specs: Sequence[ParameterSpec], place: ModelParallelRank) -> LocalLayout:
     """Those pieces that a rank at this place stands for, of replicas and ties the first."""
     counts = {spec.name: place.counts(spec) for spec in specs}
     return tuple(piece for piece in holding if counts[piece.name])

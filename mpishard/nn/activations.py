@@ -56,7 +56,7 @@ class _Recording(Workspace):
         return array
 
 
-class KeepLess:
+class ActivationCheckpointing:
     """Blocks run in a workspace in common, and little of them is kept for each micro-batch.
 
     Parameters

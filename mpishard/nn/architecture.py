@@ -10,7 +10,7 @@ from numbers import Integral
 from mpishard.layout.boxes import ParameterSpec, merge_ties, split
 from mpishard.nn.block import Block
 from mpishard.nn.layers import Layer
-from mpishard.nn.units import Stem, Top
+from mpishard.nn.units import EmbeddingStage, OutputHead
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Architecture:
     def build(self, unit: str, *, sequence_parallel: bool = False) -> Layer:
         """The layers of one unit, not bound to parameters."""
         if unit == "stem":
-            return Stem(self.vocabulary_size, self.context_length, self.width)
+            return EmbeddingStage(self.vocabulary_size, self.context_length, self.width)
         if unit == "top":
-            return Top(self.width, self.vocabulary_size, tied=self.tied, sequence_parallel=sequence_parallel)
+            return OutputHead(self.width, self.vocabulary_size, tied=self.tied, sequence_parallel=sequence_parallel)
         scale = 0.02 / math.sqrt(2 * self.layers)
         return Block(unit, self.width, self.heads, output_scale=scale, sequence_parallel=sequence_parallel)
 

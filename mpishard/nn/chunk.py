@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mpishard.nn.activations import KeepAll, KeepLess, Spot
+from mpishard.nn.activations import ActivationCheckpointing, KeepAll, Spot
 from mpishard.nn.block import Block
 from mpishard.nn.layers import Layer
 from mpishard.nn.parallel import TensorParallel
-from mpishard.nn.units import Batch, Stem, Top
+from mpishard.nn.units import Batch, EmbeddingStage, OutputHead
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
 
@@ -48,7 +48,7 @@ class Chunk:
         parameters: FlatParameters,
         tensor: TensorParallel,
         memory: Workspace,
-        keeping: KeepAll | KeepLess,
+        keeping: KeepAll | ActivationCheckpointing,
     ) -> None:
         self.stage = stage
         self.units: tuple[Layer, ...] = tuple(units)
@@ -60,7 +60,7 @@ class Chunk:
         self._names = {unit.name: [spec.name for spec in unit.specs()] for unit in units}
         kinds = [False, *(isinstance(unit, Block) for unit in units), False]
         self._spots = {unit.name: Spot(number, kinds[number], kinds[number + 2]) for number, unit in enumerate(units)}
-        self._width = next(unit.width for unit in units if isinstance(unit, Stem | Block | Top))
+        self._width = next(unit.width for unit in units if isinstance(unit, EmbeddingStage | Block | OutputHead))
 
     def input_shape(self, batch: Batch) -> tuple[int, int]:
         """Shape of what comes from the stage before: the rows that this tensor rank holds, and the width."""
@@ -92,12 +92,12 @@ class Chunk:
     def backward(self, dy: Array | None, work: Workspace, batch: Batch) -> Array | None:
         """Gradient by the stage's input; writes all gradients and announces them.  Overwrites `dy`."""
         for unit in self._held(self.units[::-1]):
-            if isinstance(unit, Top):
+            if isinstance(unit, OutputHead):
                 dy = unit.backward(work)
             elif isinstance(unit, Block):
                 dy = self._keeping.backward(unit, dy, work, batch.length)
             else:
-                assert isinstance(unit, Stem)
+                assert isinstance(unit, EmbeddingStage)
                 unit.backward(dy, work, batch)
                 dy = None
         return dy
@@ -117,12 +117,12 @@ class Chunk:
     def _forward(self, x: Array | None, work: Workspace, batch: Batch, *, predict: bool) -> Any:
         work.rows, work.deferred = batch.rows, None
         for unit in self._held(self.units):
-            if isinstance(unit, Stem):
+            if isinstance(unit, EmbeddingStage):
                 x = unit.forward(work, batch)
             elif isinstance(unit, Block):
                 x = self._keeping.forward(unit, x, work, batch.length, self._spots[unit.name])
             else:
-                assert isinstance(unit, Top)
+                assert isinstance(unit, OutputHead)
                 x = unit.predict(x, work, batch) if predict else unit.forward(x, work, batch)
         return x
 

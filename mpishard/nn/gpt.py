@@ -14,8 +14,8 @@ from mpishard.backend.random import generator
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh import Mesh
-from mpishard.layout.boxes import Place, split
-from mpishard.nn.activations import KeepAll, KeepLess
+from mpishard.layout.boxes import ModelParallelRank, split
+from mpishard.nn.activations import ActivationCheckpointing, KeepAll
 from mpishard.nn.architecture import Architecture
 from mpishard.nn.block import Block
 from mpishard.nn.chunk import Chunk
@@ -24,7 +24,7 @@ from mpishard.nn.linear import TiedLinear
 from mpishard.nn.parallel import TensorParallel
 from mpishard.nn.products import check_compute_dtype, check_half, warn_if_slow
 from mpishard.nn.stage_costs import measure_costs
-from mpishard.nn.units import Batch, Top
+from mpishard.nn.units import Batch, OutputHead
 from mpishard.nn.workspace import Pool, Workspace
 from mpishard.parameters.flat import FlatParameters
 from mpishard.pipeline.runtime import Pipeline
@@ -153,9 +153,9 @@ class GPT:
             check_compute_dtype(compute_dtype, dtype, module)
         if sharded_parameters and mesh is None:
             raise ValueError("sharded_parameters needs a mesh, over whose data axis to share them; pass mesh=")
-        place = Place()
+        place = ModelParallelRank()
         if mesh is not None:
-            place = Place(mesh.tensor.rank, mesh.tensor.size, mesh.pipeline.rank, mesh.pipeline.size)
+            place = ModelParallelRank(mesh.tensor.rank, mesh.tensor.size, mesh.pipeline.rank, mesh.pipeline.size)
         depth = place.pipeline_size
         if microbatches is None:
             microbatches = 1 if depth == 1 else 4 * depth
@@ -191,13 +191,13 @@ class GPT:
             sharded_over=mesh.data if mesh is not None and sharded_parameters else None,
         )
         self._scratch = Workspace(dtype, module)
-        self._keeping: KeepAll | KeepLess = KeepAll()
+        self._keeping: KeepAll | ActivationCheckpointing = KeepAll()
         if recompute or storage_dtype is not None:
-            self._keeping = KeepLess(self._scratch, recompute, storage_dtype)
+            self._keeping = ActivationCheckpointing(self._scratch, recompute, storage_dtype)
         for unit in local:
             unit.bind(self.parameters, tensor, compute_dtype)
             unit.initialize(seed)
-            if isinstance(unit, Top) and isinstance(unit.head, TiedLinear):
+            if isinstance(unit, OutputHead) and isinstance(unit.head, TiedLinear):
                 unit.head.announces = not place.runs(0)
         self.chunks: list[Chunk] = [
             Chunk(stage, units[stage], self.parameters, tensor, self._scratch, self._keeping) for stage in own

@@ -111,9 +111,9 @@ class Layer:
     def _finished(self, name: str, work: Workspace) -> None:
         """Announce the gradient of `name`, now or when `work` does what it put off."""
         if work.deferred is None:
-            self.parameters.finished(name)
+            self.parameters.mark_ready(name)
         else:
-            work.deferred.append(functools.partial(self.parameters.finished, name))
+            work.deferred.append(functools.partial(self.parameters.mark_ready, name))
 
 
 class LayerNorm(Layer):

@@ -31,7 +31,7 @@ Memory = Callable[..., Array]
 FORWARD, BACKWARD = "activations", "activation gradients"
 
 
-class Pair(ABC):
+class AdjointPair(ABC):
     """An operation and its adjoint over the tensor axis.
 
     Parameters
@@ -80,7 +80,7 @@ class Pair(ABC):
         return [count * columns for count in counts(split(rows, self.size))]
 
 
-class Copy(Pair):
+class Copy(AdjointPair):
     """Replicated to apart: the identity; backward sums over the ranks, in place."""
 
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
@@ -90,7 +90,7 @@ class Copy(Pair):
         return self._sum(dy_nc, BACKWARD)
 
 
-class Reduce(Pair):
+class Reduce(AdjointPair):
     """Apart to replicated: sums over the ranks, in place; backward is the identity."""
 
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
@@ -100,7 +100,7 @@ class Reduce(Pair):
         return dy_nc
 
 
-class GatherRows(Pair):
+class GatherRows(AdjointPair):
     """Split by rows to apart, all rows on every rank; backward sums over the ranks and keeps the own rows."""
 
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
@@ -110,7 +110,7 @@ class GatherRows(Pair):
         return self._reduce_scatter_rows(dy_nc, rows, memory, BACKWARD)
 
 
-class ReduceScatterRows(Pair):
+class ReduceScatterRows(AdjointPair):
     """Apart to split by rows: sums over the ranks and keeps the own rows; backward gathers."""
 
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
@@ -120,7 +120,7 @@ class ReduceScatterRows(Pair):
         return self._gather_rows(dy_nc, rows, memory, BACKWARD)
 
 
-class GatherColumns(Pair):
+class GatherColumns(AdjointPair):
     """Split by columns to replicated; backward keeps the own columns.
 
     Parameters
@@ -140,7 +140,7 @@ class GatherColumns(Pair):
         return _own_columns(self, self.cuts, dy_nc, memory)
 
 
-class ScatterColumns(Pair):
+class ScatterColumns(AdjointPair):
     """Replicated to split by columns; backward gathers.  `columns` as for `GatherColumns`."""
 
     def __init__(self, axis: Axis | None, columns: int) -> None:
@@ -154,7 +154,7 @@ class ScatterColumns(Pair):
         return _join_columns(self, self.cuts, dy_nc, rows, memory, BACKWARD)
 
 
-def _own_columns(pair: Pair, cuts: Sequence[int], x_nc: Array, memory: Memory) -> Array:
+def _own_columns(pair: AdjointPair, cuts: Sequence[int], x_nc: Array, memory: Memory) -> Array:
     if pair.size == 1:
         return x_nc
     first, last = cuts[pair.rank], cuts[pair.rank + 1]
@@ -163,7 +163,7 @@ def _own_columns(pair: Pair, cuts: Sequence[int], x_nc: Array, memory: Memory) -
     return own_nc
 
 
-def _join_columns(pair: Pair, cuts: Sequence[int], x_nc: Array, rows: int, memory: Memory, label: str) -> Array:
+def _join_columns(pair: AdjointPair, cuts: Sequence[int], x_nc: Array, rows: int, memory: Memory, label: str) -> Array:
     if pair.size == 1:
         return x_nc
     assert pair.axis is not None
@@ -203,8 +203,8 @@ class TensorParallel:
         self.size: int
         self.rank, self.size = (0, 1) if axis is None else (axis.rank, axis.size)
         self.splits_rows: bool = sequence_parallel and self.size > 1
-        self.enter: Pair = GatherRows(axis) if self.splits_rows else Copy(axis)
-        self.leave: Pair = ReduceScatterRows(axis) if self.splits_rows else Reduce(axis)
+        self.enter: AdjointPair = GatherRows(axis) if self.splits_rows else Copy(axis)
+        self.leave: AdjointPair = ReduceScatterRows(axis) if self.splits_rows else Reduce(axis)
 
     def rows(self, rows: int) -> int:
         """How many of so many rows this rank holds."""

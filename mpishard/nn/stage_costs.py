@@ -12,7 +12,7 @@ from mpishard.backend.array import ready
 from mpishard.comm.axis import Axis
 from mpishard.nn.architecture import Architecture
 from mpishard.nn.block import Block
-from mpishard.nn.units import Batch, Stem, Top
+from mpishard.nn.units import Batch, EmbeddingStage, OutputHead
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
 
@@ -40,7 +40,7 @@ def _measure(architecture: Architecture, dtype: Any, compute_dtype: Any, module:
     small = replace(architecture, layers=1)
     parameters = FlatParameters(small.specs(), dtype, module=module)
     stem, block, top = (small.build(unit) for unit in small.units())
-    assert isinstance(stem, Stem) and isinstance(block, Block) and isinstance(top, Top)
+    assert isinstance(stem, EmbeddingStage) and isinstance(block, Block) and isinstance(top, OutputHead)
     for unit in (stem, block, top):
         unit.bind(parameters, compute_dtype=compute_dtype)
         unit.initialize(0)

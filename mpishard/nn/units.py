@@ -44,7 +44,7 @@ class Batch:
         return len(self.tokens_n)
 
 
-class Stem(Layer):
+class EmbeddingStage(Layer):
     """Token and position embeddings."""
 
     def __init__(self, vocabulary_size: int, context_length: int, width: int) -> None:
@@ -70,7 +70,7 @@ class Stem(Layer):
         self.tokens.backward(dx_nc, work)
 
 
-class Top(Layer):
+class OutputHead(Layer):
     """Final norm, output head, and loss.  A tied head uses the table of the token embedding."""
 
     def __init__(

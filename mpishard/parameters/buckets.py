@@ -99,7 +99,7 @@ class _Stage:
     first: int
     last: int
     next: int
-    hold: bool = False
+    no_sync: bool = False
 
 
 class GradientBuckets:
@@ -155,7 +155,7 @@ class GradientBuckets:
         runs: Sequence[Run] | None = None,
         sizes: Sequence[int] | None = None,
         reduce: Callable[[Bucket, Array], None] | None = None,
-        settle: Callable[[Bucket, Array], None] | None = None,
+        reduce_within_replica: Callable[[Bucket, Array], None] | None = None,
         drain: Callable[[], None] | None = None,
         on_demand: bool = False,
     ) -> None:
@@ -163,14 +163,14 @@ class GradientBuckets:
         self.buckets: tuple[Bucket, ...] = make_buckets(pieces, minimum, runs, sizes)
         self.on_demand = on_demand
         self.inspect: Callable[[Bucket, Array], None] | None = None
-        self.hold: bool = reduce is None
-        self.merges: int = 0
+        self.no_sync: bool = reduce is None
+        self.tree_merges: int = 0
         self.reduced: bool = False
         self.peak_bytes: int = 0
         self.on_reset: list[Callable[[], None]] = []
         self._like = like
         self._reduce = reduce
-        self._settle = settle
+        self._settle = reduce_within_replica
         self._drain = drain
         self._pieces = tuple(pieces)
         self._bucket_of: dict[str, tuple[Bucket, int, int]] = {}
@@ -208,15 +208,15 @@ class GradientBuckets:
             self._flat[...] = 0
         return self._flat
 
-    def adopt(self, flat: Array) -> None:
+    def use_external(self, flat: Array) -> None:
         """Take `flat`, which holds this rank's whole gradient, as the memory of this step; then it is the caller's."""
         self._written.update(self._shapes)
         self._lent = {bucket.index: flat[bucket.start : bucket.stop] for bucket in self.buckets}
 
-    def set_aside(self, merges: int) -> None:
+    def push_partial(self, tree_merges: int) -> None:
         """End a micro-batch whose gradient stays apart from that of the next, in one sum with some set aside before.
 
-        Collective as `settle` is, and not for memory on demand.
+        Collective as `reduce_within_replica` is, and not for memory on demand.
 
         Parameters
         ----------
@@ -229,11 +229,11 @@ class GradientBuckets:
         self._written.clear()
         for stage in self._stages:
             self._unfinish(stage)
-        self._flat = self.exchange(flat, merges)
+        self._flat = self.swap_external(flat, tree_merges)
 
-    def exchange(self, flat: Array, merges: int) -> Array:
-        """The same for a gradient that the caller keeps (see `adopt`); returns memory for the next, of any content."""
-        for _ in range(merges):
+    def swap_external(self, flat: Array, tree_merges: int) -> Array:
+        """The same for a gradient of the caller (see `use_external`); returns memory for the next, of any content."""
+        for _ in range(tree_merges):
             other = self._aside.pop()
             accumulate(flat, other)
             self._spare.append(other)
@@ -242,7 +242,7 @@ class GradientBuckets:
 
     def earlier(self, bucket: Bucket) -> list[Array]:
         """What was set aside for a bucket and does not belong to one sum with the gradient under way, oldest first."""
-        kept = self._aside[: len(self._aside) - self.merges]
+        kept = self._aside[: len(self._aside) - self.tree_merges]
         return [flat[bucket.start : bucket.stop] for flat in kept]
 
     @property
@@ -270,7 +270,7 @@ class GradientBuckets:
         """Where the gradient of tensor `name` goes, and whether to add to it (else: overwrite what is there)."""
         bucket, start, stop = self._bucket_of[name]
         stage = self._stage_of[bucket.index]
-        if self.on_demand and self.hold and stage.next < stage.first:
+        if self.on_demand and self.no_sync and stage.next < stage.first:
             self._begin_pass(stage)
         if self.reduced or bucket.index > stage.next:
             raise RuntimeError(
@@ -303,29 +303,29 @@ class GradientBuckets:
             "flat array has a flat gradient"
         )
 
-    def finished(self, name: str) -> None:
+    def mark_ready(self, name: str) -> None:
         """Announce that this pass writes no more to the gradient of `name`: its bucket may be reduced."""
         bucket, _, _ = self._bucket_of[name]
         self._finished[bucket.index].add(name)
         stage = self._stage_of[bucket.index]
-        if not stage.tied and (self.on_demand or not (self.hold or stage.hold)):
+        if not stage.tied and (self.on_demand or not (self.no_sync or stage.no_sync)):
             self._hand_over(stage)
 
     def begin_stage(self, stage: int, last: bool) -> None:
         """Tell whether the pass that writes the gradients of `stage` now is the last of this step's."""
         for each in self._stages:
             if each.stage == stage:
-                each.hold = not last
+                each.no_sync = not last
 
     def end_stage(self, stage: int) -> None:
         """End one micro-batch of one stage: reduce what is due.  All ranks of the data axis must be at this point."""
         for each in reversed(self._stages):
             if each.stage != stage or each.tied:
                 continue
-            if self.on_demand or not (self.hold or each.hold):
+            if self.on_demand or not (self.no_sync or each.no_sync):
                 self._launch_rest(each)
-            # Where only `hold` says that more passes come, `end_pass` follows, and makes room for them.
-            if self.on_demand and each.hold:
+            # Where only `no_sync` says that more passes come, `end_pass` follows, and makes room for them.
+            if self.on_demand and each.no_sync:
                 self._begin_pass(each)
             self._unfinish(each)
 
@@ -339,13 +339,13 @@ class GradientBuckets:
             self._unfinish(stage)
         self.reduced = self.reduced or last
 
-    def drain(self) -> None:
+    def wait_all(self) -> None:
         """Wait until no reduction is under way."""
         if self._drain is not None:
             self._drain()
 
     def _begin_pass(self, stage: _Stage) -> None:
-        self.drain()
+        self.wait_all()
         self._unfinish(stage)
         stage.next = stage.last
 
@@ -357,12 +357,12 @@ class GradientBuckets:
         """Forget the gradients: the next pass starts from zero."""
         for stage in self._stages:
             self._begin_pass(stage)
-            stage.hold = False
+            stage.no_sync = False
         self._written.clear()
         self._lent.clear()
         self._spare += self._aside
         self._aside.clear()
-        self.merges = 0
+        self.tree_merges = 0
         self.reduced = False
         for forget in self.on_reset:
             forget()
@@ -391,7 +391,7 @@ class GradientBuckets:
         memory = self._array(bucket)
         self._complete(bucket, memory)
         stage.next -= 1
-        for flat in self._aside[len(self._aside) - self.merges :][::-1]:
+        for flat in self._aside[len(self._aside) - self.tree_merges :][::-1]:
             accumulate(memory, flat[bucket.start : bucket.stop])
         if self.inspect is not None:
             for partial in (*self.earlier(bucket), memory):

@@ -13,7 +13,7 @@ from mpishard.arguments import shown
 from mpishard.backend import array as arrays
 from mpishard.backend.array import is_array
 from mpishard.comm.axis import Axis
-from mpishard.layout.boxes import WHOLE, Box, Holding, ParameterSpec, Place, merge_ties
+from mpishard.layout.boxes import WHOLE, Box, LocalLayout, ModelParallelRank, ParameterSpec, merge_ties
 from mpishard.parameters.buckets import GradientBuckets, Run, make_runs
 from mpishard.parameters.sharded import ShardedUnits
 
@@ -62,7 +62,7 @@ class FlatParameters:
         dtype: Any = np.float32,
         *,
         module: Any = np,
-        place: Place = WHOLE,
+        place: ModelParallelRank = WHOLE,
         units: Sequence[Sequence[str]] | None = None,
         sharded_over: Axis | None = None,
     ) -> None:
@@ -117,11 +117,13 @@ class FlatParameters:
         flat = module.concatenate([value.reshape(-1) for value in values.values()])
         return cls.over(arrays.aligned_copy(flat), [ParameterSpec(name, each.shape) for name, each in values.items()])
 
-    def _set_layout(self, specs: Sequence[ParameterSpec], place: Place, units: Sequence[Sequence[str]] | None) -> None:
+    def _set_layout(
+        self, specs: Sequence[ParameterSpec], place: ModelParallelRank, units: Sequence[Sequence[str]] | None
+    ) -> None:
         self.specs: tuple[ParameterSpec, ...] = tuple(merge_ties(specs))
         self.place = place
         self.local: tuple[ParameterSpec, ...] = tuple(spec for spec in self.specs if place.holds(spec))
-        self.pieces: Holding = place.holding(self.specs)
+        self.pieces: LocalLayout = place.holding(self.specs)
         self.lent = False
         self.loss_scale: float = 1.0
         self.units: list[tuple[int, int]] = _runs_of_units(self.local, units)
@@ -304,9 +306,9 @@ class FlatParameters:
         """
         return self.gradients.gradient(name)
 
-    def finished(self, name: str) -> None:
+    def mark_ready(self, name: str) -> None:
         """Announce that this backward pass is done with the gradient of `name`, so that its reduction may start."""
-        self.gradients.finished(name)
+        self.gradients.mark_ready(name)
 
     def reset_gradients(self) -> None:
         """Forget the gradients; the next backward pass starts from zero.  Optimizers do this after each step."""

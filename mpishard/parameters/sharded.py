@@ -11,7 +11,7 @@ from typing import Any
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
-from mpishard.comm.request import Pending
+from mpishard.comm.request import Request
 from mpishard.layout.boxes import Piece, counts, split
 
 Array = Any
@@ -60,7 +60,7 @@ class ShardedUnits:
         self._largest = max((stop - start for start, stop in self._extents), default=0)
         self._free: list[Array] = []
         self._blocks: dict[int, Array] = {}
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, Request] = {}
         self._users: Counter[int] = Counter()
 
     @property

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpishard.comm.axis import Axis
-from mpishard.comm.request import Pending
+from mpishard.comm.request import Request
 from mpishard.parameters.flat import FlatParameters
 from mpishard.pipeline.schedule import Action, Schedule, forward_only, make_schedule
 
@@ -67,7 +67,7 @@ class _Flight:
 
     work: Any
     output: Array = None
-    sends: list[Pending] = field(default_factory=list)
+    sends: list[Request] = field(default_factory=list)
 
     def wait(self) -> None:
         for send in self.sends:
@@ -84,7 +84,7 @@ class Pipeline:
     """The chunks of one rank, run by a schedule.  All methods are collective over the pipeline axis.
 
     Once one of them was left by an exception, which on several ranks leaves messages under way, all raise RuntimeError
-    until the axis has moved to other communicators (`Axis.move`).
+    until the axis has moved to other communicators (`Axis.rebind`).
 
     Parameters
     ----------
@@ -128,7 +128,7 @@ class Pipeline:
         self._idle: list[list[_Flight]] = [[] for _ in self.chunks]
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._handed: dict[tuple[int, int], Array] = {}
-        self._gradient_sends: dict[int, Pending] = {}
+        self._gradient_sends: dict[int, Request] = {}
         self._gradient_buffers: dict[int, Array] = {}
         self._loss = 0.0
         self._comm = axis.comm if axis.size > 1 else None

@@ -29,7 +29,7 @@ class Asked:
     Parameters
     ----------
     answers : list of dict
-        By rank; see `mpishard.record.where.Where.answer`.
+        By rank; see `mpishard.record.where.StackReporter.answer`.
     silent : dict
         Ranks without an answer, and what is known of their process.
     fresh : bool

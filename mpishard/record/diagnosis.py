@@ -29,7 +29,7 @@ def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) ->
     Parameters
     ----------
     answers : sequence of dict
-        By `mpishard.record.where.Where.answer`, at most one of a rank.
+        By `mpishard.record.where.StackReporter.answer`, at most one of a rank.
     silent : dict
         Ranks that do not answer, and what is known of them.
 

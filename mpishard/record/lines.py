@@ -18,7 +18,7 @@ from mpishard.io.files import open_to_append
 _END = 65536
 
 
-class Lines:
+class JsonLinesWriter:
     """Appends to a file.  Opened at the first write, since a process may have nothing to say."""
 
     def __init__(self, path: Path) -> None:

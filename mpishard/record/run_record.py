@@ -23,10 +23,10 @@ from mpishard.comm.ledger import Span
 from mpishard.comm.mesh import Mesh
 from mpishard.io.files import warn_of_writers
 from mpishard.record.events import Events, require_tensorboard
-from mpishard.record.lines import Lines, read_end, read_lines
+from mpishard.record.lines import JsonLinesWriter, read_end, read_lines
 from mpishard.record.reading import ENDS, LOGGED, METRICS, OWN, PROCESSES, STARTS, TRACE, own_metrics
 from mpishard.record.starts import plain, surroundings
-from mpishard.record.where import Where
+from mpishard.record.where import StackReporter
 
 # Files of processes at most: a folder of a hundred thousand is a burden on a file system, and nobody looks at them.
 _MOST_PROCESSES = 1024
@@ -87,11 +87,11 @@ class RunRecord:
         self.trace = trace
         self.every = every
         self._name = f"{os.uname().nodename}-{os.getpid()}"
-        self._where: Where | None = None
-        self._metrics = Lines(self.folder / METRICS)
-        self._logged = Lines(self.folder / LOGGED)
-        self._process = Lines(self.folder / PROCESSES / f"{self._name}.jsonl")
-        self._spans = Lines(self.folder / PROCESSES / f"{self._name}{TRACE}")
+        self._where: StackReporter | None = None
+        self._metrics = JsonLinesWriter(self.folder / METRICS)
+        self._logged = JsonLinesWriter(self.folder / LOGGED)
+        self._process = JsonLinesWriter(self.folder / PROCESSES / f"{self._name}.jsonl")
+        self._spans = JsonLinesWriter(self.folder / PROCESSES / f"{self._name}{TRACE}")
         self._events = Events(self.folder / "tensorboard") if tensorboard else None
         self._broken = False
         # Which start of the run this is, 0 until it is asked for; whether it has begun and not ended; and whether this
@@ -134,18 +134,20 @@ class RunRecord:
             On every rank, if the folder cannot be made or written, unless it is for a full disk.
         """
         wrong = facts is not None and not isinstance(facts, Mapping)
-        self.mesh.world.agree(TypeError(f"facts={shown(facts)} must be a mapping, such as a dict") if wrong else None)
+        self.mesh.world.raise_if_any(
+            TypeError(f"facts={shown(facts)} must be a mapping, such as a dict") if wrong else None
+        )
         failed = None
         try:
             (self.folder / PROCESSES).mkdir(parents=True, exist_ok=True)
             if self.mesh.rank == 0:
                 warn_of_writers(self.folder)
-                starts = Lines(self.folder / STARTS)
+                starts = JsonLinesWriter(self.folder / STARTS)
                 starts.add({**surroundings(self.mesh), "every": self.every, **plain(facts or {})})
                 starts.close()
         except OSError as error:
             failed = (error.errno, error.strerror or str(error), str(error.filename or self.folder))
-        told = self.mesh.world.exchange(failed)
+        told = self.mesh.world.allgather_object(failed)
         rank = next((rank for rank, each in enumerate(told) if each is not None), None)
         if rank is not None:
             number, text, path = told[rank]
@@ -259,7 +261,7 @@ class RunRecord:
         """
         self.close()
         if self.mesh.rank == 0 and not self._broken:
-            ends = Lines(self.folder / ENDS)
+            ends = JsonLinesWriter(self.folder / ENDS)
             clock = round(time.time(), 3)
             line = {"step": integer("step", step, least=0), "start": self._number_of_start(), "time": clock}
             ends.add(line | {"reason": reason, "way_on": way_on})
@@ -287,11 +289,11 @@ class RunRecord:
             with contextlib.suppress(OSError):
                 written.close()
 
-    def _files(self) -> list[Lines | Events]:
-        written: list[Lines | Events] = [self._process, self._metrics, self._logged, self._spans]
+    def _files(self) -> list[JsonLinesWriter | Events]:
+        written: list[JsonLinesWriter | Events] = [self._process, self._metrics, self._logged, self._spans]
         return written if self._events is None else [*written, self._events]
 
-    def _write(self, *files: Lines | Events) -> None:
+    def _write(self, *files: JsonLinesWriter | Events) -> None:
         if self._broken:
             return
         try:
@@ -346,7 +348,9 @@ class RunRecord:
         self._process.add({**self._place(), "seconds": [], "busy": [], "phases": {}, "axes": {}})
         self.flush()
         # From a thread: a run that is stuck is looked at too.
-        self._where = Where(self.folder, self._name, self.mesh, self.flush, self._trace_later, self.every or 1.0)
+        self._where = StackReporter(
+            self.folder, self._name, self.mesh, self.flush, self._trace_later, self.every or 1.0
+        )
         self._where.watch()
         atexit.register(self.flush)
 

@@ -28,7 +28,7 @@ _RECENT, _DEEP = 5, 20
 _LIBRARIES = f"{Path(__file__).parents[2]}{os.sep}"
 
 
-class Where(threading.Thread):
+class StackReporter(threading.Thread):
     """Answers in ``processes/NAME.where.json``, from a thread, so that a blocked process answers too.
 
     It is asked by a newer file ``why`` in the folder of the record, by SIGQUIT (the stack then is of that moment), and

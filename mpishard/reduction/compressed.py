@@ -13,7 +13,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
-from mpishard.comm.request import Exchange
+from mpishard.comm.request import ChainedRequest
 from mpishard.compression import PieceCompressor
 from mpishard.parameters.buckets import Bucket
 from mpishard.reduction.error_feedback import CompressedSums
@@ -44,7 +44,7 @@ class PieceSums(CompressedSums):
         super().reset()
         self._received.clear()
 
-    def start(self, bucket: Bucket, gradient: Array, target: Array) -> Exchange:
+    def start(self, bucket: Bucket, gradient: Array, target: Array) -> ChainedRequest:
         compressor, dtype, axis = self._compressor, self._like.dtype, self._axis
         rest = self._with_errors(bucket, gradient)
         pieces = self._counts[bucket.index]
@@ -72,9 +72,9 @@ class PieceSums(CompressedSums):
             target[...] = total
             return target
 
-        return Exchange(pending, finish)
+        return ChainedRequest(pending, finish)
 
-    def start_gather(self, bucket: Bucket, gradient: Array) -> Exchange:
+    def start_gather(self, bucket: Bucket, gradient: Array) -> ChainedRequest:
         compressor, rank = self._compressor, self._axis.rank
         pieces, sizes = self._counts[bucket.index], self._sizes(bucket)
         wire = arrays.empty(sum(sizes), np.uint8, like=self._like)
@@ -92,7 +92,7 @@ class PieceSums(CompressedSums):
                 place, first = place + nbytes, first + count
             return gradient
 
-        return Exchange(pending, finish)
+        return ChainedRequest(pending, finish)
 
     def _sizes(self, bucket: Bucket) -> list[int]:
         """Bytes of each rank's part of a bucket."""

@@ -10,7 +10,7 @@ from typing import Any
 from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
-from mpishard.comm.request import Exchange
+from mpishard.comm.request import ChainedRequest
 from mpishard.parameters.buckets import Bucket
 
 Array = Any
@@ -74,7 +74,7 @@ class CompressedSums(ABC):
         return 2 * int(self.errors.nbytes + self.owned.nbytes)
 
     @abstractmethod
-    def start(self, bucket: Bucket, gradient: Array, target: Array) -> Exchange:
+    def start(self, bucket: Bucket, gradient: Array, target: Array) -> ChainedRequest:
         """Start to sum a bucket.  Collective over the axis.
 
         Parameters
@@ -86,7 +86,7 @@ class CompressedSums(ABC):
         """
 
     @abstractmethod
-    def start_gather(self, bucket: Bucket, gradient: Array) -> Exchange:
+    def start_gather(self, bucket: Bucket, gradient: Array) -> ChainedRequest:
         """Start to fill `gradient` with the whole sum, after `start` was waited for.  Collective over the axis."""
 
     def keep(self) -> None:

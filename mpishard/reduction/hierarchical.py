@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.comm.request import Exchange, Pending
+from mpishard.comm.request import ChainedRequest, Request
 from mpishard.compression import PieceCompressor
 from mpishard.layout.boxes import counts, split
 from mpishard.parameters.buckets import Bucket
@@ -66,8 +66,8 @@ def node_axes(mesh: Mesh, ranks: bool | int) -> NodeAxes | None:
     if not any(nodes):
         return None
     place = nodes[: axis.rank].count(nodes[axis.rank])
-    within = axis.divided(f"data within node ({ranks})", nodes[axis.rank])
-    return NodeAxes(within, axis.divided(f"data across nodes ({ranks})", place))
+    within = axis.split(f"data within node ({ranks})", nodes[axis.rank])
+    return NodeAxes(within, axis.split(f"data across nodes ({ranks})", place))
 
 
 class HierarchicalSums:
@@ -122,13 +122,13 @@ class HierarchicalSums:
                 compressor, axis=axes.across, buckets=inner, counts=parts, like=like, scale=scale
             )
 
-    def start(self, bucket: Bucket, gradient: Array) -> Pending:
+    def start(self, bucket: Bucket, gradient: Array) -> Request:
         """Start to sum a bucket over the ranks of this node; `complete` does the rest.  Collective."""
         pieces = self._counts[bucket.index]
         own = arrays.empty(pieces[self._axes.within.rank], gradient.dtype, like=gradient)
         return self._axes.within.start_reduce_scatter(gradient, own, counts=pieces, label="gradients")
 
-    def start_shared(self, bucket: Bucket, values: Array) -> Pending | Exchange:
+    def start_shared(self, bucket: Bucket, values: Array) -> Request | ChainedRequest:
         """Start to sum a bucket between the nodes, whose ranks all have the same values; `complete` does the rest."""
         pieces, rank = self._counts[bucket.index], self.within.rank
         piece = values[sum(pieces[:rank]) : sum(pieces[: rank + 1])].copy()
@@ -140,14 +140,14 @@ class HierarchicalSums:
             pending.wait()
             return piece
 
-        return Exchange(pending, finish)
+        return ChainedRequest(pending, finish)
 
     def complete(
         self, arrived: Sequence[tuple[Bucket, Array, Array]], *, compresses: bool, shared: bool = False
     ) -> None:
         """Fill gradients with their sums over all ranks, given what arrived of each, `shared` or not.  Collective."""
         compresses = compresses and self.compressed is not None
-        ways: list[Callable[[Bucket, Array, Array], Pending | Exchange]] = []
+        ways: list[Callable[[Bucket, Array, Array], Request | ChainedRequest]] = []
         if not shared:
             ways.append(self._compressed_across if compresses else self._sum_across)
         if compresses:
@@ -161,18 +161,18 @@ class HierarchicalSums:
         if self.compressed is not None:
             self.compressed.keep_bucket(self._inner[bucket.index])
 
-    def _sum_across(self, bucket: Bucket, gradient: Array, piece: Array) -> Pending:
+    def _sum_across(self, bucket: Bucket, gradient: Array, piece: Array) -> Request:
         return self._axes.across.start_all_reduce(piece, label="gradients")
 
-    def _compressed_across(self, bucket: Bucket, gradient: Array, piece: Array) -> Exchange:
+    def _compressed_across(self, bucket: Bucket, gradient: Array, piece: Array) -> ChainedRequest:
         assert self.compressed is not None
         return self.compressed.start(self._inner[bucket.index], piece, self._own(bucket, piece))
 
-    def _gather_across(self, bucket: Bucket, gradient: Array, piece: Array) -> Exchange:
+    def _gather_across(self, bucket: Bucket, gradient: Array, piece: Array) -> ChainedRequest:
         assert self.compressed is not None
         return self.compressed.start_gather(self._inner[bucket.index], piece)
 
-    def _gather_within(self, bucket: Bucket, gradient: Array, piece: Array) -> Pending:
+    def _gather_within(self, bucket: Bucket, gradient: Array, piece: Array) -> Request:
         return self._axes.within.start_all_gather(gradient, piece, counts=self._counts[bucket.index], label="gradients")
 
     def _own(self, bucket: Bucket, piece: Array) -> Array:

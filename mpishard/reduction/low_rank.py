@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
-from mpishard.comm.request import Exchange
+from mpishard.comm.request import ChainedRequest
 from mpishard.compression.power_sgd import PowerSGDCompressor, matrix_shape, orthonormal
 from mpishard.layout.boxes import Piece
 from mpishard.parameters.buckets import Bucket
@@ -71,7 +71,7 @@ class LowRankSums(CompressedSums):
         # By bucket: what the first sum has come to, and the right factors that are to be summed next.
         self._halfway: dict[int, tuple[Array, Array]] = {}
 
-    def start(self, bucket: Bucket, gradient: Array, target: Array) -> Exchange:
+    def start(self, bucket: Bucket, gradient: Array, target: Array) -> ChainedRequest:
         rank, axis, matrices = self._rank, self._axis, self._matrices[bucket.index]
         own = self._own(bucket)
         bases = self._new_bases
@@ -102,7 +102,7 @@ class LowRankSums(CompressedSums):
                 target[...] = gradient[own].copy()
             return target
 
-        return Exchange(pending, finish)
+        return ChainedRequest(pending, finish)
 
     def _project(self, bucket: Bucket, gradient: Array, first: Array, rest: Array) -> None:
         """Find the right factors of this rank's gradient, and what it lacks then."""
@@ -116,7 +116,7 @@ class LowRankSums(CompressedSums):
             rest[extent] = 0
         self._halfway[bucket.index] = first, second
 
-    def start_gather(self, bucket: Bucket, gradient: Array) -> Exchange:
+    def start_gather(self, bucket: Bucket, gradient: Array) -> ChainedRequest:
         first, second = self._halfway.pop(bucket.index)
         pending = self._axis.start_all_reduce(second, label="gradients")
 
@@ -131,7 +131,7 @@ class LowRankSums(CompressedSums):
                 place += extent.stop - extent.start
             return gradient
 
-        return Exchange(pending, finish)
+        return ChainedRequest(pending, finish)
 
     def _both(self, bucket: Bucket, first: Array, second: Array) -> tuple[list[Array], list[Array]]:
         """Left and right factors of the matrices of a bucket; the left ones follow on the vectors."""

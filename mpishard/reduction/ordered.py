@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
-from mpishard.comm.request import Exchange
+from mpishard.comm.request import ChainedRequest
 from mpishard.layout.boxes import counts, split
 from mpishard.parameters.buckets import Bucket
-from mpishard.reduction.tree_sum import Deal, Node, add_by_tree, merges, nodes
+from mpishard.reduction.tree_sum import Node, TermAssignment, add_by_tree, nodes, tree_merges
 
 Array = Any
 
 
 class _Sum(NamedTuple):
-    """How rows of an exchange make one node: whether each lies on this rank, its number there, and the `merges`."""
+    """How rows of an exchange make one node: whether each is on this rank, its number there, and the `tree_merges`."""
 
     node: Node
     rows: list[tuple[bool, int]]
@@ -31,7 +31,7 @@ class _Sum(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(deal: Deal, exchange: int, rank: int) -> tuple[list[int], list[_Sum]]:
+def _plan(deal: TermAssignment, exchange: int, rank: int) -> tuple[list[int], list[_Sum]]:
     """How many partial sums each rank brings to an exchange, and what becomes of them at every owner."""
     parts = [deal.parts(each, exchange) for each in range(deal.ranks)]
     arriving = 0
@@ -43,7 +43,7 @@ def _plan(deal: Deal, exchange: int, rank: int) -> tuple[list[int], list[_Sum]]:
     sums = []
     for total in deal.sums(exchange):
         within = [(node, row) for node, row in placed if total.start <= node.start and node.stop <= total.stop]
-        times = merges([node for node, _ in within], deal.total)
+        times = tree_merges([node for node, _ in within], deal.total)
         sums.append(_Sum(total, [row for _, row in within], times))
     return [len(theirs) for theirs in parts], sums
 
@@ -74,17 +74,17 @@ class OrderedSums:
         self._exchanges: dict[int, int] = {}
         # What the exchanges before have added up to, by bucket: values of the nodes that precede the next one.
         self._stacks: dict[int, list[Array]] = {}
-        self.deal: Deal = Deal(axis.size, axis.size)
+        self.deal: TermAssignment = TermAssignment(axis.size, axis.size)
 
     def reset(self) -> None:
         """Begin a new step, in which each rank has one micro-batch unless `deal` is set."""
-        self.deal = Deal(self._axis.size, self._axis.size)
+        self.deal = TermAssignment(self._axis.size, self._axis.size)
         self._exchanges.clear()
         for stack in self._stacks.values():
             self._free += stack
         self._stacks.clear()
 
-    def start(self, bucket: Bucket, partial: Sequence[Array], pieces: Sequence[int], target: Array) -> Exchange:
+    def start(self, bucket: Bucket, partial: Sequence[Array], pieces: Sequence[int], target: Array) -> ChainedRequest:
         """Start to send each owner its part of a bucket.  Collective over the axis.
 
         Parameters
@@ -132,7 +132,7 @@ class OrderedSums:
             self._free.extend(blocks)
             return target
 
-        return Exchange(pending, finish)
+        return ChainedRequest(pending, finish)
 
     def all_reduce(self, flat: Array) -> None:
         """Sum one array over the axis, in place, with the array of each rank as one term.  Collective."""

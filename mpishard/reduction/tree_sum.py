@@ -46,7 +46,7 @@ def nodes(start: int, stop: int, total: int) -> tuple[Node, ...]:
     return tuple(found)
 
 
-def merges(parts: Sequence[Node], total: int) -> list[int]:
+def tree_merges(parts: Sequence[Node], total: int) -> list[int]:
     """How to add up a run of neighbouring nodes, in ascending order, on a stack.
 
     After part p is pushed, so many times the two values on top become their sum: lower plus upper.  What is left in the
@@ -64,7 +64,7 @@ def tree_sum(terms: Sequence[float]) -> float:
     """The sum of some numbers along their tree; 0.0 of none."""
     stack: list[float] = []
     leaves = [Node(index, index + 1) for index in range(len(terms))]
-    for term, times in zip(terms, merges(leaves, len(terms)), strict=True):
+    for term, times in zip(terms, tree_merges(leaves, len(terms)), strict=True):
         stack.append(term)
         for _ in range(times):
             upper = stack.pop()
@@ -73,7 +73,7 @@ def tree_sum(terms: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Deal:
+class TermAssignment:
     """Which rank computes which of a step's terms, and when partial sums go to those who add them up.
 
     Parameters
@@ -104,11 +104,11 @@ class Deal:
             return range(rank, self.total, self.ranks)
         return range(self._cuts[rank], self._cuts[rank + 1])
 
-    def merges(self, rank: int) -> list[int]:
-        """How a rank adds up its terms before an exchange, as the function `merges` has it."""
+    def tree_merges(self, rank: int) -> list[int]:
+        """How a rank adds up its terms before an exchange, as the function `tree_merges` has it."""
         if self.in_turns:
             return [0 for _ in self.terms(rank)]
-        return merges([Node(term, term + 1) for term in self.terms(rank)], self.total)
+        return tree_merges([Node(term, term + 1) for term in self.terms(rank)], self.total)
 
     def parts(self, rank: int, exchange: int = 0) -> tuple[Node, ...]:
         """The nodes that a rank brings to an exchange; those of all ranks in turn are a run from the last one's end."""
@@ -135,7 +135,7 @@ def add_by_tree(own: Array, received: Array, starts: Sequence[int], times: Seque
     starts : sequence of int
         Where each row starts in `received`, or less than 0: ``-1 - start`` in `own`.
     times : sequence of int
-        The `merges` of the rows; they leave one sum.
+        The `tree_merges` of the rows; they leave one sum.
     out : 1-D array
         It may be one of the rows.
     """

@@ -26,7 +26,7 @@ from mpishard.layout.run_state import RunState, brief, whole_fact
 from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
 from mpishard.reduction.ordered import OrderedSums
-from mpishard.reduction.tree_sum import Deal, tree_sum
+from mpishard.reduction.tree_sum import TermAssignment, tree_sum
 from mpishard.training.problem import OptimizationProblem
 from mpishard.training.progress import Progress
 from mpishard.training.scaling import Scaling
@@ -93,8 +93,8 @@ class Loop:
         self.losses: list[float] = []
         # Whether ranks met in the last step; this rank's summed losses of steps before in which they did not, with the
         # number of terms that all have together; and its strongest wish to stop since.
-        self.meets = True
-        self.untold: list[tuple[float, int]] = []
+        self.synchronizes_next_step = True
+        self.unreduced_losses: list[tuple[float, int]] = []
         self.wished = 0
         self.interrupts = Interrupts(speaks=optimizer.mesh.rank == 0)
         self.resumes = resume
@@ -152,7 +152,7 @@ class Loop:
                     reason = self.step(self.before + len(self.losses) + 1)
                     self.save(last=bool(reason))
         finally:
-            self.buckets.hold = not self.optimizer.config.auto_sync_gradients
+            self.buckets.no_sync = not self.optimizer.config.auto_sync_gradients
             self.progress.close()
         return self.result(reason)
 
@@ -199,7 +199,7 @@ class Loop:
             check_facts(self.state().facts)
         except ValueError as error:
             problem = error
-        world.agree(problem)
+        world.raise_if_any(problem)
         if self.begins:
             checkpoints.rehearse()
 
@@ -232,7 +232,7 @@ class Loop:
         found = checkpoints.load(optimizer.run_state(), check=check)
         if found is not None:
             optimizer.tell_of_changes(found.facts)
-            optimizer.take_over(found.facts)
+            optimizer.restore(found.facts)
             self.position = self.sampler.consumed(optimizer.clock)
             if of_loop(found.facts):
                 self.position = found.facts["samples_consumed"]
@@ -309,12 +309,12 @@ class Loop:
         losses, count = self.losses_and_gradient(self.batch)
         if self.optimizer.mesh.debug or len(self.losses) == self.resumed:
             self.refuse_misuse()
-        self.meets = self.meets_always or self.optimizer.meets
-        if self.meets:
+        self.synchronizes_next_step = self.meets_always or self.optimizer.synchronizes_next_step
+        if self.synchronizes_next_step:
             self.axis.all_reduce(losses, label="loss")
             loss = tree_sum(losses.tolist()) / count
         else:
-            self.untold.append((float(losses[0]), count))
+            self.unreduced_losses.append((float(losses[0]), count))
             loss = float(losses[0]) * self.axis.size / count
         factor = self.rate_factor
         rate = factor * self.optimizer.rule.learning_rate(self.optimizer.steps + 1)
@@ -327,12 +327,12 @@ class Loop:
 
     def refuse_misuse(self) -> None:
         """Raise on all ranks if the function has changed what it must not, on any of them.  Collective."""
-        self.optimizer.world.agree(self.misuse)
+        self.optimizer.world.raise_if_any(self.misuse)
 
     def conclude(self, step: int, loss: float, rate: float) -> str:
         """Note what a step has come to; returns why to stop, or nothing."""
         self.note(loss)
-        return self.decide(self.wish(step, loss, rate))
+        return self.decide(self.stop_request(step, loss, rate))
 
     def note(self, loss: float) -> None:
         """A step is done."""
@@ -353,17 +353,17 @@ class Loop:
     def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
         """Summed losses of a batch, whose sum over ranks is to be added up, and the global number of its terms."""
         if self.ordered is None:
-            losses = np.array([self.pass_over_shares(batch)])
+            losses = np.array([self.forward_backward_shares(batch)])
         else:
-            losses = self.pass_over_terms(batch, self.ordered)
+            losses = self.forward_backward_terms(batch, self.ordered)
         if not self.of_model:
-            self.buckets.adopt(self.gradients)
+            self.buckets.use_external(self.gradients)
         # Ranks without samples start their reductions here, the others did so in the backward pass: no other
         # collective may come before.
         self.buckets.end_pass()
         return losses, len(batch) * self.problem.tokens_per_sample
 
-    def pass_over_shares(self, batch: np.ndarray) -> float:
+    def forward_backward_shares(self, batch: np.ndarray) -> float:
         """Forward and backward of this rank's samples, whose gradients add up; returns their summed loss."""
         shares = share(batch, self.axis.rank, self.axis.size, self.problem.micro_batch_size)
         loss_sum = 0.0
@@ -371,43 +371,43 @@ class Loop:
             self.gradients[...] = 0
         for number, samples in enumerate(shares, start=1):
             last = number == len(shares)
-            self.buckets.hold = not last
-            loss_sum += self.pass_over(samples)
+            self.buckets.no_sync = not last
+            loss_sum += self.forward_backward(samples)
             if self.of_model and not last:
                 self.buckets.end_pass(last=False)
         return loss_sum
 
-    def pass_over_terms(self, batch: np.ndarray, ordered: OrderedSums) -> np.ndarray:
+    def forward_backward_terms(self, batch: np.ndarray, ordered: OrderedSums) -> np.ndarray:
         """The same where each micro-batch is a term of an ordered sum; returns the losses of all, 0 for others' own."""
         micro = micro_batches(batch, self.problem.micro_batch_size)
         in_turns = self.of_model and self.buckets.on_demand
-        ordered.deal = deal = Deal(len(micro), self.axis.size, in_turns)
+        ordered.deal = deal = TermAssignment(len(micro), self.axis.size, in_turns)
         own = deal.terms(self.axis.rank)
-        merges = deal.merges(self.axis.rank) or [0]
+        tree_merges = deal.tree_merges(self.axis.rank) or [0]
         losses = np.zeros(len(micro))
         # A rank that lacks a term takes part in what the others do in the model all the same.
         rounds = deal.exchanges if in_turns else max(1, len(own))
         for number in range(rounds):
             last = number == rounds - 1
-            self.buckets.hold = not last
-            self.buckets.merges = merges[-1] if last else 0
+            self.buckets.no_sync = not last
+            self.buckets.tree_merges = tree_merges[-1] if last else 0
             if not self.of_model:
                 self.gradients[...] = 0
             if number < len(own):
-                losses[own[number]] = self.pass_over(micro[own[number]])
+                losses[own[number]] = self.forward_backward(micro[own[number]])
             else:
-                self.pass_over(micro[0][:0])
+                self.forward_backward(micro[0][:0])
             if last:
                 break
             if not self.of_model:
-                self.gradients = self.buckets.exchange(self.gradients, merges[number])
+                self.gradients = self.buckets.swap_external(self.gradients, tree_merges[number])
             elif in_turns:
                 self.buckets.end_pass(last=False)
             else:
-                self.buckets.set_aside(merges[number])
+                self.buckets.push_partial(tree_merges[number])
         return losses
 
-    def pass_over(self, samples: np.ndarray) -> float:
+    def forward_backward(self, samples: np.ndarray) -> float:
         """Forward and backward of one micro-batch; returns its summed loss."""
         if not len(samples) and not self.together:
             return 0.0
@@ -432,7 +432,7 @@ class Loop:
         """Samples that this run has used so far."""
         return self.position - self.sampler.consumed(self.before)
 
-    def wish(self, step: int, loss: float, rate: float) -> int:
+    def stop_request(self, step: int, loss: float, rate: float) -> int:
         """Whether this rank wishes to stop after a step: 2 for its callback, 1 for the time, else 0."""
         seconds = time.perf_counter() - self.began
         if self.callback is not None:
@@ -442,10 +442,10 @@ class Loop:
                 return 2
         return int(self.problem.seconds is not None and seconds >= self.problem.seconds)
 
-    def decide(self, wish: int) -> str:
+    def decide(self, stop_request: int) -> str:
         """Why all ranks stop now, if they do."""
-        self.wished = max(self.wished, wish)
-        if not self.meets:
+        self.wished = max(self.wished, stop_request)
+        if not self.synchronizes_next_step:
             return self.why_stop(0)
         self.tell_losses()
         if self.watching:
@@ -460,17 +460,17 @@ class Loop:
 
     def tell_losses(self) -> None:
         """Make the losses of steps in which ranks did not meet those of all ranks.  Collective."""
-        if self.untold:
-            sums = self.axis.all_reduce(np.array([loss for loss, _ in self.untold]), label="loss")
-            stop = len(self.losses) - (1 if self.meets else 0)
-            told = [loss / count for loss, (_, count) in zip(sums.tolist(), self.untold, strict=True)]
+        if self.unreduced_losses:
+            sums = self.axis.all_reduce(np.array([loss for loss, _ in self.unreduced_losses]), label="loss")
+            stop = len(self.losses) - (1 if self.synchronizes_next_step else 0)
+            told = [loss / count for loss, (_, count) in zip(sums.tolist(), self.unreduced_losses, strict=True)]
             self.losses[stop - len(told) : stop] = told
-            self.untold.clear()
+            self.unreduced_losses.clear()
 
-    def why_stop(self, wish: int) -> str:
+    def why_stop(self, stop_request: int) -> str:
         """Why to stop if this is the strongest wish of any rank; empty if there is no reason."""
-        if wish:
-            return _WISHES[wish]
+        if stop_request:
+            return _WISHES[stop_request]
         return self.what_is_reached(self.optimizer.gradient_norm)
 
     def what_was_reached(self) -> str:

@@ -118,7 +118,7 @@ def load_checkpoint(
         raise FileNotFoundError(f"there is no checkpoint in {folder}")
     if optimizer is not None:
         optimizer.tell_of_changes(found.facts)
-        optimizer.take_over(found.facts)
+        optimizer.restore(found.facts)
     elif named.sharded is not None:
         named.sharded.drop()
     return dict(found.facts)

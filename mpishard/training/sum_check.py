@@ -36,7 +36,7 @@ def check_sums(loop: Loop) -> None:
             problem = error
         loop.parameters.reset_gradients()
         problem = loop.misuse or problem
-    loop.optimizer.world.agree(problem)
+    loop.optimizer.world.raise_if_any(problem)
 
 
 def _difference(loop: Loop, first: np.ndarray, second: np.ndarray) -> ValueError | None:
@@ -76,8 +76,8 @@ def _results(loop: Loop, *parts: np.ndarray) -> tuple[list[float], list[np.ndarr
     if not loop.of_model:
         loop.gradients[...] = 0
     for samples in parts:
-        buckets.hold = True
-        losses.append(loop.pass_over(samples))
+        buckets.no_sync = True
+        losses.append(loop.forward_backward(samples))
         if loop.of_model:
             buckets.end_pass(last=False)
         gradients.append(np.array(arrays.to_host(buckets.flat if loop.of_model else loop.gradients), np.float64))

@@ -68,7 +68,7 @@ def save(folder, state, axis):
             values = shard.array[piece.start : piece.start + piece.size].reshape(piece.shape)
             parts.append(Part(shard.kind, piece.name, piece.box, values))
     write_pieces(folder / pieces_file(axis.rank), parts, id="0" * 32, writer=axis.rank)
-    boxes = axis.exchange([part.where for part in parts])
+    boxes = axis.allgather_object([part.where for part in parts])
     if axis.rank == 0:
         write_index(
             folder / "index.h5",
@@ -101,7 +101,7 @@ def test_every_layout_reads_what_another_wrote(base, folder):
             state = optimizer.run_state()
             optimizer.check_facts(contents.facts)
             fill(contents, state, base.world, base.world)
-            optimizer.take_over(contents.facts)
+            optimizer.restore(contents.facts)
             assert np.array_equal(gathered(parameters, optimizer.config), whole), case
             assert optimizer.serialize() == image, case
             for shard in optimizer.run_state().shards:
@@ -133,7 +133,7 @@ def test_device_arrays(base, folder, strategy):
         other = strategy(RULE, ShardingConfiguration(mesh, minimum_parameter_group_size=24))
         other.bind(fresh)
         fill(contents, other.run_state(), base.world, base.world)
-        other.take_over(contents.facts)
+        other.restore(contents.facts)
         assert np.array_equal(arrays.to_host(gathered(fresh, mesh)), gathered(parameters, base)), mesh
         assert other.serialize() == optimizer.serialize(), mesh
 
@@ -190,7 +190,7 @@ def test_each_element_is_read_from_the_disk_once(base, folder, monkeypatch):
         optimizer, _ = built(mesh, DDPOptimizer)
         fill(read_index(folder), optimizer.run_state(), base.world, base.world)
         seen = {(kind, spec.name): np.zeros(spec.shape, int) for spec in hybrid.specs() for kind in KINDS}
-        for told in base.world.exchange(read):
+        for told in base.world.allgather_object(read):
             for kind, name, box in told:
                 seen[kind, name][(*(slice(*run) for run in box), ...)] += 1
         assert all((count == 1).all() for count in seen.values()), mesh

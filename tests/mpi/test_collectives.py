@@ -317,10 +317,10 @@ def test_bad_buffers(shared_mesh, call, error, message):
 
 
 def test_agree_raises_everywhere(mesh):
-    mesh.data.agree(None)
+    mesh.data.raise_if_any(None)
     problem = ValueError("bad lunch") if mesh.rank == mesh.size - 1 else None
     with pytest.raises(ValueError, match="bad lunch"):
-        mesh.data.agree(problem)
+        mesh.data.raise_if_any(problem)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -349,7 +349,7 @@ def test_debug_names_calls_of_different_axes_on_every_rank(comm, later):
                 if mesh.rank == 0:
                     (mesh.data.start_all_reduce if later else mesh.data.all_reduce)(np.zeros(3))
                 else:
-                    mesh.world.exchange("a value") if again == 0 else mesh.data.all_reduce(np.zeros(3))
+                    mesh.world.allgather_object("a value") if again == 0 else mesh.data.all_reduce(np.zeros(3))
         text = str(caught.value)
         assert "rank 0: all_reduce(3 x float64, sum) on axis 'data' called at" in text
         assert "rank 1: exchange(0 x uint8) on axis 'world' called at" in text

@@ -16,7 +16,7 @@ from steps import STRATEGIES
 import mpishard
 from mpishard import AdamW, OptimizationProblem, ShardingConfiguration, nn
 from mpishard.checkpoint import Checkpoints
-from mpishard.comm.channel import Lane
+from mpishard.comm.channel import Channel
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.parameters.flat import FlatParameters
 
@@ -167,7 +167,7 @@ def test_spares_of_the_start_take_part_later(mesh):
     callback = resizing(optimizer, {3: 1, 6: most}, noted)
     found = bits(optimizer.optimize(gpt_problem(mesh), callback=callback, progress=False))
     assert found == alone(gpt_problem)
-    told = mesh.world.exchange(tuple(sorted(noted.items())))
+    told = mesh.world.allgather_object(tuple(sorted(noted.items())))
     expected = [{step: 1 if 3 < step <= 6 else most for step in range(1, STEPS + 1)}]
     expected += [{step: most for step in range(1, STEPS + 1) if not 3 < step <= 6}] * (most - 1)
     expected += [{}] * (mesh.size - most)
@@ -208,7 +208,7 @@ def test_a_callback_ends_spares_too(mesh):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_checkpoints_across_resizes(mesh, tmp_path, asynchronous):
     """What fewer workers have saved, all go on from, under another strategy."""
-    folder = mesh.world.exchange(str(tmp_path))[0]
+    folder = mesh.world.allgather_object(str(tmp_path))[0]
     optimizer = elastic(STRATEGIES[1], mesh)
     with Checkpoints(folder, mesh, every=2, asynchronous=asynchronous) as checkpoints:
         callback = resizing(optimizer, {1: 1, 3: mesh.size, 5: max(1, mesh.size - 1)}, {})
@@ -233,7 +233,7 @@ def test_a_hundred_resizes_leave_nothing_behind(mesh, tmp_path, monkeypatch):
     if mesh.size > 4:  # slow where cores are few, and nothing new
         return
     ranks, steps, noted, lanes = mesh.size, 104, {}, Counter()
-    make, free = Lane.__init__, Lane.free
+    make, free = Channel.__init__, Channel.free
 
     def counted_make(lane, comm, debug):
         lanes["open"] += 1
@@ -243,9 +243,9 @@ def test_a_hundred_resizes_leave_nothing_behind(mesh, tmp_path, monkeypatch):
         lanes["open"] -= 1
         free(lane)
 
-    monkeypatch.setattr(Lane, "__init__", counted_make)
-    monkeypatch.setattr(Lane, "free", counted_free)
-    folder = mesh.world.exchange(str(tmp_path))[0]
+    monkeypatch.setattr(Channel, "__init__", counted_make)
+    monkeypatch.setattr(Channel, "free", counted_free)
+    folder = mesh.world.allgather_object(str(tmp_path))[0]
     optimizer = elastic(STRATEGIES[1], mesh)
 
     def callback(state):

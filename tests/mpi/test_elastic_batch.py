@@ -64,7 +64,7 @@ def check(run, taken, rates):
 
 @pytest.fixture
 def folder(mesh, tmp_path):
-    return Path(mesh.world.exchange(str(tmp_path))[0])
+    return Path(mesh.world.allgather_object(str(tmp_path))[0])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

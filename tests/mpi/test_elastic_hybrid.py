@@ -15,9 +15,9 @@ import mpishard
 from mpishard import AdamW, DDPOptimizer, Mesh, OptimizationProblem, ShardingConfiguration, ZeRO1Optimizer, nn
 from mpishard.checkpoint import Checkpoints
 from mpishard.comm.mesh import NEWCOMER
-from mpishard.elastic.membership import Crew
+from mpishard.elastic.membership import Membership
 from mpishard.elastic.optimizer import ElasticOptimizer
-from mpishard.layout.boxes import Place
+from mpishard.layout.boxes import ModelParallelRank
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
 STEPS = 8
@@ -226,7 +226,7 @@ def test_a_spare_takes_over_from_one_of_its_place(comm):
         return next(each for each in comm.allgather(members(crew.split(workers, leaves, ends))) if each)
 
     tensor, whole = comm.rank % 2, comm.size // 2
-    crew = Crew(comm, Place(tensor_rank=tensor, tensor_size=2), whole)
+    crew = Membership(comm, ModelParallelRank(tensor_rank=tensor, tensor_size=2), whole)
     assert (crew.workers, crew.able, crew.most, crew.identity) == (whole, whole, whole, comm.rank)
     assert told(whole) == list(range(2 * whole))
     assert told(whole, leaves=comm.rank == 0) == {3: [2, 1], 4: [2, 1], 8: [2, 1, 4, 3, 6, 5]}[comm.size]
@@ -240,7 +240,7 @@ def test_a_spare_takes_over_from_one_of_its_place(comm):
 def test_the_order_of_a_mesh_has_stages_apart(comm):
     half = (comm.size + 1) // 2
     stage = comm.rank // half
-    crew = Crew(comm, Place(pipeline_rank=stage, pipeline_size=2), comm.size // 2)
+    crew = Membership(comm, ModelParallelRank(pipeline_rank=stage, pipeline_size=2), comm.size // 2)
     part = crew.split(comm.size // 2, comm.rank == 0, False)
     found = None if part is None else part.allgather(comm.rank)
     expected = {3: [1, 2], 4: [1, 2], 8: [1, 2, 3, 4, 5, 6]}[comm.size]
@@ -268,7 +268,7 @@ def test_a_pass_that_broke_off_leaves_nothing_on_a_mesh_that_has_moved(comm, sch
             memory = model.activation_bytes
             with pytest.raises(RuntimeError, match="earlier pass over this pipeline was left"):
                 model.loss_and_gradient(*batch)
-            mesh.move(comm.Dup())
+            mesh.rebind(comm.Dup())
             model.parameters.renew()
             assert model.loss_and_gradient(*batch) == whole[0]
             assert np.array_equal(model.parameters.gradients.flat, whole[1])

@@ -175,7 +175,7 @@ def test_after_a_death_the_first_worker_counts(mesh, same_on_all):
     """Each survivor has what it came to by itself; the next average is of one state all the same."""
     optimizer, parameters = LocalSGDOptimizer(SGD(lr=1.0), mesh, 1), FlatParameters.over(np.zeros(4))
     optimizer.step(parameters, np.zeros(4))
-    optimizer.remake(parameters)
+    optimizer.rebuild_state(parameters)
     parameters.flat[...] = 5.0 + mesh.rank
     optimizer.step(parameters, np.full(4, float(mesh.rank)))
     assert same_on_all(parameters.flat)
@@ -509,7 +509,7 @@ def test_tensor_and_pipeline_ranks_are_one_worker(mesh, rule):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
         np.testing.assert_allclose(norms, expected_norms[each.data.rank], rtol=1e-12)
         state = optimizer.serialize()
-        assert set(each.world.exchange(state)) == {state}
+        assert set(each.world.allgather_object(state)) == {state}
         again = LocalSGDOptimizer(rule, config, 3, NESTEROV)
         again.bind(hybrid.model(each, start=found))
         again.deserialize(state)

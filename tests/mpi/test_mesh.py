@@ -10,7 +10,7 @@ from hybrid import factorisations
 from mpi4py import MPI
 
 import mpishard
-from mpishard.layout.boxes import Place
+from mpishard.layout.boxes import ModelParallelRank
 
 
 def test_all_ranks_are_data_parallel_by_default(mesh, comm):
@@ -91,7 +91,7 @@ def test_blas_gets_the_share_of_the_node_unless_the_user_chose(comm, monkeypatch
 def test_place(comm):
     for data, tensor, pipeline in factorisations(comm.size):
         with mpishard.Mesh(comm, data=data, tensor=tensor, pipeline=pipeline) as mesh:
-            assert mesh.place == Place(mesh.tensor.rank, tensor, mesh.pipeline.rank, pipeline)
+            assert mesh.place == ModelParallelRank(mesh.tensor.rank, tensor, mesh.pipeline.rank, pipeline)
 
 
 def test_reshaped(comm):
@@ -119,9 +119,9 @@ def test_reshaped(comm):
 def test_an_axis_of_some_ranks(comm):
     with mpishard.Mesh(comm) as mesh:
         ranks = list(range(0, comm.size, 2))
-        part = mesh.data.among("even", ranks)
+        part = mesh.data.subgroup("even", ranks)
         assert (part is None) == (mesh.rank % 2 == 1)
-        assert mesh.data.among("again", ranks[::-1]) is part
+        assert mesh.data.subgroup("again", ranks[::-1]) is part
         if part is not None:
             assert (part.name, part.rank, part.size) == ("even", mesh.rank // 2, len(ranks))
             assert part.all_reduce(np.array([mesh.rank]))[0] == sum(ranks)

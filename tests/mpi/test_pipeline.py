@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from mpishard import Mesh
-from mpishard.layout.boxes import ParameterSpec, Place
+from mpishard.layout.boxes import ModelParallelRank, ParameterSpec
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
 from mpishard.pipeline.runtime import Pipeline
@@ -55,7 +55,7 @@ class Scale:
         view, add = self.parameters.gradient(name)
         value = (work.kept["x"] * work.kept["dy"]).sum(axis=0)
         view[...] = view + value if add else value
-        self.parameters.finished(name)
+        self.parameters.mark_ready(name)
 
     def backward(self, dy, work, batch):
         dx = self.input_gradient(dy, work, batch)
@@ -68,7 +68,7 @@ def pipeline(mesh, schedule, chunks, **options):
     stages = mesh.size * chunks
     specs = [ParameterSpec(f"w{stage}", (WIDTH,), stage=stage) for stage in range(stages)]
     parameters = FlatParameters(
-        specs, np.float64, place=Place(pipeline_rank=mesh.pipeline.rank, pipeline_size=mesh.size)
+        specs, np.float64, place=ModelParallelRank(pipeline_rank=mesh.pipeline.rank, pipeline_size=mesh.size)
     )
     for name in parameters:
         parameters[name][...] = weights(stages)[int(name[1:])]

@@ -89,7 +89,7 @@ def test_phases_and_collectives_are_the_whole_step(mesh, folder):
     assert sum(phase.sum() for phase in found.phases.values()) == pytest.approx(whole, abs=1e-2)
     own = run.processes[mesh.rank].by_step("seconds")[1].sum()  # of its own clock; others may have begun before
     assert own <= result.seconds + 1e-4
-    sums = mesh.world.exchange(sum(mesh.ledger.sent(axis, label="gradients") for axis in ("data",)))
+    sums = mesh.world.allgather_object(sum(mesh.ledger.sent(axis, label="gradients") for axis in ("data",)))
     assert found.sent.get("data", np.zeros(1)).sum() >= sum(sums)
 
 

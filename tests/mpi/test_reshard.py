@@ -60,7 +60,7 @@ def test_random_layouts(mesh, bucket_bytes, largest):
         )
         assert np.array_equal(found, expected)
         assert np.array_equal(mine, filled(source[mesh.rank], tensors, np.float64))
-        everywhere = sum(mesh.world.exchange(sent(mesh) - start))
+        everywhere = sum(mesh.world.allgather_object(sent(mesh) - start))
         assert everywhere == 8 * sum(lower_bound(source, target, tensors))
     assert largest[0] <= max(bucket_bytes, 8 * (mesh.size - 1))
 
@@ -105,7 +105,7 @@ def test_what_is_missing_arrives_in_the_array_itself(mesh):
     before = sent(mesh)
     reshard(mesh.world, replace(shard, holding=part), shard, bucket_bytes=24)
     assert np.array_equal(array, np.arange(25))
-    assert sum(mesh.world.exchange(sent(mesh) - before)) == 8 * 25 * (mesh.size - 1)
+    assert sum(mesh.world.allgather_object(sent(mesh) - before)) == 8 * 25 * (mesh.size - 1)
 
 
 def test_one_array_with_two_orders_is_refused(mesh):
@@ -167,7 +167,7 @@ def test_the_state_of_a_run(mesh):
     assert facts["steps"] == 3
     assert (facts["seed"], facts["words.json"]) == (5, ["a", 1])
     assert np.array_equal(facts["history"], np.arange(3.0))
-    other.take_over(facts)
+    other.restore(facts)
     assert other.serialize() == one.serialize()
     assert np.array_equal(
         hybrid.gathered(after, mpishard.ShardingConfiguration(other.mesh)),

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import AdamW, Checkpoints, DDPOptimizer, HybridShardedOptimizer, OptimizationProblem, ZeRO2Optimizer, nn
-from mpishard.layout.boxes import Place
+from mpishard.layout.boxes import ModelParallelRank
 
 ROWS = np.random.default_rng(0).standard_normal((37, 6))
 RULE = AdamW(lr=mpishard.cosine(0.1, steps=9), eps=1e-3)
@@ -304,7 +304,7 @@ def test_what_fits_one_rank_alone_is_refused_on_all(mesh, folder, with_optimizer
     refused = [(read_only, ValueError, "read-only"), ([0.0] if mesh.rank == 0 else flat, TypeError, "got list")]
     if mesh.size > 1:
         refused.append((np.zeros(7 + mesh.rank), ValueError, "all ranks must have the same parameters"))
-        other = Place(tensor_rank=mesh.rank, tensor_size=mesh.size)
+        other = ModelParallelRank(tensor_rank=mesh.rank, tensor_size=mesh.size)
         model = mpishard.FlatParameters([mpishard.ParameterSpec("t", (7,), tensor_dim=0)], place=other)
         refused.append((model, ValueError, "laid out for rank"))
     for parameters, kind, message in refused:

@@ -203,7 +203,7 @@ def test_weight_gradients_apart(mesh, sequence_parallel, recompute):
         for i in range(2)
     ]
     order = []
-    apart.parameters.gradients.finished = order.append
+    apart.parameters.gradients.mark_ready = order.append
     assert sum(chunk.forward(None, work, part) for work, part in zip(works, parts, strict=True)) == loss
     for work, part in zip(works, parts, strict=True):
         assert chunk.input_gradient(None, work, part) is None

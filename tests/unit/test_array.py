@@ -192,7 +192,7 @@ def test_cupy_is_not_imported_without_one_of_its_arrays() -> None:
     done = run(
         """
         import sys, numpy as np
-        from mpishard import array
+        from mpishard.backend import array
         from mpishard.optim.rules import AdamW
         a = [np.ones(5) for _ in range(4)]
         AdamW().update(a[0], a[1], a[2:], 1)

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from mpishard.checkpoint import polling
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.request import Pending
+from mpishard.comm.request import Request
 
 
 class Lost:
@@ -28,7 +28,7 @@ class Lost:
 def pending(*requests):
     ledger = Ledger()
     call = ledger.begin("checkpoint", 1, "recv", np.dtype(np.uint8), 1, "", (0, 1))
-    return Pending(ledger, call, 0, requests, lambda: "arrived")
+    return Request(ledger, call, 0, requests, lambda: "arrived")
 
 
 def test_a_message_of_the_dead_is_not_waited_for():

@@ -17,7 +17,7 @@ from mpishard.elastic import control as controls
 from mpishard.elastic.control import Control, ControlFolder, request_resize
 from mpishard.elastic.discovery import Discovery, count_slots
 from mpishard.elastic.signals import Signals
-from mpishard.elastic.watch import Fellow, Watch, this_process
+from mpishard.elastic.watch import Peer, Watch, this_process
 from mpishard.io.files import NotPrivateError
 
 LIMITS = 2, 6
@@ -293,7 +293,7 @@ class TestWatch:
 
     def fellow(self, process):
         started = open(f"/proc/{process.pid}/stat").read().rpartition(")")[2].split()[19]
-        return Fellow(this_process().host, process.pid, started)
+        return Peer(this_process().host, process.pid, started)
 
     def test_one_that_is_stopped_is_ended(self, sleepers):
         stopped, running = sleepers

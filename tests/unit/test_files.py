@@ -16,8 +16,8 @@ from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, RunRecord
 from mpishard.checkpoint import Checkpoints, saver
 from mpishard.io import files
 from mpishard.io.atomic_json import read_note, write_note
-from mpishard.record.lines import Lines
-from mpishard.record.where import Where
+from mpishard.record.lines import JsonLinesWriter
+from mpishard.record.where import StackReporter
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ class TestLinks:
 
     def test_lines_are_not_added_to_what_a_link_leads_to(self, tmp_path, secret):
         (tmp_path / "metrics.jsonl").symlink_to(secret)
-        lines = Lines(tmp_path / "metrics.jsonl")
+        lines = JsonLinesWriter(tmp_path / "metrics.jsonl")
         lines.add({"step": 1})
         with pytest.raises(OSError, match=r"it is a link, which is not followed: .*metrics\.jsonl"):
             lines.flush()
@@ -59,7 +59,7 @@ class TestLinks:
     def test_a_stack_is_not_written_to_what_a_link_leads_to(self, tmp_path, secret, mesh):
         (tmp_path / "processes").mkdir()
         (tmp_path / "processes" / "host-1.stack").symlink_to(secret)
-        where = Where(tmp_path, "host-1", mesh, lambda: None, lambda steps: None, 1.0)
+        where = StackReporter(tmp_path, "host-1", mesh, lambda: None, lambda steps: None, 1.0)
         where.watch()
         where.end()
 
@@ -159,7 +159,7 @@ class TestTheStartOfARun:
         def full(lines):
             raise OSError(errno.ENOSPC, "No space left on device", str(lines.path))
 
-        monkeypatch.setattr(Lines, "flush", full)
+        monkeypatch.setattr(JsonLinesWriter, "flush", full)
         assert self.optimize(mesh, record=RunRecord(tmp_path / "run", mesh, every=0)) == 2
         told = capfd.readouterr().err
         assert told.count("\n") == 1 and "the record of the run cannot be written" in told and "goes on without" in told

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mpishard.layout.boxes import ParameterSpec, Place
+from mpishard.layout.boxes import ModelParallelRank, ParameterSpec
 from mpishard.parameters.buckets import GradientBuckets, Run, make_buckets
 from mpishard.parameters.flat import FlatParameters
 
@@ -31,13 +31,13 @@ def test_buckets_hold_the_minimum_and_cover_everything(sizes, minimum):
 
 
 class Recorder:
-    """A reducer that notes what it gets, and holds on to it until `drain`."""
+    """A reducer that notes what it gets, and holds on to it until `wait_all`."""
 
     def __init__(self, sizes, minimum, on_demand=False, runs=None):
         self.got = []
         self.open = []
         self.gradients = GradientBuckets(
-            specs(*sizes), LIKE, minimum, runs=runs, reduce=self.reduce, drain=self.drain, on_demand=on_demand
+            specs(*sizes), LIKE, minimum, runs=runs, reduce=self.reduce, drain=self.wait_all, on_demand=on_demand
         )
 
     @property
@@ -48,7 +48,7 @@ class Recorder:
         self.got.append((bucket.index, array.tolist()))
         self.open.append(bucket)
 
-    def drain(self):
+    def wait_all(self):
         for bucket in self.open:
             self.gradients.release(bucket)
         self.open.clear()
@@ -57,7 +57,7 @@ class Recorder:
         for name in names:
             view, add = self.gradients.gradient(name)
             view[...] = view + value if add else value
-            self.gradients.finished(name)
+            self.gradients.mark_ready(name)
 
 
 def test_hand_over_is_last_first_whatever_the_order_of_announcements():
@@ -79,14 +79,14 @@ def test_tensors_without_a_gradient_are_zero():
 
 def test_held_passes_add_up_and_travel_once():
     recorder = Recorder([2, 2], 2)
-    recorder.gradients.hold = True
+    recorder.gradients.no_sync = True
     recorder.backward(["t1", "t0"])
     recorder.gradients.end_pass(last=False)
-    recorder.gradients.hold = False
+    recorder.gradients.no_sync = False
     recorder.backward(["t1", "t0"], 2.0)
     assert recorder.got == [(1, [3, 3]), (0, [3, 3])]
     recorder.gradients.end_pass()
-    recorder.drain()
+    recorder.wait_all()
     recorder.gradients.reset()
     recorder.backward(["t1", "t0"], 5.0)
     assert recorder.got[2:] == [(1, [5, 5]), (0, [5, 5])]
@@ -97,7 +97,7 @@ def test_on_demand_every_pass_travels_and_memory_is_used_again():
     for value in (1.0, 2.0):
         for name in ("t2", "t1", "t0"):
             recorder.backward([name], value)
-            recorder.drain()
+            recorder.wait_all()
         recorder.gradients.end_pass(last=False)
     assert [index for index, _ in recorder.got] == [2, 1, 0, 2, 1, 0]
     assert recorder.got[-1] == (0, [2, 2, 2, 2])
@@ -110,9 +110,9 @@ def test_on_demand_every_pass_travels_and_memory_is_used_again():
 def test_lent_memory_is_not_counted_or_kept(on_demand):
     recorder = Recorder([4, 2], 2, on_demand=on_demand)
     flat = np.arange(6.0)
-    recorder.gradients.adopt(flat)
+    recorder.gradients.use_external(flat)
     recorder.gradients.end_pass()
-    recorder.drain()
+    recorder.wait_all()
     assert recorder.got == [(1, [4, 5]), (0, [0, 1, 2, 3])]
     assert recorder.gradients.peak_bytes == 0
 
@@ -160,7 +160,7 @@ def test_only_the_last_micro_batch_of_a_stage_travels(on_demand):
             recorder.gradients.begin_stage(stage, last)
             recorder.backward(names)
             recorder.gradients.end_stage(stage)
-            recorder.drain()
+            recorder.wait_all()
     recorder.gradients.end_pass()
     if on_demand:
         assert recorder.got == [
@@ -181,12 +181,12 @@ def test_passes_of_several_micro_batches_each(on_demand):
     """A held pass in which a stage has two micro-batches, and then another: nothing travels twice."""
     recorder = Recorder([2, 2], 2, on_demand)
     for last_pass in (False, True):
-        recorder.gradients.hold = not last_pass
+        recorder.gradients.no_sync = not last_pass
         for last in (False, True):
             recorder.gradients.begin_stage(0, last)
             recorder.backward(["t1", "t0"])
             recorder.gradients.end_stage(0)
-            recorder.drain()
+            recorder.wait_all()
         recorder.gradients.end_pass(last=last_pass)
     total = np.zeros((2, 2))
     for index, values in recorder.got:
@@ -227,7 +227,7 @@ def test_runs_of_parameters():
         ParameterSpec("d", (2,), 2),
     ]
     parameters = FlatParameters(
-        specs, place=Place(pipeline_rank=0, pipeline_size=2), units=[["table", "a"], ["b"], ["d"], ["c"]]
+        specs, place=ModelParallelRank(pipeline_rank=0, pipeline_size=2), units=[["table", "a"], ["b"], ["d"], ["c"]]
     )
     assert list(parameters) == ["table", "a", "b", "d"]
     assert [(run.first, run.last, run.stage, run.tied) for run in parameters.gradient_runs()] == [
@@ -262,11 +262,11 @@ def test_bad_parameters():
 
 def test_gradients_that_are_set_aside_stay_apart_until_they_are_merged():
     recorder = Recorder([2, 3], 2)
-    recorder.gradients.hold = True
-    for value, merges in ((1.0, 0), (10.0, 0), (100.0, 1)):
+    recorder.gradients.no_sync = True
+    for value, tree_merges in ((1.0, 0), (10.0, 0), (100.0, 1)):
         recorder.backward(["t1", "t0"] if value > 1 else ["t1"], value)  # what a pass leaves out is zero in its own
-        recorder.gradients.set_aside(merges)
-    recorder.gradients.hold = False
+        recorder.gradients.push_partial(tree_merges)
+    recorder.gradients.no_sync = False
     recorder.backward(["t1", "t0"], 1000.0)
     assert recorder.got == [(1, [1000] * 3), (0, [1000] * 2)]
     first, last = recorder.gradients.buckets
@@ -274,13 +274,13 @@ def test_gradients_that_are_set_aside_stay_apart_until_they_are_merged():
     assert [partial.tolist() for partial in recorder.gradients.earlier(last)] == [[1, 1, 1], [110, 110, 110]]
     assert recorder.gradients.nbytes == recorder.gradients.peak_bytes == 3 * 5 * LIKE.itemsize
     recorder.gradients.end_pass()
-    recorder.drain()
+    recorder.wait_all()
     recorder.gradients.reset()
     assert recorder.gradients.earlier(first) == []
-    recorder.gradients.hold = True
+    recorder.gradients.no_sync = True
     recorder.backward(["t1", "t0"], 1.0)
-    recorder.gradients.set_aside(0)
-    recorder.gradients.hold, recorder.gradients.merges = False, 1
+    recorder.gradients.push_partial(0)
+    recorder.gradients.no_sync, recorder.gradients.tree_merges = False, 1
     recorder.backward(["t1", "t0"], 2.0)
     assert recorder.got[2:] == [(1, [3] * 3), (0, [3] * 2)]
     assert recorder.gradients.earlier(first) == []
@@ -296,14 +296,14 @@ def test_a_gradient_is_settled_before_it_is_merged():
         reduce=lambda bucket, array: seen.append(("reduced", bucket.index, array.tolist())),
         settle=lambda bucket, array: array.__imul__(2),
     )
-    gradients.hold = True
+    gradients.no_sync = True
     for value in (1.0, 10.0):
         for name in ("t1", "t0"):
             view, add = gradients.gradient(name)
             view[...] = value
             assert not add
-            gradients.finished(name)
+            gradients.mark_ready(name)
         if value == 1:
-            gradients.set_aside(0)
-            gradients.hold, gradients.merges = False, 1
+            gradients.push_partial(0)
+            gradients.no_sync, gradients.tree_merges = False, 1
     assert seen == [("reduced", 1, [22] * 3), ("reduced", 0, [22] * 2)]

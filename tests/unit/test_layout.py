@@ -14,16 +14,16 @@ from layouts import filled, lower_bound, random_layout, random_model, tensors_of
 from mpishard.layout.boxes import (
     WHOLE,
     Holders,
+    ModelParallelRank,
     ParameterSpec,
     Piece,
-    Place,
     boxes_of_range,
     cut_holding,
     intersect,
     merge_ties,
-    moves,
     split,
     subtract,
+    transfers,
 )
 
 shapes = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
@@ -92,7 +92,7 @@ def test_moves_put_every_element_in_its_place_once(some_shapes, before, after, d
     sent = [fill(holding, tensors) for holding in source]
     written = [np.zeros(sum(piece.size for piece in holding), int) for holding in target]
     result = [np.full(len(count), np.nan) for count in written]
-    for move in moves(source, target):
+    for move in transfers(source, target):
         out = view(result[move.target_rank], move.target, move.box)
         out[...] = view(sent[move.source_rank], move.source, move.box)
         view(written[move.target_rank], move.target, move.box)[...] += 1
@@ -110,7 +110,7 @@ def holds(holding, move):
 def test_moves_name_what_nobody_holds():
     spec = ParameterSpec("w", (4, 2))
     with pytest.raises(ValueError, match=r"no rank of the source layout holds \(\(2, 4\), \(0, 2\)\) of tensor 'w'"):
-        moves([(Piece("w", ((0, 2), (0, 2)), 0),)], [(Piece("w", spec.box, 0),)])
+        transfers([(Piece("w", ((0, 2), (0, 2)), 0),)], [(Piece("w", spec.box, 0),)])
 
 
 @pytest.mark.parametrize("block", range(20))
@@ -124,7 +124,7 @@ def test_moves_between_random_layouts(block):
         held, expected = ([filled(holding, tensors) for holding in side] for side in (source, target))
         found, written = ([np.zeros_like(array) for array in expected] for _ in range(2))
         received = [0] * ranks
-        for move in moves(source, target):
+        for move in transfers(source, target):
             to = move.target_rank
             part = view(held[move.source_rank], move.source, move.box)
             view(found[to], move.target, move.box)[...] = part
@@ -141,8 +141,8 @@ def test_moves_to_one_rank_are_those_of_the_plan(rank):
     random = np.random.default_rng(rank)
     model = random_model(random)
     source, target = (random_layout(random, 8).holdings(model, random) for _ in range(2))
-    plan = [move for move in moves(source, target) if move.target_rank == rank]
-    assert Holders(source).moves_to(rank, target[rank]) == plan
+    plan = [move for move in transfers(source, target) if move.target_rank == rank]
+    assert Holders(source).transfers_to(rank, target[rank]) == plan
 
 
 def test_holders_of_copies_share_the_sending():
@@ -151,14 +151,14 @@ def test_holders_of_copies_share_the_sending():
     whole = WHOLE.holding(specs)
     for joining in (range(4, 8), range(4, 12, 2)):
         target = [whole if rank in joining else () for rank in range(12)]
-        plan = moves([whole] * 4 + [()] * 8, target)
+        plan = transfers([whole] * 4 + [()] * 8, target)
         sent = [sum(move.source_rank == rank for move in plan) for rank in range(4)]
         assert sent == [8, 8, 8, 8]
 
 
 def test_moves_name_tensors_of_other_dimensions():
     with pytest.raises(ValueError, match="'w' has 1 dimensions in the source layout and 2 in the target"):
-        moves([(Piece("w", ((0, 4),), 0),)], [(Piece("w", ((0, 2), (0, 2)), 0),)])
+        transfers([(Piece("w", ((0, 4),), 0),)], [(Piece("w", ((0, 2), (0, 2)), 0),)])
 
 
 ordered = st.lists(st.integers(0, 9), min_size=4, max_size=4).map(sorted)
@@ -182,7 +182,7 @@ def test_bad_specs(name, shape):
 
 
 places = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(
-    lambda sizes: [Place(t, sizes[0], p, sizes[1]) for p in range(sizes[1]) for t in range(sizes[0])]
+    lambda sizes: [ModelParallelRank(t, sizes[0], p, sizes[1]) for p in range(sizes[1]) for t in range(sizes[0])]
 )
 
 
@@ -218,7 +218,7 @@ def test_ranges_of_a_slice_are_pieces_of_the_whole(some_shapes, tensor, ranks, d
         for index, shape in enumerate(some_shapes)
     ]
     tensors = {spec.name: 100.0 * i + np.arange(spec.size).reshape(spec.shape) for i, spec in enumerate(specs)}
-    holding = Place(data.draw(st.integers(0, tensor - 1)), tensor).holding(specs)
+    holding = ModelParallelRank(data.draw(st.integers(0, tensor - 1)), tensor).holding(specs)
     buffer = fill(holding, tensors)
     for ranges in cut(data, buffer.size, ranks):
         expected = np.concatenate([np.empty(0), *(buffer[start:stop] for start, stop in ranges)])
@@ -226,12 +226,12 @@ def test_ranges_of_a_slice_are_pieces_of_the_whole(some_shapes, tensor, ranks, d
 
 
 def test_virtual_stages_go_round():
-    place = Place(pipeline_rank=1, pipeline_size=3)
+    place = ModelParallelRank(pipeline_rank=1, pipeline_size=3)
     assert [stage for stage in range(9) if place.runs(stage)] == [1, 4, 7]
     spec = ParameterSpec("w", (2,), stage=7, copies=(0, 4))
     assert place.holders(spec) == [0, 1]
     assert place.counts(spec)
-    assert not Place(pipeline_rank=0, pipeline_size=3).counts(spec)
+    assert not ModelParallelRank(pipeline_rank=0, pipeline_size=3).counts(spec)
 
 
 def test_ties_are_merged():

@@ -70,7 +70,7 @@ def test_tied_embeddings(schedule, chunks):
 def test_a_tied_table_is_announced_once():
     gpt = model(tied=True)
     order = []
-    gpt.parameters.gradients.finished = order.append
+    gpt.parameters.gradients.mark_ready = order.append
     gpt.loss_and_gradient(*batch(2))
     assert sorted(order) == sorted(gpt.parameters)
     assert order[-1] == "token_embedding.weight"

@@ -120,7 +120,7 @@ def test_two_micro_batches_add_up_to_one_batch():
     loss, gradient = run(gpt, tokens, targets)
     gradients = gpt.parameters.gradients
     gradients.reset()
-    gradients.hold = True
+    gradients.no_sync = True
     parts = gpt.loss_and_gradient(tokens[:3], targets[:3]) + gpt.loss_and_gradient(tokens[3:], targets[3:])
     assert parts == pytest.approx(loss, rel=1e-13)
     np.testing.assert_allclose(gradients.flat, gradient, rtol=1e-12, atol=1e-12)
@@ -132,7 +132,7 @@ def test_two_micro_batches_in_flight():
     loss, gradient = run(gpt, tokens, targets)
     gradients = gpt.parameters.gradients
     gradients.reset()
-    gradients.hold = True
+    gradients.no_sync = True
     (chunk,) = gpt.chunks
     works = [chunk.workspace(), chunk.workspace()]
     halves = [Batch(tokens[i : i + 2].ravel(), targets[i : i + 2].ravel(), 100) for i in (0, 2)]
@@ -156,8 +156,8 @@ def test_ragged_batches_give_the_same_as_a_fresh_model():
 def test_gradients_are_announced_once_each_from_the_last_tensor_to_the_first():
     gpt = model()
     order = []
-    announce = gpt.parameters.gradients.finished
-    gpt.parameters.gradients.finished = lambda name: (order.append(name), announce(name))
+    announce = gpt.parameters.gradients.mark_ready
+    gpt.parameters.gradients.mark_ready = lambda name: (order.append(name), announce(name))
     run(gpt, *batch(1, 4))
     assert sorted(order) == sorted(gpt.parameters)
     stems = [name.rpartition(".")[0] for name in order]

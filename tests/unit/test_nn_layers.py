@@ -150,7 +150,7 @@ def test_a_second_pass_adds_to_the_first(name):
     case = CASES[name]()
     _, once = case.gradients()
     case.parameters.gradients.reset()
-    case.parameters.gradients.hold = True
+    case.parameters.gradients.no_sync = True
     for _ in range(2):
         case.layer.forward(case.x.copy(), case.work, **case.arguments)
         case.layer.backward(case.cotangent.copy(), case.work, **case.arguments)
@@ -164,7 +164,7 @@ def test_weight_gradients_put_off(name):
     dx, whole = case.gradients()
     case.parameters.gradients.reset()
     announced = []
-    case.parameters.gradients.finished = announced.append
+    case.parameters.gradients.mark_ready = announced.append
     case.work.deferred = []
     x, dy = case.x.copy(), case.cotangent.copy()
     case.layer.forward(x, case.work, **case.arguments)

@@ -21,7 +21,7 @@ from PIL import Image
 from mpishard.cli import main
 from mpishard.record import Run
 from mpishard.record.following import Follower
-from mpishard.record.lines import Lines, read_lines
+from mpishard.record.lines import JsonLinesWriter, read_lines
 from mpishard.record.starts import plain
 from mpishard.record.summary import binned, spent
 from mpishard.record.trace import read_trace
@@ -45,7 +45,7 @@ def process_line(rank, step, seconds, **more):
 
 class TestLines:
     def test_are_there_once_flushed(self, tmp_path: Path) -> None:
-        lines = Lines(tmp_path / "a")
+        lines = JsonLinesWriter(tmp_path / "a")
         lines.add({"step": 1})
         assert not (tmp_path / "a").exists()
         lines.flush()
@@ -54,7 +54,7 @@ class TestLines:
         assert read_lines(tmp_path / "a")[0] == [{"step": 1}, {"step": 2}]
 
     def test_what_is_not_finite_is_null(self, tmp_path: Path) -> None:
-        lines = Lines(tmp_path / "a")
+        lines = JsonLinesWriter(tmp_path / "a")
         lines.add({"loss": float("nan"), "deep": {"of": [1.5, float("-inf")]}})
         lines.close()
         assert json.loads((tmp_path / "a").read_text()) == {"loss": None, "deep": {"of": [1.5, None]}}
@@ -64,7 +64,7 @@ class TestLines:
         path.write_text('{"step": 1}\n{"step": 2, "lo')
         found, end = read_lines(path)
         assert found == [{"step": 1}] and end == 12
-        lines = Lines(path)
+        lines = JsonLinesWriter(path)
         lines.add({"step": 3})
         lines.close()
         assert read_lines(path)[0] == [{"step": 1}, {"step": 3}]
@@ -73,8 +73,8 @@ class TestLines:
     def test_no_kill_leaves_more_than_one_line_torn(self, tmp_path: Path) -> None:
         """Killed at many moments, and appended to by the next one, every line that was flushed is there."""
         script = (
-            "import sys, itertools; from pathlib import Path; from mpishard.record.lines import Lines\n"
-            "lines, start = Lines(Path(sys.argv[1])), int(sys.argv[2])\n"
+            "import sys, itertools; from pathlib import Path; from mpishard.record.lines import JsonLinesWriter\n"
+            "lines, start = JsonLinesWriter(Path(sys.argv[1])), int(sys.argv[2])\n"
             "for number in itertools.count(start):\n"
             "    lines.add({'number': number, 'padding': 'x' * 3000}); lines.flush(); print(number, flush=True)"
         )
@@ -93,7 +93,7 @@ class TestLines:
 
     def test_a_full_disk_is_told_with_the_path(self, tmp_path: Path) -> None:
         before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        lines = Lines(tmp_path / "a")
+        lines = JsonLinesWriter(tmp_path / "a")
         lines.add({"padding": "x" * 1000})
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))

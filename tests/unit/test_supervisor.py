@@ -20,7 +20,7 @@ import pytest
 import mpishard
 from mpishard.launch import progress_monitor
 from mpishard.launch.endings import _exit_code, _main_frame, _ran_to_its_end, _Unknown
-from mpishard.launch.hosts import Host, Patrol, Probe, check_shell, parse_hosts, sweep
+from mpishard.launch.hosts import Host, HostMonitor, Probe, check_shell, parse_hosts, sweep
 from mpishard.launch.launchers import Launcher, find_launcher
 from mpishard.launch.policy import History, Outcome, Policy, Start, Stop, decide
 from mpishard.launch.processes import Offspring
@@ -327,19 +327,19 @@ def test_a_host_that_is_silent_twice_is_lost(tmp_path):
     (tmp_path / "a-1").touch()
     (tmp_path / "b-1").touch()
     (tmp_path / "b-2").touch()
-    patrol = Patrol(hosts, str(path), 0.0, 20.0)
+    patrol = HostMonitor(hosts, str(path), 0.0, 20.0)
     seen, deadline = [], time.monotonic() + 20
     while (tmp_path / "b-2").exists() or not seen:
         assert time.monotonic() < deadline
         lost = patrol.look()
         seen += [lost] if lost else []
     assert seen == [{hosts[2]}]
-    assert Patrol(hosts[:1], str(path), 0.0, 20.0).look() == set()
+    assert HostMonitor(hosts[:1], str(path), 0.0, 20.0).look() == set()
 
 
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
-    """``watched(seconds, gone)``: what a `Course` says after so many more, with its `folder` and `course`."""
+    """``watched(seconds, gone)``: what a `ProgressMonitor` says after so many more, with its `folder` and `course`."""
     folder, clock = RunFolder.create(tmp_path / "run"), SimpleNamespace(now=0.0)
     monkeypatch.setattr(progress_monitor, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
@@ -348,7 +348,7 @@ def watched(tmp_path, monkeypatch):
         return look.course.look(gone)
 
     limits = progress_monitor.Limits(start=20.0, step=100.0, heal=10.0, end=5.0)
-    look.folder, look.course = folder, progress_monitor.Course(folder, limits)
+    look.folder, look.course = folder, progress_monitor.ProgressMonitor(folder, limits)
     return look
 
 

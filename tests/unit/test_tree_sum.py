@@ -9,7 +9,7 @@ from hypothesis import given
 from standin import empty as empty_on_device
 
 from mpishard.backend import array as arrays
-from mpishard.reduction.tree_sum import Deal, Node, add_by_tree, merges, nodes, tree_sum
+from mpishard.reduction.tree_sum import Node, TermAssignment, add_by_tree, nodes, tree_merges, tree_sum
 
 TERMS = st.integers(1, 70)
 
@@ -72,13 +72,13 @@ def test_an_aligned_power_of_two_is_one_node():
 @given(TERMS, st.integers(1, 12), st.booleans())
 def test_any_deal_gives_the_bits_of_the_tree(total, ranks, in_turns):
     terms = wild(total, 5)
-    deal = Deal(total, ranks, in_turns)
+    deal = TermAssignment(total, ranks, in_turns)
     assert sorted(term for rank in range(ranks) for term in deal.terms(rank)) == list(range(total))
     # Each rank adds within its run ...
     kept = []
     for rank in range(ranks):
         leaves = [(Node(term, term + 1), terms[term]) for term in deal.terms(rank)]
-        kept.append(leaves if in_turns else on_a_stack(leaves, deal.merges(rank), total))
+        kept.append(leaves if in_turns else on_a_stack(leaves, deal.tree_merges(rank), total))
     # ... and the owner what the ranks send, exchange after exchange.
     sums = []
     for exchange in range(deal.exchanges):
@@ -87,9 +87,9 @@ def test_any_deal_gives_the_bits_of_the_tree(total, ranks, in_turns):
             mine = kept[rank][exchange : exchange + 1] if in_turns else kept[rank]
             assert [node for node, _ in mine] == list(deal.parts(rank, exchange))
             parts += mine
-        sums += on_a_stack(parts, merges([node for node, _ in parts], total), total)
+        sums += on_a_stack(parts, tree_merges([node for node, _ in parts], total), total)
         assert [node for node, _ in sums[-len(deal.sums(exchange)) :]] == list(deal.sums(exchange))
-    ((node, result),) = on_a_stack(sums, merges([node for node, _ in sums], total), total)
+    ((node, result),) = on_a_stack(sums, tree_merges([node for node, _ in sums], total), total)
     assert node == (0, total)
     assert np.array_equal(result, value(terms))
 
@@ -116,7 +116,7 @@ def test_the_sum_of_none_is_zero():
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8])
 def test_rows_of_two_buffers_add_up_in_one_pass(rows, size, dtype):
     terms = wild(rows, size, dtype=dtype)
-    times = merges([Node(row, row + 1) for row in range(rows)], rows)
+    times = tree_merges([Node(row, row + 1) for row in range(rows)], rows)
     place = rows // 2
     gap = np.zeros(3, dtype)
     own = np.concatenate([gap, terms[place]])
@@ -131,7 +131,7 @@ def test_rows_of_two_buffers_add_up_in_one_pass(rows, size, dtype):
 
 def test_device_arrays_get_the_same_bits():
     terms = wild(5, 300)
-    times = merges([Node(row, row + 1) for row in range(5)], 5)
+    times = tree_merges([Node(row, row + 1) for row in range(5)], 5)
     own, received = device(terms[2]), device(np.concatenate([terms[0], terms[1], terms[3], terms[4]]))
     out = device(np.zeros(300, np.float32))
     add_by_tree(own, received, [0, 300, -1, 600, 900], times, out)

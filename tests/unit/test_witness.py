@@ -48,8 +48,8 @@ def test_a_rank_that_leaves_by_itself_has_not_succeeded():
     script = """
 import os
 from mpi4py import MPI
-from mpishard.comm.death_monitor import Witness
-first, second = Witness.over(MPI.COMM_SELF), Witness.over(MPI.COMM_SELF)
+from mpishard.comm.death_monitor import DeathMonitor
+first, second = DeathMonitor.over(MPI.COMM_SELF), DeathMonitor.over(MPI.COMM_SELF)
 first.dismiss()
 child = os.fork()
 if child == 0:
