@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     )
     from mpishard.elastic.optimizer import ElasticOptimizer
     from mpishard.elastic.signals import Signals
-    from mpishard.layout.boxes import ParameterSpec
+    from mpishard.layout.specs import ParameterSpec
     from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop
     from mpishard.optim.lr_schedules import constant, cosine, inverse_square_root, linear, warmup
     from mpishard.parameters.flat import FlatParameters

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpishard.layout.boxes import ModelParallelRank, ParameterSpec, Piece, cut_holding, split
+from mpishard.layout.boxes import split
+from mpishard.layout.local_layout import ModelParallelRank, Piece, cut_holding
+from mpishard.layout.specs import ParameterSpec
 
 LAYERS = 4
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.layout.boxes import ParameterSpec, Piece, cut_holding, split
+from mpishard.layout.boxes import split
+from mpishard.layout.local_layout import Piece, cut_holding
 from mpishard.layout.run_state import PARAMETERS, RunState, Shard
+from mpishard.layout.specs import ParameterSpec
 
 KINDS = (PARAMETERS, "optimizer/exp_avg")
 

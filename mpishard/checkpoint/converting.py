@@ -15,8 +15,10 @@ from mpishard.checkpoint.manifest import INDEX, FileEntry, Manifest
 from mpishard.checkpoint.pieces import BLOCK, Part, StoredPiece, new_file, pieces_file, stored, write_pieces
 from mpishard.checkpoint.publishing import provisional, published
 from mpishard.checkpoint.sources import Source, Stored, blocks, total_bytes
-from mpishard.layout.boxes import WHOLE, LocalLayout, ParameterSpec, cut_holding, split
+from mpishard.layout.boxes import split
+from mpishard.layout.local_layout import WHOLE, LocalLayout, cut_holding
 from mpishard.layout.run_state import link_name
+from mpishard.layout.specs import ParameterSpec
 
 
 def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation: int, id: str) -> None:

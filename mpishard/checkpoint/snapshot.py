@@ -10,7 +10,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.checkpoint.pieces import Part
-from mpishard.layout.boxes import LocalLayout, Piece
+from mpishard.layout.local_layout import LocalLayout, Piece
 from mpishard.layout.run_state import Shard
 
 Array = Any

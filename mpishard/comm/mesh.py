@@ -22,7 +22,7 @@ from mpishard.comm.channel import Comparison
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.watchdog import Watchdog, abort_on_exception
 from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
-from mpishard.layout.boxes import ModelParallelRank
+from mpishard.layout.local_layout import ModelParallelRank
 
 # Python's -X option of processes that an elastic run has spawned; its value is the run's tensor x pipeline sizes.
 NEWCOMER = "mpishard_newcomer"

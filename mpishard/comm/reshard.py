@@ -16,8 +16,10 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
-from mpishard.layout.boxes import Box, Holders, LocalLayout, Piece, Transfer, boxes_of_range
+from mpishard.layout.boxes import Box, boxes_of_range
+from mpishard.layout.local_layout import LocalLayout, Piece
 from mpishard.layout.run_state import RunState, Shard, check_same_tensors
+from mpishard.layout.transfers import Holders, Transfer
 
 Array = Any
 # What the other ranks hear of a shard: its kind and dtype, and name, box and start of its pieces.

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from mpishard.comm.axis import Axis
-from mpishard.layout.boxes import Box, ParameterSpec, cut_holding
+from mpishard.layout.boxes import Box
+from mpishard.layout.local_layout import cut_holding
+from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any

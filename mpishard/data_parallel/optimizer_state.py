@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.strategies import Strategy
-from mpishard.layout.boxes import LocalLayout, cut_holding, split
+from mpishard.layout.boxes import split
+from mpishard.layout.local_layout import LocalLayout, cut_holding
 from mpishard.layout.run_state import (
     PARAMETERS,
     SLOT,

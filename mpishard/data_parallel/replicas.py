@@ -8,7 +8,8 @@ from typing import Any
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.layout.boxes import ParameterSpec, Piece
+from mpishard.layout.local_layout import Piece
+from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.buckets import Bucket
 from mpishard.parameters.flat import FlatParameters
 

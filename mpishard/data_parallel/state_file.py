@@ -20,8 +20,8 @@ import numpy as np
 from mpishard.data_parallel.optimizer_state import check_numbers
 from mpishard.data_parallel.whole_state import State
 from mpishard.io import hdf5
-from mpishard.layout.boxes import ParameterSpec
 from mpishard.layout.run_state import brief, link_name
+from mpishard.layout.specs import ParameterSpec
 
 _MARK = b"mpishard optimizer state\0"
 _VERSION = 1

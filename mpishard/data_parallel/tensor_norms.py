@@ -10,7 +10,8 @@ import numpy as np
 from mpishard.backend import exact_norm
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.replica_group import ReplicaGroup
-from mpishard.layout.boxes import ParameterSpec, Piece
+from mpishard.layout.local_layout import Piece
+from mpishard.layout.specs import ParameterSpec
 
 Array = Any
 Range = tuple[int, int]

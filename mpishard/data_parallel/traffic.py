@@ -11,7 +11,9 @@ import numpy as np
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
 from mpishard.compression import PieceCompressor, PowerSGDCompressor
 from mpishard.data_parallel.bucket_plan import bucket_layout
-from mpishard.layout.boxes import WHOLE, LocalLayout, ParameterSpec, counts, split
+from mpishard.layout.boxes import counts, split
+from mpishard.layout.local_layout import WHOLE, LocalLayout
+from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.buckets import Bucket, make_buckets
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.hierarchical import nodes_of_data

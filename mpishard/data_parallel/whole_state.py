@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.layout.boxes import ParameterSpec
 from mpishard.layout.run_state import brief
+from mpishard.layout.specs import ParameterSpec
 
 
 @dataclass(frozen=True)

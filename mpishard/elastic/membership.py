@@ -25,7 +25,7 @@ from mpishard.elastic.joining import JoiningProcess
 from mpishard.elastic.meeting import in_time
 from mpishard.elastic.spawning import SpawnRequest, meet
 from mpishard.elastic.watch import Peer, this_process
-from mpishard.layout.boxes import ModelParallelRank
+from mpishard.layout.local_layout import ModelParallelRank
 
 _ORDER = 1
 # How long a spare sleeps between two looks.

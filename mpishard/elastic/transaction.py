@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from mpishard.comm.axis import Axis
 from mpishard.elastic.buddies import buddies
-from mpishard.layout.boxes import LocalLayout
+from mpishard.layout.local_layout import LocalLayout
 from mpishard.layout.run_state import RunState, Shard
 
 Array = Any

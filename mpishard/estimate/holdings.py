@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpishard.estimate.layouts import Layout
-from mpishard.layout.boxes import ModelParallelRank, counts, split
+from mpishard.layout.boxes import counts, split
+from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.nn.architecture import Architecture
 from mpishard.parameters.buckets import make_buckets, make_runs
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpishard.layout.boxes import LocalLayout, ModelParallelRank, ParameterSpec, cut_holding
+from mpishard.layout.local_layout import LocalLayout, ModelParallelRank, cut_holding
+from mpishard.layout.specs import ParameterSpec
 
 Array = Any
 Range = tuple[int, int]

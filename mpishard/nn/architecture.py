@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 
-from mpishard.layout.boxes import ParameterSpec, merge_ties, split
+from mpishard.layout.boxes import split
+from mpishard.layout.specs import ParameterSpec, merge_ties
 from mpishard.nn.block import Block
 from mpishard.nn.layers import Layer
 from mpishard.nn.units import EmbeddingStage, OutputHead

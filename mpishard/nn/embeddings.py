@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpishard.layout.boxes import ParameterSpec
+from mpishard.layout.specs import ParameterSpec
 from mpishard.nn.layers import Layer
 from mpishard.nn.workspace import Workspace
 

@@ -14,7 +14,8 @@ from mpishard.backend.random import generator
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh import Mesh
-from mpishard.layout.boxes import ModelParallelRank, split
+from mpishard.layout.boxes import split
+from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.nn.activations import ActivationCheckpointing, KeepAll
 from mpishard.nn.architecture import Architecture
 from mpishard.nn.block import Block

@@ -25,7 +25,7 @@ import numpy as np
 
 from mpishard.backend.array import module_of
 from mpishard.backend.random import normal
-from mpishard.layout.boxes import ParameterSpec
+from mpishard.layout.specs import ParameterSpec
 from mpishard.nn import formulas, kernels
 from mpishard.nn.parallel import ALONE, TensorParallel
 from mpishard.nn.products import Matmul, make_matmul

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from mpishard.layout.boxes import ParameterSpec
+from mpishard.layout.specs import ParameterSpec
 from mpishard.nn.layers import Layer
 from mpishard.nn.parallel import Memory
 from mpishard.nn.products import Matmul, make_matmul

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
-from mpishard.layout.boxes import Piece
+from mpishard.layout.local_layout import Piece
 
 Array = Any
 

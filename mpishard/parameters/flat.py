@@ -13,7 +13,9 @@ from mpishard.arguments import shown
 from mpishard.backend import array as arrays
 from mpishard.backend.array import is_array
 from mpishard.comm.axis import Axis
-from mpishard.layout.boxes import WHOLE, Box, LocalLayout, ModelParallelRank, ParameterSpec, merge_ties
+from mpishard.layout.boxes import Box
+from mpishard.layout.local_layout import WHOLE, LocalLayout, ModelParallelRank
+from mpishard.layout.specs import ParameterSpec, merge_ties
 from mpishard.parameters.buckets import GradientBuckets, Run, make_runs
 from mpishard.parameters.sharded import ShardedUnits
 
@@ -27,7 +29,7 @@ class FlatParameters:
     ----------
     specs : sequence of ParameterSpec
         The tensors of the whole model, in the order in which it uses them; they are stored in this order.  One that
-        several stages list is tied between them, see `mpishard.layout.boxes.merge_ties`.
+        several stages list is tied between them, see `mpishard.layout.specs.merge_ties`.
     dtype : dtype
         float32 or float64.
     module : module

@@ -12,7 +12,8 @@ from typing import Any
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.request import Request
-from mpishard.layout.boxes import Piece, counts, split
+from mpishard.layout.boxes import counts, split
+from mpishard.layout.local_layout import Piece
 
 Array = Any
 

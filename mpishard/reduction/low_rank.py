@@ -13,7 +13,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.request import ChainedRequest
 from mpishard.compression.power_sgd import PowerSGDCompressor, matrix_shape, orthonormal
-from mpishard.layout.boxes import Piece
+from mpishard.layout.local_layout import Piece
 from mpishard.parameters.buckets import Bucket
 from mpishard.reduction.error_feedback import CompressedSums
 

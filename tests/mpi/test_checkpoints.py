@@ -23,7 +23,7 @@ from mpishard import Mesh
 from mpishard.backend import array as arrays
 from mpishard.checkpoint import Checkpoints, disk, folder, manifest, saver
 from mpishard.checkpoint.faults import Fault
-from mpishard.layout.boxes import Piece
+from mpishard.layout.local_layout import Piece
 from mpishard.layout.run_state import Shard
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")

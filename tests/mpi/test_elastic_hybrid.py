@@ -17,7 +17,7 @@ from mpishard.checkpoint import Checkpoints
 from mpishard.comm.mesh import NEWCOMER
 from mpishard.elastic.membership import Membership
 from mpishard.elastic.optimizer import ElasticOptimizer
-from mpishard.layout.boxes import ModelParallelRank
+from mpishard.layout.local_layout import ModelParallelRank
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
 STEPS = 8

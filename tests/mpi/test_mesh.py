@@ -10,7 +10,7 @@ from hybrid import factorisations
 from mpi4py import MPI
 
 import mpishard
-from mpishard.layout.boxes import ModelParallelRank
+from mpishard.layout.local_layout import ModelParallelRank
 
 
 def test_all_ranks_are_data_parallel_by_default(mesh, comm):

@@ -23,7 +23,7 @@ from mpishard import (
     ZeRO2Optimizer,
 )
 from mpishard.backend import array as arrays
-from mpishard.layout.boxes import ParameterSpec
+from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 
 RULES = [

@@ -25,7 +25,7 @@ from mpishard import (
 )
 from mpishard.backend import array as arrays
 from mpishard.comm.ledger import all_reduce_elements
-from mpishard.layout.boxes import ParameterSpec
+from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.tree_sum import tree_sum
 

@@ -13,8 +13,10 @@ from layouts import Layout, filled, lower_bound, random_layout, random_model, te
 import mpishard
 from mpishard.backend import array as arrays
 from mpishard.comm.reshard import reshard, reshard_state
-from mpishard.layout.boxes import WHOLE, ParameterSpec, Piece, cut_holding, split
+from mpishard.layout.boxes import split
+from mpishard.layout.local_layout import WHOLE, Piece, cut_holding
 from mpishard.layout.run_state import RunState, Shard
+from mpishard.layout.specs import ParameterSpec
 
 
 def shard_of(layout, holding, rank, array, kind="parameters"):

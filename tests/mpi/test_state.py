@@ -12,7 +12,7 @@ from mpi4py import MPI
 import mpishard
 from mpishard import LAMB, SGD, Adagrad, Adam, AdamW, DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer, nn
 from mpishard.data_parallel.state_file import decode
-from mpishard.layout.boxes import ParameterSpec
+from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 
 STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]

@@ -11,7 +11,7 @@ from steps import SPECS, start, write_gradients
 
 import mpishard
 from mpishard import AdamW, DDPOptimizer, Mesh, ShardingConfiguration, ZeRO2Optimizer, ZeRO3Optimizer, nn
-from mpishard.layout.boxes import ParameterSpec
+from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (12, 9))

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mpishard.layout.boxes import ModelParallelRank, ParameterSpec
+from mpishard.layout.local_layout import ModelParallelRank
+from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.buckets import GradientBuckets, Run, make_buckets
 from mpishard.parameters.flat import FlatParameters
 

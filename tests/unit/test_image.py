@@ -11,7 +11,7 @@ import pytest
 from mpishard.data_parallel import state_file
 from mpishard.data_parallel.state_file import decode, encode
 from mpishard.data_parallel.whole_state import State
-from mpishard.layout.boxes import ParameterSpec
+from mpishard.layout.specs import ParameterSpec
 
 SPECS = (ParameterSpec("a/b", (3, 5)), ParameterSpec("none", (0, 2)), ParameterSpec(".", ()))
 

@@ -11,20 +11,10 @@ import pytest
 from hypothesis import given, settings
 from layouts import filled, lower_bound, random_layout, random_model, tensors_of, view
 
-from mpishard.layout.boxes import (
-    WHOLE,
-    Holders,
-    ModelParallelRank,
-    ParameterSpec,
-    Piece,
-    boxes_of_range,
-    cut_holding,
-    intersect,
-    merge_ties,
-    split,
-    subtract,
-    transfers,
-)
+from mpishard.layout.boxes import boxes_of_range, intersect, split, subtract
+from mpishard.layout.local_layout import WHOLE, ModelParallelRank, Piece, cut_holding
+from mpishard.layout.specs import ParameterSpec, merge_ties
+from mpishard.layout.transfers import Holders, transfers
 
 shapes = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
 

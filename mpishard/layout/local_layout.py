@@ -1,0 +1,121 @@
+"""What one rank holds: pieces of global tensors in a flat buffer.  The one place that turns ranks into offsets.
+
+A *piece* ties a box to a place in a rank's flat buffer; inside the buffer a box lies in row-major order.  The *local
+layout* of a rank is all of its pieces, and a layout is a sequence of local layouts, one a rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from mpishard.layout.boxes import Box, boxes_of_range, split
+from mpishard.layout.specs import ParameterSpec
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of the global tensor `name`, stored from element `start` of a flat buffer on, row-major."""
+
+    name: str
+    box: Box
+    start: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.box)
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModelParallelRank:
+    """Where a rank stands in a mesh, as far as it decides which parameters it holds.
+
+    Parameters
+    ----------
+    tensor_rank, tensor_size : int
+        On the tensor axis.
+    pipeline_rank, pipeline_size : int
+        On the pipeline axis.
+    """
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    pipeline_rank: int = 0
+    pipeline_size: int = 1
+
+    def runner(self, stage: int) -> int:
+        """The pipeline rank that runs the (virtual) stage."""
+        return stage % self.pipeline_size
+
+    def runs(self, stage: int) -> bool:
+        """Whether this rank runs the (virtual) stage."""
+        return self.runner(stage) == self.pipeline_rank
+
+    def holders(self, spec: ParameterSpec) -> list[int]:
+        """The pipeline ranks that hold the tensor, ascending; several if it is tied between them."""
+        return sorted({self.runner(stage) for stage in (spec.stage, *spec.copies)})
+
+    def holds(self, spec: ParameterSpec) -> bool:
+        """Whether this rank holds the tensor, or its own slice of it."""
+        return self.pipeline_rank in self.holders(spec)
+
+    def box(self, spec: ParameterSpec) -> Box:
+        """The slice of a tensor that belongs to this rank of the tensor axis."""
+        if spec.tensor_dim is None:
+            return spec.box
+        cuts = split(spec.shape[spec.tensor_dim], self.tensor_size)
+        box = list(spec.box)
+        box[spec.tensor_dim] = (cuts[self.tensor_rank], cuts[self.tensor_rank + 1])
+        return tuple(box)
+
+    def counts(self, spec: ParameterSpec) -> bool:
+        """Whether this rank's elements of the tensor are the ones to count, of replicas and ties the first."""
+        return self.runs(spec.stage) and (spec.tensor_dim is not None or self.tensor_rank == 0)
+
+    def holding(self, specs: Iterable[ParameterSpec]) -> LocalLayout:
+        """What this rank holds of the tensors, end to end in their order."""
+        pieces: list[Piece] = []
+        start = 0
+        for spec in specs:
+            if self.holds(spec):
+                pieces.append(Piece(spec.name, self.box(spec), start))
+                start += pieces[-1].size
+        return tuple(pieces)
+
+
+LocalLayout = tuple[Piece, ...]
+
+
+WHOLE = ModelParallelRank()
+
+
+def cut_holding(holding: LocalLayout, ranges: Iterable[tuple[int, int]]) -> LocalLayout:
+    """Pieces of a buffer that is a run of ranges of another one.
+
+    Parameters
+    ----------
+    holding : tuple of Piece
+        What the other buffer holds, end to end.
+    ranges : iterable of (start, stop)
+        Ascending ranges of the other buffer; the new one is these ranges end to end.
+    """
+    pieces: list[Piece] = []
+    place = 0
+    for start, stop in ranges:
+        first = max(0, bisect_right(holding, start, key=lambda piece: piece.start) - 1)
+        for whole in itertools.islice(holding, first, None):
+            if whole.start >= stop:
+                break
+            begin, end = max(start, whole.start), min(stop, whole.start + whole.size)
+            for box in boxes_of_range(whole.shape, begin - whole.start, end - whole.start):
+                within = zip(box, whole.box, strict=True)
+                pieces.append(Piece(whole.name, tuple((a + c, b + c) for (a, b), (c, _) in within), place))
+                place += pieces[-1].size
+    return tuple(pieces)

@@ -1,0 +1,108 @@
+"""What every rank knows of a global tensor: its name and shape, where it is split, and which stages have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
+
+from mpishard.arguments import flag, integer, shown
+from mpishard.layout.boxes import Box
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What every rank knows of one global tensor.
+
+    Parameters
+    ----------
+    name : str
+        Unique in its model, e.g. ``"blocks.0.attention.qkv.weight"``.
+    shape : tuple of int
+        Global shape; may contain zeros.
+    stage : int
+        Pipeline stage that owns the tensor.  With several chunks a rank it is the virtual stage, of which pipeline rank
+        r of p holds r, r + p, r + 2 p, and so on.
+    tensor_dim : int or None
+        Dimension split over the tensor axis; None: every tensor rank holds all of it, and the copies are replicas.
+    partial : bool
+        Whether the gradients that the tensor ranks compute for their replicas are terms of a sum, instead of equal.
+    copies : tuple of int
+        Further stages that hold the tensor and use it too: a tie, whose gradients are terms of a sum over the stages.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stage: int = 0
+    tensor_dim: int | None = None
+    partial: bool = False
+    copies: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        shape: object = self.shape
+        if isinstance(shape, str) or not isinstance(shape, Iterable):
+            raise TypeError(f"parameter {self.name!r}: shape={shown(shape)} must be a tuple of whole numbers")
+        what = f"parameter {self.name!r}: {{}}".format
+        object.__setattr__(self, "shape", tuple(integer(what("extent"), extent) for extent in self.shape))
+        object.__setattr__(self, "stage", integer(what("stage"), self.stage, least=0))
+        object.__setattr__(self, "copies", tuple(integer(what("copy"), stage, least=0) for stage in self.copies))
+        object.__setattr__(self, "partial", flag(what("partial"), self.partial))
+        if self.tensor_dim is not None:
+            object.__setattr__(self, "tensor_dim", integer(what("tensor_dim"), self.tensor_dim))
+        if min(self.shape, default=0) < 0:
+            raise ValueError(f"parameter {self.name!r} has the negative extent {min(self.shape)} in {self.shape}")
+        if self.tensor_dim is not None and not 0 <= self.tensor_dim < len(self.shape):
+            raise ValueError(
+                f"parameter {self.name!r} of shape {self.shape} has no dimension {self.tensor_dim} to split"
+            )
+        if self.partial and self.tensor_dim is not None:
+            raise ValueError(
+                f"parameter {self.name!r} is split along {self.tensor_dim}, so every tensor rank has gradients of its "
+                "own; only those of replicas (tensor_dim=None) can be partial"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def box(self) -> Box:
+        """The box that covers the whole tensor."""
+        return tuple((0, extent) for extent in self.shape)
+
+
+def _check_name(name: object) -> None:
+    """Raise unless it can name a tensor, in a file too."""
+    if not isinstance(name, str):
+        raise TypeError(f"a parameter's name must be a string, got {shown(name)}")
+    if not name:
+        raise ValueError("a parameter needs a name")
+    if "\0" in name or any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise ValueError(f"the parameter name {name!r} has a NUL or a surrogate in it, which files cannot hold")
+
+
+def merge_ties(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
+    """Make one spec of those with one name: a tensor that several stages list is tied between them.
+
+    Raises
+    ------
+    ValueError
+        If tied tensors differ in shape or split, or a stage lists a name twice.
+    """
+    merged: dict[str, ParameterSpec] = {}
+    for spec in specs:
+        first = merged.setdefault(spec.name, spec)
+        if first is spec:
+            continue
+        if spec.stage in (first.stage, *first.copies):
+            raise ValueError(f"two parameters of stage {spec.stage} are named {spec.name!r}; names must be unique")
+        if (first.shape, first.tensor_dim, first.partial) != (spec.shape, spec.tensor_dim, spec.partial):
+            raise ValueError(
+                f"{spec.name!r} ties a tensor of shape {first.shape}, split along {first.tensor_dim}, on stage "
+                f"{first.stage} to one of shape {spec.shape}, split along {spec.tensor_dim}, on stage {spec.stage}; "
+                "tied tensors must be alike, in `partial` too"
+            )
+        merged[spec.name] = replace(first, copies=(*first.copies, spec.stage))
+    return list(merged.values())
