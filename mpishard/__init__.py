@@ -68,8 +68,8 @@ __all__ = [
     "OptimizationProblem",
     "OptimizationResult",
     "ParameterSpec",
-    "Pending",
     "RMSprop",
+    "Request",
     "RunRecord",
     "ShardedModel",
     "ShardingConfiguration",
@@ -93,12 +93,12 @@ __all__ = [
 ]
 
 # Where public names come from; a module is imported when one of its names is first asked for.
-_ROOMS = {
+_MODULES = {
     "checkpoint": "Checkpoints",
     "comm.axis": "Axis",
     "comm.channel": "CollectiveMismatchError",
     "comm.mesh": "Mesh",
-    "comm.request": "Pending",
+    "comm.request": "Request",
     "comm.reshard": "reshard_state",
     "data_parallel.configuration": "ShardingConfiguration",
     "data_parallel.local_sgd": "LocalSGDOptimizer",
@@ -107,7 +107,7 @@ _ROOMS = {
     "data_parallel.optimizers": "DDPOptimizer HybridShardedOptimizer ZeRO1Optimizer ZeRO2Optimizer ZeRO3Optimizer",
     "elastic.optimizer": "ElasticOptimizer",
     "elastic.signals": "Signals",
-    "layout.boxes": "ParameterSpec",
+    "layout.specs": "ParameterSpec",
     "optim": "Adagrad Adam AdamW LAMB Lion RMSprop SGD",
     "optim.lr_schedules": "constant cosine inverse_square_root linear warmup",
     "parameters.flat": "FlatParameters",
@@ -115,7 +115,9 @@ _ROOMS = {
     "training": "OptimizationProblem OptimizationResult TrainingState",
     "training.saving": "load_checkpoint save_checkpoint",
 }
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names.split()}
+# Old names, for one release.
+_RENAMED = {"Pending": "Request"}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 # What launchers and the supervisor leave in the environment of the processes that they start.
 _STARTED_BY = (
@@ -135,16 +137,21 @@ _STARTED_BY = (
 if not TYPE_CHECKING:  # a type checker has the names from above, and shall know no others
 
     def __getattr__(name: str) -> Any:
-        room = f"{__name__}.{_ROOM_OF.get(name, name)}"
+        if name in _RENAMED:
+            from mpishard.deprecated import warn_renamed
+
+            warn_renamed(f"{__name__}.{name}", f"{__name__}.{_RENAMED[name]}")
+            return __getattr__(_RENAMED[name])
+        where = f"{__name__}.{_MODULE_OF.get(name, name)}"
         if name.startswith("_"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            module = import_module(room)
+            module = import_module(where)
         except ModuleNotFoundError as error:
-            if error.name != room:
+            if error.name != where:
                 raise
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-        value = globals()[name] = getattr(module, name) if name in _ROOM_OF else module
+        value = globals()[name] = getattr(module, name) if name in _MODULE_OF else module
         return value
 
 

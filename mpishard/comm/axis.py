@@ -20,6 +20,7 @@ from mpishard.comm.channel import Channel, Comparison
 from mpishard.comm.ledger import Ledger, all_reduce_elements, ring_elements
 from mpishard.comm.request import Fields, Request
 from mpishard.comm.staging import stage_in, stage_out
+from mpishard.deprecated import renamed_method
 from mpishard.layout.boxes import counts as run_lengths
 from mpishard.layout.boxes import split
 
@@ -293,6 +294,9 @@ class Axis:
         return pending.wait()
 
     # -- agreement --------------------------------------------------------------------------------------------------
+
+    exchange = renamed_method("Axis", "exchange", "allgather_object")
+    agree = renamed_method("Axis", "agree", "raise_if_any")
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Everybody's small plain value (numbers, strings, tuples of them), by rank."""

@@ -13,6 +13,7 @@ from mpishard.arguments import shown
 from mpishard.backend import array as arrays
 from mpishard.backend.array import is_array
 from mpishard.comm.axis import Axis
+from mpishard.deprecated import renamed_method
 from mpishard.layout.boxes import Box
 from mpishard.layout.local_layout import WHOLE, LocalLayout, ModelParallelRank
 from mpishard.layout.specs import ParameterSpec, merge_ties
@@ -307,6 +308,8 @@ class FlatParameters:
         under ZeRO-2 the memory is another one each time.
         """
         return self.gradients.gradient(name)
+
+    finished = renamed_method("FlatParameters", "finished", "mark_ready")
 
     def mark_ready(self, name: str) -> None:
         """Announce that this backward pass is done with the gradient of `name`, so that its reduction may start."""

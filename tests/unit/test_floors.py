@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FLOORS = [
-    {"arguments", "version"},
+    {"arguments", "deprecated", "version"},
     {"backend", "layout", "pipeline.schedule"},
     {"io"},
     {"launch", "optim", "compression"},
@@ -31,6 +31,7 @@ TOP = "__init__"  # the public face, which may import every package and which no
 # Packages that can be imported where there is no MPI library: they import each other only.
 WITHOUT_MPI = {
     "arguments",
+    "deprecated",
     "version",
     "backend",
     "io",

@@ -77,11 +77,11 @@ def test_a_rank_starts_mpi_when_it_imports_mpishard() -> None:
 def test_type_checkers_and_python_find_the_same_names() -> None:
     tree = ast.parse(Path(mpishard.__file__).read_text("utf-8"))
     (checked,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    rooms = {
+    modules = {
         alias.name: node.module for node in checked.body for alias in node.names if isinstance(node, ast.ImportFrom)
     }
-    assert rooms == {"nn": "mpishard"} | {name: f"mpishard.{room}" for name, room in mpishard._ROOM_OF.items()}
-    assert sorted(rooms) == sorted(mpishard.__all__)
+    assert modules == {"nn": "mpishard"} | {name: f"mpishard.{module}" for name, module in mpishard._MODULE_OF.items()}
+    assert sorted(modules) == sorted(mpishard.__all__)
     assert sorted(dir(mpishard)) == sorted([*mpishard.__all__, "__version__"])
     for name in mpishard.__all__:
         assert getattr(mpishard, name) is not None
@@ -91,4 +91,4 @@ def test_what_is_no_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'mpishard' has no attribute 'Mash'"):
         _ = mpishard.Mash
     assert not hasattr(mpishard, "_private")
-    assert mpishard.compression.Int8Compressor  # a room, by its own name
+    assert mpishard.compression.Int8Compressor  # a package, by its own name

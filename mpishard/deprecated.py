@@ -1,0 +1,42 @@
+"""Public names that have changed: the old ones go on working for one release, and say what they are called now."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+_told: set[str] = set()
+
+
+def warn_renamed(old: str, new: str, stacklevel: int = 2) -> None:
+    """Warn that a name is old: once a process, on rank 0 of a job.  Not collective.
+
+    Parameters
+    ----------
+    old, new : str
+        As users write them, such as ``"mpishard.Pending"``.
+    stacklevel : int
+        As in `warnings.warn`, counted from the caller.
+    """
+    if old in _told:
+        return
+    _told.add(old)
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.rank == 0:
+        text = f"{old} is called {new} now; the old name goes with the next release"
+        warnings.warn(text, DeprecationWarning, stacklevel=stacklevel + 1)
+
+
+def renamed_method(owner: str, old: str, new: str) -> Callable[..., Any]:
+    """A method that warns, and calls the one that has the new name."""
+
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        warn_renamed(f"{owner}.{old}", f"{owner}.{new}")
+        return getattr(self, new)(*arguments, **options)
+
+    method.__name__ = old
+    method.__qualname__ = f"{owner}.{old}"
+    method.__doc__ = f"Deprecated: `{new}` under its old name."
+    return method

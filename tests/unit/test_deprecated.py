@@ -1,0 +1,53 @@
+"""Public names that have changed: the old ones work, and say so once, on rank 0."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpishard
+from mpishard import deprecated
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deprecated, "_told", set())
+
+
+def test_a_class() -> None:
+    with pytest.warns(DeprecationWarning, match=r"mpishard\.Pending is called mpishard\.Request now") as caught:
+        assert mpishard.Pending is mpishard.Request
+    assert caught[0].filename == __file__
+    assert "Pending" not in dir(mpishard)
+
+
+def test_methods() -> None:
+    parameters = mpishard.FlatParameters([mpishard.ParameterSpec("w", (2,))], np.float64)
+    with pytest.warns(DeprecationWarning, match=r"FlatParameters\.finished is called FlatParameters\.mark_ready now"):
+        parameters.finished("w")
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        with pytest.warns(DeprecationWarning, match=r"Axis\.exchange is called Axis\.allgather_object now") as caught:
+            assert mesh.world.exchange(3) == [3]
+        assert caught[0].filename == __file__
+        with pytest.warns(DeprecationWarning, match=r"Axis\.agree is called Axis\.raise_if_any now"):
+            mesh.world.agree(None)
+
+
+def test_once_a_process() -> None:
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [mesh.world.exchange(number) for number in range(3)] == [[0], [1], [2]]
+    assert len(caught) == 1
+
+
+def test_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere:
+        rank = 1
+
+    monkeypatch.setattr(MPI, "COMM_WORLD", Elsewhere())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mpishard.Pending is mpishard.Request
