@@ -1,9 +1,9 @@
 """Collectives on flat buffers, for NumPy and device arrays, over one axis of a mesh.
 
 The first argument is always the whole buffer: `all_reduce` sums it, `reduce_scatter` leaves each rank a piece of it,
-`all_gather` fills it from everybody's pieces.  Without a second buffer they work in place.  Each has its adjoint here:
-all_reduce its own, reduce_scatter and all_gather each other's, all_to_all itself with the counts swapped, broadcast a
-reduce to the root.
+`all_gather` fills it from the pieces of all ranks.  Without a second buffer they work in place.  The adjoint of each is
+here too: all_reduce is its own adjoint, reduce_scatter is that of all_gather and the other way round, all_to_all is its
+own with the counts swapped, and the adjoint of broadcast is a reduce to the root.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Counts = Sequence[int] | None
 
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
 _NOTHING = np.empty(0, np.uint8)
-# What `raise_if_any` can raise on a rank whose own check passed.
+# The errors that `raise_if_any` can raise on a rank whose own check passed.
 _FILE_ERRORS = (OSError, PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _KNOWN_ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ValueError, TypeError, FloatingPointError, RuntimeError, *_FILE_ERRORS)
@@ -37,7 +37,7 @@ _KNOWN_ERRORS: dict[str, type[Exception]] = {
 
 
 def _known_kind(problem: Exception) -> str:
-    """The kind of an error, or the nearest one above it, that other ranks can raise too."""
+    """The name of the error's class, or of its nearest base class that other ranks can raise too."""
     kinds = [kind.__name__ for kind in type(problem).__mro__]
     return next((name for name in kinds if name in _KNOWN_ERRORS), kinds[0])
 
@@ -50,8 +50,8 @@ class Axis:
     or ``"prod"``; `label` names the purpose in the ledger.  `counts` are elements by rank; without them a buffer is cut
     as `mpishard.layout.boxes.split` does.
 
-    The ``start_*`` forms return a `Request` and otherwise do the same.  They travel on a communicator of their own:
-    ranks must start them in one order, but a blocking call may come before them on one rank and after on another.
+    The ``start_*`` forms return a `Request` and otherwise do the same.  They have a communicator of their own: all
+    ranks must start them in one order, but a blocking call may come before them on one rank and after them on another.
 
     Attributes
     ----------
@@ -91,61 +91,62 @@ class Axis:
         later: MPI.Intracomm | None = None,
         comparison: Comparison | None = None,
     ) -> None:
-        """Become the axis of other ranks, whoever holds it; the communicators before are not freed.
+        """Become the axis of other ranks; every holder of this object sees the change.
 
-        Collective over `comm`, of which `later` is a duplicate, by default made here.
+        Collective over `comm`.  `later` is a duplicate of `comm` for the ``start_*`` forms; default: made here.  The
+        old communicators are not freed.
         """
         self.comm = comm
         self._comparison = comparison
         self.rank = comm.rank
         self.size = comm.size
         self.members = list(range(comm.size) if members is None else members)
-        self._now = Channel(comm, self._comparison)
-        self._later = Channel(comm.Dup() if later is None else later, self._comparison)
-        self._among: dict[tuple[int, ...] | str, Axis | None] = {}
+        self._blocking = Channel(comm, self._comparison)
+        self._nonblocking = Channel(comm.Dup() if later is None else later, self._comparison)
+        self._subgroups: dict[tuple[int, ...] | str, Axis | None] = {}
 
     def revoke(self) -> None:
-        """Make every operation on its communicators fail, on all ranks, those under way too.  Not collective (ULFM)."""
-        for part in self._among.values():
+        """Make every operation on its communicators fail on all ranks, also those under way.  Not collective (ULFM)."""
+        for part in self._subgroups.values():
             if part is not None:
                 part.revoke()
-        for channel in (self._now, self._later):
+        for channel in (self._blocking, self._nonblocking):
             channel.revoke()
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank={self.rank}, size={self.size})"
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> Axis | None:
-        """The axis of some of the ranks of this one, in ascending order; None on the others.
+        """The axis of `ranks`, a part of this one, in ascending order; None on the other ranks.
 
-        Collective over this axis.  The same ranks get the same axis again, under its first name; it is freed with this
-        one.
+        Collective over this axis.  A second call with the same ranks returns the same axis, under its first name.  It
+        is freed with this axis.
         """
         key = tuple(sorted(ranks))
-        if key not in self._among:
+        if key not in self._subgroups:
             self._groups.setdefault(key, name)
-            self._among[key] = self._part(key, self.comm, 0)
-        return self._among[key]
+            self._subgroups[key] = self._part(key, self.comm, 0)
+        return self._subgroups[key]
 
     def split(self, name: str, color: int) -> Axis:
-        """The axis of those ranks of this one that give the same color.  Collective over this axis.
+        """The axis of the ranks that give the same color.  Collective over this axis.
 
-        The same name gets the same axis again, until this one moves; it is freed with this one.
+        A second call with the same name returns the same axis, until `rebind`.  It is freed with this axis.
         """
-        part = self._among.get(name)
+        part = self._subgroups.get(name)
         if part is None:
             now, later = (self.comm.Split(color, self.rank) for _ in range(2))
             assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
             ranks = MPI.Group.Translate_ranks(now.group, None, self.comm.group)
             members = [self.members[rank] for rank in ranks]
             part = Axis(name, now, self.ledger, members=members, later=later, comparison=self._comparison)
-            self._among[name] = part
+            self._subgroups[name] = part
         return part
 
     def regain_parts(self, parent: MPI.Intracomm, color: int) -> None:
-        """Make anew what `subgroup` made before `rebind`.  Collective over `parent`; those of a color are one axis."""
+        """Make the axes of `subgroup` again after `rebind`.  Collective over `parent`; one axis per color."""
         for key in self._groups:
-            self._among[key] = self._part(key, parent, color)
+            self._subgroups[key] = self._part(key, parent, color)
 
     def _part(self, key: tuple[int, ...], parent: MPI.Intracomm, color: int) -> Axis | None:
         now, later = (parent.Split(color if self.rank in key else MPI.UNDEFINED, self.rank) for _ in range(2))
@@ -157,22 +158,22 @@ class Axis:
 
     def free(self) -> None:
         """Free the communicators.  Collective."""
-        for part in self._among.values():
+        for part in self._subgroups.values():
             if part is not None:
                 part.free()
-        self._later.free()
-        self._now.free()
+        self._nonblocking.free()
+        self._blocking.free()
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def all_reduce(self, buffer: Array, out: Array | None = None, op: str = "sum", *, label: str = "") -> Array:
         """Combine `buffer` over all ranks into `out` (default: in place) on every rank; returns the result."""
-        channel, ledger, limit = self._now, self.ledger, self.largest_count
+        channel, ledger, limit = self._blocking, self.ledger, self.largest_count
         plain = out is None and type(buffer) is np.ndarray and buffer.itemsize != 2 and buffer.flags.carray
         if not plain or op not in _OPS or channel.comparison is not None or (limit is not None and buffer.size > limit):
             return self._all_reduce(channel, buffer, out, op, label).wait()
-        # The short way: after a large buffer the caches hold nothing of the interpreter, and every function called
-        # here costs microseconds.
+        # The fast path: a large buffer has evicted the interpreter from the caches, so that every function call here
+        # costs microseconds.
         channel.calls += 1
         ledger.active = call = ledger.begin(
             self.name, channel.calls, "all_reduce", buffer.dtype, buffer.size, label, self.members
@@ -186,7 +187,7 @@ class Axis:
         return buffer
 
     def start_all_reduce(self, buffer: Array, out: Array | None = None, op: str = "sum", *, label: str = "") -> Request:
-        return self._all_reduce(self._later, buffer, out, op, label)
+        return self._all_reduce(self._nonblocking, buffer, out, op, label)
 
     def reduce_scatter(
         self, buffer: Array, out: Array | None = None, counts: Counts = None, op: str = "sum", *, label: str = ""
@@ -195,21 +196,21 @@ class Axis:
 
         The piece goes to `out`, or without it to the front of `buffer`, whose rest is then undefined.
         """
-        return self._reduce_scatter(self._now, buffer, out, counts, op, label).wait()
+        return self._reduce_scatter(self._blocking, buffer, out, counts, op, label).wait()
 
     def start_reduce_scatter(
         self, buffer: Array, out: Array | None = None, counts: Counts = None, op: str = "sum", *, label: str = ""
     ) -> Request:
-        return self._reduce_scatter(self._later, buffer, out, counts, op, label)
+        return self._reduce_scatter(self._nonblocking, buffer, out, counts, op, label)
 
     def all_gather(self, buffer: Array, piece: Array | None = None, counts: Counts = None, *, label: str = "") -> Array:
-        """Fill `buffer` with everybody's `piece`, by rank; without it the rank's piece already lies in its place."""
-        return self._all_gather(self._now, buffer, piece, counts, label).wait()
+        """Fill `buffer` with the `piece` of every rank, by rank; without it the rank's piece is in `buffer` already."""
+        return self._all_gather(self._blocking, buffer, piece, counts, label).wait()
 
     def start_all_gather(
         self, buffer: Array, piece: Array | None = None, counts: Counts = None, *, label: str = ""
     ) -> Request:
-        return self._all_gather(self._later, buffer, piece, counts, label)
+        return self._all_gather(self._nonblocking, buffer, piece, counts, label)
 
     def all_to_all(
         self,
@@ -223,9 +224,9 @@ class Axis:
     ) -> Array:
         """Send run ``s`` of `buffer` to rank ``s`` and receive rank ``s``'s run into run ``s`` of `out`.
 
-        With `keep_own` a rank's run for itself stays where it is, and `out_counts` has 0 for it.
+        With `keep_own` a rank's run for itself stays in `buffer`, and `out_counts` has 0 for it.
         """
-        return self._all_to_all(self._now, buffer, out, counts, out_counts, keep_own, label).wait()
+        return self._all_to_all(self._blocking, buffer, out, counts, out_counts, keep_own, label).wait()
 
     def start_all_to_all(
         self,
@@ -237,18 +238,18 @@ class Axis:
         keep_own: bool = False,
         label: str = "",
     ) -> Request:
-        return self._all_to_all(self._later, buffer, out, counts, out_counts, keep_own, label)
+        return self._all_to_all(self._nonblocking, buffer, out, counts, out_counts, keep_own, label)
 
     def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> Array:
         """Copy `buffer` of rank `root` to all ranks, in place."""
-        return self._broadcast(self._now, buffer, root, label).wait()
+        return self._broadcast(self._blocking, buffer, root, label).wait()
 
     def start_broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> Request:
-        return self._broadcast(self._later, buffer, root, label)
+        return self._broadcast(self._nonblocking, buffer, root, label)
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
-        call = self._begin(self._now, "barrier", _NOTHING, "")
+        """Wait until all ranks have called this."""
+        call = self._begin(self._blocking, "barrier", _NOTHING, "")
         Request(self.ledger, call, 0, [self.comm.Ibarrier()], lambda: None).wait()
 
     # -- point to point ---------------------------------------------------------------------------------------------
@@ -262,35 +263,37 @@ class Axis:
         return self._wait(self.start_recv(buffer, source, tag, label=label), source, tag)
 
     def start_send(self, buffer: Array, to: int, tag: int = 0, *, label: str = "") -> Request:
-        call = self._begin(self._now, "send", buffer, label, peer=to)
+        call = self._begin(self._blocking, "send", buffer, label, peer=to)
         self._note_message("send", to, tag)
         requests = [self.comm.Isend(part, to, tag) for part in self._parts(stage_out(buffer))]
         return Request(self.ledger, call, buffer.nbytes, requests, lambda: buffer)
 
     def start_recv(self, buffer: Array, source: int, tag: int = 0, *, label: str = "") -> Request:
-        call = self._begin(self._now, "recv", buffer, label, peer=source)
+        call = self._begin(self._blocking, "recv", buffer, label, peer=source)
         self._note_message("recv", source, tag)
-        wire = stage_out(buffer, reads=False)
-        requests = [self.comm.Irecv(part, source, tag) for part in self._parts(wire)]
+        staged = stage_out(buffer, reads=False)
+        requests = [self.comm.Irecv(part, source, tag) for part in self._parts(staged)]
         statuses = [MPI.Status() for _ in requests]
 
         def finish() -> Array:
             got = sum(status.Get_count(MPI.BYTE) for status in statuses)
             if got != buffer.nbytes:
                 raise ValueError(f"rank {source} sent {got} bytes to a buffer of {buffer.nbytes}; sizes must agree")
-            return stage_in(wire, buffer)
+            return stage_in(staged, buffer)
 
         return Request(self.ledger, call, 0, requests, finish, statuses=statuses)
 
     def _note_message(self, op: str, peer: int, tag: int) -> None:
-        """Debug: let others know that this rank has come to one end of a message."""
+        """Debug: note that this rank has come to its end of a message."""
         if peer >= 0 <= tag:
-            self._now.message(op, self.members[self.rank], self.members[peer], tag)
+            self._blocking.message(op, self.members[self.rank], self.members[peer], tag)
 
     def _wait(self, pending: Request, peer: int, tag: int) -> Array:
-        """Finish a message; in debug mode raise if both ends wait in calls that do not meet."""
-        if peer >= 0 <= tag:  # and not one of MPI's numbers for any
-            self._now.wait(pending.call, self.members[self.rank], self.members[peer], tag, pending.test, self.ledger)
+        """Finish a message; in debug mode raise if both ends wait in calls that do not match."""
+        if peer >= 0 <= tag:  # not MPI.PROC_NULL, ANY_SOURCE or ANY_TAG
+            self._blocking.wait(
+                pending.call, self.members[self.rank], self.members[peer], tag, pending.test, self.ledger
+            )
         return pending.wait()
 
     # -- agreement --------------------------------------------------------------------------------------------------
@@ -299,8 +302,8 @@ class Axis:
     agree = renamed_method("Axis", "agree", "raise_if_any")
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Everybody's small plain value (numbers, strings, tuples of them), by rank."""
-        call = self._begin(self._now, "exchange", _NOTHING, "control")
+        """The small plain values (numbers, strings, tuples of them) of all ranks, by rank."""
+        call = self._begin(self._blocking, "exchange", _NOTHING, "control")
         self.ledger.active = call
         try:
             values = self.comm.allgather(value)
@@ -310,7 +313,7 @@ class Axis:
         return values
 
     def raise_if_any(self, problem: Exception | None) -> None:
-        """Raise on all ranks if any rank has a problem: its own where it has one, else the first rank's.
+        """Raise on all ranks if any rank has a problem: a rank raises its own, or else that of the first rank with one.
 
         No rank goes on while another raises, so no rank is left waiting.
         """
@@ -320,13 +323,13 @@ class Axis:
 
     def raise_together(self, problem: Exception | None) -> None:
         """The raising half of `raise_if_any`, once all ranks know that some rank has a problem."""
-        told = self.allgather_object(None if problem is None else (_known_kind(problem), str(problem)))
+        problems = self.allgather_object(None if problem is None else (_known_kind(problem), str(problem)))
         if problem is not None:
             raise problem
-        rank, (kind, text) = next((rank, what) for rank, what in enumerate(told) if what is not None)
+        rank, (kind, text) = next((rank, known) for rank, known in enumerate(problems) if known is not None)
         raise _KNOWN_ERRORS.get(kind, RuntimeError)(f"rank {rank} of axis {self.name!r}: {text}")
 
-    # -- how --------------------------------------------------------------------------------------------------------
+    # -- implementation ---------------------------------------------------------------------------------------------
 
     def _all_reduce(self, channel: Channel, buffer: Array, out: Array | None, op: str, label: str) -> Request:
         call = self._begin(channel, "all_reduce", buffer, label, op)
@@ -340,11 +343,11 @@ class Axis:
             sources = self._parts(stage_out(buffer, arithmetic=True))
         parts = list(zip(sources, self._parts(target), strict=True))
         requests = []
-        if channel is self._later:
+        if channel is self._nonblocking:
             requests = [channel.comm.Iallreduce(source, part, _OPS[op]) for source, part in parts]
         else:
-            # As the short way of `all_reduce` does it, which a rank takes or not by what its own buffer is: MPI matches
-            # no call that blocks with one that does not.
+            # Blocking, as on the fast path of `all_reduce`: each rank chooses that path by its own buffer, and MPI does
+            # not match a blocking collective with a non-blocking one.
             self.ledger.active = call
             try:
                 for source, part in parts:
@@ -360,46 +363,46 @@ class Axis:
         call = self._begin(channel, "reduce_scatter", buffer, label, op, counts)
         counts = self._counts(buffer, counts)
         sent = ring_elements("reduce_scatter", counts, self.rank) * buffer.itemsize
-        wire = stage_out(buffer, arithmetic=True)
+        staged = stage_out(buffer, arithmetic=True)
         in_place = out is None
         if out is None:
             out = buffer.reshape(-1)[: counts[self.rank]]
-            target = wire[: counts[self.rank]]
+            target = staged[: counts[self.rank]]
         else:
             _piece(out, counts[self.rank], buffer)
             target = stage_out(out, reads=False, arithmetic=True)
         requests = []
-        if not self._fits(wire.size):
-            self._reduce_pieces(channel, call, wire, target, counts, op, in_place)
+        if not self._fits(staged.size):
+            self._reduce_pieces(channel, call, staged, target, counts, op, in_place)
         elif in_place:
-            requests.append(channel.comm.Ireduce_scatter(MPI.IN_PLACE, wire, counts, _OPS[op]))
+            requests.append(channel.comm.Ireduce_scatter(MPI.IN_PLACE, staged, counts, _OPS[op]))
         else:
-            requests.append(channel.comm.Ireduce_scatter(wire, target, counts, _OPS[op]))
-        return Request(self.ledger, call, sent, requests, lambda: stage_in(target, out), [wire])
+            requests.append(channel.comm.Ireduce_scatter(staged, target, counts, _OPS[op]))
+        return Request(self.ledger, call, sent, requests, lambda: stage_in(target, out), [staged])
 
     def _all_gather(self, channel: Channel, buffer: Array, piece: Array | None, counts: Counts, label: str) -> Request:
         call = self._begin(channel, "all_gather", buffer, label, "", counts)
         counts = self._counts(buffer, counts)
         starts = _starts(counts)
-        wire = stage_out(buffer, reads=piece is None)
+        staged = stage_out(buffer, reads=piece is None)
         source: Any = MPI.IN_PLACE
         if piece is not None:
             _piece(piece, counts[self.rank], buffer)
             source = stage_out(piece)
-        if self._fits(wire.size):
-            requests = [channel.comm.Iallgatherv(source, [wire, (counts, starts)])]
+        if self._fits(staged.size):
+            requests = [channel.comm.Iallgatherv(source, [staged, (counts, starts)])]
         else:
             if piece is not None:
-                wire[starts[self.rank] : starts[self.rank] + counts[self.rank]] = source
-                arrays.ready(wire)
-            # Past the count limit each piece is broadcast by its owner, by parts.
+                staged[starts[self.rank] : starts[self.rank] + counts[self.rank]] = source
+                arrays.ready(staged)
+            # Above the count limit the owner of each piece broadcasts it, in parts.
             requests = [
                 channel.comm.Ibcast(part, rank)
                 for rank, start in enumerate(starts)
-                for part in self._parts(wire[start : start + counts[rank]])
+                for part in self._parts(staged[start : start + counts[rank]])
             ]
         sent = ring_elements("all_gather", counts, self.rank) * buffer.itemsize
-        return Request(self.ledger, call, sent, requests, lambda: stage_in(wire, buffer), [source])
+        return Request(self.ledger, call, sent, requests, lambda: stage_in(staged, buffer), [source])
 
     def _all_to_all(
         self,
@@ -415,37 +418,44 @@ class Axis:
         counts, out_counts = self._counts(buffer, counts), self._counts(out, out_counts)
         if buffer.dtype != out.dtype:
             raise TypeError(f"all_to_all from {buffer.dtype} to {out.dtype}; both buffers need one dtype")
-        wire, target = stage_out(buffer), stage_out(out, reads=False)
+        staged, target = stage_out(buffer), stage_out(out, reads=False)
         starts, out_starts = _starts(counts), _starts(out_counts)
         if keep_own:
             counts[self.rank] = 0
-        if self._all_fit(call, channel, max(wire.size, target.size)):
-            requests = [channel.comm.Ialltoallv([wire, (counts, starts)], [target, (out_counts, out_starts)])]
+        if self._all_fit(call, channel, max(staged.size, target.size)):
+            requests = [channel.comm.Ialltoallv([staged, (counts, starts)], [target, (out_counts, out_starts)])]
         else:
             runs = [target[start : start + count] for start, count in zip(out_starts, out_counts, strict=True)]
             requests = [channel.comm.Irecv(p, rank) for rank, run in enumerate(runs) for p in self._parts(run)]
-            runs = [wire[start : start + count] for start, count in zip(starts, counts, strict=True)]
+            runs = [staged[start : start + count] for start, count in zip(starts, counts, strict=True)]
             requests += [channel.comm.Isend(p, rank) for rank, run in enumerate(runs) for p in self._parts(run)]
         sent = ring_elements("all_to_all", counts, self.rank) * buffer.itemsize
-        return Request(self.ledger, call, sent, requests, lambda: stage_in(target, out), [wire])
+        return Request(self.ledger, call, sent, requests, lambda: stage_in(target, out), [staged])
 
     def _broadcast(self, channel: Channel, buffer: Array, root: int, label: str) -> Request:
         if not 0 <= root < self.size:
             raise ValueError(f"broadcast from rank {root} of axis {self.name!r}, which has {self.size} ranks")
         call = self._begin(channel, "broadcast", buffer, label, f"root {root}")
-        wire = stage_out(buffer, reads=self.rank == root)
-        requests = [channel.comm.Ibcast(part, root) for part in self._parts(wire)]
+        staged = stage_out(buffer, reads=self.rank == root)
+        requests = [channel.comm.Ibcast(part, root) for part in self._parts(staged)]
         last = self.rank == (root - 1) % self.size
         sent = 0 if last else buffer.nbytes
-        return Request(self.ledger, call, sent, requests, lambda: stage_in(wire, buffer))
+        return Request(self.ledger, call, sent, requests, lambda: stage_in(staged, buffer))
 
     def _reduce_pieces(
-        self, channel: Channel, call: Fields, wire: Array, target: Array, counts: Sequence[int], op: str, in_place: bool
+        self,
+        channel: Channel,
+        call: Fields,
+        staged: Array,
+        target: Array,
+        counts: Sequence[int],
+        op: str,
+        in_place: bool,
     ) -> None:
-        """Reduce_scatter past the count limit: piece after piece, each reduced to its owner by parts."""
+        """Reduce_scatter above the count limit: each piece is reduced to its owner, in parts, one after another."""
         self.ledger.active = call
         for rank, (start, count) in enumerate(zip(_starts(counts), counts, strict=True)):
-            piece = wire[start : start + count]
+            piece = staged[start : start + count]
             if rank != self.rank:
                 for part in self._parts(piece):
                     channel.comm.Reduce(part, None, _OPS[op], rank)
@@ -462,7 +472,7 @@ class Axis:
         return self.largest_count is None or count <= self.largest_count
 
     def _all_fit(self, call: Fields, channel: Channel, count: int) -> bool:
-        """The same on all ranks of the axis, for calls whose buffers differ in size between ranks.  Collective."""
+        """Whether the buffers of all ranks fit; for calls whose buffers differ in size between ranks.  Collective."""
         if self.largest_count is None:
             return True
         largest = np.array([count], np.int64)
@@ -471,12 +481,12 @@ class Axis:
         self.ledger.active = None
         return self._fits(int(largest[0]))
 
-    def _parts(self, wire: Array) -> list[Array]:
-        """`wire` cut so that each part's count fits what this MPI takes in one call."""
-        if self._fits(wire.size):
-            return [wire]
-        step = self.largest_count or wire.size
-        return [wire[start : start + step] for start in range(0, wire.size, step)]
+    def _parts(self, staged: Array) -> list[Array]:
+        """`staged`, cut into parts that this MPI takes in one call."""
+        if self._fits(staged.size):
+            return [staged]
+        step = self.largest_count or staged.size
+        return [staged[start : start + step] for start in range(0, staged.size, step)]
 
     def _counts(self, buffer: Array, counts: Counts) -> list[int]:
         if counts is None:
@@ -498,7 +508,7 @@ class Axis:
         counts: Counts = None,
         peer: int | None = None,
     ) -> Fields:
-        """Check what can be checked without the other ranks, and describe the call."""
+        """Check what this rank can check alone, and describe the call."""
         if type(buffer) is not np.ndarray and not arrays.is_array(buffer):
             raise TypeError(f"{op} needs a NumPy or CuPy array, got {type(buffer).__name__}")
         if not buffer.flags.c_contiguous:
@@ -506,7 +516,7 @@ class Axis:
         if op in ("all_reduce", "reduce_scatter") and detail not in _OPS:
             raise ValueError(f"{op} knows the operations {', '.join(_OPS)}, got {detail!r}")
         channel.calls += 1
-        # A rank of the axis, or one of MPI's numbers below zero.
+        # `peer` is a rank of the axis, or one of MPI's special numbers below zero.
         members = self.members if peer is None or peer < 0 else (self.members[self.rank], self.members[peer])
         call = self.ledger.begin(self.name, channel.calls, op, buffer.dtype, buffer.size, label, members)
         if peer is None:

@@ -14,7 +14,7 @@ from mpi4py import MPI
 # Set by launchers in the environment of a rank; a child process that keeps them would take itself for that rank.
 _LAUNCHER_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPIR_", "HYDRA_", "MPIEXEC_", "SLURM_")
 
-# A reduction and a non-blocking one on device memory, by a process whose crash harms nobody.
+# A blocking and a non-blocking reduction on device memory, in a process whose crash does no harm.
 _DEVICE_PROBE = """
 import cupy, sys
 from mpi4py import MPI
@@ -32,12 +32,12 @@ print(bool((a == b).all()), flush=True)
 
 
 def heals_in_place() -> bool:
-    """Whether this MPI tells survivors of a death and lets them go on: Open MPI under ``mpirun --with-ft ulfm``."""
+    """Whether survivors of a death are informed and can go on: Open MPI under ``mpirun --with-ft ulfm``."""
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
 
 
 def could_heal_in_place() -> bool:
-    """Whether it would if ``mpirun`` were told to; MPICH has the calls too, but its launcher ends the job."""
+    """Whether ``mpirun --with-ft ulfm`` would allow that; MPICH has the calls too, but its launcher ends the job."""
     library, version = MPI.get_vendor()
     return library == "Open MPI" and version >= (5, 0, 0) and hasattr(_mpi_library(), "MPIX_Comm_revoke")
 
@@ -86,7 +86,7 @@ def probe(device: bool = False) -> Capabilities:
 
 
 def _claims_cuda() -> bool:
-    """Whether the library says of itself that it takes CUDA pointers."""
+    """Whether the library claims to take CUDA pointers."""
     this = ctypes.CDLL(None)
     for library in (this, _mpi_library()):
         query = getattr(library, "MPIX_Query_cuda_support", None)

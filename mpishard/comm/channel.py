@@ -1,4 +1,4 @@
-"""A communicator on which calls come in one order on all ranks; in debug mode they compare each before it starts."""
+"""A communicator whose ranks make their calls in one order; in debug mode they compare each call before it starts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mpi4py import MPI
 from mpishard.comm.ledger import Call, Ledger
 
 _HERE, _LATE = 1, 2
-# So long a rank waits for the others before it tells all where it is, and then for all that have the same to tell.
+# A rank waits this long for the others before it sends its own call to all ranks, and again before each check.
 _PATIENCE_S = 0.25
-# In this time others have said that they wait, too, and have taken in that it does, if they are where they could.
+# Within this time every rank that waits in a call has sent its call and has received those of the others.
 _TELLING_S = 2.0
-# While the others are expected at any moment a rank only yields, afterwards it sleeps.
+# For the first `_SOON_S` of a wait a rank only yields, afterwards it sleeps `_NAP_S` at a time.
 _SOON_S, _NAP_S = 0.002, 0.0005
 
 
@@ -33,7 +33,7 @@ class Channel:
     ----------
     comm : mpi4py.MPI.Intracomm
     comparison : Comparison or None
-        In debug mode: by which its ranks compare their calls.
+        In debug mode: compares the calls of its ranks.
     """
 
     def __init__(self, comm: MPI.Intracomm, comparison: Comparison | None) -> None:
@@ -46,7 +46,7 @@ class Channel:
         self.comm.Free()
 
     def revoke(self) -> None:
-        """Make every operation on it fail, on all ranks.  Not collective (ULFM)."""
+        """Make every operation on the communicator fail, on all ranks.  Not collective (ULFM)."""
         _revoke(self.comm)
 
     def compare(
@@ -57,11 +57,11 @@ class Channel:
         counts: Sequence[int] | None,
         members: Sequence[int],
     ) -> None:
-        """Debug: the `members` tell what they are about to do, and all raise where they differ.  Collective."""
+        """Debug: compare the calls that the `members` are about to make; all raise where they differ.  Collective."""
         if self.comparison is None:
             return
         call = Call(*fields).placed(sys._getframe())
-        # Runs of an all_to_all differ in length between ranks, and so may its buffers.
+        # The sizes of the buffers of an all_to_all may differ between ranks.
         size = "" if call.op == "all_to_all" else f"{call.elements} x "
         cut = "" if counts is None else f" cut as {list(counts)}"
         what = f"{call.op}({size}{call.dtype}{f', {detail}' if detail else ''}{cut})"
@@ -84,7 +84,7 @@ class Channel:
     def wait(
         self, fields: tuple[Any, ...], rank: int, peer: int, tag: int, is_over: Callable[[], bool], ledger: Ledger
     ) -> None:
-        """Debug: return when the message is over that `rank` noted last, or raise if it never can be."""
+        """Debug: wait for the last message that `rank` noted; raise if it can never complete."""
         if self.comparison is None:
             return
         call = Call(*fields).placed(sys._getframe())
@@ -104,9 +104,9 @@ class Channel:
 
 
 class Late(NamedTuple):
-    """The call in which a rank waits for `members`: until they have come to call `number` of `channel`.
+    """The call in which a rank waits until `members` have come to call `number` of `channel`.
 
-    `entered` is how many calls it has come to itself, by lane.
+    `entered` counts the calls that the rank itself has come to, by channel.
     """
 
     channel: str
@@ -121,15 +121,15 @@ class Late(NamedTuple):
 class Comparison:
     """Messages between the ranks of a mesh in debug mode.  Creation is collective, and so is `free`.
 
-    A rank that comes to a call tells the others that take part, and waits until it has heard the same of all.  If that
-    takes long, it tells all ranks of the mesh where it waits; so that each can see whether ranks wait for each other.
+    A rank that comes to a call sends its description to the other members, and waits for theirs.  If that takes long,
+    it sends its waiting call to all ranks of the mesh, so that each rank can see whether ranks wait for each other.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm.Dup()
         self._names = 0
         self._entered: dict[str, int] = defaultdict(int)
-        # What others have said by lane and number of the call, and the call in which each was late the last time.
+        # The descriptions received, by channel and number of the call; and the last waiting call of each rank.
         self._said: dict[tuple[str, int], dict[int, tuple[str, str]]] = defaultdict(dict)
         self._late: dict[int, Late] = {}
         self._sends: list[tuple[MPI.Request, bytes]] = []
@@ -137,20 +137,20 @@ class Comparison:
         self._failed = ""
 
     def name(self, comm: MPI.Intracomm) -> str:
-        """A name for a communicator that no other has.  Collective over it."""
+        """A unique name for a communicator.  Collective over it."""
         self._names += 1
         name: str = comm.bcast(f"{self._comm.rank}.{self._names}")
         return name
 
     def meet(self, channel: str, axis: str, members: Sequence[int], what: str, site: str) -> list[tuple[str, str]]:
-        """Return what each of the members is about to do, and where, once all have come to this call.
+        """Wait until all members have come to this call; return the call and the call site of each.
 
         Raises
         ------
         CollectiveMismatchError
-            If they never can, since some wait in other calls for ranks that wait for them.
+            If they never can, since some wait in other calls for ranks that in turn wait for them.
         """
-        if self._failed:  # numbers of calls no longer agree
+        if self._failed:  # the ranks no longer number their calls alike
             raise CollectiveMismatchError(self._failed)
         number = self.enter(channel)
         said = self._said[channel, number]
@@ -163,26 +163,26 @@ class Comparison:
         return [said[rank] for rank in members]
 
     def enter(self, channel: str) -> int:
-        """This rank comes to the next call of a lane; returns its number."""
+        """Note that this rank comes to the next call of a channel; returns the number of the call."""
         self._entered[channel] += 1
         return self._entered[channel]
 
     def entered(self, channel: str) -> int:
-        """How many calls of a lane this rank has come to."""
+        """How many calls of a channel this rank has come to."""
         return self._entered[channel]
 
     def wait(self, is_over: Callable[[], bool], late: Late) -> None:
-        """Return when a call is over, or can begin; `late` says which one it is.  Errors are those of `meet`."""
+        """Wait until a call is over, or can begin; `late` describes it.  Raises as `meet` does."""
         began = time.monotonic()
-        looks = began + _PATIENCE_S
+        next_check = began + _PATIENCE_S
         self._receive()
         while not is_over():
             now = time.monotonic()
             time.sleep(0 if now - began < _SOON_S else _NAP_S)
             self._receive()
-            if now < looks:
+            if now < next_check:
                 continue
-            looks = now + _PATIENCE_S
+            next_check = now + _PATIENCE_S
             own = self._late.get(self._comm.rank)
             if own is None or (own.channel, own.number) != (late.channel, late.number):
                 self._tell_all(late._replace(entered=dict(self._entered)))
@@ -190,7 +190,7 @@ class Comparison:
                 self._check()
 
     def free(self) -> None:
-        # What nobody has waited for is taken in before, or a message could stay on its way.
+        # Receive what nobody has waited for, or a message could stay unreceived.
         barrier = None
         while barrier is None or not barrier.Test():
             self._receive()
@@ -210,7 +210,7 @@ class Comparison:
         now = time.monotonic()
         self._found = self._found or now
         if len(stuck) < self._comm.size and now < self._found + _TELLING_S:
-            return  # others may be about to tell the same: all ranks are to say the same of it
+            return  # others may be about to report the same: all ranks are to name the same ranks
         lines = [
             f"  rank {rank}: {late.what} on axis {late.axis!r} called at {late.site}"
             for rank, late in ((rank, self._late[rank]) for rank in stuck)
@@ -236,7 +236,7 @@ class Comparison:
         self._sends.append((self._comm.Isend([data, MPI.BYTE], rank, tag), data))
 
     def _unsent(self) -> bool:
-        """Whether messages are still on their way."""
+        """Whether some messages of this rank are not sent yet."""
         self._sends = [each for each in self._sends if not each[0].Test()]
         return bool(self._sends)
 
@@ -255,10 +255,10 @@ class Comparison:
 
 
 def waiting_in_circles(late: Mapping[int, Late]) -> list[int]:
-    """The ranks whose calls can never begin, since each waits for another of them, which has not come to its call.
+    """The ranks that can never go on, since each waits for another of them to come to its call.
 
-    That is certain although their messages are of different times: a rank comes to a call only when the one in which it
-    waited has begun, and of the calls of a circle none can be the first to begin.
+    The result is certain although the messages were sent at different times: a rank comes to its next call only after
+    the call in which it waits has begun, and no call of a circle can be the first to begin.
     """
     stuck = set(late)
 

@@ -1,9 +1,9 @@
-"""A process beside the ranks of a node that says which of them died first.
+"""A process beside the ranks of a node that reports which rank died first.
 
 When a rank is killed, MPICH's launcher kills the others within a millisecond and then names a process, not always the
-one that died first, so no rank can tell.  The witness is not a rank and lives that moment longer.  It is a bare Python
-at the other end of a socket of every rank; it ends when the first of them closes, or when it is dismissed: it is never
-left over.
+one that died first, so no rank can report it.  The death monitor is not a rank and lives a moment longer.  It is a
+plain Python process with a socket to every rank.  It ends when the first socket closes or when it is dismissed, so it
+never outlives the job.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import ClassVar, NoReturn
 
 from mpi4py import MPI
 
-# Seconds that a rank waits for the witness to be ready; on a busy machine Python takes its time to start.
+# Seconds that a rank waits for the death monitor to be ready; on a busy machine Python starts slowly.
 _PATIENCE_S = 10.0
 
-# argv: host, number of ranks, and of those on this node.  Descriptor 0 is a listening socket; a rank connects and says
-# its rank and process, and hears back when all are watched: what ended before that would be seen in no order.  Anybody
-# on the node can find the socket and connect; the kernel tells who it is.
+# argv: host, number of ranks, number of ranks on this node, patience.  Descriptor 0 is a listening socket.  A rank
+# connects, sends its rank and process number, and gets an answer when all are watched: of ranks that ended earlier the
+# order would not be known.  Anybody on the node can connect to the socket; the kernel tells the user id.
 _SCRIPT = """
 import os, select, socket, struct, sys
 host, size, here, patience = sys.argv[1:]
@@ -42,56 +42,56 @@ try:
         rank.send(b".")
 except OSError:
     sys.exit()  # somebody was gone before all were here
-((first, _),) = events.poll(maxevents=1)  # of several the one that was ready first
+((first, _),) = events.poll(maxevents=1)  # of several closed sockets the first
 who, process = ranks[first][1].split()
 sys.exit(f"mpishard: rank {who} of {size} (process {process} on {host}) has died")
 """
 
 
 class _Exit:
-    """``os._exit`` of a rank while a witness is on duty: a death, which is never told as success.
+    """Replaces ``os._exit`` of a rank while a death monitor is active: such an exit never counts as success.
 
-    MPICH's launcher ends the job then, and in half of those that were seen the code of the job was this rank's 0.
+    MPICH's launcher ends the job at such an exit, and in half of the runs seen the job's exit code was this rank's 0.
     """
 
     def __init__(self) -> None:
         self._rank, self._really_exit = os.getpid(), os._exit
 
     def __call__(self, status: int) -> NoReturn:
-        if os.getpid() == self._rank:  # and no fork of it
+        if os.getpid() == self._rank:  # not in a fork of the rank
             status = status or 1
         self._really_exit(status)
 
 
 def _watch_exits(wanted: bool) -> None:
-    """In a run that outlives its ranks the code is another matter: Open MPI then ends the job for one that is not 0."""
+    """Replace or restore ``os._exit``.  Not under Open MPI: with ULFM it ends the whole job at a code other than 0."""
     if wanted and not isinstance(os._exit, _Exit) and MPI.get_vendor()[0] != "Open MPI":
         os._exit = _Exit()
     elif not wanted and isinstance(os._exit, _Exit):
         os._exit = os._exit._really_exit
 
 
-def silence_witnesses() -> None:
-    """The job is about to be ended by this rank, which has said why: what dies now is no news.  Not collective."""
-    for witness in DeathMonitor._on_duty:
-        if witness._number:
+def silence_death_monitors() -> None:
+    """Stop reporting deaths, since this rank has reported its error and is about to end the job.  Not collective."""
+    for monitor in DeathMonitor._active:
+        if monitor._number:
             with contextlib.suppress(OSError):
-                os.kill(witness._number, signal.SIGKILL)
+                os.kill(monitor._number, signal.SIGKILL)
 
 
 class DeathMonitor:
     """Watches the ranks of `comm` that share a node with this one.  Get one by `DeathMonitor.over`."""
 
-    _on_duty: ClassVar[list[DeathMonitor]] = []
+    _active: ClassVar[list[DeathMonitor]] = []
 
     @classmethod
     def over(cls, comm: MPI.Intracomm) -> DeathMonitor:
-        """The one on duty for these ranks, or a new one: to start a process takes longer than to make a mesh.
+        """The active monitor of these ranks, or a new one: starting a process takes longer than making a mesh.
 
-        Whoever gets it dismisses and closes it.  Collective, as `dismiss` and `close` are, and in one order.
+        The caller dismisses and closes it.  Collective, as `dismiss` and `close` are; all ranks call them in one order.
         """
         group = comm.Get_group()
-        for known in cls._on_duty:
+        for known in cls._active:
             if MPI.Group.Compare(group, known._group) == MPI.IDENT:
                 group.Free()
                 known._users += 1
@@ -100,7 +100,7 @@ class DeathMonitor:
 
     def __init__(self, comm: MPI.Intracomm, group: MPI.Group) -> None:
         self._group, self._users = group, 1
-        self._on_duty.append(self)
+        self._active.append(self)
         _watch_exits(True)
         node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         self._process: subprocess.Popen[bytes] | None = None
@@ -120,9 +120,9 @@ class DeathMonitor:
         node.Free()
 
     def _start(self, ranks: int, ranks_here: int) -> tuple[bytes, int]:
-        """Start the process; returns where to connect, which works at once, and its process number."""
+        """Start the process; returns the socket address, which accepts connections at once, and the process number."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind("")  # Linux picks a free abstract address; elsewhere this fails, and there is no witness
+            listener.bind("")  # Linux picks a free abstract address; elsewhere this fails: no monitor
             listener.listen(ranks_here)
             arguments = MPI.Get_processor_name(), str(ranks), str(ranks_here), str(_PATIENCE_S)
             self._process = subprocess.Popen(
@@ -134,12 +134,12 @@ class DeathMonitor:
             return listener.getsockname(), self._process.pid
 
     def dismiss(self) -> None:
-        """Deaths are no longer news to this user.  Ranks may end once all have come to a barrier after this."""
+        """Stop reporting deaths to this user.  A rank may end once all have passed a barrier after this."""
         self._users -= 1
         if self._users:
             return
-        self._on_duty.remove(self)
-        _watch_exits(bool(self._on_duty))
+        self._active.remove(self)
+        _watch_exits(bool(self._active))
         if not MPI.Is_finalized():
             self._group.Free()
         if self._process is not None:
@@ -148,7 +148,7 @@ class DeathMonitor:
             self._process = None
 
     def close(self) -> None:
-        """Let go of the socket, after that barrier."""
+        """Close the socket, after that barrier."""
         if not self._users and self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -1,4 +1,4 @@
-"""The ledger: every collective of a rank, with what it sent and how long it waited."""
+"""The ledger: every collective of a rank, with the bytes it sent and the time it took."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import numpy as np
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _KEEP = 1000
-# Frames from the one that notes a call to the user's, if he has called an axis himself.
+# The number of frames between `begin` and a user's code that calls an axis directly.
 _NEAR = 4
 _MAIN = threading.main_thread().ident or 0
 
 
 class Call(NamedTuple):
-    """A communication call under way, and what tells it from the one it should match.
+    """A communication call under way, with what must match on the other ranks.
 
     `members` are the ranks of the whole mesh that take part.  `code` and `line` are those of the first caller outside
-    mpishard; of a call that is over they are not known if many calls lay between.
+    mpishard; after the call they are unknown if that caller is many frames away.
     """
 
     began: float
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
     @property
     def site(self) -> str:
-        """``file:line (function)`` of the first caller outside mpishard; empty if that is not known."""
+        """``file:line (function)`` of the first caller outside mpishard; empty if unknown."""
         return "" if self.code is None else f"{self.code.co_filename}:{self.line} ({self.code.co_name})"
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Call(NamedTuple):
         return f"{what}{f' [{self.label}]' if self.label else ''}{f' called at {self.site}' if self.code else ''}"
 
     def placed(self, frame: FrameType | None) -> Call:
-        """With its site known: the first frame outside mpishard among `frame` and its callers."""
+        """The call with its site filled in: the first frame outside mpishard among `frame` and its callers."""
         if self.code is not None:
             return self
         while frame is not None and _inside(frame):
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A finished call: what it was, bytes this rank sent by the ring count, seconds spent inside it."""
+    """A finished call, the bytes that this rank sent (counted as for a ring algorithm), and the seconds spent in it."""
 
     call: Call
     sent: int
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Something that took its time, in seconds of `time.perf_counter`; `kind` is an axis, or what else it was."""
+    """A named interval in seconds of `time.perf_counter`, for a trace; `kind` is an axis, or what else it was."""
 
     name: str
     kind: str
@@ -86,8 +86,8 @@ class Total:
 class Ledger:
     """What a rank has communicated.
 
-    A large buffer leaves little of the interpreter in cache, and what a call costs there is what it touches: so calls
-    are noted as plain tuples, and summed up when somebody asks or a thousand of them have come together.
+    After a large buffer little of the interpreter is in cache, and every object that is touched costs time.  So calls
+    are noted as plain tuples, and summed up on request or after a thousand of them.
 
     Attributes
     ----------
@@ -98,9 +98,9 @@ class Ledger:
     any_over : bool
         Whether a step has ended.
     seconds : float
-        Time spent inside all calls until now, those too that have only begun.
+        Time spent inside all calls until now, including those under way.
     spans : list of Span or None
-        While it is a list, what this rank does is noted there, for a trace.
+        While it is a list, the intervals of this rank are noted there, for a trace.
     """
 
     def __init__(self) -> None:
@@ -126,8 +126,8 @@ class Ledger:
         self, axis: str, sequence: int, op: str, dtype: np.dtype, count: int, label: str, members: Sequence[int]
     ) -> tuple[Any, ...]:
         """The fields of a `Call` that begins now."""
-        # Calls of the user's own are near.  Under `optimize` he is up to thirty frames away, and each would become an
-        # object: half a per cent of the step of a small model.
+        # A user's direct call is a few frames away.  Under `optimize` the user's code is up to thirty frames away, and
+        # walking them all would make an object of each: half a per cent of the step of a small model.
         frame: FrameType | None = sys._getframe(1)
         for _ in range(_NEAR):
             if frame is None or not _inside(frame):
@@ -139,7 +139,7 @@ class Ledger:
         return (time.perf_counter(), axis, sequence, op, dtype, count, label, code, line, members)
 
     def spend(self, call: tuple[Any, ...], began: float) -> float:
-        """The time inside a call from `began` until now is over; returns the seconds."""
+        """Add the time from `began` until now, spent inside a call; returns the seconds."""
         ended = time.perf_counter()
         self.seconds += ended - began
         if self.spans is not None:
@@ -148,7 +148,7 @@ class Ledger:
         return ended - began
 
     def note(self, name: str, kind: str, began: float) -> None:
-        """What has gone on from `began` until now is no call, but belongs into a trace."""
+        """Note an interval from `began` until now for a trace; it is not a call."""
         if self.spans is not None:
             self.spans.append(Span(name, kind, began, time.perf_counter()))
 
@@ -172,7 +172,7 @@ class Ledger:
 
     @property
     def totals(self) -> dict[tuple[str, str, str], Total]:
-        """Sums by ``(axis, op, label)``; as many as there are kinds of calls, however many calls there were."""
+        """Sums by ``(axis, op, label)``: one entry per kind of call."""
         self._sum_up()
         return self._totals
 
@@ -183,7 +183,7 @@ class Ledger:
 
     @property
     def waiting(self) -> Call | None:
-        """The call in which this rank may be waiting now: its main thread, where calls are made."""
+        """The call in which the main thread of this rank may be waiting now."""
         active = self.active
         return None if active is None else Call(*active).placed(sys._current_frames().get(_MAIN))
 
@@ -204,14 +204,14 @@ class Ledger:
         }
 
     def clear(self) -> None:
-        """Start counting anew."""
+        """Reset all counts."""
         self._entries.clear()
         self._totals.clear()
         self._summed = 0
 
 
 def users_level() -> int:
-    """The `stacklevel` for a warning of the caller's that shows the first line outside mpishard which led to it."""
+    """The `stacklevel` with which the caller's warning points at the first line outside mpishard."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and _inside(frame):

@@ -1,7 +1,7 @@
 """The mesh: MPI_COMM_WORLD split into data, tensor and pipeline sub-communicators.
 
 Ranks are numbered with tensor fastest, then data, then pipeline, so that the ranks that talk most are neighbours.
-Collectives stand one floor below: an `Axis` is a communicator that can do them, a mesh is three of these and the world.
+An `Axis` is a communicator with collectives; a mesh is three of them and the world.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NEWCOMER = "mpishard_newcomer"
 class Mesh:
     """Communicators for data, tensor and pipeline parallelism.  Creation and `free` are collective over `comm`.
 
-    As a context manager it frees them at the end, unless the block is left by an exception: other ranks may not be
-    there then.  Who catches that exception on all ranks calls `free`.
+    As a context manager it frees them at the end, unless an exception leaves the block: other ranks may not come to
+    the end then.  Code that catches that exception on all ranks calls `free` itself.
 
     Parameters
     ----------
@@ -43,12 +43,12 @@ class Mesh:
         elastic run has spawned have its tensor and pipeline sizes whatever is given here.
     timeout : float, optional
         Seconds a collective may wait before the job is ended with a report of who waits where; default from
-        ``MPISHARD_TIMEOUT``.  Without either: ten times the longest step so far, with what came before the next one,
-        and at least 120; before a step is over 1800, or 120 if all ranks wait.
+        ``MPISHARD_TIMEOUT``.  Without either: ten times the longest step so far (from its begin to the begin of the
+        next), at least 120; before the first step is over 1800, or 120 if all ranks wait.
     debug : bool, optional
-        Compare every collective across ranks before it starts, and raise `CollectiveMismatchError` on all of them
-        where they differ; compare the copies of replicated parameters after every step; and at the start of `optimize`
-        see whether the function of its problem returns sums.  Default from ``MPISHARD_DEBUG`` (1 or 0).
+        Compare every collective across ranks before it starts, and raise `CollectiveMismatchError` on all ranks where
+        they differ; compare the copies of replicated parameters after every step; and at the start of `optimize` check
+        that the function of the problem returns sums.  Default from ``MPISHARD_DEBUG`` (1 or 0).
 
     Attributes
     ----------
@@ -58,8 +58,8 @@ class Mesh:
     nodes : list of int
         For each rank of the world the first one that shares memory with it.
     device : int or None
-        Number of the GPU for this rank, its place on the node modulo the GPUs it can see; None without a GPU.  Make
-        it current with ``cupy.cuda.Device(mesh.device).use()``.
+        Number of the GPU for this rank: its rank on the node modulo the number of visible GPUs; None without a GPU.
+        Make it current with ``cupy.cuda.Device(mesh.device).use()``.
     blas_threads : int
         Threads that BLAS may use in this rank; see `mpishard.backend.blas_threads`.
     ledger : Ledger
@@ -68,8 +68,8 @@ class Mesh:
     Raises
     ------
     ValueError
-        On every rank, if the sizes do not multiply out to the number of ranks, or if a launcher that does not fit the
-        MPI has started several, each of which is alone in its world; not so with MPI.COMM_SELF.
+        On every rank, if the product of the sizes is not the number of ranks, or if each rank is alone in its world
+        since the launcher belongs to another MPI; this second check is left out with MPI.COMM_SELF.
     """
 
     debug: bool
@@ -118,8 +118,8 @@ class Mesh:
         tensor_rank, data_rank, stage = rank % tensor, rank // tensor % data, rank // (tensor * data)
         self.coordinates = {"pipeline": stage, "data": data_rank, "tensor": tensor_rank}
 
-        # All from `world`, which every rank has: a rank that fails here revokes it and so wakes those who wait for it,
-        # while a communicator that it never got could not be revoked by it.
+        # All are made from `world`, which every rank has: a rank that fails here revokes `world` and so wakes the ranks
+        # that wait for it; it could not revoke a communicator that it never got.
         def axis(name: str, now: MPI.Comm, later: MPI.Comm) -> Axis:
             assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
             members = MPI.Group.Translate_ranks(now.group, None, world.group)
@@ -146,7 +146,7 @@ class Mesh:
 
     @property
     def place(self) -> ModelParallelRank:
-        """Where this rank stands, as far as it decides which parameters it holds."""
+        """The tensor and pipeline ranks and sizes, which decide which parameters this rank holds."""
         return ModelParallelRank(self.tensor.rank, self.tensor.size, self.pipeline.rank, self.pipeline.size)
 
     @property
@@ -175,14 +175,15 @@ class Mesh:
         return " x ".join(f"{name}={size}" for name, size in self.shape.items())
 
     def reshaped(self, *, data: int = -1, tensor: int = 1, pipeline: int = 1) -> Mesh:
-        """The same ranks in another shape: this mesh itself where that is its shape, else a mesh freed with this one.
+        """A mesh of the same ranks in another shape; this mesh itself if it has that shape.
 
-        Collective.  A shape that was asked for before gives the same mesh again.  It has this mesh's ledger.
+        Collective.  A second call with the same shape returns the same mesh.  It shares this mesh's ledger and is freed
+        with this mesh.
 
         Raises
         ------
         ValueError
-            On every rank, if the sizes do not multiply out, or if this mesh is split in another way already.
+            On every rank, if the sizes do not fit the number of ranks, or if this mesh is split in another way already.
         """
         data, tensor, pipeline = shape = _sizes(self.size, data=data, tensor=tensor, pipeline=pipeline)
         if shape == (self.data.size, self.tensor.size, self.pipeline.size):
@@ -206,10 +207,10 @@ class Mesh:
         return self._is_child or bool(self._children)
 
     def rebind(self, comm: MPI.Intracomm) -> None:
-        """Be split anew over other ranks, in place: the axes stay the objects that models and optimizers hold.
+        """Split the ranks of `comm` in place: the axes stay the objects that models and optimizers hold.
 
         The tensor and pipeline sizes stay, the data size follows from the number of ranks.  Collective over `comm`,
-        which is the mesh's from now on; the communicators before are not freed, see `release`.
+        which the mesh owns from now on.  The old communicators are not freed, see `release`.
 
         Raises
         ------
@@ -227,14 +228,14 @@ class Mesh:
             self._comparison.free()
 
     def revoke(self) -> None:
-        """Make every operation on it fail, on all ranks, so that none waits for one that has died.  Not collective."""
+        """Make every operation on the mesh fail on all ranks, so that none waits for a dead rank.  Not collective."""
         for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
             axis.revoke()
         if self._comparison is not None:
             self._comparison.revoke()
 
     def unwatch(self) -> None:
-        """No time limits from now on; who dies is named only where the others do not outlive it.  Collective."""
+        """End the time limits; a rank that dies is still named where its death ends the job.  Collective."""
         if self._watchdog is None:
             return
         if heals_in_place():
@@ -249,7 +250,7 @@ class Mesh:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A rank that leaves by an exception cannot meet the others in a collective free.
+        # After an exception the other ranks may not take part in a collective free.
         if kind is None:
             self.free()
 
@@ -267,10 +268,10 @@ class Mesh:
 
 def newcomer_cell() -> tuple[int, int] | None:
     """Tensor and pipeline size of the elastic run that has spawned this process; None if none has."""
-    told = sys._xoptions.get(NEWCOMER)
-    if told is None:
+    sizes = sys._xoptions.get(NEWCOMER)
+    if sizes is None:
         return None
-    tensor, _, pipeline = str(told).partition("x")
+    tensor, _, pipeline = str(sizes).partition("x")
     return int(tensor), int(pipeline)
 
 
@@ -299,7 +300,7 @@ def _sizes(ranks: int, **sizes: Any) -> tuple[int, int, int]:
 
 def _check_launcher() -> None:
     """Refuse a world of one rank where a launcher has started several."""
-    # A process that was spawned has the environment of those that did so.
+    # A spawned process inherits the environment of its parents.
     if MPI.COMM_WORLD.size > 1 or MPI.Comm.Get_parent() != MPI.COMM_NULL:
         return
     library, found = MPI.get_vendor()[0], launches(os.environ)
@@ -312,7 +313,7 @@ def _check_launcher() -> None:
 
 
 def _timeout(timeout: float | None) -> float | None:
-    """The time limit that was chosen; None if none was."""
+    """The chosen time limit; None if none was chosen."""
     value: Any
     name, value = "timeout", timeout
     if value is None:

@@ -17,7 +17,7 @@ Fields = tuple[Any, ...]  # of a `Call`
 class Request:
     """A collective under way.  Its buffers belong to it until `wait` returns.
 
-    `wait` gives what the blocking form would have returned.
+    `wait` returns what the blocking form returns.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Request:
         self._requests = requests
         self._statuses: Sequence[MPI.Status | None] = statuses or [None] * len(requests)
         self._finish = finish
-        # mpi4py 4.1 lets go of what Iallreduce, Ireduce_scatter and Iallgatherv read while they run.
+        # Kept alive here: mpi4py 4.1 drops send buffers of Iallreduce, Ireduce_scatter and Iallgatherv while they run.
         self._read = read
         self._result: Array = None
         self._started_s = ledger.spend(call, call[0])
@@ -49,12 +49,12 @@ class Request:
 
     def test(self) -> bool:
         """Whether `wait` would return at once; MPI.Exception if somebody has died or revoked the axis (ULFM)."""
-        # Not Get_status, which in Open MPI 5 sees neither where a message is concerned, ever.
+        # Not Get_status: in Open MPI 5 it never reports the end or the failure of a message.
         tested = zip(self._requests, self._statuses, strict=True)
         return all(not request or request.Test(status) for request, status in tested)
 
     def abandon(self) -> None:
-        """Wait until MPI has let go of the buffers, whatever came of it."""
+        """Wait until MPI no longer uses the buffers; errors are ignored."""
         for request in self._requests:
             try:
                 request.Wait()
@@ -70,7 +70,7 @@ class Request:
             self._ledger.active = (began, *call[1:])
             try:
                 for request, status in zip(self._requests, self._statuses, strict=True):
-                    if request:  # else `test` has seen its end
+                    if request:  # else `test` has completed it
                         request.Wait(status)
                 self._result = self._finish()
                 self._read = ()
@@ -81,14 +81,14 @@ class Request:
 
 
 class ChainedRequest:
-    """One bucket on its way to the owners of its parts, or from them; `wait` does the rest of the work."""
+    """A request with work to do after it: `wait` finishes both.  For a bucket on its way to or from the owners."""
 
     def __init__(self, pending: Request | ChainedRequest, finish: Callable[[], Array]) -> None:
         self._pending = pending
         self._finish = finish
 
     def test(self) -> bool:
-        """Whether all has arrived."""
+        """Whether all data has arrived."""
         return self._pending.test()
 
     def abandon(self) -> None:
@@ -96,5 +96,5 @@ class ChainedRequest:
         self._pending.abandon()
 
     def wait(self) -> Array:
-        """Finish; returns the array that was to be filled.  Once only."""
+        """Finish and return the filled array.  Call it once only."""
         return self._finish()

@@ -1,7 +1,7 @@
-"""Carry the arrays of a run from one layout to another, in memory that is bounded and without a disk.
+"""Move the arrays of a run from one layout to another, in bounded memory and without a disk.
 
-Each rank plans what it receives and tells the senders what it wants of them; then rounds of Alltoallv move the
-elements, packed end to end, a bucket at a time.  What a rank holds already is copied within it, or left where it is.
+Each rank plans what it receives, and requests it from the senders.  Rounds of Alltoallv then move the elements, packed
+end to end, one bucket at a time.  Elements that a rank holds already are copied locally, or stay where they are.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mpishard.layout.run_state import RunState, Shard, check_same_tensors
 from mpishard.layout.transfers import Holders, Transfer
 
 Array = Any
-# What the other ranks hear of a shard: its kind and dtype, and name, box and start of its pieces.
-_Told = tuple[str, str, tuple[tuple[str, Box, int], ...]]
-# And of a run state: its tensors with their shapes, and its kinds.
+# The description of a shard for other ranks: its kind and dtype, and name, box and start of its pieces.
+_Description = tuple[str, str, tuple[tuple[str, Box, int], ...]]
+# The description of a run state: its tensors with their shapes, and its kinds.
 _Model = tuple[tuple[tuple[str, tuple[int, ...]], ...], tuple[str, ...]]
 _CONTROL = "control"
 
@@ -33,35 +33,35 @@ def reshard(axis: Axis, source: Shard | None, target: Shard | None, *, bucket_by
     """Fill the target array of every rank from the source arrays of all.  Collective over `axis`.
 
     Every element of a target is written once, and none travels to a rank that has it already; ranks that hold copies
-    share the sending.  The ledger has the elements that travel under the label ``"reshard"``.
+    share the sending.  The ledger counts the elements that travel under the label ``"reshard"``.
 
     Parameters
     ----------
     axis : Axis
         The ranks of both layouts.
     source, target : Shard or None
-        Of one kind and dtype on all ranks, the arrays of a rank both on the host or both on its device.  None on a rank
-        that is not in that layout.  Both may have one array if every piece of the source lies in it where the target
-        has those elements, so that only what is missing arrives.
+        Of one kind and dtype on all ranks.  The arrays of a rank are both on the host or both on its device.  None on a
+        rank that is not in that layout.  Both may share one array if each element has the same offset in source and
+        target; only the missing elements are then received.
     bucket_bytes : int
-        How many bytes of elements a rank packs for sending at a time, at most, and as many for receiving; but at least
-        one element for each rank it sends to.  The least of all ranks counts.
+        The most bytes that a rank packs for sending in one round, and receives in one; at least one element per rank
+        it sends to is allowed.  The least value of all ranks is used.
 
     Raises
     ------
     ValueError, TypeError
         On every rank and before anything is written, if kinds or dtypes differ, no rank holds an element of a target
-        that is required, or any rank's arrays do not fit their holdings.
+        that is required, or any rank's arrays do not fit their layouts.
     """
-    told = axis.allgather_object((_told(source), _told(target), int(bucket_bytes)))
+    descriptions = axis.allgather_object((_describe(source), _describe(target), int(bucket_bytes)))
     plan: list[Transfer] = []
     lost: list[tuple[Piece, Box]] = []
     problem: Exception | None = None
     try:
-        _check_alike(told)
+        _check_alike(descriptions)
         _check_arrays(source, target)
         if target is not None:
-            holders = Holders([_holding(side) for side, _, _ in told])
+            holders = Holders([_layout(side) for side, _, _ in descriptions])
             plan = holders.transfers_to(axis.rank, target.holding, None if target.required else lost)
         if source is not None and target is not None:
             _check_sharing(source, target, [move for move in plan if move.source_rank == axis.rank])
@@ -80,9 +80,9 @@ def reshard(axis: Axis, source: Shard | None, target: Shard | None, *, bucket_by
         if move.source_rank != axis.rank:
             wanted[move.source_rank].append(move)
     incoming = [_Stream([(move.target, move.box) for move in part]) for part in wanted]
-    outgoing = _tell_wants(axis, wanted, source)
-    dtype = next(np.dtype(side[1]) for side, _, _ in told if side is not None)
-    bucket = min(limit for _, _, limit in told) // dtype.itemsize
+    outgoing = _request(axis, wanted, source)
+    dtype = next(np.dtype(side[1]) for side, _, _ in descriptions if side is not None)
+    bucket = min(limit for _, _, limit in descriptions) // dtype.itemsize
     _send_rounds(axis, source, target, outgoing, incoming, dtype, bucket)
 
 
@@ -104,46 +104,46 @@ def reshard_state(
     Returns
     -------
     mapping
-        The facts of the source, on all ranks.
+        The metadata (facts) of the source, on all ranks.
 
     Raises
     ------
     ValueError, TypeError
         On every rank and before anything is written, if the states are of different models or the source lacks a kind
-        of array that the target has; and as `reshard`, kind after kind.
+        of array that the target has; also the errors of `reshard`, for each kind in turn.
     """
-    told = axis.allgather_object((_model(source), _model(target)))
+    descriptions = axis.allgather_object((_model(source), _model(target)))
     problem = None
     try:
-        _check_models(told)
+        _check_models(descriptions)
     except ValueError as error:
         problem = error
     axis.raise_if_any(problem)
-    for kind in next((model[1] for _, model in told if model is not None), ()):
+    for kind in next((model[1] for _, model in descriptions if model is not None), ()):
         reshard(axis, _shard(source, kind), _shard(target, kind), bucket_bytes=bucket_bytes)
-    first = next(rank for rank, (model, _) in enumerate(told) if model is not None)
+    first = next(rank for rank, (model, _) in enumerate(descriptions) if model is not None)
     return _share_facts(axis, source.facts if source is not None else {}, first)
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _told(shard: Shard | None) -> _Told | None:
+def _describe(shard: Shard | None) -> _Description | None:
     if shard is None:
         return None
     pieces = tuple((piece.name, piece.box, piece.start) for piece in shard.holding)
     return shard.kind, shard.array.dtype.name, pieces
 
 
-def _holding(told: _Told | None) -> LocalLayout:
-    return () if told is None else tuple(Piece(*piece) for piece in told[2])
+def _layout(description: _Description | None) -> LocalLayout:
+    return () if description is None else tuple(Piece(*piece) for piece in description[2])
 
 
-def _check_alike(told: Sequence[tuple[_Told | None, _Told | None, int]]) -> None:
+def _check_alike(descriptions: Sequence[tuple[_Description | None, _Description | None, int]]) -> None:
     """Raise unless all sides are arrays of one kind and dtype, and somebody has a source."""
     sides = [
         (f"the {what} of rank {rank}", side)
-        for rank, (source, target, _) in enumerate(told)
+        for rank, (source, target, _) in enumerate(descriptions)
         for what, side in (("source", source), ("target", target))
         if side is not None
     ]
@@ -153,14 +153,14 @@ def _check_alike(told: Sequence[tuple[_Told | None, _Told | None, int]]) -> None
             raise ValueError(f"{first} is {first_kind!r} but {whose} is {kind!r}; reshard one kind of array at a time")
         if dtype != first_dtype:
             raise TypeError(f"{first} is {first_dtype} but {whose} is {dtype}; resharding does not convert")
-    if all(source is None for source, _, _ in told):
+    if all(source is None for source, _, _ in descriptions):
         raise ValueError("no rank has a source to reshard from")
-    if min(limit for _, _, limit in told) < 1:
-        raise ValueError(f"bucket_bytes must be at least 1, got {min(limit for _, _, limit in told)}")
+    if min(limit for _, _, limit in descriptions) < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, got {min(limit for _, _, limit in descriptions)}")
 
 
 def _check_arrays(*shards: Shard | None) -> None:
-    """Raise unless this rank's arrays have what their holdings say, in one kind of memory."""
+    """Raise unless this rank's arrays are as long as their layouts say, and are in one kind of memory."""
     for shard in shards:
         if shard is None:
             continue
@@ -176,7 +176,7 @@ def _check_arrays(*shards: Shard | None) -> None:
 
 
 def _check_sharing(source: Shard, target: Shard, local: Sequence[Transfer]) -> None:
-    """Raise unless arrays are apart in memory, or what arrives in the one array meets no element still to be sent."""
+    """Raise unless the arrays share no memory, or are one array in which no element changes its offset."""
     same = source.array is target.array
     if not same and not arrays.module_of(source.array).may_share_memory(source.array, target.array):
         return
@@ -189,12 +189,12 @@ def _check_sharing(source: Shard, target: Shard, local: Sequence[Transfer]) -> N
 
 
 def _stays(move: Transfer) -> bool:
-    """Whether the elements have the same places in the source array and in the target array."""
-    return _places(move.source, move.box) == _places(move.target, move.box)
+    """Whether the elements have the same offsets in the source array and in the target array."""
+    return _offsets(move.source, move.box) == _offsets(move.target, move.box)
 
 
-def _places(piece: Piece, box: Box) -> tuple[int, list[int]]:
-    """Where the first element of a box of a piece is in the array, and the strides along extents above 1."""
+def _offsets(piece: Piece, box: Box) -> tuple[int, list[int]]:
+    """The offset of the first element of a box of a piece, and the strides along extents above 1."""
     strides = list(accumulate(piece.shape[:0:-1], int.__mul__, initial=1))[::-1][: len(box)]
     offsets = [start - origin for (start, _), (origin, _) in zip(box, piece.box, strict=True)]
     first = piece.start + sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
@@ -205,10 +205,10 @@ def _model(state: RunState | None) -> _Model | None:
     return None if state is None else (tuple((spec.name, spec.shape) for spec in state.specs), state.kinds)
 
 
-def _check_models(told: Sequence[tuple[_Model | None, _Model | None]]) -> None:
+def _check_models(descriptions: Sequence[tuple[_Model | None, _Model | None]]) -> None:
     """Raise unless all states are of one model, and targets want kinds that the sources have."""
-    sources = [model for model, _ in told if model is not None]
-    targets = [model for _, model in told if model is not None]
+    sources = [model for model, _ in descriptions if model is not None]
+    targets = [model for _, model in descriptions if model is not None]
     if not sources:
         raise ValueError("no rank has a state to reshard from")
     tensors, kinds = sources[0]
@@ -244,7 +244,7 @@ class _Stream:
         self.size = self.starts[-1]
 
     def between(self, start: int, stop: int) -> Iterator[tuple[Piece, Box]]:
-        """What lies in a range of them, in order, as boxes of pieces."""
+        """The elements `start` to `stop` of the stream, in order, as boxes of pieces."""
         for index in range(bisect_right(self.starts, start) - 1, len(self.boxes)):
             first, last = self.starts[index], self.starts[index + 1]
             if first >= stop:
@@ -259,23 +259,23 @@ class _Stream:
 
 
 def _view(array: Array, piece: Piece, box: Box) -> Array:
-    """The part of an array that a box of one of its pieces is."""
+    """The view of a box of a piece in an array."""
     inside = (slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, piece.box, strict=True))
     return array[piece.start : piece.start + piece.size].reshape(piece.shape)[(*inside, ...)]
 
 
-def _tell_wants(axis: Axis, wanted: Sequence[Sequence[Transfer]], source: Shard | None) -> list[_Stream]:
-    """Tell every rank which boxes of its pieces to send here; returns what this one is to send to each."""
+def _request(axis: Axis, wanted: Sequence[Sequence[Transfer]], source: Shard | None) -> list[_Stream]:
+    """Request from every rank the boxes to send here; returns what this rank is to send to each."""
     words = [[number for move in part for number in (move.source.start, *sum(move.box, ()))] for part in wanted]
     lengths = np.array([len(part) for part in words], np.int64)
-    told_lengths = axis.all_to_all(lengths, np.empty_like(lengths), label=_CONTROL).tolist()
-    message = np.array([word for part in words for word in part], np.int64)
-    told = np.empty(sum(told_lengths), np.int64)
-    axis.all_to_all(message, told, lengths.tolist(), told_lengths, label=_CONTROL)
-    # Pieces with elements do not overlap, so that the place in the array identifies one.
+    request_lengths = axis.all_to_all(lengths, np.empty_like(lengths), label=_CONTROL).tolist()
+    own_requests = np.array([word for part in words for word in part], np.int64)
+    requests = np.empty(sum(request_lengths), np.int64)
+    axis.all_to_all(own_requests, requests, lengths.tolist(), request_lengths, label=_CONTROL)
+    # Pieces with elements do not overlap, so the start in the array identifies a piece.
     pieces = {piece.start: piece for piece in (source.holding if source is not None else ()) if piece.size}
-    streams, numbers, end = [], iter(told.tolist()), 0
-    for length in told_lengths:
+    streams, numbers, end = [], iter(requests.tolist()), 0
+    for length in request_lengths:
         boxes, end = [], end + length
         while length:
             piece = pieces[next(numbers)]
@@ -294,9 +294,12 @@ def _send_rounds(
     dtype: np.dtype,
     bucket: int,
 ) -> None:
-    """Move the streams, as much of each at a time as fits the buckets, of so many elements, of both its ends."""
+    """Move the streams in rounds.  A round moves as much of each stream as fits the bucket at both of its ends.
+
+    `bucket` is the number of elements that a rank sends in a round at most, and receives.
+    """
     peers = axis.allgather_object(max(sum(stream.size > 0 for stream in streams) for streams in (outgoing, incoming)))
-    # Both ends of a stream find the same quota for it.
+    # Both ends of a stream compute the same quota for it.
     quotas = [max(1, bucket // max(1, peers[axis.rank], other)) for other in peers]
     rounds = [-(-stream.size // quota) for stream, quota in zip(outgoing, quotas, strict=True)]
     most = int(axis.all_reduce(np.array([max(rounds)], np.int64), op="max", label=_CONTROL)[0])
@@ -321,14 +324,14 @@ def _counts(streams: Sequence[_Stream], quotas: Sequence[int], number: int) -> l
 def _runs(
     shard: Shard | None, streams: Sequence[_Stream], quotas: Sequence[int], number: int, packed: Array
 ) -> Iterator[tuple[Array, Array]]:
-    """What of a rank's array travels in a round: each part of it, and its place in the packed buffer."""
-    place = 0
+    """The parts of a rank's array that travel in a round: a view of each, and its view in the packed buffer."""
+    offset = 0
     for stream, quota in zip(streams, quotas, strict=True):
         for piece, box in stream.between(quota * number, quota * (number + 1)):
             assert shard is not None
             view = _view(shard.array, piece, box)
-            yield view, packed[place : place + view.size].reshape(view.shape)
-            place += view.size
+            yield view, packed[offset : offset + view.size].reshape(view.shape)
+            offset += view.size
 
 
 def _buffer(like: Shard | None, dtype: np.dtype, size: int) -> Array:
@@ -336,7 +339,7 @@ def _buffer(like: Shard | None, dtype: np.dtype, size: int) -> Array:
 
 
 def _share_facts(axis: Axis, facts: Mapping[str, Any], first: int) -> Mapping[str, Any]:
-    """The facts of rank `first` on all ranks; arrays travel as buffers."""
+    """Broadcast the facts of rank `first` to all ranks; arrays travel as buffers."""
     mine = dict(facts) if axis.rank == first else {}
     plain = {name: value for name, value in mine.items() if not isinstance(value, np.ndarray)}
     layout = [(name, value.dtype.str, value.shape) for name, value in mine.items() if isinstance(value, np.ndarray)]

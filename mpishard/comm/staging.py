@@ -1,6 +1,6 @@
-"""What MPI sees of an array: the array itself where MPI can take it, a staged or widened copy where it cannot.
+"""The buffer to hand to MPI for an array: the array itself where MPI can take it, else a staged or widened copy.
 
-The one place where a device buffer is made ready before MPI or the host reads it.
+This is the one place that makes a device buffer ready before MPI or the host reads it.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ def stage_out(buffer: Array, *, reads: bool = True, arithmetic: bool = False) ->
     reads : bool
         Whether the call needs the content.
     arithmetic : bool
-        Whether MPI computes with the elements, rather than moving them.  MPI has no bfloat16 and seldom float16
-        arithmetic, so these are widened to float32 then.
+        Whether MPI computes with the elements, not only moves them.  MPI has no bfloat16 and seldom float16 arithmetic,
+        so these are then widened to float32.
     """
     flat = buffer.reshape(-1)
     half = is_half(flat.dtype)
     if arrays.is_device(buffer):
-        arrays.ready(buffer)  # the readiness gate: what was queued on the stream is in memory now
+        arrays.ready(buffer)  # the readiness gate: the work queued on the stream is done now
         if not half and _takes_device_pointers(buffer):
             return flat
-        wire = arrays.pinned_empty(flat.size, flat.dtype, like=buffer)
+        staged = arrays.pinned_empty(flat.size, flat.dtype, like=buffer)
         if reads:
-            arrays.copy_to_host(flat, wire)
-        flat = wire
+            arrays.copy_to_host(flat, staged)
+        flat = staged
     elif not flat.flags.aligned:
-        flat = flat.copy()  # of which MPI does not know the type else
+        flat = flat.copy()  # MPI has no type for unaligned elements
     if half:
         return flat.astype(np.float32) if arithmetic else flat.view(np.uint16)
     return flat
 
 
-def stage_in(wire: Array, buffer: Array) -> Array:
-    """Bring what MPI left in `wire` back into `buffer`, unless they are the same memory; returns `buffer`."""
-    if arrays.is_device(wire) or (not arrays.is_device(buffer) and np.may_share_memory(wire, buffer)):
+def stage_in(staged: Array, buffer: Array) -> Array:
+    """Copy `staged` back into `buffer` after the call, unless they share memory; returns `buffer`."""
+    if arrays.is_device(staged) or (not arrays.is_device(buffer) and np.may_share_memory(staged, buffer)):
         return buffer
-    widened = is_half(buffer.dtype) and wire.dtype == np.float32
-    values = wire.astype(buffer.dtype) if widened else wire.view(buffer.dtype)
+    widened = is_half(buffer.dtype) and staged.dtype == np.float32
+    values = staged.astype(buffer.dtype) if widened else staged.view(buffer.dtype)
     if arrays.is_device(buffer):
         arrays.copy_to_device(values, buffer.reshape(-1))
     else:

@@ -1,12 +1,12 @@
-"""What ends a job when a rank fails: no rank waits for ever, and the culprit is named.
+"""End the job when a rank fails, so that no rank waits for ever, and name the culprit.
 
 An uncaught exception on any rank prints that rank's traceback and aborts the job.  A watchdog thread on every rank
 notices a collective that waits past the time limit, asks all ranks where they are, prints who waits where and who is
-missing, and aborts; the threads talk over a communicator of their own.  A witness names the rank that is killed.
+missing, and aborts.  The threads have a communicator of their own.  A death monitor names the rank that is killed.
 
-Under Open MPI's ULFM ``MPI_Abort`` ends its caller only, and nobody hears of it (5.0.11, 4 ranks), nor of one that ends
-with an exit code other than 0.  A death by a signal is told to all, so a rank that aborts the job kills itself there,
-and so do those who hear of it.
+Under Open MPI's ULFM ``MPI_Abort`` ends its caller only, and the other ranks are not informed (5.0.11, 4 ranks); nor of
+a rank that ends with an exit code other than 0.  They are informed of a death by a signal.  So there a rank that aborts
+the job kills itself, and the ranks that are informed do the same.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from typing import Any, NamedTuple, NoReturn
 from mpi4py import MPI
 
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.comm.death_monitor import DeathMonitor, silence_witnesses
+from mpishard.comm.death_monitor import DeathMonitor, silence_death_monitors
 from mpishard.comm.ledger import Call, Ledger
 from mpishard.comm.tracebacks import describe
 from mpishard.launch.endings import INTERRUPTED
 
 _ASK, _ASK_ALL, _ANSWER, _FAILED = 1, 2, 3, 4
 _POLL_S = 0.25
-# After so long a wait a rank asks its neighbour whether it is still in the script.
+# After this wait a rank asks its neighbour whether it is still in the script.
 _SUSPICION_S = 5.0
 _ANSWER_S = 2.0
 _FLUSH_S = 0.2
-# Time limits of collectives for those who have chosen none: before a step is over, since one rank may read data or
-# compile while the others wait for it; when all ranks wait; and afterwards in steps, which vary.
+# The default time limits of a collective: seconds before the first step is over, when one rank may read data or compile
+# while the others wait; seconds if all ranks wait, and at least; and afterwards a multiple of the longest step.
 _SET_UP_S, _LEAST_S, _STEPS = 1800.0, 120.0, 10
-# How often a rank asks before a step is over whether any is at work.
+# How often a rank asks, before the first step is over, whether any rank is at work.
 _LOOK_S = 15.0
-# What is wrong on all ranks alike is told by the first, which has ended the others by then.
+# How long other ranks leave to the first to report an error that all have; it ends them by then.
 _FIRST_S = 1.0
-# From a Ctrl-C that Python has ignored, since it came where no exception may rise, to the next try.
+# Time until a Ctrl-C is sent again that Python ignored, since it came where no exception can be raised.
 _AGAIN_S = 0.05
-# So long the first waits to hear whether all have failed.
+# How long the first rank waits to hear whether all have failed.
 _ALIKE_S = 0.6
-# Longest that a rank waits for others that end with it, and how long it sleeps between two looks.
+# The longest wait of a rank for others that end too, and its sleep between two checks.
 _LAST_S, _NAP_S = 5.0, 0.02
-# Longest answer; the numbers of stack frames that fit are more than anybody reads.
+# Longest answer; more stack frames fit than anybody reads.
 _ANSWER_BYTES = 2000
 
 
@@ -61,19 +61,19 @@ def abort(message: str, code: int = 1) -> None:
         die(message)
     if hook is not None and hook.note_abort is not None:
         hook.note_abort()
-    silence_witnesses()
+    silence_death_monitors()
     if heals_in_place():
         _end_with_others(message, code)
     _print(message)
-    with contextlib.suppress(OSError):  # the last word is ours: MPICH has this process say that MPI_Abort was called
+    with contextlib.suppress(OSError):  # no output after ours: MPICH prints from this process that MPI_Abort was called
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     MPI.COMM_WORLD.Abort(code)
 
 
 def die(message: str) -> NoReturn:
-    """Print `message` on stderr and end this process alone, as if it was killed, so that ULFM tells the others.
+    """Print `message` on stderr and kill this process alone, so that ULFM informs the others.
 
-    In MPI_Finalize it would wait for them, and of an exit code other than 0 nobody hears.
+    MPI_Finalize would wait for the others, and ULFM does not inform them of an exit code other than 0.
     """
     _print(message)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -81,9 +81,9 @@ def die(message: str) -> NoReturn:
 
 
 def _end_with_others(message: str, code: int) -> NoReturn:
-    """What `abort` is where others hear of the death of this process, and end in this way, too.
+    """`abort` under ULFM: the others are informed of the death of this process and end in the same way.
 
-    The first of them stays until the others are gone: of ranks that are killed the launcher's exit code says nothing.
+    The lowest rank stays until the others are gone and exits with `code`: killed ranks do not set the launcher's code.
     """
     world = MPI.COMM_WORLD
     dead = _dead()
@@ -103,17 +103,17 @@ def _print(message: str) -> None:
         return
     sys.stderr.write(message if message.endswith("\n") else message + "\n")
     sys.stderr.flush()
-    time.sleep(_FLUSH_S)  # launchers drop what is still in the pipe when the job is aborted
+    time.sleep(_FLUSH_S)  # launchers drop the output still in the pipe when the job is aborted
 
 
 def _dead() -> list[int]:
-    """The ranks that this process knows to have died, where MPI tells."""
+    """The ranks that MPI reports as dead."""
     world = MPI.COMM_WORLD
     return sorted(MPI.Group.Translate_ranks(world.Get_failed(), None, world.Get_group()))
 
 
 def _dead_within(seconds: float) -> list[int]:
-    """The ranks known to have died after so many seconds, or once the first is among them; none if MPI never tells."""
+    """The ranks reported dead within so many seconds, or until rank 0 is; none if MPI reports no deaths."""
     if not heals_in_place():
         time.sleep(seconds)
         return []
@@ -124,23 +124,23 @@ def _dead_within(seconds: float) -> list[int]:
 
 
 def _progress() -> None:
-    """Sleep, and let MPI hear of deaths, which it does when it is called."""
+    """Sleep, and let MPI notice deaths, which it does only inside its calls."""
     with contextlib.suppress(MPI.Exception):
         MPI.COMM_WORLD.Iprobe()
     time.sleep(_NAP_S)
 
 
-def _tell(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
+def _print_error(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """The excepthook of a process without others, which ends by itself."""
     interrupted = issubclass(kind, KeyboardInterrupt)
-    sys.stderr.write("mpishard: ended by Ctrl-C\n" if interrupted else describe(error or kind(), where))
+    sys.stderr.write("mpishard: ended by Ctrl-C\n" if interrupted else describe(error or kind(), trace))
 
 
 def _try_again(ignored: sys.UnraisableHookArgs) -> None:
-    """The process's unraisablehook: a Ctrl-C that came in a callback of C, as while kernels compile, comes again."""
+    """The process's unraisablehook: send a Ctrl-C again that came in a callback from C, e.g. while kernels compile."""
     main = threading.main_thread().ident
     if issubclass(ignored.exc_type, KeyboardInterrupt) and main is not None:
-        timer = threading.Timer(_AGAIN_S, signal.pthread_kill, (main, signal.SIGINT))  # and so wakes it, too
+        timer = threading.Timer(_AGAIN_S, signal.pthread_kill, (main, signal.SIGINT))  # this wakes the thread, too
         timer.daemon = True
         timer.start()
     else:
@@ -148,7 +148,7 @@ def _try_again(ignored: sys.UnraisableHookArgs) -> None:
 
 
 class _AbortOnException:
-    """The process's excepthook: prints the traceback with the rank, and the step where one is known, then aborts."""
+    """The process's excepthook: prints the traceback with the rank and, if known, the step, then aborts."""
 
     def __init__(self) -> None:
         self.ledger: Ledger | None = None
@@ -158,11 +158,11 @@ class _AbortOnException:
         self.alone = False
         self._first = threading.Lock()
 
-    def __call__(self, kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
+    def __call__(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         if MPI.Is_finalized():
-            sys.__excepthook__(kind, error or kind(), where)
+            sys.__excepthook__(kind, error or kind(), trace)
             return
-        self._first.acquire()  # never let go: another thread that fails has nothing to add
+        self._first.acquire()  # never released: another thread that fails has nothing to add
         comm = MPI.COMM_WORLD
         number = self.ledger.step if self.ledger is not None else 0
         step = f" at step {number}" if number else ""
@@ -172,13 +172,13 @@ class _AbortOnException:
             if comm.rank > 0:
                 time.sleep(_FIRST_S)
             abort(f"mpishard: Ctrl-C{step} ends the job", INTERRUPTED)
-        text = describe(error or kind(), where)
+        text = describe(error or kind(), trace)
         if self.alone:
             die(f"mpishard: process {comm.rank} failed{step} and leaves the run\n{text}")
         failed = self.watchdog.gather_failures() if self.watchdog is not None else []
         dead = _dead_within(_FIRST_S if comm.rank > 0 and not failed else 0.0)
         if 0 in dead and len(failed) == comm.size:
-            abort("")  # the first has told of all
+            abort("")  # rank 0 has reported the error of all
         if dead and (isinstance(error, MPI.Exception) or 0 in dead):
             why = text.splitlines()[-1]
             abort(f"mpishard: rank {comm.rank} of {comm.size} ends{step} after rank {dead[0]} has: {why}")
@@ -200,11 +200,11 @@ def abort_on_exception(
     note_abort: Callable[[], None] | None = None,
     watchdog: Watchdog | None = None,
 ) -> None:
-    """From now on an exception that nobody catches, in any thread of this process, aborts the job of several ranks.
+    """Make an uncaught exception in any thread of this process abort the job, if it has several ranks.
 
     Importing mpishard does this, since a rank may fail before it has a mesh; a mesh adds its ledger, which knows the
-    step.  Sessions at a prompt are left alone.  A rank without others, not spawned by any, gets a shorter traceback
-    only, unless somebody wants a note.
+    step.  Interactive sessions are left alone.  A single rank that no other has spawned only gets a shorter traceback,
+    unless a caller asks for a note.
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ def abort_on_exception(
     note_abort : callable, optional
         Called before this process ends the job, for that or another reason.
     watchdog : Watchdog, optional
-        By which ranks that fail together hear of each other, so that one of them tells of all.
+        With it ranks that fail together learn of each other, so that one of them reports for all.
     """
     known = isinstance(sys.excepthook, _AbortOnException)
     alone = MPI.COMM_WORLD.size == 1 and MPI.Comm.Get_parent() == MPI.COMM_NULL
@@ -223,7 +223,7 @@ def abort_on_exception(
         sys.unraisablehook = _try_again
     if alone and note is None and not known:
         if sys.excepthook is sys.__excepthook__:
-            sys.excepthook = _tell
+            sys.excepthook = _print_error
         return
     if not isinstance(sys.excepthook, _AbortOnException):
         hook = _AbortOnException()
@@ -235,29 +235,29 @@ def abort_on_exception(
 
 
 def restore_sigusr1() -> None:
-    """Let SIGUSR1, by which a batch script asks ranks to leave, end a script that has no handler for it.
+    """Let SIGUSR1 end a script that has no handler for it; a batch script asks ranks to leave with that signal.
 
-    MPICH takes that signal when it starts, and ignores those of others: the job would go on to its time limit, and
-    nobody would queue it again.
+    MPICH installs a handler when it starts, which ignores the signal: the job would run into its time limit, and nobody
+    would queue it again.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 def fail_alone(alone: bool) -> None:
-    """Whether an exception that nobody catches ends this process only, and the others hear of it from MPI (ULFM)."""
+    """Set whether an uncaught exception ends this process only; MPI informs the others (ULFM)."""
     if isinstance(sys.excepthook, _AbortOnException):
         sys.excepthook.alone = alone
 
 
 class TimeLimit:
-    """How many seconds a collective may wait: as many as were chosen, or by how long steps have taken until now.
+    """How many seconds a collective may wait: the chosen number, or one that follows from the longest step so far.
 
     Parameters
     ----------
     chosen : float or None
-        None: `_SET_UP_S` until a step is over; then ten times the longest step, with what came before the next one, and
-        at least `_LEAST_S`.
+        None: `_SET_UP_S` until the first step is over; then ten times the longest step (from its begin to the begin of
+        the next), at least `_LEAST_S`.
     """
 
     def __init__(self, chosen: float | None) -> None:
@@ -267,9 +267,9 @@ class TimeLimit:
         self._longest: float | None = None
 
     def note(self, step: int, now: float, any_over: bool = False) -> None:
-        """This step is under way at the time `now`; 0 before the first.
+        """Note that `step` is under way at the time `now`; 0 before the first.
 
-        `any_over` tells of steps that were over before anybody looked.
+        `any_over`: a step has ended, perhaps before the first call of this.
         """
         if any_over and self._longest is None:
             self._longest = 0.0
@@ -281,7 +281,7 @@ class TimeLimit:
 
     @property
     def in_set_up(self) -> bool:
-        """Whether nothing was chosen, and no step is over."""
+        """Whether no limit was chosen and no step is over."""
         return self.chosen is None and self._longest is None
 
     @property
@@ -294,14 +294,14 @@ class TimeLimit:
         ways = "MPISHARD_TIMEOUT or Mesh(timeout=...)"
         if self.chosen is not None:
             return f"{self.seconds:g} s ({ways})"
-        told = f"{_STEPS} times the longest step and at least {_LEAST_S:g} s"
+        rule = f"{_STEPS} times the longest step and at least {_LEAST_S:g} s"
         return (
-            f"{self.seconds:.0f} s ({'before the first step' if self._longest is None else told}; {ways} sets another)"
+            f"{self.seconds:.0f} s ({'before the first step' if self._longest is None else rule}; {ways} sets another)"
         )
 
 
 class _Reply(NamedTuple):
-    """What a rank says of itself: in words, and whether it has waited for long, or has ended."""
+    """The answer of a rank: whether it has waited for long or has ended, and a text."""
 
     idle: bool
     text: str
@@ -310,9 +310,9 @@ class _Reply(NamedTuple):
 class Watchdog:
     """Names the ranks to blame when a collective outlasts its time limit, or can never end, and aborts the job.
 
-    A collective can never end once a member of its axis has ended its script; that is asked after a few seconds.
-    Needs an MPI that several threads may call (``MPI_THREAD_MULTIPLE``); without, there is no time limit.  Creation and
-    `close` are collective over `comm`.
+    A collective can never end once a member of its axis has ended its script; the neighbours are asked after a few
+    seconds.  Needs an MPI that several threads may call (``MPI_THREAD_MULTIPLE``); without it there is no time limit.
+    Creation and `close` are collective over `comm`.
     """
 
     def __init__(self, comm: MPI.Intracomm, ledger: Ledger, limit: float | None) -> None:
@@ -324,12 +324,12 @@ class Watchdog:
         self._leaving = ""
         self._stand_down = 0.0
         self._asked: Call | None = None
-        self._looks = 0.0
+        self._next_look = 0.0
         self._replies: dict[int, _Reply] = {}
         self._sends: list[Any] = []
         self._failed: set[int] = set()
         self._thread: threading.Thread | None = None
-        self._witness = DeathMonitor.over(comm) if comm.size > 1 else None
+        self._death_monitor = DeathMonitor.over(comm) if comm.size > 1 else None
         if comm.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._thread = threading.Thread(target=self._run, name="mpishard-watchdog", daemon=True)
             self._thread.start()
@@ -341,21 +341,21 @@ class Watchdog:
         if isinstance(sys.excepthook, _AbortOnException) and sys.excepthook.watchdog is self:
             sys.excepthook.watchdog = None
         self._leave("has freed its mesh")
-        if self._witness is not None:
-            self._witness.close()
+        if self._death_monitor is not None:
+            self._death_monitor.close()
         self._comm.Free()
 
     def stop(self) -> None:
-        """No time limits any more; a rank that is killed is still named.  Not collective."""
+        """End the time limits; a rank that is killed is still named.  Not collective."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def gather_failures(self) -> list[int]:
-        """Tell the others that this rank has failed; returns which ranks have by the time that this one shall speak.
+        """Inform the others that this rank has failed; returns the failed ranks once it is this rank's turn to report.
 
-        The first of them speaks, and ends the job while the others wait here.  Empty if they are not those of the job.
+        The first of them reports and ends the job while the others wait here.  Empty if `comm` is not the whole job.
         """
         comm, began, sends = self._comm, time.monotonic(), []
         may_call = self._thread is not None or threading.current_thread() is threading.main_thread()
@@ -364,7 +364,7 @@ class Watchdog:
         self._failed.add(comm.rank)
         for rank in range(comm.size):
             if rank != comm.rank:
-                with contextlib.suppress(MPI.Exception):  # one that has died
+                with contextlib.suppress(MPI.Exception):  # the rank has died
                     sends.append(comm.Isend([b"!", MPI.BYTE], rank, _FAILED))
         while len(self._failed) < comm.size or comm.rank > 0:
             if self._thread is None:
@@ -380,9 +380,9 @@ class Watchdog:
         self._leave("has ended its script")
 
     def _leave(self, why: str) -> None:
-        """Keep answering until all ranks are here, so that one that has left early can be named."""
-        if self._witness is not None:
-            self._witness.dismiss()
+        """Keep answering until all ranks have come here, so that a rank that left early can be named."""
+        if self._death_monitor is not None:
+            self._death_monitor.dismiss()
         if not MPI.Is_finalized() and self._comm.size > 1:
             self._leaving = why
             request = self._comm.Ibarrier()
@@ -403,14 +403,14 @@ class Watchdog:
             waited = time.perf_counter() - call.began
             if waited > self._limit.seconds:
                 self._report(f"past the time limit of {self._limit}")
-            elif waited > _LEAST_S and self._limit.in_set_up and now > self._looks:
-                self._looks = now + _LOOK_S
+            elif waited > _LEAST_S and self._limit.in_set_up and now > self._next_look:
+                self._next_look = now + _LOOK_S
                 self._report(f"and no rank has been at work for {_LEAST_S:g} s", if_all_idle=True)
             elif waited > _SUSPICION_S:
                 self._ask_neighbour(call)
 
     def _ask_neighbour(self, call: Call) -> None:
-        """Ask the next rank on the axis, once a call, whether it is still in the script; report where it is not."""
+        """Ask the next rank on the axis, once per call, whether it is still in the script; if not, report it."""
         members = call.members
         if self._comm.rank not in members:
             return
@@ -423,7 +423,7 @@ class Watchdog:
             self._report(f"and can never end, since rank {neighbour} {self._replies[neighbour].text}")
 
     def _serve(self) -> None:
-        """Answer the questions of other ranks and take in their answers."""
+        """Answer the questions of other ranks and receive their answers."""
         status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
             buffer = bytearray(status.Get_count(MPI.BYTE))
@@ -436,16 +436,16 @@ class Watchdog:
                 idle, _, text = buffer.decode(errors="replace").partition(" ")
                 self._replies[source] = _Reply(idle == "True", text)
                 continue
-            if tag == _ASK_ALL and source < self._comm.rank:  # one report is enough, the lowest rank's
+            if tag == _ASK_ALL and source < self._comm.rank:  # the report of the lowest rank is enough
                 self._stand_down = time.monotonic() + 3 * _ANSWER_S
-            own = self._where()
+            own = self._state()
             self._send(source, _ANSWER, f"{own.idle} {own.text}".encode()[:_ANSWER_BYTES])
 
     def _send(self, target: int, tag: int, data: bytes) -> None:
         self._sends = [(request, kept) for request, kept in self._sends if not request.Test()]
         self._sends.append((self._comm.Isend([data, MPI.BYTE], target, tag), data))
 
-    def _where(self) -> _Reply:
+    def _state(self) -> _Reply:
         """What this rank is doing."""
         call = self._ledger.waiting
         if call is not None:
@@ -455,16 +455,16 @@ class Watchdog:
             return _Reply(True, self._leaving)
         frame = sys._current_frames().get(self._main or 0)
         stack = traceback.extract_stack(frame)[-3:] if frame is not None else []
-        place = " < ".join(f"{f.filename}:{f.lineno} ({f.name})" for f in reversed(stack))
+        code = " < ".join(f"{f.filename}:{f.lineno} ({f.name})" for f in reversed(stack))
         recent = self._ledger.recent
         last = recent[-1].call if recent else None
-        return _Reply(False, f"is in no collective: it runs {place or 'unknown code'}; its last collective was {last}")
+        return _Reply(False, f"is in no collective: it runs {code or 'unknown code'}; its last collective was {last}")
 
     def _report(self, why: str, if_all_idle: bool = False) -> None:
-        """Ask all ranks where they are, say so and abort, unless the call has ended meanwhile or another rank does."""
+        """Ask all ranks where they are, print it and abort, unless the call has ended or another rank reports."""
         comm = self._comm
         call = self._ledger.waiting
-        self._replies = {comm.rank: self._where()}
+        self._replies = {comm.rank: self._state()}
         for rank in range(comm.size):
             if rank != comm.rank:
                 self._send(rank, _ASK_ALL, b"?")
