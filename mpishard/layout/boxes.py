@@ -1,4 +1,4 @@
-"""Boxes: tuples of ``(start, stop)`` pairs, one a dimension of a global tensor; and runs that a range is cut into."""
+"""Boxes, tuples of one ``(start, stop)`` pair per dimension of a global tensor; and cuts of a range into runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What one rank holds: pieces of global tensors in a flat buffer.  The one place that turns ranks into offsets.
+"""What one rank holds: pieces of global tensors in a flat buffer.  Only this file turns ranks into offsets.
 
-A *piece* ties a box to a place in a rank's flat buffer; inside the buffer a box lies in row-major order.  The *local
-layout* of a rank is all of its pieces, and a layout is a sequence of local layouts, one a rank.
+A *piece* is a box and its start in a rank's flat buffer; in the buffer a box is stored in row-major order.  The *local
+layout* of a rank is the tuple of its pieces; a *layout* is a sequence of local layouts, one per rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpishard.layout.specs import ParameterSpec
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of the global tensor `name`, stored from element `start` of a flat buffer on, row-major."""
+    """A box of the global tensor `name`, stored row-major from element `start` of a flat buffer."""
 
     name: str
     box: Box
@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ModelParallelRank:
-    """Where a rank stands in a mesh, as far as it decides which parameters it holds.
+    """The tensor and pipeline ranks of a rank, which decide which parameters it holds.
 
     Parameters
     ----------
@@ -59,11 +59,11 @@ class ModelParallelRank:
         return self.runner(stage) == self.pipeline_rank
 
     def holders(self, spec: ParameterSpec) -> list[int]:
-        """The pipeline ranks that hold the tensor, ascending; several if it is tied between them."""
+        """The pipeline ranks that hold the tensor, ascending; several if the tensor is tied."""
         return sorted({self.runner(stage) for stage in (spec.stage, *spec.copies)})
 
     def holds(self, spec: ParameterSpec) -> bool:
-        """Whether this rank holds the tensor, or its own slice of it."""
+        """Whether this rank holds the tensor or a slice of it."""
         return self.pipeline_rank in self.holders(spec)
 
     def box(self, spec: ParameterSpec) -> Box:
@@ -76,11 +76,11 @@ class ModelParallelRank:
         return tuple(box)
 
     def counts(self, spec: ParameterSpec) -> bool:
-        """Whether this rank's elements of the tensor are the ones to count, of replicas and ties the first."""
+        """Whether this rank's copy of the tensor is the primary one: the first of its replicas and ties."""
         return self.runs(spec.stage) and (spec.tensor_dim is not None or self.tensor_rank == 0)
 
     def holding(self, specs: Iterable[ParameterSpec]) -> LocalLayout:
-        """What this rank holds of the tensors, end to end in their order."""
+        """The local layout of this rank: its slices of the tensors, end to end in their order."""
         pieces: list[Piece] = []
         start = 0
         for spec in specs:
@@ -97,17 +97,17 @@ WHOLE = ModelParallelRank()
 
 
 def cut_holding(holding: LocalLayout, ranges: Iterable[tuple[int, int]]) -> LocalLayout:
-    """Pieces of a buffer that is a run of ranges of another one.
+    """The local layout of a new buffer that consists of ranges of another buffer.
 
     Parameters
     ----------
     holding : tuple of Piece
-        What the other buffer holds, end to end.
+        The local layout of the other buffer, end to end.
     ranges : iterable of (start, stop)
-        Ascending ranges of the other buffer; the new one is these ranges end to end.
+        Ascending ranges of the other buffer; the new buffer is these ranges end to end.
     """
     pieces: list[Piece] = []
-    place = 0
+    offset = 0
     for start, stop in ranges:
         first = max(0, bisect_right(holding, start, key=lambda piece: piece.start) - 1)
         for whole in itertools.islice(holding, first, None):
@@ -116,6 +116,6 @@ def cut_holding(holding: LocalLayout, ranges: Iterable[tuple[int, int]]) -> Loca
             begin, end = max(start, whole.start), min(stop, whole.start + whole.size)
             for box in boxes_of_range(whole.shape, begin - whole.start, end - whole.start):
                 within = zip(box, whole.box, strict=True)
-                pieces.append(Piece(whole.name, tuple((a + c, b + c) for (a, b), (c, _) in within), place))
-                place += pieces[-1].size
+                pieces.append(Piece(whole.name, tuple((a + c, b + c) for (a, b), (c, _) in within), offset))
+                offset += pieces[-1].size
     return tuple(pieces)

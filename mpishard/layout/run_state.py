@@ -1,6 +1,6 @@
 """The state of a run, rank by rank: arrays over the tensors of a model, each with its layout, and a few numbers.
 
-Checkpoints, resharding and resizing take it from whoever has it, and know neither optimizers nor models.
+Checkpoints, resharding and resizing work on it alone; they know neither optimizers nor models.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mpishard.layout.specs import ParameterSpec
 Array = Any
 Range = tuple[int, int]
 
-# What parameters and a slot of optimizer state are called among the arrays of a run.
+# The names of the parameters and of a slot of optimizer state among the arrays of a run.
 PARAMETERS = "parameters"
 SLOT = "optimizer/{}"
-# What compression has left over, of gradients and of averages of parameters.
+# The names of the compression errors: of gradients, and of averages of parameters.
 GRADIENT_ERRORS = "gradient_errors"
 AVERAGE_ERRORS = "average_errors"
 
@@ -29,7 +29,7 @@ _MOST = 2**53  # all whole numbers up to here are floats
 
 @dataclass(frozen=True)
 class Shard:
-    """What this rank holds of one array over all tensors of a model.
+    """This rank's part of one array over all tensors of a model.
 
     Parameters
     ----------
@@ -38,12 +38,12 @@ class Shard:
     array : 1-D array
         NumPy or device memory: the live array, not a copy.
     holding : tuple of Piece
-        The slices of tensors that lie in it.
+        The local layout of `array`.
     counted : tuple of Piece
-        Those of them, or parts of those, that this rank stands for: between all ranks each element of each tensor is
-        counted once, whatever is replicated.
+        The primary pieces, or parts of pieces: over all ranks each element of each tensor is in `counted` exactly
+        once, also where it is replicated.
     required : bool
-        If False, what it is filled from may lack this kind, or elements of it: they become zero.
+        If False, a source may lack this kind, or elements of it; these become zero.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run needs to go on.
+    """All that a run needs to go on.
 
     Parameters
     ----------
@@ -64,8 +64,8 @@ class RunState:
     shards : tuple of Shard
         Of the same kinds in the same order on all ranks.
     facts : mapping
-        The same on all ranks, as attributes of a checkpoint: numbers, strings and booleans by name; under names that
-        end in ``.json`` what JSON can hold; under others 1-D arrays of numbers.
+        The metadata, the same on all ranks; attributes of a checkpoint.  Values are numbers, strings, booleans and 1-D
+        arrays of numbers; under a name that ends in ``.json``, anything that JSON can hold.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -77,7 +77,7 @@ class RunState:
         return tuple(shard.kind for shard in self.shards)
 
     def with_facts(self, facts: Mapping[str, Any]) -> RunState:
-        """The same with further facts; ValueError if one has the name of one that is there."""
+        """A copy with further facts; ValueError if a name is taken."""
         taken = sorted(self.facts.keys() & facts.keys())
         if taken:
             raise ValueError(f"the fact {taken[0]!r} is one of the run's own; give yours another name")
@@ -85,23 +85,25 @@ class RunState:
 
 
 def pieces_of_ranges(pieces: LocalLayout, ranges: Sequence[Range], starts: Sequence[int]) -> LocalLayout:
-    """Pieces of an array in which range ``i`` of another one, whose pieces are given, begins at element ``starts[i]``.
+    """The pieces of an array that holds ranges of another array.
 
     Parameters
     ----------
     pieces : tuple of Piece
-        What the other array holds, end to end.
+        The local layout of the other array, end to end.
     ranges : sequence of (start, stop)
         Ascending ranges of the other array.
+    starts : sequence of int
+        For each range the element of this array at which it begins.
     """
     found = []
-    for bounds, place in zip(ranges, starts, strict=True):
-        found += [replace(piece, start=piece.start + place) for piece in cut_holding(pieces, [bounds])]
+    for bounds, offset in zip(ranges, starts, strict=True):
+        found += [replace(piece, start=piece.start + offset) for piece in cut_holding(pieces, [bounds])]
     return tuple(found)
 
 
 def counted_pieces(holding: LocalLayout, specs: Sequence[ParameterSpec], place: ModelParallelRank) -> LocalLayout:
-    """Those pieces that a rank at this place stands for, of replicas and ties the first."""
+    """The pieces of which this model-parallel rank has the primary copy, the first of its replicas and ties."""
     counts = {spec.name: place.counts(spec) for spec in specs}
     return tuple(piece for piece in holding if counts[piece.name])
 
@@ -116,47 +118,47 @@ def check_same_tensors(
     missing = [name for name in ours if name not in theirs]
     surplus = [name for name in theirs if name not in ours]
     changed = [name for name in ours if name in theirs and ours[name] != theirs[name]]
-    told = [
+    differences = [
         *(f"{name} {ours[name]} is not in it" for name in missing[:2]),
         *(f"it has {name} {theirs[name]} besides" for name in surplus[:2]),
         *(f"{name} is {theirs[name]} there and {ours[name]} here" for name in changed[:2]),
     ]
     raise ValueError(
         f"{what} is of another model: it has {len(theirs)} tensors and this model {len(ours)}; "
-        f"{'; '.join(map(brief, told))}"
+        f"{'; '.join(map(brief, differences))}"
     )
 
 
 def whole_fact(facts: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 0) -> int:
-    """The whole number that a fact is; ValueError if facts that were read have anything else there."""
+    """A fact that must be a whole number; ValueError if it is not, e.g. in facts read from a file."""
     value = facts.get(name, default)
     if type(value) is not int or not least <= value <= _MOST:
-        raise ValueError(f"{_told(facts, name)}, which must be a whole number of at least {least}")
+        raise ValueError(f"{_found(facts, name)}, which must be a whole number of at least {least}")
     return value
 
 
 def finite_fact(facts: Mapping[str, Any], name: str, default: float | None = None, *, above: float = 0.0) -> float:
-    """The finite number above a bound that a fact is; ValueError if facts that were read have anything else there."""
+    """A fact that must be a finite number above a bound; ValueError if it is not."""
     value = facts.get(name, default)
     if type(value) not in (int, float) or not above < value < math.inf:
-        raise ValueError(f"{_told(facts, name)}, which must be a finite number above {above:g}")
+        raise ValueError(f"{_found(facts, name)}, which must be a finite number above {above:g}")
     return float(value)
 
 
 def names_fact(facts: Mapping[str, Any], name: str) -> list[str]:
-    """The list of names that a fact is, empty where it is missing; ValueError if there is anything else."""
+    """A fact that must be a list of names; empty if it is missing; ValueError if it is anything else."""
     value = facts.get(name, [])
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
-        raise ValueError(f"{_told(facts, name)}, which must be a list of names")
+        raise ValueError(f"{_found(facts, name)}, which must be a list of names")
     return list(value)
 
 
-def _told(facts: Mapping[str, Any], name: str) -> str:
+def _found(facts: Mapping[str, Any], name: str) -> str:
     return f"the saved state has {name}={brief(facts[name])}" if name in facts else f"the saved state has no {name}"
 
 
 def brief(value: Any) -> str:
-    """A value in words for a message; what was read may be a table of a hundred thousand numbers."""
+    """A value as a text for a message, cut if it is long: a value read from a file may be a huge table."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
 
@@ -164,7 +166,7 @@ def brief(value: Any) -> str:
 def link_name(name: str) -> str:
     """A tensor's name as one HDF5 link.
 
-    A slash would make a group, which cannot have the name of a data set too, and a link ends at a zero byte.
+    A slash would make a group, whose name may be that of a data set too; a zero byte would end the name.
     """
     name = name.replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
     return "%2E" if name == "." else name

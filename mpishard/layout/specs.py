@@ -1,4 +1,4 @@
-"""What every rank knows of a global tensor: its name and shape, where it is split, and which stages have it."""
+"""The spec of a global tensor, known to every rank: its name and shape, its split, and the stages that have it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpishard.layout.boxes import Box
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What every rank knows of one global tensor.
+    """The facts about one global tensor that every rank knows.
 
     Parameters
     ----------
@@ -21,14 +21,14 @@ class ParameterSpec:
     shape : tuple of int
         Global shape; may contain zeros.
     stage : int
-        Pipeline stage that owns the tensor.  With several chunks a rank it is the virtual stage, of which pipeline rank
-        r of p holds r, r + p, r + 2 p, and so on.
+        Pipeline stage that owns the tensor.  With several chunks per rank it is the virtual stage; pipeline rank r of p
+        runs the virtual stages r, r + p, r + 2 p, and so on.
     tensor_dim : int or None
         Dimension split over the tensor axis; None: every tensor rank holds all of it, and the copies are replicas.
     partial : bool
-        Whether the gradients that the tensor ranks compute for their replicas are terms of a sum, instead of equal.
+        Whether the tensor ranks compute terms of the gradient of a replicated tensor, to be summed, and not all of it.
     copies : tuple of int
-        Further stages that hold the tensor and use it too: a tie, whose gradients are terms of a sum over the stages.
+        Further stages that hold and use the tensor (a tie).  The gradients of its stages are summed.
     """
 
     name: str
@@ -74,7 +74,7 @@ class ParameterSpec:
 
 
 def _check_name(name: object) -> None:
-    """Raise unless it can name a tensor, in a file too."""
+    """Raise unless `name` can be the name of a tensor, also in a file."""
     if not isinstance(name, str):
         raise TypeError(f"a parameter's name must be a string, got {shown(name)}")
     if not name:
@@ -84,7 +84,7 @@ def _check_name(name: object) -> None:
 
 
 def merge_ties(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
-    """Make one spec of those with one name: a tensor that several stages list is tied between them.
+    """Merge the specs with the same name: a tensor that several stages list is tied between them.
 
     Raises
     ------

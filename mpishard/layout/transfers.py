@@ -1,4 +1,4 @@
-"""What goes from whom to whom when one layout becomes another."""
+"""The transfers between ranks that turn one layout into another."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Transfer(NamedTuple):
 
 
 class Holders:
-    """Who holds what of each tensor in a layout: made once, then asked for one target rank after another.
+    """An index of the boxes that ranks hold of each tensor in a layout, made once for all target ranks.
 
     Parameters
     ----------
     source : sequence of tuple of Piece
-        What each rank holds.
+        The local layout of each rank.
     """
 
     def __init__(self, source: Sequence[LocalLayout]) -> None:
@@ -43,9 +43,9 @@ class Holders:
     def transfers_to(
         self, rank: int, holding: LocalLayout, lost: list[tuple[Piece, Box]] | None = None
     ) -> list[Transfer]:
-        """The moves of `transfers` whose target is this rank, which is to hold `holding`.
+        """The transfers to a rank whose new local layout is `holding`.
 
-        Boxes of its pieces that nobody holds are added to `lost`; without it, it raises as `transfers` does.
+        Boxes that no rank holds are added to `lost`; without `lost` they raise, as in `transfers`.
         """
         plan: list[Transfer] = []
         for piece in holding:
@@ -53,7 +53,7 @@ class Holders:
                 continue
             tensor = self._tensors.get(piece.name, _NOBODY)
             copies = tensor.overlapping(piece)
-            # What the rank has itself comes first: it costs no message.
+            # The rank's own pieces come first: they cost no message.
             own = [each for each in tensor.of_rank.get(rank, ()) if intersect(piece.box, each.box) is not None]
             offers = itertools.chain(
                 ((each.box, rank, each) for each in own),
@@ -80,14 +80,14 @@ class Holders:
 
 
 class _Boxes:
-    """The different boxes of one tensor that ranks hold, by where they start in its first dimension."""
+    """The different boxes of one tensor that ranks hold, sorted by their start in its first dimension."""
 
     def __init__(self, boxes: Mapping[Box, Sequence[tuple[int, Piece]]]) -> None:
         self.boxes = sorted(boxes.items(), key=lambda item: item[0])
         runs = [box[0] if box else (0, 1) for box, _ in self.boxes]
         self.starts = [start for start, _ in runs]
-        # Never descending, unlike the stops themselves: all boxes before the first of these that is past a start end
-        # before it too.
+        # Running maxima of the stops, ascending for bisection: all boxes before the first maximum above a start end at
+        # or before that start.
         self.stops = list(itertools.accumulate((stop for _, stop in runs), max))
         self.of_rank: dict[int, list[Piece]] = defaultdict(list)
         for copies in boxes.values():
@@ -95,7 +95,7 @@ class _Boxes:
                 self.of_rank[rank].append(piece)
 
     def overlapping(self, piece: Piece) -> Sequence[tuple[Box, Sequence[tuple[int, Piece]]]]:
-        """Those that can have elements in common with the piece, each with all who hold it."""
+        """The boxes that may have elements in common with the piece, each with all its holders."""
         start, stop = piece.box[0] if piece.box else (0, 1)
         if self.boxes and len(self.boxes[0][0]) != len(piece.box):
             raise ValueError(
@@ -109,10 +109,10 @@ _NOBODY = _Boxes({})
 
 
 def transfers(source: Sequence[LocalLayout], target: Sequence[LocalLayout]) -> list[Transfer]:
-    """List what goes from whom to whom so that `source` becomes `target`.
+    """List the transfers that turn the layout `source` into the layout `target`.
 
-    Every element of every target piece is covered exactly once.  Where several ranks hold a copy, a target takes its
-    own, listed with ``source_rank == target_rank``, which costs no message; of others the holders take turns.
+    Every element of every target piece is covered exactly once.  A target takes its own copy where it has one, listed
+    with ``source_rank == target_rank``, which costs no message.  Otherwise the holders of copies take turns.
 
     Raises
     ------
