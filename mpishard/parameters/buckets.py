@@ -1,9 +1,9 @@
-"""Gradients bucket by bucket: written by a backward pass, handed to a reducer as soon as a bucket is complete.
+"""Gradients in buckets: a backward pass writes them, and a reducer gets each bucket as soon as it is complete.
 
-A bucket is a run of consecutive tensors of at least so many elements.  Buckets are handed over last first, in one
-fixed order: a rank that has no samples this time, and so announces nothing, issues the same collectives in the same
-order as the others.  Where a rank runs several stages of a pipeline, each stage has an order of its own, and the
-schedule, which all ranks of the data axis share, decides how the orders interleave.
+A bucket is a run of consecutive tensors with a least number of elements.  The reducer gets the buckets in one fixed
+order, the last bucket first.  So a rank without samples in a step, which marks nothing ready, issues the same
+collectives in the same order as the others.  Where a rank runs several pipeline stages, each stage has its own order;
+the schedule, the same on all ranks of the data axis, decides how the orders interleave.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Array = Any
 class Run(NamedTuple):
     """Tensors `first` to `last` (exclusive) of a model, whose gradients are complete together.
 
-    `key` tells neighbouring runs of one stage apart; a `tied` tensor is a run by itself, which waits for the last
-    backward pass of the step, since another stage adds to its gradient.
+    `key` separates neighbouring runs of one stage.  A `tied` tensor is a run by itself: it waits for the last backward
+    pass of the step, since another stage adds to its gradient.
     """
 
     first: int
@@ -34,7 +34,10 @@ class Run(NamedTuple):
 
 
 def make_runs(tensors: Iterable[tuple[int, object, bool]]) -> list[Run]:
-    """Join neighbouring tensors of one key, given as ``(stage, key, tied)`` in flat order; a tied one stays alone."""
+    """Join neighbouring tensors with the same key into runs; a tied tensor stays alone.
+
+    `tensors` are ``(stage, key, tied)`` in flat order.
+    """
     runs: list[Run] = []
     for index, (stage, key, tied) in enumerate(tensors):
         if runs and not tied and not runs[-1].tied and runs[-1].key == key:
@@ -65,7 +68,7 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Group consecutive tensors of a run until a bucket holds `minimum` elements; a short rest joins the last bucket.
 
-    `sizes` are the numbers of elements to go by, where ranks whose pieces differ in size shall cut alike.
+    `sizes` replace the sizes of the pieces in this, so that ranks with pieces of other sizes cut alike.
     """
     if minimum < 1:
         raise ValueError(f"minimum_parameter_group_size is {minimum}, but a bucket holds at least 1 element")
@@ -92,7 +95,7 @@ def make_buckets(
 
 @dataclass
 class _Stage:
-    """The buckets of one run that are handed over in turn, from the last to the first, and the next to go."""
+    """Buckets that are reduced in turn, from the last to the first; `next` is the next one."""
 
     stage: int
     tied: bool
@@ -116,34 +119,34 @@ class GradientBuckets:
     runs : sequence of Run, optional
         Runs of tensors that no bucket may span; they cover all tensors.  Default: all tensors are one run.
     sizes : sequence of int, optional
-        Elements of each tensor to hold against `minimum`; default those of its piece.
+        Elements of each tensor to compare with `minimum`; default: the size of its piece.
     reduce : callable or None
-        ``reduce(bucket, array)`` takes the complete local gradient of one bucket; it may start a transfer and return.
-        ``release(bucket)`` must be called once the array may be written again (at once where nothing is in flight).
-    settle : callable or None
-        ``settle(bucket, array)`` completes the gradient of one micro-batch with what other ranks have computed of it,
-        before it is added to those set aside.
+        ``reduce(bucket, array)`` gets the complete local gradient of one bucket; it may start a collective and return.
+        It calls ``release(bucket)`` once the array may be written again.
+    reduce_within_replica : callable or None
+        ``reduce_within_replica(bucket, array)`` adds the terms of the other ranks of the model replica to the gradient
+        of one micro-batch, before that is added to earlier micro-batches.
     drain : callable or None
-        Waits until nothing that `reduce` started is under way.
+        Waits until all that `reduce` started is complete.
     on_demand : bool
-        False: one flat buffer for all buckets, kept, in which micro-batches add up, reduced after the last of them.
-        True: a bucket has memory from its first gradient until it is reduced, after every micro-batch (ZeRO-2).  The
-        buckets of tied tensors are kept until the last one all the same.
+        False: one flat buffer for all buckets is kept; micro-batches add up in it, and it is reduced after the last of
+        them.  True: a bucket has memory from its first gradient until its reduction, after every micro-batch (ZeRO-2).
+        Buckets of tied tensors are kept until the last micro-batch in both cases.
 
     Attributes
     ----------
-    hold : bool
-        True: keep finished buckets until `end_pass`, since more passes will add to them.
-    merges : int
-        How many of the gradients that were set aside belong to one sum with the gradient under way.
+    no_sync : bool
+        True: keep complete buckets until `end_pass`, since more passes will add to them.
+    tree_merges : int
+        How many of the newest pushed partial sums belong to one sum with the gradient under way.
     reduced : bool
         Whether this step's gradients are complete and reduced; nothing can be added then.
     inspect : callable or None
-        ``inspect(bucket, array)`` sees the complete local gradient before `reduce` does.
+        ``inspect(bucket, array)`` gets the complete local gradient before `reduce` does.
     peak_bytes : int
         Most bytes of gradient memory held so far.
     on_reset : list of callables
-        Called by `reset`: whoever keeps something of this step's gradients forgets it here.
+        Called by `reset`, to discard whatever else is kept of this step's gradients.
     """
 
     def __init__(
@@ -170,7 +173,7 @@ class GradientBuckets:
         self.on_reset: list[Callable[[], None]] = []
         self._like = like
         self._reduce = reduce
-        self._settle = reduce_within_replica
+        self._reduce_within_replica = reduce_within_replica
         self._drain = drain
         self._pieces = tuple(pieces)
         self._bucket_of: dict[str, tuple[Bucket, int, int]] = {}
@@ -190,7 +193,7 @@ class GradientBuckets:
             self._stages[-1].last = self._stages[-1].next = bucket.index
             self._stage_of.append(self._stages[-1])
         self._flat: Array | None = None
-        self._aside: list[Array] = []
+        self._partials: list[Array] = []
         self._spare: list[Array] = []
         self._memory: dict[int, Array] = {}
         self._free: list[Array] = []
@@ -209,19 +212,20 @@ class GradientBuckets:
         return self._flat
 
     def use_external(self, flat: Array) -> None:
-        """Take `flat`, which holds this rank's whole gradient, as the memory of this step; then it is the caller's."""
+        """Use `flat`, this rank's whole gradient, as the memory of this step; afterwards it is the caller's again."""
         self._written.update(self._shapes)
         self._lent = {bucket.index: flat[bucket.start : bucket.stop] for bucket in self.buckets}
 
     def push_partial(self, tree_merges: int) -> None:
-        """End a micro-batch whose gradient stays apart from that of the next, in one sum with some set aside before.
+        """End a micro-batch; add partial sums to its gradient, and push the result as a new partial sum.
 
-        Collective as `reduce_within_replica` is, and not for memory on demand.
+        The next micro-batch starts a gradient of its own.  Collective as `reduce_within_replica` is.  Not for memory on
+        demand.
 
         Parameters
         ----------
-        merges : int
-            How many of those set aside before belong to the sum: newest plus next newest, and so on.
+        tree_merges : int
+            How many of the newest partial sums are popped and added, the newest first.
         """
         flat, self._flat = self.flat, None
         for bucket in reversed(self.buckets):
@@ -232,22 +236,22 @@ class GradientBuckets:
         self._flat = self.swap_external(flat, tree_merges)
 
     def swap_external(self, flat: Array, tree_merges: int) -> Array:
-        """The same for a gradient of the caller (see `use_external`); returns memory for the next, of any content."""
+        """`push_partial` for the caller's complete gradient `flat`; returns uninitialised memory for the next one."""
         for _ in range(tree_merges):
-            other = self._aside.pop()
+            other = self._partials.pop()
             accumulate(flat, other)
             self._spare.append(other)
-        self._aside.append(flat)
+        self._partials.append(flat)
         return self._another()
 
     def earlier(self, bucket: Bucket) -> list[Array]:
-        """What was set aside for a bucket and does not belong to one sum with the gradient under way, oldest first."""
-        kept = self._aside[: len(self._aside) - self.tree_merges]
+        """The partial sums of a bucket, oldest first, without those that belong to the gradient under way."""
+        kept = self._partials[: len(self._partials) - self.tree_merges]
         return [flat[bucket.start : bucket.stop] for flat in kept]
 
     @property
     def reduces(self) -> bool:
-        """Whether buckets go to a reducer: an optimizer has bound these gradients."""
+        """Whether a reducer gets the buckets, since an optimizer has bound these gradients."""
         return self._reduce is not None
 
     @property
@@ -258,16 +262,16 @@ class GradientBuckets:
     @property
     def nbytes(self) -> int:
         """Bytes of gradient memory held now."""
-        own = sum(flat.nbytes for flat in (*self._aside, *self._spare))
+        own = sum(flat.nbytes for flat in (*self._partials, *self._spare))
         own += 0 if self._flat is None else self._flat.nbytes
         return int(own + sum(a.nbytes for a in self._memory.values()) + sum(a.nbytes for a in self._free))
 
     def of_bucket(self, bucket: Bucket) -> Array:
-        """The gradient of one bucket, where memory is not on demand: what `reduce` was given."""
+        """The gradient of one bucket, the array that `reduce` got (only where memory is not on demand)."""
         return self._array(bucket)
 
     def gradient(self, name: str) -> tuple[Array, bool]:
-        """Where the gradient of tensor `name` goes, and whether to add to it (else: overwrite what is there)."""
+        """The memory for the gradient of tensor `name`, and whether to add to it (else: overwrite its content)."""
         bucket, start, stop = self._bucket_of[name]
         stage = self._stage_of[bucket.index]
         if self.on_demand and self.no_sync and stage.next < stage.first:
@@ -290,7 +294,7 @@ class GradientBuckets:
         return view
 
     def __setitem__(self, name: str, value: Array) -> None:
-        """The end of ``gradients[name] += ...``, which has added in place."""
+        """Accept the result of ``gradients[name] += ...``, which has added in place."""
         view, _ = self.gradient(name)
         is_view = type(value) is type(view) and value.shape == view.shape
         if not is_view or (view.size and not arrays.overlap(value, view)):
@@ -304,7 +308,7 @@ class GradientBuckets:
         )
 
     def mark_ready(self, name: str) -> None:
-        """Announce that this pass writes no more to the gradient of `name`: its bucket may be reduced."""
+        """Mark the gradient of `name` as complete in this pass, so that its bucket may be reduced."""
         bucket, _, _ = self._bucket_of[name]
         self._finished[bucket.index].add(name)
         stage = self._stage_of[bucket.index]
@@ -312,25 +316,25 @@ class GradientBuckets:
             self._hand_over(stage)
 
     def begin_stage(self, stage: int, last: bool) -> None:
-        """Tell whether the pass that writes the gradients of `stage` now is the last of this step's."""
+        """Begin a backward pass of `stage`; `last`: it is the last one of this step."""
         for each in self._stages:
             if each.stage == stage:
                 each.no_sync = not last
 
     def end_stage(self, stage: int) -> None:
-        """End one micro-batch of one stage: reduce what is due.  All ranks of the data axis must be at this point."""
+        """End one micro-batch of one stage and reduce its remaining buckets.  Collective over the data axis."""
         for each in reversed(self._stages):
             if each.stage != stage or each.tied:
                 continue
             if self.on_demand or not (self.no_sync or each.no_sync):
                 self._launch_rest(each)
-            # Where only `no_sync` says that more passes come, `end_pass` follows, and makes room for them.
+            # If only the buckets' own `no_sync` is set, `end_pass` follows and frees the memory.
             if self.on_demand and each.no_sync:
                 self._begin_pass(each)
             self._unfinish(each)
 
     def end_pass(self, last: bool = True) -> None:
-        """End one micro-batch: reduce what is due; tensors without a gradient count as zero.  Collective."""
+        """End one micro-batch and reduce its other buckets; a tensor without a gradient counts as zero.  Collective."""
         for stage in reversed(self._stages):
             if last or (self.on_demand and not stage.tied):
                 self._launch_rest(stage)
@@ -354,21 +358,21 @@ class GradientBuckets:
             names.clear()
 
     def reset(self) -> None:
-        """Forget the gradients: the next pass starts from zero."""
+        """Discard the gradients: the next pass starts from zero."""
         for stage in self._stages:
             self._begin_pass(stage)
             stage.no_sync = False
         self._written.clear()
         self._lent.clear()
-        self._spare += self._aside
-        self._aside.clear()
+        self._spare += self._partials
+        self._partials.clear()
         self.tree_merges = 0
         self.reduced = False
         for forget in self.on_reset:
             forget()
 
     def release(self, bucket: Bucket) -> None:
-        """The reducer no longer needs the memory of `bucket`."""
+        """Free the memory of `bucket`, which the reducer no longer needs."""
         if self.on_demand:
             if self._lent.pop(bucket.index, None) is None:
                 self._free.append(self._memory.pop(bucket.index))
@@ -391,7 +395,7 @@ class GradientBuckets:
         memory = self._array(bucket)
         self._complete(bucket, memory)
         stage.next -= 1
-        for flat in self._aside[len(self._aside) - self.tree_merges :][::-1]:
+        for flat in self._partials[len(self._partials) - self.tree_merges :][::-1]:
             accumulate(memory, flat[bucket.start : bucket.stop])
         if self.inspect is not None:
             for partial in (*self.earlier(bucket), memory):
@@ -402,16 +406,16 @@ class GradientBuckets:
             self._reduce(bucket, memory)
 
     def _complete(self, bucket: Bucket, memory: Array) -> None:
-        """Make what a micro-batch has left in a bucket its whole gradient."""
+        """Complete a micro-batch's gradient of a bucket: zero what was not written, reduce within the replica."""
         for piece in self._pieces[bucket.first : bucket.last]:
             if piece.name not in self._written:
                 _, start, stop = self._bucket_of[piece.name]
                 memory[start:stop] = 0
-        if self._settle is not None:
-            self._settle(bucket, memory)
+        if self._reduce_within_replica is not None:
+            self._reduce_within_replica(bucket, memory)
 
     def _another(self) -> Array:
-        """Memory for a whole gradient, with any content."""
+        """Uninitialised memory for a whole gradient."""
         if self._spare:
             return self._spare.pop()
         flat = arrays.empty(sum(piece.size for piece in self._pieces), self._like.dtype, like=self._like)
@@ -424,7 +428,7 @@ class GradientBuckets:
         if not self.on_demand:
             return self.flat[bucket.start : bucket.stop]
         if bucket.index not in self._memory:
-            # Blocks are as large as the largest bucket, so that any bucket can use a block that is free.
+            # Blocks are as large as the largest bucket, so that any bucket can use any free block.
             largest = max(each.size for each in self.buckets)
             block = self._free.pop() if self._free else arrays.empty(largest, self._like.dtype, like=self._like)
             self._memory[bucket.index] = block

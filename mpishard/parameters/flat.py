@@ -1,4 +1,4 @@
-"""Parameters: named tensors that are views into one flat buffer.  Layers and optimizers meet here and nowhere else."""
+"""Parameters: named tensors that are views into one flat buffer, the only link between layers and optimizers."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class FlatParameters:
     Parameters
     ----------
     specs : sequence of ParameterSpec
-        The tensors of the whole model, in the order in which it uses them; they are stored in this order.  One that
-        several stages list is tied between them, see `mpishard.layout.specs.merge_ties`.
+        The tensors of the whole model, in the order in which it uses them; they are stored in this order.  A tensor
+        that several stages list is tied between them, see `mpishard.layout.specs.merge_ties`.
     dtype : dtype
         float32 or float64.
     module : module
         ``numpy`` (default) or ``cupy``: where the buffers live.
-    place : Place
-        Which of the tensors, and which slices of them, this rank holds; default everything.
+    place : ModelParallelRank
+        Decides which tensors, and which slices of them, this rank holds; default: all.
     units : sequence of sequences of str
         Names of consecutive tensors that are used together; under ZeRO-3 they are gathered together.  Default: all
         tensors are one unit.
     sharded_over : Axis, optional
-        Hold only an even share of every unit from the start (ZeRO-3), and never all parameters at a time.
+        From the start hold only an even share of every unit (ZeRO-3), never all parameters at once.
 
     Attributes
     ----------
@@ -50,13 +50,13 @@ class FlatParameters:
     local : tuple of ParameterSpec
         Of the tensors held here.
     pieces : tuple of Piece
-        The slice of each tensor in `local` that is held here, and its place in the flat buffer.
+        The slice of each tensor in `local` that is held here, and its start in the flat buffer.
     gradients : GradientBuckets
     lent : bool
-        Whether the flat buffer is the caller's, who counts on it to be whole.
+        Whether the flat buffer is the caller's, so that it must stay whole.
     loss_scale : float
-        What a backward pass multiplies the gradient of its loss by, so that half-precision gradients keep small
-        values; the optimizer sets it, and divides it out again.
+        A backward pass multiplies the gradient of its loss by this, so that half-precision gradients keep small
+        values.  The optimizer sets it, and divides it out again.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class FlatParameters:
 
     @classmethod
     def over(cls, flat: Array, specs: Sequence[ParameterSpec] | None = None) -> FlatParameters:
-        """Names for an existing flat array, which stays where it is; without `specs` it is one tensor."""
+        """Named views of an existing flat array, which is not copied; without `specs` it is one tensor."""
         check_flat("parameters", flat)
         if specs is None:
             specs = [ParameterSpec("parameters", (flat.size,))]
@@ -98,16 +98,16 @@ class FlatParameters:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any], *, module: Any = np) -> FlatParameters:
-        """Names for a new flat array that holds copies of tensors, such as those of a PyTorch module.
+        """Named views of a new flat array that holds copies of tensors, such as those of a PyTorch module.
 
-        The module goes on with the views ``parameters[name]``, and trains what the optimizer updates.
+        The module then uses the views ``parameters[name]``, which the optimizer updates.
 
         Parameters
         ----------
         tensors : mapping of str to tensor
-            What ``module.from_dlpack`` takes, such as ``p.detach()`` of PyTorch's parameters, all of one dtype.
+            Anything that ``module.from_dlpack`` takes, e.g. ``p.detach()`` of PyTorch's parameters; all of one dtype.
         module : module
-            ``numpy`` (default) or ``cupy``: where they are.
+            ``numpy`` (default) or ``cupy``: where the tensors are.
         """
         if not isinstance(tensors, Mapping):
             raise TypeError(f"tensors must be a mapping of names to tensors, got {type(tensors).__name__}")
@@ -149,11 +149,11 @@ class FlatParameters:
         )
 
     def gradient_runs(self, *, by_unit: bool = False, replicas_apart: bool = False) -> list[Run]:
-        """Runs of pieces whose gradients are complete at different times, so that no bucket may span two of them.
+        """Runs of pieces whose gradients are complete at different times; no bucket may span two runs.
 
-        Tensors of one stage are a run, or with `by_unit` those of one unit; a tied tensor is a run of its own, which
-        waits for the end of the step.  With `replicas_apart`, tensors that all tensor ranks hold whole are not in one
-        run with others, whose values differ between these ranks.
+        The tensors of one stage are a run, or with `by_unit` those of one unit.  A tied tensor is a run of its own,
+        which waits for the end of the step.  With `replicas_apart` no run has both tensors that every tensor rank
+        holds whole and tensors that are split.
         """
 
         def key(spec: ParameterSpec) -> object:
@@ -163,12 +163,12 @@ class FlatParameters:
 
     @functools.cached_property
     def size(self) -> int:
-        """Number of parameters that belong to this rank's place in the mesh."""
+        """Number of parameters of this model-parallel rank."""
         return sum(piece.size for piece in self.pieces)
 
     @property
     def flat(self) -> Array:
-        """The flat buffer of all parameters of this rank's place."""
+        """The flat buffer of all parameters of this model-parallel rank."""
         if self._flat is None:
             raise ValueError(
                 "these parameters are sharded over the data axis (ZeRO-3) and have no flat array; "
@@ -178,12 +178,12 @@ class FlatParameters:
 
     @property
     def held(self) -> Array:
-        """The flat array of the parameters that are held here always: all of the place's, or this rank's share."""
+        """The flat array that is always held here: all parameters of the model-parallel rank, or this rank's share."""
         return self._flat if self._flat is not None else self._sharded().shard
 
     @property
     def like(self) -> Array:
-        """An empty array of their dtype and device."""
+        """An empty array of the parameters' dtype and device."""
         return self._like
 
     @property
@@ -197,19 +197,19 @@ class FlatParameters:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A number of 62 bits that depends on all that the specs say, on their order, and on the dtype."""
+        """A hash of 62 bits of the specs, their order, and the dtype."""
         text = repr((self.specs, self.dtype.name))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
     def digest(self) -> int:
-        """A number of 62 bits that depends on the values held here.  Not collective."""
-        import xxhash  # with the first run, not with the package
+        """A hash of 62 bits of the values held here.  Not collective."""
+        import xxhash  # imported at the first use, not with the package
 
         return int(xxhash.xxh3_64_intdigest(arrays.to_host(self.held).data)) >> 2
 
     @property
     def description(self) -> str:
-        """Their number and size in words."""
+        """The number and size of the tensors, as a text."""
         size = sum(spec.size for spec in self.specs)
         first = next((spec.name for spec in self.specs), "none")
         return f"{len(self.specs)} tensors of {size} {self.dtype} values, first {first!r}"
@@ -217,7 +217,7 @@ class FlatParameters:
     def __getitem__(self, name: str) -> Array:
         """The slice of tensor `name` that this rank holds.
 
-        Ask anew for every use: under ZeRO-3 it exists between `use` and `release` only, in other memory each time.
+        Ask again for every use: under ZeRO-3 it exists only between `use` and `release`, each time in other memory.
         """
         try:
             return self._views[name]
@@ -242,35 +242,35 @@ class FlatParameters:
         return len(self._piece_of)
 
     def box(self, name: str) -> Box:
-        """The slice of the global tensor that this rank's part of `name` is."""
+        """The box of this rank's slice of tensor `name`."""
         return self._piece_of[name].box
 
     def assign(self, name: str, values: Array) -> None:
-        """Give this rank's slice of `name` its values, an array of its shape; works on sharded parameters too."""
+        """Set this rank's slice of `name` to `values`, an array of its shape; also for sharded parameters."""
         if self.sharded is None:
             self._views[name][...] = values
         else:
             self.sharded.assign(self._piece_of[name], self._unit_of[name], values)
 
-    # -- ZeRO-3: parameters are there while they are used -----------------------------------------------------------
+    # -- ZeRO-3: parameters exist only while they are used ----------------------------------------------------------
 
     def use(self, names: Sequence[str]) -> None:
-        """Make the tensors `names` available; collective over the data axis under ZeRO-3, else nothing happens."""
+        """Gather the tensors `names` under ZeRO-3, collective over the data axis; else nothing happens."""
         if self.sharded is not None:
             self.sharded.use(self._units(names))
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Start to gather what the next `use` will want.  Collective like `use`."""
+        """Start to gather the tensors of the next `use`.  Collective like `use`."""
         if self.sharded is not None:
             self.sharded.prefetch(self._units(names))
 
     def release(self, names: Sequence[str]) -> None:
-        """The tensors `names` are not needed for now: what was gathered of them is freed."""
+        """Free the gathered tensors `names`, which are not needed for now."""
         if self.sharded is not None:
             self.sharded.release(self._units(names))
 
     def shard(self, axis: Axis) -> None:
-        """Keep only this rank's share of every unit from now on.  Not collective; all ranks must hold equal values."""
+        """From now on keep only this rank's share of every unit.  Not collective; all ranks must hold equal values."""
         if self.sharded is not None:
             return
         sharded = ShardedUnits(self.pieces, self.units, axis, self._like)
@@ -278,14 +278,14 @@ class FlatParameters:
         self._bind(None, sharded)
 
     def renew(self) -> None:
-        """Forget the gradients and who reduced them; if sharded, hold empty shares over the axis as it is now."""
+        """Make new gradients without a reducer; if sharded, also new shares of zeros over the axis as it is now."""
         sharded = self.sharded
         if sharded is not None:
             sharded = ShardedUnits(self.pieces, self.units, sharded.axis, self._like)
         self._bind(self._flat, sharded)
 
     def gather(self) -> Array:
-        """All parameters of this rank's place as one flat array (a new one).  Collective under ZeRO-3."""
+        """All parameters of this model-parallel rank as a new flat array.  Collective under ZeRO-3."""
         if self.sharded is None:
             return self.flat.copy()
         flat = arrays.empty(self.size, self.dtype, like=self._like)
@@ -302,29 +302,29 @@ class FlatParameters:
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradient(self, name: str) -> tuple[Array, bool]:
-        """Where a backward pass writes the gradient of `name`: ``(view, accumulate)``.
+        """The memory for the gradient of `name` in a backward pass: ``(view, accumulate)``.
 
-        If ``accumulate`` is False the view holds garbage and must be overwritten, else added to.  Ask in every pass:
-        under ZeRO-2 the memory is another one each time.
+        If ``accumulate`` is False the view holds garbage and must be overwritten; else the pass adds to it.  Ask again
+        in every pass: under ZeRO-2 the memory changes.
         """
         return self.gradients.gradient(name)
 
     finished = renamed_method("FlatParameters", "finished", "mark_ready")
 
     def mark_ready(self, name: str) -> None:
-        """Announce that this backward pass is done with the gradient of `name`, so that its reduction may start."""
+        """Mark the gradient of `name` as complete in this backward pass, so that its reduction may start."""
         self.gradients.mark_ready(name)
 
     def reset_gradients(self) -> None:
-        """Forget the gradients; the next backward pass starts from zero.  Optimizers do this after each step."""
+        """Discard the gradients; the next backward pass starts from zero.  Optimizers do this after each step."""
         self.gradients.reset()
 
 
 class Model(Protocol):
-    """What is trained: its parameters, and a function of a batch that writes their gradients.
+    """A model: its parameters, and a function of a batch that writes their gradients.
 
-    ``loss_and_gradient(*batch)`` returns the loss summed over the batch, and writes or adds to the views that
-    ``parameters.gradient(name)`` gives.
+    ``loss_and_gradient(*batch)`` returns the loss summed over the batch.  It writes the gradients to the views that
+    ``parameters.gradient(name)`` returns, or adds to them.
     """
 
     @property
@@ -335,7 +335,7 @@ class Model(Protocol):
 
 
 def _runs_of_units(specs: Sequence[ParameterSpec], units: Sequence[Sequence[str]] | None) -> list[tuple[int, int]]:
-    """Units as runs ``(first, last)`` of the tensors held, in order, cut further between stages and at ties."""
+    """The units as runs ``(first, last)`` of the tensors held, in order; also cut between stages and at ties."""
     number = {name: index for index, unit in enumerate(units or ()) for name in unit}
     if units is not None and (missing := [spec.name for spec in specs if spec.name not in number]):
         raise ValueError(f"parameter {missing[0]!r} is in no unit; units must name every tensor")

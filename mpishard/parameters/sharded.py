@@ -1,6 +1,6 @@
-"""Parameters of which each data rank keeps a share, and that exist as a whole only while they are used (ZeRO-3).
+"""Sharded parameters: each data rank keeps a share, and a unit is gathered only while it is used (ZeRO-3).
 
-Rajbhandari et al., "ZeRO" (2020), section 5.3; gathered by units, as Zhao et al., "PyTorch FSDP" (2023), section 4.2.
+Rajbhandari et al., "ZeRO" (2020), section 5.3; units as in Zhao et al., "PyTorch FSDP" (2023), section 4.2.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = Any
 
 
 class ShardedUnits:
-    """Shares of units of consecutive tensors, and the units that are gathered now.
+    """This rank's shares of all units of consecutive tensors, and the units that are gathered now.
 
     Methods that take units are collective over `axis`: all of its ranks must call them in the same order.
 
@@ -28,7 +28,7 @@ class ShardedUnits:
     pieces : sequence of Piece
         Tensors in flat order.
     units : sequence of (first, last)
-        Runs of `pieces`; they cover all of them.
+        Runs of `pieces` that cover all of them.
     axis : Axis
         The ranks that share every unit evenly.
     like : array
@@ -39,7 +39,7 @@ class ShardedUnits:
     shard : 1-D array
         This rank's shares, end to end.
     views : dict
-        The tensors that are gathered now, by name.
+        The tensors gathered now, by name.
     """
 
     def __init__(self, pieces: Sequence[Piece], units: Sequence[tuple[int, int]], axis: Axis, like: Array) -> None:
@@ -48,16 +48,16 @@ class ShardedUnits:
         self._pieces = pieces
         self._units = units
         self._like = like
-        # A unit's place in the flat order, its cut over the ranks, and where this rank's share begins in the shard.
+        # By unit: its range in the flat order, its cut over the ranks, and the start of this rank's share in the shard.
         self._extents = [
             (pieces[first].start, pieces[last - 1].start + pieces[last - 1].size) if last > first else (0, 0)
             for first, last in units
         ]
         self._cuts = [split(stop - start, axis.size) for start, stop in self._extents]
-        self._places = [0]
+        self._starts = [0]
         for cuts in self._cuts:
-            self._places.append(self._places[-1] + cuts[axis.rank + 1] - cuts[axis.rank])
-        self.shard: Array = arrays.zeros(self._places[-1], like.dtype, like=like)
+            self._starts.append(self._starts[-1] + cuts[axis.rank + 1] - cuts[axis.rank])
+        self.shard: Array = arrays.zeros(self._starts[-1], like.dtype, like=like)
         self._largest = max((stop - start for start, stop in self._extents), default=0)
         self._free: list[Array] = []
         self._blocks: dict[int, Array] = {}
@@ -66,7 +66,7 @@ class ShardedUnits:
 
     @property
     def own(self) -> list[tuple[int, int]]:
-        """The range of each unit, in flat order, that is this rank's share."""
+        """This rank's share of each unit, as a range in flat order."""
         rank = self.axis.rank
         return [
             (start + cuts[rank], start + cuts[rank + 1])
@@ -80,12 +80,12 @@ class ShardedUnits:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: the share, and memory for the units gathered at a time."""
+        """Bytes held: the shares, and the memory for gathered units."""
         return int(self.shard.nbytes + sum(block.nbytes for block in (*self._free, *self._blocks.values())))
 
     def share(self, unit: int) -> Array:
         """This rank's share of a unit, a view of `shard`."""
-        return self.shard[self._places[unit] : self._places[unit + 1]]
+        return self.shard[self._starts[unit] : self._starts[unit + 1]]
 
     def take(self, flat: Array) -> None:
         """Fill the shares from a flat array of all parameters.  Not collective."""
@@ -93,7 +93,7 @@ class ShardedUnits:
             self.share(unit)[...] = flat[start:stop]
 
     def assign(self, piece: Piece, unit: int, values: Array) -> None:
-        """Give a tensor its values, of which this rank keeps what is its share.  Not collective."""
+        """Set a tensor to `values`, of which this rank keeps its share.  Not collective."""
         if piece.name in self.views:
             self.views[piece.name][...] = values
         start, stop = self.own[unit]
@@ -103,7 +103,7 @@ class ShardedUnits:
             self.share(unit)[first - start : last - start] = flat[first - piece.start : last - piece.start]
 
     def prefetch(self, units: Iterable[int]) -> None:
-        """Start to gather units that are not there."""
+        """Start to gather the units that are not gathered yet."""
         for unit in units:
             if unit in self._blocks:
                 continue
@@ -115,7 +115,7 @@ class ShardedUnits:
             )
 
     def use(self, units: Sequence[int]) -> None:
-        """Gather units, unless that has begun, and wait until they are there."""
+        """Gather units, unless that has begun, and wait for them."""
         self.prefetch(units)
         for unit in units:
             self._users[unit] += 1
@@ -124,11 +124,11 @@ class ShardedUnits:
                 first, last = self._units[unit]
                 origin = self._extents[unit][0]
                 for piece in self._pieces[first:last]:
-                    place = piece.start - origin
-                    self.views[piece.name] = block[place : place + piece.size].reshape(piece.shape)
+                    start = piece.start - origin
+                    self.views[piece.name] = block[start : start + piece.size].reshape(piece.shape)
 
     def release(self, units: Iterable[int]) -> None:
-        """One user less of each unit; its memory is free for others when there is none."""
+        """End one use of each unit; its memory is freed after the last use."""
         for unit in units:
             if not self._users[unit]:
                 name = self._pieces[self._units[unit][0]].name
@@ -141,13 +141,13 @@ class ShardedUnits:
                 self._drop(unit)
 
     def drop(self) -> None:
-        """Forget all that is gathered, since the shares change."""
+        """Discard all gathered units, since the shares change."""
         for unit in list(self._blocks):
             self._drop(unit)
         self._users.clear()
 
     def abandon(self) -> None:
-        """Forget what is being gathered, over communicators that were revoked.  Not collective."""
+        """Abandon the gathers under way, after their communicators were revoked.  Not collective."""
         for pending in self._pending.values():
             pending.abandon()
         self._pending.clear()
@@ -158,7 +158,7 @@ class ShardedUnits:
             self.axis.all_gather(flat[start:stop], self.share(unit), counts(self._cuts[unit]), label="parameters")
 
     def rewrite(self, change: Callable[[Array, int, int], None]) -> None:
-        """Let ``change(block, first, last)`` alter the tensors of each unit, gathered for it into `block`, in place."""
+        """Gather each unit into `block`, change its tensors by ``change(block, first, last)``, and keep the share."""
         self.drop()
         for unit, ((first, last), (start, stop)) in enumerate(zip(self._units, self._extents, strict=True)):
             block = arrays.empty(stop - start, self._like.dtype, like=self._like)
