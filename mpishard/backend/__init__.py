@@ -1,1 +1,1 @@
-"""Arrays of two kinds, formulas and functions compiled for them, random numbers, and the threads of BLAS.  No MPI."""
+"""NumPy and CuPy arrays, formulas and functions compiled for them, random numbers, and BLAS threads.  No MPI."""

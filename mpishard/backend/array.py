@@ -1,7 +1,7 @@
-"""Arrays of two kinds, one way to work on them: NumPy on the host, CuPy on a device.
+"""One interface to two kinds of arrays: NumPy on the host, CuPy on a device.
 
-Everything that must know which kind it holds is here: memory, staging, the readiness gate and element-wise
-kernels.  CuPy is imported when one of its arrays first appears and never before.
+All code that must distinguish the kinds is here: memory, staging, the readiness gate and element-wise kernels.  CuPy is
+imported when the first CuPy array appears, and not before.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Kernel:
     def __call__(self, *arguments: Any) -> None:
         """Apply the formula to arrays (1-D, contiguous, of one size, dtype and device), then scalars.
 
-        Scalars are rounded to the arrays' dtype.  An element gets the same bits in whatever slice it comes.
+        Scalars are rounded to the arrays' dtype.  The bits of a result do not depend on the slice.
         On a device the kernel is queued on the current stream.
 
         Raises
@@ -79,11 +79,11 @@ class Kernel:
             backend.launch(self, arrays, tuple(map(float, scalars)))
 
     def expect(self, dtype: np.dtype) -> None:
-        """Tell that a call with NumPy arrays of this dtype comes soon (see `HostFunction.expect`)."""
+        """Announce a call with NumPy arrays of this dtype (see `HostFunction.expect`)."""
         self._host.expect([np.empty(0, dtype) for _ in self.arrays], [0.0 for _ in self.scalars])
 
     def on_host(self, arrays: Sequence[np.ndarray], scalars: Sequence[float]) -> None:
-        """Run the Numba loop on NumPy arrays that are known to fit."""
+        """Run the Numba loop on NumPy arrays that were checked."""
         for name, array in zip(self.arrays, arrays, strict=True):
             if name in self.written and not array.flags.writeable:
                 raise ValueError(f"{self.name} changes {name}, but that array is read-only")
@@ -123,18 +123,18 @@ def elementwise(formula: Callable[..., Any]) -> Kernel:
 
         descend(parameters, gradients, 0.1)
 
-    float32 arrays compute in float32 and float64 arrays in float64, constants included.
+    The formula is computed in the dtype of the arrays, float32 or float64, constants included.
 
     Raises
     ------
     TypeError
-        At definition, for anything else; the message names the line.
+        At definition, if the formula has anything else; the message names the line.
     """
     return Kernel(formula)
 
 
 class Backend:
-    """What mpishard asks of one kind of array: the functions below, by their names.  This one serves NumPy."""
+    """The functions that mpishard needs for one kind of array.  This class implements them for NumPy."""
 
     module: Any = np
     device = False
@@ -213,7 +213,7 @@ _backends: dict[type, Backend | None] = {np.ndarray: Backend()}
 
 
 def register_backend(kind: type, backend: Backend) -> None:
-    """Serve arrays of the class `kind` with `backend`."""
+    """Use `backend` for arrays of the class `kind`."""
     _backends[kind] = backend
 
 
@@ -246,13 +246,13 @@ def is_array(a: Any) -> bool:
 
 
 def is_device(a: Any) -> bool:
-    """Whether `a` is an array in device memory; False for everything that is no array."""
+    """Whether `a` is an array in device memory; False if it is no array."""
     backend = _find(a)
     return backend is not None and backend.device
 
 
 def device_count() -> int:
-    """How many CUDA devices this process can see; asks the driver, so that CuPy need not be imported to choose one."""
+    """The number of CUDA devices that this process can see; asks the driver, without importing CuPy."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -264,24 +264,24 @@ def device_count() -> int:
 
 
 def can_pin(nbytes: int = 2**20) -> bool:
-    """Whether CuPy is there and can pin so many bytes of host memory."""
+    """Whether CuPy is installed and can pin `nbytes` bytes of host memory."""
     try:
         _CuPy().module.cuda.alloc_pinned_memory(nbytes)
-    except Exception:  # ImportError, or of CuPy's several ones
+    except Exception:  # ImportError, or one of several CuPy errors
         return False
     return True
 
 
 def module_of(a: Array) -> Any:
-    """The module that makes arrays of the kind of `a`: ``numpy``, or ``cupy``."""
+    """The module of the array `a`: ``numpy`` or ``cupy``."""
     return _backend(a).module
 
 
 def ready(a: Array) -> None:
     """Wait until the work queued on `a` is done, so that something other than its stream may read it.
 
-    For CuPy this synchronises the calling thread's current stream on the device of `a`: call it in the thread,
-    and with the stream, that computed `a`.  Nothing to do for NumPy.
+    For CuPy this synchronises the current stream of the calling thread on the device of `a`: call it in the thread, and
+    with the stream, that computed `a`.  For NumPy it does nothing.
     """
     _backend(a).ready(a)
 
@@ -289,7 +289,7 @@ def ready(a: Array) -> None:
 def copy_to_host(device_array: Array, host_array: np.ndarray) -> None:
     """Copy `device_array` into `host_array` of the same shape and dtype; done on return.
 
-    In stream order after what computes `device_array`.  The copy runs at the full speed of the bus if
+    The copy is in stream order, after the computation of `device_array`.  It runs at the full speed of the bus if
     `host_array` comes from `pinned_empty`; the driver stages other memory through its own pinned buffers.
     """
     _check_copy(device_array, host_array)
@@ -315,17 +315,17 @@ def _check_copy(device_array: Array, host_array: np.ndarray) -> None:
 
 
 def pinned_empty(size: int | tuple[int, ...], dtype: Any, like: Array) -> np.ndarray:
-    """Uninitialised host memory that the device of `like` copies at full speed; any memory for NumPy."""
+    """Uninitialised pinned host memory, which the device of `like` copies at full speed; plain memory for NumPy."""
     return _backend(like).pinned_empty(size, dtype, like)
 
 
 def overlap(one: Array, other: Array) -> bool:
-    """Whether two contiguous arrays of one kind have memory in common."""
+    """Whether two contiguous arrays of one kind share memory."""
     return _backend(one).overlap(one, other)
 
 
 def runs_overlap(one: int, one_nbytes: int, other: int, other_nbytes: int) -> bool:
-    """Whether two runs of bytes, each given by its address and length, have bytes in common."""
+    """Whether two runs of bytes, given by address and length, overlap."""
     return max(one, other) < min(one + one_nbytes, other + other_nbytes)
 
 
@@ -349,12 +349,12 @@ def zeros(size: int | tuple[int, ...], dtype: Any, like: Array) -> Array:
 
 
 def aligned_copy(a: Array) -> Array:
-    """A copy of `a` which JAX can share: on the host it begins at a multiple of 64 bytes, as NumPy's own rarely do."""
+    """A copy of `a` that JAX can share: on the host it begins at a multiple of 64 bytes, unlike most NumPy arrays."""
     if is_device(a):
         return a.copy()
-    room = np.empty(a.nbytes + 64, np.uint8)
-    first = -room.ctypes.data % 64
-    copy = room[first : first + a.nbytes].view(a.dtype).reshape(a.shape)
+    memory = np.empty(a.nbytes + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    copy = memory[first : first + a.nbytes].view(a.dtype).reshape(a.shape)
     np.copyto(copy, a)
     return copy
 

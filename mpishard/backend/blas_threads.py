@@ -1,4 +1,4 @@
-"""How many threads BLAS may use in a rank: its share of the node, unless the user chose."""
+"""The number of BLAS threads of a rank: its share of the node, unless the user chose a number."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_info, threadpool_limits
 
-# How many ranks of the job are on this node, by Open MPI, MPICH and Slurm; more than those of a smaller communicator.
+# Number of ranks of the job on this node, set by Open MPI, MPICH and Slurm; a communicator may have fewer.
 _RANKS_ON_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 _CHOSEN_BY_USER = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-# Multiplications of a product from which a second thread is worth its while: about half a millisecond's.
+# Multiplications in a matrix product from which a second thread pays: about half a millisecond.
 _LARGE_PRODUCT = 2**25
 
 
@@ -28,9 +28,9 @@ def own_cores() -> set[int]:
 
 
 def cpu_quota(system: Path = Path("/")) -> float:
-    """Cores' worth of time that control groups grant this process together with others; infinite without a limit.
+    """The CPU quota, in cores, of the control groups of this process; infinite without a limit.
 
-    Containers have such a quota: they see all cores of the host, and are paused when they have used it up.
+    Containers have such a quota: they see all cores of the host, and are paused once the quota is used up.
     """
     least = math.inf
     try:
@@ -51,7 +51,7 @@ def cpu_quota(system: Path = Path("/")) -> float:
 
 
 def _quota_of(folder: Path) -> float:
-    """Of one control group, in its second version or its first."""
+    """The quota of one control group, of version 2 or 1."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()
         return math.inf if quota == "max" else int(quota) / int(period)
@@ -62,24 +62,24 @@ def _quota_of(folder: Path) -> float:
 
 
 def chosen_by_user() -> str | None:
-    """The environment variable by which the user chose how many threads BLAS has, if any."""
+    """The environment variable with which the user chose the number of BLAS threads, if any."""
     return next((variable for variable in _CHOSEN_BY_USER if os.environ.get(variable, "").isdigit()), None)
 
 
 def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
     """Limit BLAS to this rank's share of the cores it may run on, at least one thread.  Collective over `comm`.
 
-    `node` are its ranks on the node of this one.  A core that several of them may run on counts in equal parts for
-    each, and a quota of CPU time is shared by all of them.  Eight ranks on two cores with two threads each were seen 6
-    to 8 times slower than with one.  Where one of the usual environment variables is set the user's choice stands; it
-    is returned.
+    `node` are the ranks of `comm` on the node of this rank.  A core on which several of them may run is shared equally
+    among these, and a CPU quota among all.  Eight ranks on two cores were seen 6 to 8 times slower with two threads
+    each than with one.  If one of the usual environment variables is set, the user's choice stands.  Returns the number
+    of threads.
     """
     cores = own_cores()
-    told = comm.allgather(sum(1 << core for core in cores))  # a bit a core: all ranks hold this for a moment
-    everybody = [told[rank] for rank in node]
+    masks = comm.allgather(sum(1 << core for core in cores))  # one bit per core: a short message, gathered by all ranks
+    on_node = [masks[rank] for rank in node]
     if chosen := chosen_by_user():
         return int(os.environ[chosen])
-    share = sum(1 / sum(theirs >> core & 1 for theirs in everybody) for core in cores)
+    share = sum(1 / sum(theirs >> core & 1 for theirs in on_node) for core in cores)
     share = min(share, cpu_quota() / len(node))
     ranks = max(int(os.environ.get(variable, "").strip() or 1) for variable in _RANKS_ON_NODE)
     if ranks > len(node):
@@ -90,17 +90,17 @@ def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
 
 
 def fix_blas_threads() -> None:
-    """Limit BLAS to one thread, unless the user chose: how it cuts a product decides the bits of the result."""
+    """Limit BLAS to one thread, unless the user chose a number: the bits of a product depend on that number."""
     if not chosen_by_user():
         threadpool_limits(1)
 
 
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """``numpy.matmul``, with one thread where the product is small, unless the user chose how many.
+    """``numpy.matmul``, with one thread for a small product, unless the user chose the number of threads.
 
-    OpenBLAS would split it, and its threads spin for the next one while other code runs.  Where the cores are free a
-    transformer of width 64 gains nothing from a second thread; where they are not, all wait in every product for the
-    thread that has no core, and its steps were seen to take 10 times as long.  The shape alone decides: so do the bits.
+    OpenBLAS would split the product, and its threads spin between products while other code runs.  On free cores a
+    transformer of width 64 gains nothing from a second thread.  On busy cores every product waits for the thread that
+    has no core; steps were seen to take 10 times as long.  The shape alone decides, so the bits do not vary.
     """
     rows = a.shape[-2] if a.ndim > 1 else 1
     if rows * a.shape[-1] * b.shape[-1] >= _LARGE_PRODUCT or (openblas := _openblas()) is None:
@@ -118,9 +118,9 @@ def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.nd
 
 @functools.cache
 def _openblas() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
-    """How NumPy's OpenBLAS is asked for its number of threads and given another; None with another BLAS.
+    """The functions that get and set the number of threads of NumPy's OpenBLAS; None with another BLAS.
 
-    Not by threadpoolctl, which takes microseconds.
+    Threadpoolctl would take microseconds more.
     """
     paths = [each["filepath"] for each in threadpool_info() if each["internal_api"] == "openblas"]
     if not paths or chosen_by_user():

@@ -1,7 +1,7 @@
-"""Turns that the processes of one user and node take at compiling.
+"""Compilation in turns: the processes of one user on one node share the work.
 
-A courtesy between ranks that start together on a cold cache, by locks on bytes of a file: where the file cannot be had,
-or somebody holds a lock for long, everyone compiles.
+Ranks that start together with a cold cache lock bytes of a file, so that each function is compiled once.  If the file
+cannot be opened, or a lock is held for long, every process compiles for itself.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterator
 
 _PATIENCE_S = 30.0
 _POLL_S = 0.01
-# Bytes from here on stand for cores, those before for names.
+# Bytes from here on are locks of cores, bytes before are locks of names.
 _CORES = 2**32
 
 
 def take(name: str, load: Callable[[], bool], make: Callable[[], None]) -> None:
-    """`load` what `name` stands for, or `make` it, unless another process is about to: then wait, and load it.
+    """`load` the function `name`, or `make` it.  If another process makes it, wait and then load it.
 
-    If that process dies, another makes it.  Nobody makes anything while as many others do as the node has cores, and
-    who waits for them does not look whether `load` succeeds: they need the time.
+    If that process dies, another one makes it.  At most as many processes make functions as the node has cores.  The
+    others wait for a core without calling `load`, which would take processor time from them.
     """
     if load():
         return
@@ -41,7 +41,7 @@ def take(name: str, load: Callable[[], bool], make: Callable[[], None]) -> None:
         if not free:
             time.sleep(_POLL_S)
             continue
-        # Shared: all who waited load at once.
+        # A shared lock: all waiting processes load at the same time.
         while not _lock(_byte(name), shared=True) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         _unlock(_byte(name))
@@ -52,14 +52,14 @@ def take(name: str, load: Callable[[], bool], make: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def attempt(name: str) -> Iterator[bool]:
-    """Whether it is this process's turn at `name`, within the context."""
+    """Whether this process may make `name` within the context."""
     with _held(_byte(name)) as mine:
         yield mine
 
 
 @contextlib.contextmanager
 def core() -> Iterator[bool]:
-    """Whether there are fewer processes in this context than cores of the node."""
+    """Whether a core of the node is free: fewer processes are in this context than the node has cores."""
     with contextlib.ExitStack() as stack:
         yield any(stack.enter_context(_held(_CORES + core)) for core in range(os.cpu_count() or 1))
 
@@ -79,14 +79,14 @@ def _byte(name: str) -> int:
 
 
 def _lock(byte: int, shared: bool = False) -> bool:
-    """Lock one byte of the file without waiting; whether that was possible."""
+    """Try to lock one byte of the file, without waiting; returns whether it is locked."""
     file = _file()
     if file is None:
         return False
     try:
         fcntl.lockf(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB, 1, byte)
     except OSError as error:
-        return error.errno not in (errno.EAGAIN, errno.EACCES)  # where there are no locks nobody holds one
+        return error.errno not in (errno.EAGAIN, errno.EACCES)  # on a file system without locks nobody holds one
     return True
 
 
@@ -98,14 +98,14 @@ def _unlock(byte: int) -> None:
 
 
 def _file() -> int | None:
-    """The open file of this user and node; None where there is none that others can neither write nor lock."""
+    """The lock file of this user on this node, open; None if other users could write or lock it."""
     return _open(os.path.join(tempfile.gettempdir(), f"mpishard-{os.getuid()}.lock"))
 
 
 @functools.cache
 def _open(path: str) -> int | None:
-    """It stays open: closing it in one thread would give up the locks of all."""
-    # Anybody can guess the name in a folder that all may write, and be there first with a file or link of their own.
+    """Open the file for good: closing it in one thread would release the locks of all threads."""
+    # Any user can guess the name in a world-writable folder, and put a file or link there first.
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError:

@@ -1,4 +1,4 @@
-"""Functions that are compiled when they are first called."""
+"""Functions that are compiled at their first call."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 
 _before: list[Callable[[], None]] = []
-# Functions that are called soon, by the types that they are called with, and arguments of these types.
+# Announced calls: by function and types of the arguments, arguments of these types.
 _expected: dict[tuple[HostFunction, tuple[Any, ...]], tuple[Any, ...]] = {}
 
 
 def before_compiling(register: Callable[[], None]) -> Callable[[], None]:
-    """Call `register` before anything is compiled: with it Numba learns of functions that others call."""
+    """Call `register` before anything is compiled; it makes functions known to Numba that compiled functions call."""
     _before.append(register)
     return register
 
 
 def prepare() -> None:
-    """Do now what the first call of a compiled function does once a process, in some tenths of a second."""
+    """Do the set-up now that the first call of a compiled function does once per process (some tenths of a second)."""
     from mpishard.backend import jit
 
     jit.prepare()
@@ -43,7 +43,7 @@ class HostFunction:
         return self._dispatcher(*arrays, *scalars)
 
     def expect(self, arrays: Sequence[np.ndarray], scalars: Sequence[float] = ()) -> None:
-        """Tell that a call with arguments of the same types comes soon: a rank that compiles goes on with this one."""
+        """Announce a call with arguments of these types, so that a rank that compiles also compiles this function."""
         key = _key(arrays)
         if key not in self._compiled:
             _expected[self, key] = (*arrays, *scalars)
@@ -56,7 +56,7 @@ class HostFunction:
         self._compiled.add(key)
 
     def dispatcher(self) -> Any:
-        """Numba's object for this function, made when first asked for."""
+        """Numba's dispatcher of this function, made at its first use."""
         from mpishard.backend import jit
 
         while _before:
@@ -67,12 +67,12 @@ class HostFunction:
 
 
 def _key(arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
-    """What decides the types of a call."""
+    """The properties of arrays that decide the types of a call."""
     return (arrays[0].dtype, *(a.flags.writeable for a in arrays))
 
 
 def _take_expected() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The dispatchers and types of the functions that are expected, which are then so no longer."""
+    """Yield the dispatchers and types of all announced calls, and forget the calls."""
     from mpishard.backend import jit
 
     while _expected:

@@ -1,4 +1,4 @@
-"""Formulas of one element, translated twice: to a loop that Numba compiles, and to a CUDA kernel's body."""
+"""Translates a formula of one element to a loop that Numba compiles, and to the body of a CUDA kernel."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Formula(ast.NodeTransformer):
             self._refuse(node, "a return of the names of arrays, each once")
         return names
 
-    # Checks, and rewrites into the subset that both translations share.
+    # Checks, and rewrites into the subset common to both translations.
 
     def _statement(self, node: ast.stmt) -> ast.Assign:
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
@@ -185,7 +185,7 @@ class Formula(ast.NodeTransformer):
     def as_function(self) -> Callable[..., Any]:
         """The loop as a Python function ``(*arrays, *scalars)``, ready to be compiled by Numba."""
         # Numba keys its cache by file, line and qualified name, and checks the file's content.  The loop is
-        # compiled as if it stood where its formula stands, so that it is cached there and goes stale with it.
+        # compiled as if it were at the lines of its formula, so that it is cached there and goes stale with it.
         # A cached function is rebuilt in the module it names, which must be one that any process can import.
         code = self.function.__code__
         namespace: dict[str, Any] = {"__name__": __name__}

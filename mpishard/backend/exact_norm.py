@@ -1,8 +1,9 @@
-"""Norms that come out the same whatever ranks hold the elements: they must not depend on the layout.
+"""Norms whose bits do not depend on the layout, that is, on which ranks hold which elements.
 
 Floating-point addition rounds, so a sum depends on its order, and the order on the number of ranks.  Here every term
 is first rounded to a multiple of a quantum so coarse that additions are exact (Rump's pre-rounding; Demmel and Nguyen,
-"Fast reproducible floating-point summation", 2013).  What the rounding leaves goes through the same once more.  The
+"Fast reproducible floating-point summation", 2013).  The remainders are summed in the same way, with a finer
+quantum.  The
 quantum depends on the number of terms, and terms are scaled by the largest; all ranks must agree on both beforehand.
 """
 
@@ -45,7 +46,7 @@ def sum_of_squares(array: Array, top: float, terms: int) -> np.ndarray:
 
     Notes
     -----
-    Results add up, part by part, to the same bits in any order; `norm` makes a number of the sum.
+    Results may be added, part by part, in any order, with the same bits; `norm` takes the total.
     """
     if not array.size or top == 0:
         return np.zeros(2)
@@ -60,7 +61,7 @@ def sum_of_squares(array: Array, top: float, terms: int) -> np.ndarray:
 
 
 def norm(parts: np.ndarray, top: float) -> float:
-    """The 2-norm of all terms whose sums of squares, under one bound `top`, add up to `parts`."""
+    """The 2-norm of all terms; `parts` is the total of their `sum_of_squares` with the bound `top`."""
     return math.sqrt(parts[0] + parts[1]) * 2.0 ** _exponent(top) if top else 0.0
 
 
@@ -71,7 +72,7 @@ def norm_of(array: Array) -> float:
 
 
 def expect(dtype: np.dtype, squares: bool) -> None:
-    """Tell that `largest` of NumPy arrays of this dtype comes soon, and with `squares` also `sum_of_squares`."""
+    """Announce a call of `largest` with NumPy arrays of this dtype; with `squares` also one of `sum_of_squares`."""
     integer, mask = _BITS[dtype.itemsize]
     _largest_bits.expect((np.empty(0, integer),), (mask,))
     if squares:
@@ -79,15 +80,15 @@ def expect(dtype: np.dtype, squares: bool) -> None:
 
 
 def _exponent(top: float) -> int:
-    """Values below `top` are below 4 after division by two to this power, which is itself a normal number."""
+    """The power of two by which values up to `top` are divided to be below 4; two to it is a normal number."""
     return max(-1022, min(1022, math.frexp(top)[1]))
 
 
 def _shifts(terms: int) -> tuple[float, float]:
     """Numbers C such that ``(x + C) - C`` rounds x to a quantum of which `terms` terms still add exactly.
 
-    Terms are below 16, so their sum stays below ``2**width``, which has 52 binary places above the first quantum.
-    What is left of a term is below that quantum, and its own quantum lies 52 - width places lower.
+    Terms are below 16, so their sum is below ``2**width``, and the first quantum is 52 binary places below that.  The
+    remainder of a term is below the first quantum; the second quantum is 52 - width places lower.
     """
     width = max(1, terms).bit_length() + 4
     return 1.5 * 2.0**width, 1.5 * 2.0 ** (2 * width - 52)

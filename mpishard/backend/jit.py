@@ -1,4 +1,4 @@
-"""What Numba compiles, and loads from its cache."""
+"""Compiles functions with Numba, or loads them from its cache."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from numba.core.runtime.nrt import rtsys
 
 from mpishard.backend import compile_turns
 
-# Numba's object for a function, and the types of its arguments.
+# Numba's dispatcher of a function, and the types of its arguments.
 Function = tuple[Any, tuple[Any, ...]]
 
 
 class _Cache(FunctionCache):
-    """Numba's cache, that loads without what only compiling needs: imports that take each process a third of a second.
+    """Numba's cache, which here loads without the imports that only compiling needs (a third of a second per process).
 
     The compiler itself refreshes the context before it compiles.
     """
@@ -32,12 +32,12 @@ class _Cache(FunctionCache):
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
-    """``numba.njit`` without the GIL, with NumPy's division, and with a cache on disk where one can be.
+    """``numba.njit`` without the GIL, with NumPy's division, and with a cache on disk where that is possible.
 
     Without ``error_model="numpy"`` every division carries a check for zero, which keeps loops from being
     vectorised.
     """
-    # Nobody calls these functions from C: a wrapper for that would take a tenth of the compiler's time.
+    # These functions are not called from C; a wrapper for that would take a tenth of the compile time.
     options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, **options}
     dispatcher = numba.njit(**options)(function)
     # RuntimeError: neither the folder of the source nor the user's cache folder is writable.
@@ -51,17 +51,17 @@ def prepare() -> None:
 
 
 def types_of(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Numba's types of arguments."""
+    """Numba's types of the arguments."""
     return tuple(map(numba.typeof, arguments))
 
 
 def in_turn(wanted: Function, expected: Iterable[Function]) -> None:
     """Load a function, or compile it unless another process of this user and node does.
 
-    Those who compile also compile the functions that are expected, each another one.
+    The processes that compile also compile the `expected` functions, each another one.
     """
     dispatcher, types = wanted
-    if dispatcher.stats.cache_path is None:  # then waiting for another process gains nothing
+    if dispatcher.stats.cache_path is None:  # without a cache it cannot load what another process compiles
         _compile(dispatcher, types)
     elif not _load(dispatcher, types):
         _share(wanted, expected)
@@ -69,9 +69,9 @@ def in_turn(wanted: Function, expected: Iterable[Function]) -> None:
 
 
 def _share(wanted: Function, expected: Iterable[Function]) -> None:
-    """If a core is free for it, compile what is not in the cache and in no other process's hands."""
+    """If a core is free, compile the functions that are neither cached nor being compiled by another process."""
     with compile_turns.core() as free, _no_garbage_collection():
-        # The longest first, so that all processes are done at about the same time.
+        # The longest first, so that all processes finish at about the same time.
         functions = sorted([wanted, *expected], key=_length, reverse=True) if free else []
         for dispatcher, types in functions:
             if dispatcher.stats.cache_path is None or _load(dispatcher, types):
@@ -91,7 +91,7 @@ def _name(dispatcher: Any) -> str:
 
 
 def _load(dispatcher: Any, types: tuple[Any, ...]) -> bool:
-    """Take a function from the cache, as the dispatcher would; whether it was there, or is loaded already."""
+    """Load a function from the cache as the dispatcher does; returns whether it is loaded now."""
     with global_compiler_lock:
         if types in dispatcher.overloads:
             return True
@@ -111,7 +111,7 @@ def _compile(dispatcher: Any, types: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """The compiler makes millions of objects; a search for garbage among them was seen to take a third of its time."""
+    """No garbage collection in this context: among the compiler's millions of objects it took a third of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

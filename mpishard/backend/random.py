@@ -1,4 +1,4 @@
-"""Random numbers that depend on names, never on ranks: the same run on another layout draws the same numbers."""
+"""Random numbers keyed by names, never by ranks: the same run with another layout draws the same numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-# Rounds of the Feistel network below; three make a pseudorandom permutation (Luby and Rackoff, 1988), more cost little.
+# Rounds of the Feistel network below; three suffice for a pseudorandom permutation (Luby and Rackoff, 1988).
 _ROUNDS = 6
 
 
@@ -26,7 +26,7 @@ def normal(seed: int, name: str, shape: Sequence[int], scale: float = 1.0, dtype
 
 
 def permuted(indices: np.ndarray, size: int, seed: int, *names: object) -> np.ndarray:
-    """Where a random permutation of ``range(size)``, keyed by `seed` and `names`, sends `indices` (int64).
+    """The images of `indices` (int64) under a random permutation of ``range(size)``, keyed by `seed` and `names`.
 
     Costs time and memory in proportion to `indices`, not to `size`: a balanced Feistel network over the next power of
     four, walked along its cycle until the value is in range (Black and Rogaway, 2002).

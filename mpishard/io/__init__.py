@@ -1,1 +1,1 @@
-"""Files that others may have written or may write into: private folders, small JSON files, data sets of HDF5."""
+"""Files that other users or processes may have written: private folders, small JSON files, HDF5 data sets."""

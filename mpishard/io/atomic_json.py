@@ -1,4 +1,4 @@
-"""Small JSON files by which processes tell each other something; each appears whole."""
+"""Small JSON files with which processes send notes to each other; each file appears as a whole (atomic rename)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mpishard.io import files
 
 
 def write_note(path: Path, content: Any, *, private: bool = False) -> None:
-    """Write a file that only the owner reads, under another name, and rename it.
+    """Write a file that only the owner can read: under a temporary name, then renamed.
 
     Parameters
     ----------
     private : bool
-        The folder must be one that nobody else may open.
+        Whether the folder must be private to the owner.
 
     Raises
     ------
     NotPrivateError
-        If it is not.
+        If the folder must be private and is not.
     OSError
-        With the path; nothing is left then.
+        With the path; no temporary file is left.
     """
     beside = f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
@@ -43,16 +43,16 @@ def write_note(path: Path, content: Any, *, private: bool = False) -> None:
 
 
 def read_note(path: Path, *, private: bool = False) -> Any:
-    """What is in a file; None if it is not there.
+    """Read a file; None if there is none.
 
     Raises
     ------
     NotPrivateError
         If the folder must be private, and is not.
     ValueError
-        If it is no JSON.
+        If the file is not JSON.
     """
-    # A pipe, which anybody may have put there, would be waited for.
+    # Another user may have put a pipe there; without O_NONBLOCK opening it would wait.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with files.opened(path.parent, private=private) as folder:
@@ -63,7 +63,7 @@ def read_note(path: Path, *, private: bool = False) -> Any:
 
 
 def remove_notes(folder: Path, *prefixes: str) -> None:
-    """Remove the files of a private folder whose names begin with one of these; without any, all files."""
+    """Remove the files of a private folder whose names begin with one of the prefixes; without prefixes all files."""
     with files.opened(folder, private=True) as descriptor:
         for name in os.listdir(descriptor):
             if name.startswith(prefixes or ""):

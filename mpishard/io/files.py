@@ -1,8 +1,8 @@
-"""Files in folders that other users may write into, too.
+"""Files in folders into which other users may write, too.
 
-Who may write into a folder can put a link to somebody else's file there, under a name that is about to be written, or
-exchange a folder in it.  So new files take no name that is there, links are not followed, and a folder that must be
-private is looked at again whenever it is used.
+Such a user can put a link to another file there, under a name that is about to be written, or replace a folder in it.
+So a new file never takes an existing name, links are not followed, and a folder that must be private is checked again
+at every use.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 
 
 class NotPrivateError(ValueError):
-    """A folder that only its owner should open is another one by now, or open to others."""
+    """A folder that must be private to its owner was replaced, or is open to others."""
 
 
 def create(path: Path | str, mode: int = 0o666, folder: int | None = None) -> int:
-    """Descriptor of a new file, to read and write; FileExistsError if anything has its name, a link included."""
+    """Descriptor of a new file, to read and write; FileExistsError if the name exists, also as a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
 
 
 def open_to_append(path: Path, mode: int = 0o644) -> int:
-    """Descriptor of a file, new or not, to read and append to; OSError if its name is that of a link or a pipe."""
+    """Descriptor of a new or existing file, to read and append; OSError if it is a link or a pipe."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, mode)
@@ -43,20 +43,20 @@ def open_to_append(path: Path, mode: int = 0o644) -> int:
 
 @contextlib.contextmanager
 def opened(folder: Path, *, private: bool = False) -> Iterator[int]:
-    """Descriptor of a folder, for names in it.
+    """Descriptor of a folder, for operations relative to it.
 
     Raises
     ------
     NotPrivateError
-        If it should be private and is no folder, another user's, or one that others may open.
+        If it must be private and is no folder, another user's, or open to others.
     OSError
-        FileNotFoundError if it is not there.
+        FileNotFoundError if it does not exist.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if private else 0)
     try:
         descriptor = os.open(folder, flags)
     except OSError as error:
-        # Linux has the one for links, others the other.
+        # For a link Linux has the one error, other systems the other.
         if private and error.errno in (errno.ENOTDIR, errno.ELOOP) and os.path.lexists(folder):
             raise NotPrivateError(f"{folder} must be a folder that nobody else may open (mode 0700)") from None
         raise
@@ -79,10 +79,10 @@ def _check_private(folder: Path, found: os.stat_result) -> None:
 
 
 def warn_of_writers(folder: Path) -> None:
-    """Warn, once a process, if other users may write into a folder that this run writes into."""
+    """Warn, once per process, if other users may write into a folder of this run."""
     try:
         found = os.stat(folder)
-    except OSError:  # whoever uses it will hear
+    except OSError:  # a later use of the folder raises
         return
     if found.st_uid not in (0, os.geteuid()):
         who = f"belongs to user {found.st_uid}, who may write into it"
@@ -96,12 +96,12 @@ def warn_of_writers(folder: Path) -> None:
         f"{folder} {who}: they can exchange what this run writes there and reads again; take a folder of your own "
         f"(chmod go-w {folder}), unless you trust them",
         RuntimeWarning,
-        stacklevel=1,  # the same line whoever asks, so that Python shows it once
+        stacklevel=1,  # the same line for all callers, so that Python shows it once
     )
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether a group is the one that many systems make for each user alone."""
+    """Whether a group is the private group that many systems make for each user."""
     with contextlib.suppress(KeyError):
         group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid()).pw_name
         return group.gr_name == user and set(group.gr_mem) <= {user}

@@ -1,7 +1,7 @@
-"""What is asked of data sets in HDF5 files that anybody may have written, before their values are read.
+"""Checks of data sets in HDF5 files of unknown origin, before their values are read.
 
-HDF5 follows links and storage into other files, reads fill values where nothing was written, and what a chunk lacks as
-whatever was in memory.
+HDF5 follows links and storage into other files.  It reads fill values where nothing was written, and uninitialised
+memory where a chunk is too short.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 _COMPRESSORS = (h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_LZF)
 _FILTERS = {h5py.h5z.FILTER_SHUFFLE, *_COMPRESSORS}
-# Chunks are decoded whole, and h5py makes none above 1 MiB by itself.
+# A chunk is decoded as a whole; by itself h5py makes none above 1 MiB.
 _LARGEST_CHUNK = 2**26
 _TEXT_REFERENCE = 16  # bytes on disk for each text of variable length
 
@@ -35,7 +35,7 @@ def check_hard_link(h5: h5py.Group, path: str) -> None:
 def check_lies_here(dataset: h5py.h5d.DatasetID) -> None:
     """Raise ValueError unless all values of a data set lie in its own file.
 
-    Comes first: HDF5 opens the sources of some virtual data sets to tell their shape.
+    Call it first: to get the shape of some virtual data sets HDF5 opens their sources.
     """
     plist = dataset.get_create_plist()
     if plist.get_layout() == h5py.h5d.VIRTUAL:
@@ -45,7 +45,7 @@ def check_lies_here(dataset: h5py.h5d.DatasetID) -> None:
 
 
 def open_plain(h5: h5py.Group, path: str) -> h5py.Dataset:
-    """A data set whose values all were written, and lie in one run of this very file; raises ValueError if not."""
+    """Open a data set; ValueError unless all its values were written, in one run of this file."""
     check_hard_link(h5, path)
     dataset = h5py.h5d.open(h5.id, path.encode())
     try:
@@ -73,7 +73,7 @@ def attribute(h5: h5py.File, name: str) -> Any:
 
 
 def check_written(dataset: h5py.h5d.DatasetID) -> None:
-    """Raise ValueError unless all values of a data set were written, with filters that are known."""
+    """Raise ValueError unless all values of a data set were written, with known filters."""
     plist = dataset.get_create_plist()
     if plist.get_layout() != h5py.h5d.CHUNKED:
         _check_run(dataset)
@@ -93,7 +93,7 @@ def check_written(dataset: h5py.h5d.DatasetID) -> None:
 def check_chunks(dataset: h5py.h5d.DatasetID) -> None:
     """Raise ValueError unless every chunk decodes to all of its values; reads all chunks, one at a time.
 
-    Comes after `check_written`; a data set without chunks has nothing to decode.
+    Call it after `check_written`.  A data set without chunks has nothing to decode.
     """
     plist = dataset.get_create_plist()
     if plist.get_layout() != h5py.h5d.CHUNKED:
@@ -109,7 +109,7 @@ def check_chunks(dataset: h5py.h5d.DatasetID) -> None:
         if stored.byte_offset is None or not 0 < stored.size <= 2 * size + 64:
             raise ValueError(f"its chunk at {place} is not there, or too long")
         skipped, data = dataset.read_direct_chunk(place)
-        # HDF5 skips a compression that does not make a chunk smaller.
+        # HDF5 skips the compression if it does not make a chunk smaller.
         if skipped and (last is None or skipped != 1 << len(filters) - 1):
             raise ValueError(f"its chunk at {place} skips the filters {skipped:#b} of {filters}")
         found = len(data) if skipped or last is None else _DECODED_SIZE[last](data, size)
@@ -139,19 +139,19 @@ def _inflated_size(data: bytes, most: int) -> int:
 
 
 def _lzf_size(data: bytes, most: int) -> int:
-    """The same for LZF."""
+    """`_inflated_size` for LZF."""
     return _lzf_counter()([np.frombuffer(data, np.uint8)])
 
 
 @functools.cache
 def _lzf_counter() -> Callable[..., int]:
-    from mpishard.backend.compiled import HostFunction  # no other file needs a compiler
+    from mpishard.backend.compiled import HostFunction  # only this function needs a compiler
 
     return HostFunction(_count_lzf)
 
 
 def _count_lzf(data: Any) -> int:
-    # Runs of literal bytes, and references to what was decoded before: length and distance back.
+    # Runs of literal bytes, and references to decoded bytes: length and distance back.
     place = size = 0
     while place < data.size:
         control = int(data[place])

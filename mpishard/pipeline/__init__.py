@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, and the runtime that works them off."""
+"""Pipeline parallelism: schedules as data, and the runtime that executes them."""

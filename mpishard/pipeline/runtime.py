@@ -1,8 +1,8 @@
-"""Runs a pipeline schedule: each rank works off its program, and sends never block.
+"""Executes a pipeline schedule: each rank runs its program, and sends never block.
 
-Before a forward action a rank waits for the activations of the stage before, before a backward action for the gradient
-of the stage after; what it has computed it starts to send, and goes on.  The simulator of
-`mpishard.pipeline.schedule` has proven that programs of this kind finish even if every send waits for its receiver.
+Before a forward action a rank waits for the activations of the previous stage, before a backward action for the
+gradient of the next stage.  It starts to send the result of the action, and continues.  The simulator of
+`mpishard.pipeline.schedule` has proven that such programs finish even if every send waits for its receiver.
 """
 
 from __future__ import annotations
@@ -24,37 +24,40 @@ Batch = Any
 
 
 class Chunk(Protocol):
-    """The layers of one virtual stage, as a pipeline sees them; micro-batches may have 0 rows."""
+    """The layers of one virtual stage, as a pipeline uses them; micro-batches may have 0 rows."""
 
     stage: int
 
     def input_shape(self, batch: Batch) -> tuple[int, ...]:
-        """Shape of what it gets from the stage before, and of the gradient that goes back; not asked of stage 0."""
+        """Shape of the input from the previous stage, and of its gradient; not called for stage 0."""
 
     def output_shape(self, batch: Batch) -> tuple[int, ...]:
-        """Shape of what it sends on, and of the gradient that it gets; not asked of the last stage."""
+        """Shape of the output to the next stage, and of its gradient; not called for the last stage."""
 
     def workspace(self) -> Any:
         """Memory for one more micro-batch in flight: a `mpishard.nn.Workspace`."""
 
     def forward(self, x: Array | None, work: Any, batch: Batch) -> Any:
-        """The output, valid in `work` until the backward is done; the last stage returns its summed loss."""
+        """Return the output, valid until the backward with `work` is done; the last stage returns its summed loss."""
 
     def infer(self, x: Array | None, work: Any, batch: Batch) -> Array:
-        """As `forward`, but the last stage returns its predictions."""
+        """Like `forward`, but the last stage returns its predictions."""
 
     def backward(self, dy: Array | None, work: Any, batch: Batch) -> Array | None:
-        """The gradient by `x`, valid until the next call; None on stage 0.  `dy`, None on the last stage, may go."""
+        """Return the gradient of `x`, valid until the next call; None on stage 0.
+
+        `dy` is None on the last stage; its content may be overwritten.
+        """
 
     def input_gradient(self, dy: Array | None, work: Any, batch: Batch) -> Array | None:
-        """The part of `backward` on which the stage before waits."""
+        """The part of `backward` for which the previous stage waits."""
 
     def weight_gradient(self, work: Any) -> None:
         """The rest of `backward`."""
 
 
 class Executed(NamedTuple):
-    """An action that was carried out, and when, in seconds of `time.perf_counter`."""
+    """An executed action, with its start and stop in seconds of `time.perf_counter`."""
 
     action: Action
     start: float
@@ -83,8 +86,8 @@ class _Flight:
 class Pipeline:
     """The chunks of one rank, run by a schedule.  All methods are collective over the pipeline axis.
 
-    Once one of them was left by an exception, which on several ranks leaves messages under way, all raise RuntimeError
-    until the axis has moved to other communicators (`Axis.rebind`).
+    After an exception in one of them messages between ranks may be under way.  On several ranks all methods then raise
+    RuntimeError, until the axis has other communicators (`Axis.rebind`).
 
     Parameters
     ----------
@@ -95,16 +98,16 @@ class Pipeline:
     schedule : str
         One of `mpishard.pipeline.schedule.SCHEDULES`.
     parameters : FlatParameters
-        Their gradients are told where the backward passes of a stage begin and end.
+        The pipeline marks the begin and end of the backward passes of a stage in their gradients.
     wire_dtype : dtype, optional
         Send activations and their gradients in this dtype, float16 or ml_dtypes.bfloat16, to halve the bytes.
 
     Attributes
     ----------
     executed : list of Executed
-        What the last call did.
+        The actions of the last call.
     peak_in_flight : int
-        Most micro-batches that were in flight in the last call, over all chunks.
+        Largest number of micro-batches in flight during the last call, over all chunks.
     """
 
     def __init__(
@@ -138,10 +141,10 @@ class Pipeline:
         """Forward and backward of the micro-batches; returns their summed loss, the same on all stages."""
         schedule = self._schedule(self.schedule, len(batches))
         program = schedule.programs[self.axis.rank]
-        ends = {action.chunk: place for place, action in enumerate(program) if action.kind in "BW"}
+        ends = {action.chunk: index for index, action in enumerate(program) if action.kind in "BW"}
         gradients = self.parameters.gradients
         self._begin()
-        for place, action in enumerate(program):
+        for index, action in enumerate(program):
             start = time.perf_counter()
             chunk, batch = self.chunks[action.chunk], batches[action.microbatch]
             if action.kind == "F":
@@ -149,7 +152,7 @@ class Pipeline:
             elif action.kind == "I":
                 self._backward(action, batch, chunk.input_gradient)
             else:
-                gradients.begin_stage(chunk.stage, place == ends[action.chunk])
+                gradients.begin_stage(chunk.stage, index == ends[action.chunk])
                 if action.kind == "B":
                     self._backward(action, batch, chunk.backward)
                 else:
@@ -170,14 +173,14 @@ class Pipeline:
         return self._finish()
 
     def infer(self, batch: Batch) -> Array | None:
-        """Forward of one batch; returns what the last stage predicts on the ranks of that stage, None on others."""
+        """Forward of one batch; returns the predictions on the ranks of the last stage, None on others."""
         self._begin()
         prediction = None
         for number in range(len(self.chunks)):
             action = Action("F", 0, number)
             prediction = self._forward(action, batch, infer=True)
             self._release(action)
-        self._finish(tell_loss=False)
+        self._finish(broadcast_loss=False)
         return prediction if self.axis.rank == self.axis.size - 1 else None
 
     def _schedule(self, name: str, microbatches: int) -> Schedule:
@@ -189,7 +192,7 @@ class Pipeline:
         return known
 
     def _begin(self) -> None:
-        if self._unfinished:  # an earlier call was left by an exception
+        if self._unfinished:  # an exception has ended an earlier call
             self._give_up()
         self._comm = self.axis.comm if self.axis.size > 1 else None
         self._unfinished = True
@@ -200,7 +203,7 @@ class Pipeline:
         self._loss = 0.0
 
     def _give_up(self) -> None:
-        """Have all memory back, if no message of an earlier call can meet one of the next."""
+        """Take back all memory after an exception, if no message of the old call can reach a new one."""
         if self.axis.size > 1 and self.axis.comm is self._comm:
             raise RuntimeError(
                 "an earlier pass over this pipeline was left by an exception, and the next would take what is still on "
@@ -215,14 +218,14 @@ class Pipeline:
             for flight in idle:
                 flight.abandon()
 
-    def _finish(self, tell_loss: bool = True) -> float:
+    def _finish(self, broadcast_loss: bool = True) -> float:
         for send in self._gradient_sends.values():
             send.wait()
         for idle in self._idle:
             for flight in idle:
                 flight.wait()
         self._unfinished = False
-        if self.axis.size == 1 or not tell_loss:
+        if self.axis.size == 1 or not broadcast_loss:
             return self._loss
         total = np.array([self._loss])
         return float(self.axis.broadcast(total, root=self.axis.size - 1, label="loss")[0])
@@ -240,10 +243,10 @@ class Pipeline:
             if not infer:
                 self._loss += output
         elif self.axis.size > 1:
-            wire = self._to_wire("activations", output, flight)
+            staged = self._stage_out("activations", output, flight)
             to = (chunk.stage + 1) % self.axis.size
             tag = self._tag("activations", chunk.stage, action)
-            flight.sends.append(self.axis.start_send(wire, to, tag, label="activations"))
+            flight.sends.append(self.axis.start_send(staged, to, tag, label="activations"))
         else:
             self._handed[chunk.stage, action.microbatch] = output
         return output
@@ -260,28 +263,28 @@ class Pipeline:
         if self.axis.size == 1:
             self._handed[chunk.stage, action.microbatch] = dx.copy()
             return
-        # The array is good until the next backward only, the message may travel longer: it leaves from a buffer of the
-        # chunk's own, once the chunk's last message has left.
+        # `dx` is valid only until the next backward, and the message may take longer.  So it is copied to a buffer of
+        # the chunk, after the chunk's last message is sent.
         if action.chunk in self._gradient_sends:
             self._gradient_sends[action.chunk].wait()
         dtype = self.wire_dtype or dx.dtype
         buffer = self._gradient_buffers.get(action.chunk)
         if buffer is None or buffer.size < dx.size or buffer.dtype != dtype:
             buffer = self._gradient_buffers[action.chunk] = flight.work.module.empty(dx.size, dtype)
-        wire = buffer[: dx.size].reshape(dx.shape)
-        wire[...] = dx
+        staged = buffer[: dx.size].reshape(dx.shape)
+        staged[...] = dx
         to = (chunk.stage - 1) % self.axis.size
         tag = self._tag("activation gradients", chunk.stage, action)
-        self._gradient_sends[action.chunk] = self.axis.start_send(wire, to, tag, label="activation gradients")
+        self._gradient_sends[action.chunk] = self.axis.start_send(staged, to, tag, label="activation gradients")
 
     def _idle_flight(self, chunk: int) -> _Flight | None:
-        """Memory of a micro-batch that is over, or None if there should be more of it."""
+        """The memory of a finished micro-batch, or None if new memory is needed."""
         idle = self._idle[chunk]
         if not idle:
             return None
         if not idle[-1].sends:
             return idle.pop()
-        # Only forward passes run, whose outputs may still be on their way: two in turns let the next one start.
+        # In forward passes alone outputs may still be under way: with two buffers in turn the next pass can start.
         if len(idle) == 1:
             return None
         flight = idle.pop(0)
@@ -299,19 +302,19 @@ class Pipeline:
             return self._handed.pop((source, action.microbatch))
         work = flight.work
         received = work.save(f"received {what}", *shape)
-        wire = received if self.wire_dtype is None else work.saved(f"wire {what}", shape, self.wire_dtype)
-        self.axis.recv(wire, source % self.axis.size, self._tag(what, source, action), label=what)
-        if wire is not received:
-            received[...] = wire
+        staged = received if self.wire_dtype is None else work.saved(f"wire {what}", shape, self.wire_dtype)
+        self.axis.recv(staged, source % self.axis.size, self._tag(what, source, action), label=what)
+        if staged is not received:
+            received[...] = staged
         return received
 
-    def _to_wire(self, what: str, array: Array, flight: _Flight) -> Array:
+    def _stage_out(self, what: str, array: Array, flight: _Flight) -> Array:
         if self.wire_dtype is None:
             return array
-        wire = flight.work.saved(f"sent {what}", array.shape, self.wire_dtype)
-        wire[...] = array
-        return wire
+        staged = flight.work.saved(f"sent {what}", array.shape, self.wire_dtype)
+        staged[...] = array
+        return staged
 
     def _tag(self, what: str, source: int, action: Action) -> int:
-        """Tells apart all messages of a step between two ranks, which several chunks of theirs may exchange."""
+        """A tag that is unique among the messages of a step between two ranks, which may have several chunks."""
         return 2 * (action.microbatch * self.stages + source) + (what == "activations")

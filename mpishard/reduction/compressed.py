@@ -1,8 +1,8 @@
-"""Sums of gradients over an axis whose parts travel compressed, to their owners and from them.
+"""Sums of gradients over an axis, sent compressed to the owners of the parts, and back.
 
-Every rank sends each owner of a part of a bucket that part of its gradient, compressed, and the owner adds up what
-arrives in the dtype of the gradients; where all ranks need the sum, the owner sends it compressed to them.  What is
-left over is kept at both ends (Tang et al., "DoubleSqueeze", 2019).
+Each part of a bucket has an owner.  Every rank compresses each part of its gradient and sends it to the owner, which
+adds up the parts in the dtype of the gradients.  Where all ranks need the sum, the owner sends it to them, compressed.
+Both ends keep the error of the compression (Tang et al., "DoubleSqueeze", 2019).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Array = Any
 
 
 class PieceSums(CompressedSums):
-    """`CompressedSums` by a compressor that needs to see no more than a run of elements.
+    """`CompressedSums` with a compressor that works on any run of elements.
 
     Parameters
     ----------
@@ -49,15 +49,15 @@ class PieceSums(CompressedSums):
         rest = self._with_errors(bucket, gradient)
         pieces = self._counts[bucket.index]
         sizes = self._sizes(bucket)
-        wire = arrays.empty(sum(sizes), np.uint8, like=self._like)
-        place = first = 0
+        packed = arrays.empty(sum(sizes), np.uint8, like=self._like)
+        offset = first = 0
         for count, nbytes in zip(pieces, sizes, strict=True):
-            part, out = slice(first, first + count), wire[place : place + nbytes]
+            part, out = slice(first, first + count), packed[offset : offset + nbytes]
             compressor.split(gradient[part], out, rest[part])
-            place, first = place + nbytes, first + count
+            offset, first = offset + nbytes, first + count
         mine = sizes[axis.rank]
         arrived = arrays.empty(mine * axis.size, np.uint8, like=self._like)
-        pending = axis.start_all_to_all(wire, arrived, sizes, [mine] * axis.size, label="gradients")
+        pending = axis.start_all_to_all(packed, arrived, sizes, [mine] * axis.size, label="gradients")
 
         def finish() -> Array:
             pending.wait()
@@ -77,23 +77,23 @@ class PieceSums(CompressedSums):
     def start_gather(self, bucket: Bucket, gradient: Array) -> ChainedRequest:
         compressor, rank = self._compressor, self._axis.rank
         pieces, sizes = self._counts[bucket.index], self._sizes(bucket)
-        wire = arrays.empty(sum(sizes), np.uint8, like=self._like)
+        packed = arrays.empty(sum(sizes), np.uint8, like=self._like)
         first = sum(pieces[:rank])
         own = gradient[first : first + pieces[rank]]
-        out = wire[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
+        out = packed[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
         compressor.split(own, out, self._new_owned[self._parts[bucket.index]])
-        pending = self._axis.start_all_gather(wire, counts=sizes, label="gradients")
+        pending = self._axis.start_all_gather(packed, counts=sizes, label="gradients")
 
         def finish() -> Array:
             pending.wait()
-            place = first = 0
+            offset = first = 0
             for count, nbytes in zip(pieces, sizes, strict=True):
-                compressor.decompress(wire[place : place + nbytes], gradient[first : first + count])
-                place, first = place + nbytes, first + count
+                compressor.decompress(packed[offset : offset + nbytes], gradient[first : first + count])
+                offset, first = offset + nbytes, first + count
             return gradient
 
         return ChainedRequest(pending, finish)
 
     def _sizes(self, bucket: Bucket) -> list[int]:
-        """Bytes of each rank's part of a bucket."""
+        """Compressed bytes of each rank's part of a bucket."""
         return [self._compressor.nbytes(count, self._like.dtype) for count in self._counts[bucket.index]]

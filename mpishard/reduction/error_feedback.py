@@ -1,4 +1,4 @@
-"""What compression leaves of the gradients, kept and added to the next ones, so that nothing is lost over the steps."""
+"""Error feedback: what compression loses of a gradient is kept and added to the next gradient."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Array = Any
 
 
 class CompressedSums(ABC):
-    """Adds up the gradients of one model over an axis, sending less than they are.
+    """Adds up the gradients of one model over an axis, and sends fewer bytes than they have.
 
-    What was applied plus all that is left over, on all ranks, is the sum of all gradients (Seide et al., 2014;
-    Karimireddy et al., "EF-SignSGD", 2019).  Nothing is lost when a step is: what is left over is that of the last step
+    The applied gradients plus the errors of all ranks are the sum of all gradients (Seide et al., 2014; Karimireddy et
+    al., "EF-SignSGD", 2019).  A step that is not taken loses nothing: the errors are then still those of the last step
     for which `keep` was called.
 
     Parameters
@@ -30,18 +30,18 @@ class CompressedSums(ABC):
     buckets : sequence of Bucket
         They cover the flat gradient.
     counts : sequence of sequence of int
-        By bucket and rank, elements that the rank owns.
+        By bucket and rank, the number of elements that the rank owns.
     like : array
-        Of the dtype and device of the gradients.
+        An array of the dtype and device of the gradients.
 
     Attributes
     ----------
     errors : 1-D array
-        What this rank has not sent of its gradients, in flat order.
+        The part of its gradients that this rank has not sent, in flat order.
     owned : 1-D array
-        What is left of the sums of the parts that this rank owns, bucket by bucket: always this one array.
+        The errors of the sums that this rank owns, bucket by bucket.  Always the same array.
     scale : float
-        What both are multiplied by, as gradients are by a loss scale.
+        The factor by which both are multiplied, as gradients are by a loss scale.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CompressedSums(ABC):
 
     @property
     def sending(self) -> bool:
-        """Whether gradients were sent of which neither `keep` nor `reset` was called."""
+        """Whether gradients were sent since the last `keep_bucket` or `reset`."""
         return bool(self._sent)
 
     @property
@@ -80,22 +80,22 @@ class CompressedSums(ABC):
         Parameters
         ----------
         gradient : 1-D array
-            This rank's; its content is undefined afterwards.
+            This rank's gradient; its content is undefined afterwards.
         target : 1-D array
-            Where the sum of this rank's part goes; it may lie in `gradient`.
+            Receives the sum of this rank's part; it may be a view of `gradient`.
         """
 
     @abstractmethod
     def start_gather(self, bucket: Bucket, gradient: Array) -> ChainedRequest:
-        """Start to fill `gradient` with the whole sum, after `start` was waited for.  Collective over the axis."""
+        """Start to fill `gradient` with the whole sum, after the wait for `start`.  Collective over the axis."""
 
     def keep(self) -> None:
-        """The step is taken: from now on its errors count.  Every bucket was summed in it."""
+        """Take over the errors of this step, in which every bucket was summed, since the step is taken."""
         self.errors, self._new_errors = self._new_errors, self.errors
         self.owned[...] = self._new_owned
 
     def keep_bucket(self, bucket: Bucket) -> None:
-        """The same where not every bucket was summed, but this one was, and begin the next sum of it."""
+        """Take over the errors of one bucket that was summed, so that its next sum can begin."""
         extent, part = slice(bucket.start, bucket.stop), self._parts[bucket.index]
         self.errors[extent] = self._new_errors[extent]
         self.owned[part] = self._new_owned[part]
@@ -106,9 +106,9 @@ class CompressedSums(ABC):
         self._sent.clear()
 
     def fold(self) -> None:
-        """Give the errors of all ranks to the owners: `owned` then is all that is left.  Collective over the axis.
+        """Add the errors of all ranks to `owned` at the owners; `errors` is then zero.  Collective over the axis.
 
-        What the ranks have is the same in all, and can be saved or move to another number of ranks.
+        The total of all errors stays the same.  In this form they can be saved or moved to another number of ranks.
         """
         pending = [
             self._axis.start_reduce_scatter(self.errors[bucket.start : bucket.stop], counts=pieces, label="errors")
@@ -119,21 +119,21 @@ class CompressedSums(ABC):
         self.errors[...] = 0
 
     def forget(self, scale: float) -> None:
-        """`owned` was filled from elsewhere, in this scale: there are no other errors."""
+        """Set the other errors to zero, after `owned` was restored with this scale."""
         self.errors[...] = 0
         self.scale = scale
 
     def rescale(self, scale: float) -> None:
-        """Go on with gradients that are multiplied by another number."""
+        """Change the scale of the errors to that of the next gradients."""
         if scale != self.scale:
             self.errors *= scale / self.scale
             self.owned *= scale / self.scale
             self.scale = scale
 
-    # -- for the kinds of sums --------------------------------------------------------------------------------------
+    # -- for the subclasses -----------------------------------------------------------------------------------------
 
     def _with_errors(self, bucket: Bucket, gradient: Array) -> Array:
-        """Add what the last step, or an earlier micro-batch of it, has left; returns where to put what this leaves."""
+        """Add the error of the last step, or of an earlier micro-batch; returns the new error's array."""
         extent = slice(bucket.start, bucket.stop)
         before = self._new_errors if bucket.index in self._sent else self.errors
         self._sent.add(bucket.index)

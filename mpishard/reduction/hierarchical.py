@@ -1,7 +1,7 @@
-"""Sums over nodes and, between them, of less: ranks of a node share out what the slow network has to carry.
+"""Hierarchical sums: within each node, then between the nodes, where the network is slow.
 
-Reduce-scatter within each node, sum of each piece between the nodes, all-gather within each node: every byte of a
-gradient crosses the network once a node, and not once a rank.
+Reduce-scatter within each node, sum of each piece between the nodes, all-gather within each node.  Every byte of a
+gradient crosses the network once per node, and not once per rank.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ Array = Any
 
 
 class NodeAxes(NamedTuple):
-    """The data axis by nodes: the ranks of this one's node, and those at its place on the other nodes."""
+    """The data axis by nodes: the ranks of this node, and the ranks with the same number on each node."""
 
     within: Axis
     across: Axis
 
 
 def nodes_of_data(mesh: Mesh, ranks: bool | int) -> list[int]:
-    """For each rank of the data axis its node, by number; all 0 where sums do not go by nodes.
+    """The number of the node of each rank of the data axis; all 0 where sums are not hierarchical.
 
-    They do where that cuts all data axes of the mesh alike, into several nodes of equally many ranks, and more than
-    one.  All ranks find the same.
+    Sums are hierarchical if all data axes of the mesh are cut alike into several nodes, each with the same number of
+    ranks, and more than one.  All ranks compute the same.
 
     Parameters
     ----------
     ranks : bool or int
-        How many neighbours on the data axis count as a node; True: those that share memory; False: all.
+        The number of neighbours on the data axis that count as a node; True: those that share memory; False: all.
     """
     size, tensor = mesh.data.size, mesh.tensor.size
     if ranks is True:
-        first = [stage * size * tensor + place for stage in range(mesh.pipeline.size) for place in range(tensor)]
+        first = [stage * size * tensor + part for stage in range(mesh.pipeline.size) for part in range(tensor)]
         found = {_numbered(mesh.nodes[rank : rank + size * tensor : tensor]) for rank in first}
     else:
         found = {_numbered([rank // ranks if ranks else 0 for rank in range(size)])}
@@ -55,19 +55,19 @@ def nodes_of_data(mesh: Mesh, ranks: bool | int) -> list[int]:
 
 
 def _numbered(names: Sequence[int]) -> tuple[int, ...]:
-    """The same with numbers for names, in the order in which they come."""
+    """Replace names by numbers, in the order in which the names first appear."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return tuple(numbers[name] for name in names)
 
 
 def node_axes(mesh: Mesh, ranks: bool | int) -> NodeAxes | None:
-    """Split the data axis by nodes, as `nodes_of_data` tells; None if all is one node.  Collective over the axis."""
+    """Split the data axis by `nodes_of_data`; None if there is only one node.  Collective over the axis."""
     axis, nodes = mesh.data, nodes_of_data(mesh, ranks)
     if not any(nodes):
         return None
-    place = nodes[: axis.rank].count(nodes[axis.rank])
+    number = nodes[: axis.rank].count(nodes[axis.rank])
     within = axis.split(f"data within node ({ranks})", nodes[axis.rank])
-    return NodeAxes(within, axis.split(f"data across nodes ({ranks})", place))
+    return NodeAxes(within, axis.split(f"data across nodes ({ranks})", number))
 
 
 class HierarchicalSums:
@@ -78,9 +78,9 @@ class HierarchicalSums:
     axes : NodeAxes
     buckets : sequence of Bucket
     like : array
-        Of the dtype and device of the gradients.
+        An array of the dtype and device of the gradients.
     compressor : PieceCompressor, optional
-        What is sent between nodes goes through it.
+        Compresses the messages between nodes.
     scale : float
         As for `CompressedSums`.
 
@@ -91,7 +91,7 @@ class HierarchicalSums:
     compressed : CompressedSums or None
         The sums between nodes, if they are compressed.
     owned : list of (start, stop)
-        Ranges of the flat gradient that ``compressed.owned`` is of, end to end.
+        The ranges of the flat gradient to which ``compressed.owned`` belongs, end to end.
     """
 
     def __init__(
@@ -101,19 +101,19 @@ class HierarchicalSums:
         self.within: Axis = axes.within
         self._like = like
         self._counts = {bucket.index: counts(split(bucket.size, axes.within.size)) for bucket in buckets}
-        # This rank's pieces as buckets of an array in which they lie end to end.
+        # This rank's pieces as buckets of an array that holds them end to end.
         self._inner: dict[int, Bucket] = {}
         self.owned: list[tuple[int, int]] = []
-        parts, place = [], 0
+        parts, offset = [], 0
         for bucket in buckets:
             pieces = self._counts[bucket.index]
             first, size = bucket.start + sum(pieces[: axes.within.rank]), pieces[axes.within.rank]
-            self._inner[bucket.index] = replace(bucket, start=place, stop=place + size)
+            self._inner[bucket.index] = replace(bucket, start=offset, stop=offset + size)
             part = counts(split(size, axes.across.size))
             start = first + sum(part[: axes.across.rank])
             self.owned.append((start, start + part[axes.across.rank]))
             parts.append(part)
-            place += size
+            offset += size
         self._parts = dict(zip(self._counts, parts, strict=True))
         self.compressed: CompressedSums | None = None
         if compressor is not None:
@@ -129,7 +129,7 @@ class HierarchicalSums:
         return self._axes.within.start_reduce_scatter(gradient, own, counts=pieces, label="gradients")
 
     def start_shared(self, bucket: Bucket, values: Array) -> Request | ChainedRequest:
-        """Start to sum a bucket between the nodes, whose ranks all have the same values; `complete` does the rest."""
+        """Start to sum a bucket between the nodes; all ranks of a node have the same values.  Then `complete` it."""
         pieces, rank = self._counts[bucket.index], self.within.rank
         piece = values[sum(pieces[:rank]) : sum(pieces[: rank + 1])].copy()
         if self.compressed is None:
@@ -145,15 +145,25 @@ class HierarchicalSums:
     def complete(
         self, arrived: Sequence[tuple[Bucket, Array, Array]], *, compresses: bool, shared: bool = False
     ) -> None:
-        """Fill gradients with their sums over all ranks, given what arrived of each, `shared` or not.  Collective."""
+        """Fill gradients with their sums over all ranks.  Collective.
+
+        Parameters
+        ----------
+        arrived : sequence of (bucket, gradient, piece)
+            `piece` is the result of `start`, or of `start_shared`.
+        compresses : bool
+            Whether the sums between nodes are compressed, if there is a compressor.
+        shared : bool
+            Whether the pieces are from `start_shared`.
+        """
         compresses = compresses and self.compressed is not None
-        ways: list[Callable[[Bucket, Array, Array], Request | ChainedRequest]] = []
+        steps: list[Callable[[Bucket, Array, Array], Request | ChainedRequest]] = []
         if not shared:
-            ways.append(self._compressed_across if compresses else self._sum_across)
+            steps.append(self._compressed_across if compresses else self._sum_across)
         if compresses:
-            ways.append(self._gather_across)
-        for way in (*ways, self._gather_within):
-            for pending in [way(*each) for each in arrived]:
+            steps.append(self._gather_across)
+        for start in (*steps, self._gather_within):
+            for pending in [start(*each) for each in arrived]:
                 pending.wait()
 
     def keep_bucket(self, bucket: Bucket) -> None:
@@ -176,6 +186,6 @@ class HierarchicalSums:
         return self._axes.within.start_all_gather(gradient, piece, counts=self._counts[bucket.index], label="gradients")
 
     def _own(self, bucket: Bucket, piece: Array) -> Array:
-        """This rank's part of its piece, between the nodes."""
+        """The part of a piece that this rank owns in the sum between the nodes."""
         pieces, rank = self._parts[bucket.index], self._axes.across.rank
         return piece[sum(pieces[:rank]) : sum(pieces[: rank + 1])]

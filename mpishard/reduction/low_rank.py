@@ -1,7 +1,7 @@
-"""Sums of gradients over an axis by their low-rank approximations (Vogels et al., "PowerSGD", 2019, algorithms 1, 2).
+"""Sums of low-rank approximations of gradients over an axis (Vogels et al., "PowerSGD", 2019, algorithms 1, 2).
 
-What a rank keeps back is what its own gradient lacks on the subspace that all have found together.  That is linear, so
-that the approximation depends on the sum over ranks alone, and it does not matter which of them has the errors.
+The error of a rank is its gradient minus the projection of its gradient onto the common subspace.  The projection is
+linear: the approximation depends only on the sum over ranks, and it does not matter which rank holds the errors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Array = Any
 
 
 class _Matrix(NamedTuple):
-    """A tensor that is compressed: its place in its bucket, and its shape as a matrix."""
+    """A tensor that is compressed: its slice of the bucket, and its shape as a matrix."""
 
     name: str
     extent: slice
@@ -30,7 +30,7 @@ class _Matrix(NamedTuple):
 
 
 class LowRankSums(CompressedSums):
-    """`CompressedSums` by `PowerSGDCompressor`.
+    """`CompressedSums` with a `PowerSGDCompressor`.
 
     Parameters
     ----------
@@ -38,17 +38,17 @@ class LowRankSums(CompressedSums):
     pieces : sequence of Piece
         The tensors of all buckets.
     gathers : bool
-        Whether `start_gather` follows on `start`: then the second sum is taken there, of all buckets side by side.
+        Whether `start_gather` follows `start`.  The second sum is then taken there, concurrently for all buckets.
     **layout
         As for `CompressedSums`.
 
     Notes
     -----
-    The bases are not saved: `fold` begins again with random ones, in a run that goes on as in one that is resumed, and
-    the first step after it approximates less well.
+    The bases are not saved.  `fold` starts again with random ones, in a run that continues as in one that is resumed;
+    the first step afterwards approximates less well.
 
-    Every rank takes the products itself.  Where CPUs or the numbers of BLAS threads differ between ranks, their copies
-    of parameters can drift apart in the last bits under DDP; under ZeRO their owners publish them.
+    Every rank computes the products itself.  Where CPUs or numbers of BLAS threads differ between ranks, the copies of
+    the parameters can drift apart in the last bits under DDP; under ZeRO the owners send them to all.
     """
 
     def __init__(self, compressor: PowerSGDCompressor, pieces: Sequence[Piece], gathers: bool, **layout: Any) -> None:
@@ -68,7 +68,7 @@ class LowRankSums(CompressedSums):
                     vectors.append(extent)
         self._bases: dict[str, Array] = {}
         self._new_bases: dict[str, Array] = {}
-        # By bucket: what the first sum has come to, and the right factors that are to be summed next.
+        # By bucket: the result of the first sum, and the right factors for the second.
         self._halfway: dict[int, tuple[Array, Array]] = {}
 
     def start(self, bucket: Bucket, gradient: Array, target: Array) -> ChainedRequest:
@@ -83,10 +83,10 @@ class LowRankSums(CompressedSums):
         vectors = self._vectors[bucket.index]
         plain = sum(extent.stop - extent.start for extent in vectors)
         first = arrays.empty(plain + rank * sum(each.rows for each in matrices), gradient.dtype, like=gradient)
-        place = 0
+        offset = 0
         for extent in vectors:
-            first[place : place + extent.stop - extent.start] = gradient[extent]
-            place += extent.stop - extent.start
+            first[offset : offset + extent.stop - extent.start] = gradient[extent]
+            offset += extent.stop - extent.start
         for each, p in zip(matrices, self._factors(first[plain:], [each.rows for each in matrices]), strict=True):
             basis = bases.get(each.name)
             if basis is None:
@@ -105,7 +105,7 @@ class LowRankSums(CompressedSums):
         return ChainedRequest(pending, finish)
 
     def _project(self, bucket: Bucket, gradient: Array, first: Array, rest: Array) -> None:
-        """Find the right factors of this rank's gradient, and what it lacks then."""
+        """Compute the right factors of this rank's gradient, and its error `rest`."""
         matrices = self._matrices[bucket.index]
         second = arrays.empty(self._rank * sum(each.columns for each in matrices), gradient.dtype, like=gradient)
         for each, p, q in zip(matrices, *self._both(bucket, first, second), strict=True):
@@ -125,16 +125,16 @@ class LowRankSums(CompressedSums):
             for each, p, q in zip(self._matrices[bucket.index], *self._both(bucket, first, second), strict=True):
                 self._matrix(gradient, each)[...] = p @ q.T
                 self._new_bases[each.name] = q
-            place = 0
+            offset = 0
             for extent in self._vectors[bucket.index]:
-                gradient[extent] = first[place : place + extent.stop - extent.start]
-                place += extent.stop - extent.start
+                gradient[extent] = first[offset : offset + extent.stop - extent.start]
+                offset += extent.stop - extent.start
             return gradient
 
         return ChainedRequest(pending, finish)
 
     def _both(self, bucket: Bucket, first: Array, second: Array) -> tuple[list[Array], list[Array]]:
-        """Left and right factors of the matrices of a bucket; the left ones follow on the vectors."""
+        """Left and right factors of the matrices of a bucket; in `first` the left factors follow the vectors."""
         matrices = self._matrices[bucket.index]
         plain = sum(extent.stop - extent.start for extent in self._vectors[bucket.index])
         left = self._factors(first[plain:], [each.rows for each in matrices])
@@ -163,11 +163,11 @@ class LowRankSums(CompressedSums):
         return slice(sum(pieces[:rank]), sum(pieces[: rank + 1]))
 
     def _factors(self, flat: Array, lengths: Sequence[int]) -> list[Array]:
-        """Matrices of so many rows and of the rank's columns, which lie end to end in a flat array."""
-        found, place = [], 0
+        """Views of matrices, end to end in a flat array, with these numbers of rows and `rank` columns each."""
+        found, offset = [], 0
         for length in lengths:
-            found.append(flat[place : place + self._rank * length].reshape(length, self._rank))
-            place += self._rank * length
+            found.append(flat[offset : offset + self._rank * length].reshape(length, self._rank))
+            offset += self._rank * length
         return found
 
     @staticmethod

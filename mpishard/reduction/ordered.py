@@ -1,8 +1,8 @@
 """Sums of gradients over the data axis in the order of a fixed tree, for ``reproducible=True``.
 
-An MPI's own all-reduce adds in an order that depends on the number of ranks, on the size of the buffer and on the
-network.  Here every rank sends each owner of a part of a bucket that part of its partial sums, and the owner adds them
-along the tree over the step's micro-batches (`mpishard.reduction.tree_sum`).
+The order of an MPI all-reduce depends on the number of ranks, the size of the buffer and the network.  Here each part
+of a bucket has an owner.  Every rank sends that part of its partial sums to the owner, which adds them along the tree
+over the step's micro-batches (`mpishard.reduction.tree_sum`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Array = Any
 
 
 class _Sum(NamedTuple):
-    """How rows of an exchange make one node: whether each is on this rank, its number there, and the `tree_merges`."""
+    """The rows that an exchange adds up to one node, as (is on this rank, row number), and their `tree_merges`."""
 
     node: Node
     rows: list[tuple[bool, int]]
@@ -31,20 +31,20 @@ class _Sum(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(deal: TermAssignment, exchange: int, rank: int) -> tuple[list[int], list[_Sum]]:
-    """How many partial sums each rank brings to an exchange, and what becomes of them at every owner."""
-    parts = [deal.parts(each, exchange) for each in range(deal.ranks)]
+def _plan(assignment: TermAssignment, exchange: int, rank: int) -> tuple[list[int], list[_Sum]]:
+    """How many partial sums each rank sends in an exchange, and the sums that every owner makes of them."""
+    parts = [assignment.parts(each, exchange) for each in range(assignment.ranks)]
     arriving = 0
     placed = []
     for each, theirs in enumerate(parts):
-        for place, node in enumerate(theirs):
-            placed.append((node, (each == rank, place if each == rank else arriving + place)))
+        for row, node in enumerate(theirs):
+            placed.append((node, (each == rank, row if each == rank else arriving + row)))
         arriving += len(theirs) if each != rank else 0
     sums = []
-    for total in deal.sums(exchange):
-        within = [(node, row) for node, row in placed if total.start <= node.start and node.stop <= total.stop]
-        times = tree_merges([node for node, _ in within], deal.total)
-        sums.append(_Sum(total, [row for _, row in within], times))
+    for total in assignment.sums(exchange):
+        within = [(node, where) for node, where in placed if total.start <= node.start and node.stop <= total.stop]
+        times = tree_merges([node for node, _ in within], assignment.total)
+        sums.append(_Sum(total, [where for _, where in within], times))
     return [len(theirs) for theirs in parts], sums
 
 
@@ -56,14 +56,14 @@ class OrderedSums:
     axis : Axis
         The data axis.
     like : array
-        Of the dtype and device of the gradients.
+        An array of the dtype and device of the gradients.
 
     Attributes
     ----------
-    deal : Deal
-        Who has which micro-batches of this step; by default each rank one.
+    deal : TermAssignment
+        The micro-batches of each rank in this step; default: one per rank.
     nbytes : int
-        Memory held for what arrives.
+        Bytes of memory held for received parts.
     """
 
     def __init__(self, axis: Axis, like: Array) -> None:
@@ -72,12 +72,12 @@ class OrderedSums:
         self._like = like
         self._free: list[Array] = []
         self._exchanges: dict[int, int] = {}
-        # What the exchanges before have added up to, by bucket: values of the nodes that precede the next one.
+        # By bucket: the sums of the earlier exchanges, one for each node before the next exchange.
         self._stacks: dict[int, list[Array]] = {}
         self.deal: TermAssignment = TermAssignment(axis.size, axis.size)
 
     def reset(self) -> None:
-        """Begin a new step, in which each rank has one micro-batch unless `deal` is set."""
+        """Begin a new step; each rank has one micro-batch in it unless `deal` is set."""
         self.deal = TermAssignment(self._axis.size, self._axis.size)
         self._exchanges.clear()
         for stack in self._stacks.values():
@@ -90,16 +90,16 @@ class OrderedSums:
         Parameters
         ----------
         partial : sequence of 1-D array
-            This rank's partial sums, oldest first: one for each of its nodes, or any on a rank that has none.
+            This rank's partial sums, oldest first: one for each of its nodes; ignored on a rank without a node.
         pieces : sequence of int
             Elements of the bucket that each rank owns.
         target : 1-D array
-            Where the sum goes; it may be this rank's part of the newest of `partial`, or the front of that.
+            Receives the sum; it may be this rank's part of the newest of `partial`, or the front of that array.
 
         Raises
         ------
         ValueError
-            If this bucket has had all exchanges of the step; then on all ranks of the axis.
+            On all ranks of the axis, if this bucket has had all its exchanges of the step.
         """
         axis, number = self._axis, self._exchanges.get(bucket.index, 0)
         if number >= self.deal.exchanges:
@@ -135,7 +135,7 @@ class OrderedSums:
         return ChainedRequest(pending, finish)
 
     def all_reduce(self, flat: Array) -> None:
-        """Sum one array over the axis, in place, with the array of each rank as one term.  Collective."""
+        """Sum an array over the axis, in offset; the array of each rank is one term.  Collective."""
         pieces = counts(split(flat.size, self._axis.size))
         start = sum(pieces[: self._axis.rank])
         own = flat[start : start + pieces[self._axis.rank]]
@@ -145,33 +145,33 @@ class OrderedSums:
         self.reset()
 
     def _add(self, bucket: int, total: _Sum, own: Array, received: Array, target: Array) -> None:
-        """Add up the rows of one node, and what they complete."""
+        """Add up the rows of one node, then the nodes that this completes."""
         last = total.node.stop == self.deal.total
         block = target if last else self._take(target.size)
         out = block[: target.size]
-        starts = [-1 - place * out.size if here else place * out.size for here, place in total.rows]
+        starts = [-1 - row * out.size if here else row * out.size for here, row in total.rows]
         add_by_tree(own, received, starts, total.times, out)
         stack = self._stacks.setdefault(bucket, [])
         while len(stack) >= len(nodes(0, total.node.stop, self.deal.total)):
             lower = stack.pop()
-            accumulate(out, lower[: out.size])  # either order of the two gives the same bits
+            accumulate(out, lower[: out.size])  # both orders of these two give the same bits
             self._free.append(lower)
         if not last:
             stack.append(block)
 
     def _pack(self, partial: Sequence[Array], pieces: Sequence[int]) -> Array:
-        """Partial sums in the order of their owners, in a block."""
+        """The partial sums, sorted by owner, in one block."""
         block = self._take(len(partial) * sum(pieces))
-        start = place = 0
+        start = offset = 0
         for count in pieces:
             for each in partial:
-                block[place : place + count] = each[start : start + count]
-                place += count
+                block[offset : offset + count] = each[start : start + count]
+                offset += count
             start += count
         return block
 
     def _take(self, size: int) -> Array:
-        """A block of at least `size` elements: the smallest free one, or a new one in place of one too small."""
+        """A block of at least `size` elements: the smallest free one, or a new one in offset of one too small."""
         fitting = [index for index, block in enumerate(self._free) if block.size >= size]
         if fitting:
             return self._free.pop(min(fitting, key=lambda index: self._free[index].size))

@@ -1,9 +1,9 @@
-"""Sums whose order is that of a fixed binary tree over an index, so that their bits do not depend on who adds what.
+"""Sums in the order of a fixed binary tree over an index, so that their bits do not depend on which rank adds what.
 
-Node (l, i) of the tree over `total` terms covers the terms ``[i 2**l, (i + 1) 2**l)``, cut at `total`; its value is
-left plus right, or that of the left where there is no right.  A run of terms is made of few nodes, at most two a level,
-so whoever has the terms of a run can add those within its nodes and leave the rest to whoever has the neighbours.  No
-MPI here.
+Node (l, i) of the tree over `total` terms covers the terms ``[i 2**l, (i + 1) 2**l)``, cut at `total`.  Its value is
+left plus right child, or the left child where there is no right one.  A run of terms consists of few nodes, at most two
+per level.  So a rank with a run of terms adds up each of these nodes, and the owner of the sum adds the nodes of all
+ranks.  No MPI here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpishard.backend.compiled import HostFunction
 from mpishard.layout.boxes import split
 
 Array = Any
-# Elements that are added at a time: a few of these blocks fit the first-level cache.
+# Elements that are added at a time; a few such blocks fit into the first-level cache.
 _BLOCK = 1024
 
 
@@ -37,7 +37,7 @@ def nodes(start: int, stop: int, total: int) -> tuple[Node, ...]:
     assert 0 <= start <= stop <= total
     found = []
     while start < stop:
-        # The largest power of two that divides the start, which is any for 0; what lies behind `total` counts as there.
+        # The largest power of two that divides the start; any divides 0.  Terms beyond `total` are counted as present.
         aligned = start & -start or total
         fits = aligned if stop == total else 1 << ((stop - start).bit_length() - 1)
         end = min(start + min(aligned, fits), stop)
@@ -47,10 +47,10 @@ def nodes(start: int, stop: int, total: int) -> tuple[Node, ...]:
 
 
 def tree_merges(parts: Sequence[Node], total: int) -> list[int]:
-    """How to add up a run of neighbouring nodes, in ascending order, on a stack.
+    """How often to merge after each push, when a run of neighbouring nodes is added up on a stack in ascending order.
 
-    After part p is pushed, so many times the two values on top become their sum: lower plus upper.  What is left in the
-    end are the `nodes` of the whole run.
+    A merge replaces the two newest values by their sum, lower plus upper.  In the end the stack holds the `nodes` of
+    the whole run.
     """
     depth, found = 0, []
     for part in parts:
@@ -61,7 +61,7 @@ def tree_merges(parts: Sequence[Node], total: int) -> list[int]:
 
 
 def tree_sum(terms: Sequence[float]) -> float:
-    """The sum of some numbers along their tree; 0.0 of none."""
+    """The sum of numbers along their tree; 0.0 if there are none."""
     stack: list[float] = []
     leaves = [Node(index, index + 1) for index in range(len(terms))]
     for term, times in zip(terms, tree_merges(leaves, len(terms)), strict=True):
@@ -74,7 +74,7 @@ def tree_sum(terms: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class TermAssignment:
-    """Which rank computes which of a step's terms, and when partial sums go to those who add them up.
+    """Which rank computes which of a step's terms, and when partial sums are sent to their owners.
 
     Parameters
     ----------
@@ -82,8 +82,8 @@ class TermAssignment:
         Number of terms.
     ranks : int
     in_turns : bool
-        False: each rank has a run of terms, adds within its nodes, and there is one exchange.  True: the terms are
-        dealt out one by one, and there is an exchange after each round, for ranks that can keep nothing.
+        False: each rank has a run of terms and adds up its nodes; there is one exchange.  True: the terms are assigned
+        round-robin, with an exchange after each round, for ranks that cannot keep partial sums.
     """
 
     total: int
@@ -105,20 +105,23 @@ class TermAssignment:
         return range(self._cuts[rank], self._cuts[rank + 1])
 
     def tree_merges(self, rank: int) -> list[int]:
-        """How a rank adds up its terms before an exchange, as the function `tree_merges` has it."""
+        """The merges, as of the function `tree_merges`, with which a rank adds up its terms before an exchange."""
         if self.in_turns:
             return [0 for _ in self.terms(rank)]
         return tree_merges([Node(term, term + 1) for term in self.terms(rank)], self.total)
 
     def parts(self, rank: int, exchange: int = 0) -> tuple[Node, ...]:
-        """The nodes that a rank brings to an exchange; those of all ranks in turn are a run from the last one's end."""
+        """The nodes that a rank sends in an exchange.
+
+        Those of all ranks, in order of rank, are one run, which begins where that of the last exchange ended.
+        """
         if not self.in_turns:
             return nodes(self._cuts[rank], self._cuts[rank + 1], self.total)
         term = exchange * self.ranks + rank
         return (Node(term, term + 1),) if term < self.total else ()
 
     def sums(self, exchange: int = 0) -> tuple[Node, ...]:
-        """The nodes into which the parts of an exchange add up."""
+        """The nodes that are the sums of an exchange."""
         if not self.in_turns:
             return nodes(0, self.total, self.total)
         start = exchange * self.ranks
@@ -131,11 +134,11 @@ def add_by_tree(own: Array, received: Array, starts: Sequence[int], times: Seque
     Parameters
     ----------
     own, received : 1-D arrays
-        Rows of ``out.size`` elements lie in these, of the dtype and device of `out`.
+        They contain rows of ``out.size`` elements, of the dtype and device of `out`.
     starts : sequence of int
-        Where each row starts in `received`, or less than 0: ``-1 - start`` in `own`.
+        The start of each row in `received`; or, if negative, ``-1 - start`` of a row in `own`.
     times : sequence of int
-        The `tree_merges` of the rows; they leave one sum.
+        The `tree_merges` of the rows, which leave one sum.
     out : 1-D array
         It may be one of the rows.
     """

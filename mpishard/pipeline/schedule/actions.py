@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: what every pipeline rank does, in order."""
+"""Pipeline schedules as data: the actions of every pipeline rank, in order."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
 
 
 class Action(NamedTuple):
-    """One micro-batch through one model chunk, in one direction.
+    """One pass of one micro-batch through one model chunk, in one direction.
 
     Parameters
     ----------
     kind : {"F", "B", "I", "W"}
-        Forward, whole backward, or the backward in two parts: the input gradient (which the stage before waits for)
-        and the weight gradient (which nobody waits for).
+        Forward, whole backward, or the backward in two parts: the input gradient (for which the previous stage waits)
+        and the weight gradient (for which no stage waits).
     microbatch : int
     chunk : int
-        Number of the model chunk among those of this rank.
+        Number of the model chunk on this rank.
     """
 
     kind: str
@@ -35,27 +35,27 @@ class Schedule:
     """A program for every pipeline rank.
 
     Each rank runs its program in order.  A model chunk is a *virtual stage*, numbered ``chunk * stages + rank``, so
-    that consecutive virtual stages are on consecutive ranks.  An F waits for the activation from the virtual stage
-    before it, a B or I for the gradient from the one after it; what an action makes is sent without blocking.
+    that consecutive virtual stages are on consecutive ranks.  An F waits for the activation of the previous virtual
+    stage, a B or I for the gradient of the next one.  The result of an action is sent without blocking.
 
     Parameters
     ----------
     name : str
-        What messages call it.
+        Its name in messages.
     stages : int
         Pipeline ranks.
     chunks : int
-        Model chunks a rank.
+        Model chunks per rank.
     microbatches : int
     programs : tuple of tuple of Action
-        One program a rank.  Each runs F of every micro-batch and chunk once and then either B, or I and later W;
-        or the whole schedule is forward only.
+        One program per rank.  Each runs F of every micro-batch and chunk once, and then either B, or I and later W;
+        in a schedule for evaluation F alone.
 
     Raises
     ------
     ValueError
-        If an action is missing, doubled, out of range or before what it needs on its own rank.  Whether the ranks
-        wait for each other for ever is `find_deadlock`'s question.
+        If an action is missing, doubled, out of range, or comes before an action of its rank that it needs.  Deadlocks
+        between ranks are not checked here; see `find_deadlock`.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Schedule:
         return any(action.kind != "F" for program in self.programs for action in program)
 
     def virtual_stage(self, rank: int, action: Action) -> int:
-        """Number of the model chunk in the whole pipeline, from 0 on."""
+        """Number of the model chunk in the whole pipeline, counted from 0."""
         return action.chunk * self.stages + rank
 
     def label(self, action: Action) -> str:
@@ -92,41 +92,43 @@ class Schedule:
         return str(action) if self.chunks == 1 else f"{action.kind}{action.microbatch}.{action.chunk}"
 
     def _check_program(self, rank: int) -> None:
-        where = f"schedule {self.name!r}, rank {rank}"
-        place: dict[Action, int] = {}
+        prefix = f"schedule {self.name!r}, rank {rank}"
+        position: dict[Action, int] = {}
         for index, action in enumerate(self.programs[rank]):
             if action.kind not in KINDS:
-                raise ValueError(f"{where}: {action.kind!r} is no kind of action; kinds are {', '.join(KINDS)}")
+                raise ValueError(f"{prefix}: {action.kind!r} is no kind of action; kinds are {', '.join(KINDS)}")
             for value, limit, what in (
                 (action.microbatch, self.microbatches, "micro-batches"),
                 (action.chunk, self.chunks, "chunks"),
             ):
                 if not 0 <= value < limit:
-                    raise ValueError(f"{where}: {action!r} is out of range: there are {limit} {what}, counted from 0")
-            if action in place:
-                raise ValueError(f"{where}: {self.label(action)} is run twice, as actions {place[action]} and {index}")
-            place[action] = index
+                    raise ValueError(f"{prefix}: {action!r} is out of range: there are {limit} {what}, counted from 0")
+            if action in position:
+                raise ValueError(
+                    f"{prefix}: {self.label(action)} is run twice, as actions {position[action]} and {index}"
+                )
+            position[action] = index
         trains = self.trains
         for microbatch in range(self.microbatches):
             for chunk in range(self.chunks):
-                self._check_order(where, trains, place, microbatch, chunk)
+                self._check_order(prefix, trains, position, microbatch, chunk)
 
-    def _check_order(self, where: str, trains: bool, place: dict[Action, int], microbatch: int, chunk: int) -> None:
+    def _check_order(self, prefix: str, trains: bool, position: dict[Action, int], microbatch: int, chunk: int) -> None:
         forward, whole, inputs, weights = (Action(kind, microbatch, chunk) for kind in KINDS)
-        apart = inputs in place or weights in place
-        if whole in place and apart:
-            part = self.label(inputs if inputs in place else weights)
-            raise ValueError(f"{where}: {self.label(whole)} and {part} do the same work; use B, or I and W")
+        apart = inputs in position or weights in position
+        if whole in position and apart:
+            part = self.label(inputs if inputs in position else weights)
+            raise ValueError(f"{prefix}: {self.label(whole)} and {part} do the same work; use B, or I and W")
         order = [forward]
         if trains:
             order += [inputs, weights] if apart else [whole]
         for action in order:
-            if action not in place:
+            if action not in position:
                 instead = " (or I and W)" if action.kind == "B" else ""
-                raise ValueError(f"{where}: {self.label(action)}{instead} is missing")
+                raise ValueError(f"{prefix}: {self.label(action)}{instead} is missing")
         for first, second in zip(order[:-1], order[1:], strict=True):
-            if place[first] > place[second]:
-                raise ValueError(f"{where}: {self.label(second)} comes before {self.label(first)}, which it needs")
+            if position[first] > position[second]:
+                raise ValueError(f"{prefix}: {self.label(second)} comes before {self.label(first)}, which it needs")
 
 
 def positive(name: str, value: object) -> None:

@@ -10,7 +10,7 @@ from mpishard.pipeline.schedule.execution import Costs, Wait, execute
 
 @dataclass(frozen=True)
 class Deadlock:
-    """A circle of ranks, each of which waits for the next; as text, who waits for whom in which action.
+    """A cycle of ranks, each of which waits for the next; `str` names the actions in which they wait.
 
     Parameters
     ----------
@@ -18,7 +18,7 @@ class Deadlock:
     blocking_sends : bool
         Whether the sends of this execution were blocking.
     cycle : tuple of Wait
-        The last waits for the first.
+        Each waits for the next one, and the last for the first.
     """
 
     schedule: Schedule
@@ -49,20 +49,20 @@ def find_deadlock(schedule: Schedule, *, blocking_sends: bool = False) -> Deadlo
     ----------
     schedule : Schedule
     blocking_sends : bool
-        False: sends as the pipeline does them, synchronous (complete only once the receive is posted, so that nothing
-        relies on a message being buffered) but not blocking.  True: each send blocks until its receive is posted, as
+        False: sends as in the pipeline, synchronous (complete only once the receive is posted, so that nothing relies
+        on buffered messages) but not blocking.  True: each send blocks until its receive is posted, as
         ``MPI.Comm.Ssend`` does.
 
     Returns
     -------
     Deadlock or None
-        None is the proof: the execution has finished, and what a rank waits for does not depend on timing.
+        None is the proof: the execution has finished, and the waits of a rank do not depend on timing.
     """
     nothing = [0.0] * schedule.virtual_stages
     outcome = execute(schedule, Costs(dict.fromkeys(KINDS, nothing), nothing), blocking_sends=blocking_sends)
     if not outcome.waits:
         return None
-    # All that a waiting rank waits for lies ahead of a rank that waits too: following them must close a circle.
+    # Each waiting rank waits for a rank that waits too, so following the waits must close a cycle.
     waits = {wait.rank: wait for wait in outcome.waits}
     seen: list[int] = []
     rank = outcome.waits[0].rank

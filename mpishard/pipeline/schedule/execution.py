@@ -1,16 +1,16 @@
-"""What happens when all ranks run their programs: the one place that knows what waits for what.
+"""The execution of a schedule: the only file that knows which action waits for which.
 
-The rules, which the interpreter of schedules follows to the letter:
+The rules, which the simulator follows exactly:
 
 - A rank runs its program in order.  On reaching an action it posts the receive of the message that the action needs.
 - Before it computes, an action waits for that message.
-- What an action makes is sent without blocking, by a synchronous send: it is complete once its receive is posted.
+- The result of an action is sent by a non-blocking synchronous send, complete once its receive is posted.
 - A buffer is used again only after its send is complete.  The activation of a micro-batch lives until its B or W, and
   by then the next stage has used it.  Gradients have one buffer a model chunk: before a B or I computes, the chunk's
   previous gradient must have been taken.  Without a backward the same holds for activations.
-- Between model chunks of one rank there is a hand-over and no message.
+- Between model chunks of one rank there is no message.
 
-What is free of deadlock under these rules is so, too, for an interpreter that waits later or has more buffers.
+A program that is free of deadlock under these rules is also free of it with later waits or more buffers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from mpishard.pipeline.schedule.actions import Action, Schedule
 
-Key = tuple[bool, int, int]  # (is a forward, micro-batch, virtual stage): what a message is made by or made for
+Key = tuple[bool, int, int]  # (is a forward, micro-batch, virtual stage): the action that sends or receives a message
 
 
 class Event(NamedTuple):
@@ -35,19 +35,19 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank that does not go on before another has done something.
+    """A rank that waits for another rank.
 
     Parameters
     ----------
     rank : int
-        Who waits.
+        The rank that waits.
     action : Action
-        In which action of its program.
+        The action of its program in which it waits.
     reason : {"message", "buffer", "send"}
-        For a message to be sent; for an earlier message to be taken, so that its buffer is free; or for the message
-        just made to be taken (blocking sends only).
+        It waits until a message is sent; until an earlier message is received, so that its buffer is free; or until
+        its new message is received (blocking sends only).
     other : int
-        Whom it waits for.
+        The rank for which it waits.
     until : Action
         The action of `other` that has to be done ("message") or reached.
     """
@@ -61,24 +61,24 @@ class Wait:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an execution: its events, rank by rank in program order, and who is still waiting for whom."""
+    """The result of an execution: its events, by rank in program order, and the ranks that still wait."""
 
     events: tuple[Event, ...]
     waits: tuple[Wait, ...]
 
 
 class Costs(NamedTuple):
-    """Times by kind of action and then by virtual stage; `transfer` is that of the message which a stage sends."""
+    """Times by kind of action and then by virtual stage; `transfer` is the time of a message from that stage."""
 
     compute: dict[str, Sequence[float]]
     transfer: Sequence[float]
 
 
 def execute(schedule: Schedule, costs: Costs, *, blocking_sends: bool = False) -> Outcome:
-    """Run all programs as far as they go.
+    """Run all programs as far as possible.
 
-    Whether a rank can go on depends on what others have done and never on the order in which they are asked, so one
-    greedy execution decides for all: if it finishes, every execution does.
+    Whether a rank can continue depends only on the actions that others have done, not on the order of execution.  So
+    one greedy execution decides for all: if it finishes, every execution does.
     """
     return _Execution(schedule, costs, blocking_sends).run()
 
@@ -91,7 +91,7 @@ class _Execution:
         self.events: list[list[Event]] = [[] for _ in range(schedule.stages)]
         self.reached: dict[Key, float] = {}
         self.done: dict[Key, float] = {}
-        self.place: dict[Key, tuple[int, Action]] = {
+        self.location: dict[Key, tuple[int, Action]] = {
             key: (rank, action)
             for rank, program in enumerate(schedule.programs)
             for action in program
@@ -115,9 +115,9 @@ class _Execution:
         return Outcome(tuple(event for events in self.events for event in events), tuple(waits.values()))
 
     def rank_runs(self, rank: int) -> Generator[Wait, None, None]:
-        """Run the program of `rank`; yields what it waits for, again and again until it has come."""
+        """Run the program of `rank`; yields each wait repeatedly until it is over."""
         now: float = 0
-        untaken: dict[int, Key] = {}  # by chunk: who has to take the message in its one buffer
+        untaken: dict[int, Key] = {}  # by chunk: the action that must receive the message in its only buffer
         buffered_kinds = "BI" if self.schedule.trains else "F"
         for action in self.schedule.programs[rank]:
             stage = self.schedule.virtual_stage(rank, action)
@@ -138,7 +138,7 @@ class _Execution:
             self.events[rank].append(Event(rank, action, start, now))
             if key is not None:
                 self.done[key] = now
-            if taker is None or self.place[taker][0] == rank:
+            if taker is None or self.location[taker][0] == rank:
                 continue
             if self.blocking_sends:
                 while taker not in self.reached:
@@ -152,7 +152,7 @@ class _Execution:
         return action.kind == "F", action.microbatch, self.schedule.virtual_stage(rank, action)
 
     def neighbours(self, key: Key | None) -> tuple[Key | None, Key | None]:
-        """Whose message an action needs, and who takes the message that it makes."""
+        """The action whose message this action needs, and the action that receives its message."""
         if key is None:
             return None, None
         forward, microbatch, stage = key
@@ -163,7 +163,7 @@ class _Execution:
         return (around[0], around[1]) if forward else (around[1], around[0])
 
     def transfer(self, rank: int, source: Key) -> float:
-        return 0 if self.place[source][0] == rank else self.costs.transfer[source[2]]
+        return 0 if self.location[source][0] == rank else self.costs.transfer[source[2]]
 
     def wait(self, rank: int, action: Action, reason: str, key: Key) -> Wait:
-        return Wait(rank, action, reason, *self.place[key])
+        return Wait(rank, action, reason, *self.location[key])

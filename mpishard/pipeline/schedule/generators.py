@@ -17,7 +17,7 @@ _ABSENT = -1
 
 
 def gpipe(rank: int, stages: int, microbatches: int, chunks: int) -> list[Action]:
-    """All forwards, then all backwards (Huang et al. 2019), here in the same order, so that no gradient waits long.
+    """All forwards, then all backwards (Huang et al. 2019), in the same order, so that no gradient waits long.
 
     Keeps the activations of all micro-batches.
     """
@@ -28,7 +28,7 @@ def gpipe(rank: int, stages: int, microbatches: int, chunks: int) -> list[Action
 def one_forward_one_backward(rank: int, stages: int, microbatches: int, chunks: int) -> list[Action]:
     """1F1B with a flush (Narayanan et al. 2021, section 2.2.1; PipeDream-Flush in their earlier work).
 
-    As long as GPipe, but rank r keeps at most ``stages - r`` activations.
+    It takes as long as GPipe, but rank r keeps at most ``stages - r`` activations.
     """
     forwards = [Action("F", index) for index in range(microbatches)]
     backwards = [Action("B", index) for index in range(microbatches)]
@@ -38,11 +38,10 @@ def one_forward_one_backward(rank: int, stages: int, microbatches: int, chunks: 
 def interleaved(rank: int, stages: int, microbatches: int, chunks: int) -> list[Action]:
     """Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2), in the order of Megatron-LM.
 
-    With chunks a `chunks`-th as long, the bubble is a `chunks`-th of that of 1F1B.  A group of micro-batches, one a
-    rank, goes through a chunk before it goes through the next.  The paper asks for whole groups; others are laid out
-    as if they were whole, and what is not there is left out.  A program without some micro-batches waits for nothing
-    that it did not wait for before, so that this is as free of deadlock as the whole groups are, takes no longer and
-    keeps no more.
+    The bubble is that of 1F1B divided by `chunks`.  A group of micro-batches, one per rank, passes one chunk before it
+    passes the next.  The paper needs complete groups.  Here an incomplete group is laid out as if it were complete, and
+    the missing micro-batches are then left out.  That adds no wait, so the program is as free of deadlock as one with
+    complete groups, takes no longer and keeps no more.
     """
     order = [
         (microbatch, chunk)
@@ -57,10 +56,10 @@ def interleaved(rank: int, stages: int, microbatches: int, chunks: int) -> list[
 
 
 def zero_bubble_h1(rank: int, stages: int, microbatches: int, chunks: int) -> list[Action]:
-    """ZB-H1 (Qi et al. 2023, section 2.1): 1F1B in which weight gradients wait, to fill what would be idle time.
+    """ZB-H1 (Qi et al. 2023, section 2.1): 1F1B with delayed weight gradients, which fill idle time.
 
-    Rank r starts like 1F1B and is `r` weight gradients late, so that every rank keeps up to `stages` activations: as
-    many as the first rank of 1F1B, and no more.  The late ones are made up at the end.
+    Rank r starts like 1F1B and delays `r` weight gradients, so that every rank keeps up to `stages` activations: as
+    many as the first rank of 1F1B, and no more.  The delayed ones are computed at the end.
     """
     forwards = [Action("F", index) for index in range(microbatches)]
     inputs = [Action("I", index) for index in range(microbatches)]
@@ -73,7 +72,7 @@ def zero_bubble_h1(rank: int, stages: int, microbatches: int, chunks: int) -> li
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """`ahead` forwards to warm up, then forward and backward in turn, then the backwards that are left."""
+    """`ahead` forwards to warm up, then forward and backward in turn, then the other backwards."""
     program = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         program += [forward, backward]
@@ -81,9 +80,9 @@ def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> l
 
 
 def _groups(stages: int, microbatches: int) -> list[range]:
-    """Runs of at most `stages` micro-batches: as few as there can be, nearly equal, the smaller ones first.
+    """Runs of at most `stages` micro-batches: as few runs as possible, nearly equal, the smaller ones first.
 
-    Of the ways to cut that were simulated this one is idle least.
+    Of the cuts that were simulated this one has the least idle time.
     """
     count = -(-microbatches // stages)
     size, larger = divmod(microbatches, count)
@@ -110,12 +109,12 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
     microbatches : int
         May be fewer than the stages and need not be a multiple of them; see `warn_if_bubbly`.
     chunks : int
-        Model chunks a rank: at least 2 for "interleaved", 1 for all others.
+        Model chunks per rank: at least 2 for "interleaved", 1 for all others.
 
     Raises
     ------
     ValueError
-        For a name that is not there, sizes below 1, or chunks that the schedule cannot use.
+        For an unknown name, sizes below 1, or chunks that the schedule cannot use.
     """
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
@@ -158,9 +157,9 @@ def forward_only(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def warn_if_bubbly(schedule: Schedule) -> None:
-    """Warn, with the bubble, where there are fewer micro-batches than stages.
+    """Warn if there are fewer micro-batches than stages; the UserWarning names the bubble.
 
-    Raised as a UserWarning; one rank is enough to call it.
+    One rank is enough to call it.
     """
     if schedule.microbatches < schedule.stages:
         idle = simulate(schedule).bubble_fraction

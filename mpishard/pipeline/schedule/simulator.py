@@ -1,4 +1,4 @@
-"""How long a schedule takes, how much of that its ranks are idle, and how many activations they keep."""
+"""Simulates a schedule: how long it takes, how long its ranks are idle, and how many activations they keep."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """When the last rank is done."""
+        """The time at which the last rank is done."""
         return max(event.stop for event in self.events)
 
     @cached_property
@@ -59,7 +59,7 @@ class Timeline:
         """Most activations that each rank keeps at once, in micro-batches of one chunk.
 
         An activation lives from its F to its B, or to its W where the backward is in two parts.  Without a backward
-        it is gone with its F.
+        it lives only during its F.
         """
         peaks = []
         for program in self.schedule.programs:
@@ -81,23 +81,23 @@ def simulate(
     weight_gradient: Times = 1.0,
     transfer: Times = 0.0,
 ) -> Timeline:
-    """Play a schedule.
+    """Simulate a schedule.
 
-    Times are those of one micro-batch through one model chunk, in any one unit: a number, or one number a virtual
-    stage where stages are unequal.
+    A time is that of one micro-batch in one model chunk, in any unit: one number, or one number per virtual stage where
+    stages are unequal.
 
     Parameters
     ----------
     schedule : Schedule
     forward, backward, input_gradient, weight_gradient : float or sequence of float
-        Of the actions F, B, I and W; an action that the schedule does not have is not looked at.
+        Times of the actions F, B, I and W; unused if the schedule does not have the action.
     transfer : float or sequence of float
-        Of a message; in a sequence, of what that virtual stage sends.  Messages travel while ranks compute.
+        Time of a message; in a sequence, of the messages from that virtual stage.  Messages travel while ranks compute.
 
     Raises
     ------
     ValueError
-        If the schedule deadlocks, a time is negative or not finite, or there is not one time a virtual stage.
+        If the schedule deadlocks, a time is negative or not finite, or a sequence has not one time per virtual stage.
     """
     check_deadlock_free(schedule)
     kinds = {"forward": "F", "backward": "B", "input_gradient": "I", "weight_gradient": "W"}
