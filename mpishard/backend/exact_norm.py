@@ -2,9 +2,8 @@
 
 Floating-point addition rounds, so a sum depends on its order, and the order on the number of ranks.  Here every term
 is first rounded to a multiple of a quantum so coarse that additions are exact (Rump's pre-rounding; Demmel and Nguyen,
-"Fast reproducible floating-point summation", 2013).  The remainders are summed in the same way, with a finer
-quantum.  The
-quantum depends on the number of terms, and terms are scaled by the largest; all ranks must agree on both beforehand.
+"Fast reproducible floating-point summation", 2013).  The remainders are summed in the same way, with a finer quantum.
+The quantum depends on the number of terms, and terms are scaled by the largest; all ranks must agree on both before.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Around a job: which launcher started it, and the supervisor that starts it again.  No MPI."""
+"""Launching jobs: which launcher started this process, and the supervisor that restarts jobs.  No MPI."""

@@ -1,6 +1,6 @@
-"""Which launcher started this process, by what it left in the environment, and whether it is that of another MPI.
+"""Detects from the environment which launcher started this process, and whether it belongs to another MPI.
 
-Needs no MPI that has started.
+MPI need not be initialised for this.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OPEN_MPI, MPICH, SLURM = "Open MPI", "MPICH", "Slurm"
-# The first rank alone says what is wrong, and launchers end all once one has ended.
+# Only the first rank prints the error: the others wait this long, and the launcher ends them once the first has ended.
 _FIRST_S = 1.0
 _TEXT_BYTES = 8192  # MPI_MAX_LIBRARY_VERSION_STRING of MPICH; that of Open MPI is 256
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher has told this process, whatever MPI it is bound to.
+    """The facts that a launcher has passed to this process, whatever MPI the process uses.
 
     Attributes
     ----------
     launcher : str
-        In words, such as ``"mpirun of MPICH"``.
+        Its name, such as ``"mpirun of MPICH"``.
     family : str
-        ``"Open MPI"``, ``"Slurm"``, or ``"MPICH"`` for that and for others with its launcher, Hydra.
+        ``"Open MPI"``, ``"Slurm"``, or ``"MPICH"`` for all libraries with its launcher, Hydra.
     rank, ranks : int
-        The place of this process among those that were started with it.
+        The rank of this process, and the number of processes that were started with it.
     """
 
     launcher: str
@@ -41,9 +41,9 @@ class Launch:
 
 
 def launches(environment: Mapping[str, str]) -> tuple[Launch, ...]:
-    """All launchers that speak in an environment: one inside another leaves the variables of both.
+    """All launchers with variables in an environment; a launcher inside another leaves those of both.
 
-    Those of MPI come first: under Slurm they start one process a host by ``srun``, whose variables reach the ranks.
+    MPI launchers come first: under Slurm they start one process per host by ``srun``, whose variables reach the ranks.
     """
 
     def number(*names: str) -> int | None:
@@ -58,7 +58,7 @@ def launches(environment: Mapping[str, str]) -> tuple[Launch, ...]:
     in_step = number("SLURM_STEP_ID") is not None
     if rank is not None and ranks is not None and (not in_step or "MPI_LOCALNRANKS" in environment):
         found.append(Launch("mpirun of MPICH", MPICH, rank, ranks))
-    # SLURM_NTASKS is that of the whole job, whose batch script is one process; a step has its own.
+    # SLURM_NTASKS belongs to the whole job, whose batch script is one process; a step has a variable of its own.
     rank, ranks = number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if in_step and rank is not None and ranks is not None:
         found.append(Launch("srun", SLURM, rank, ranks))
@@ -66,12 +66,12 @@ def launches(environment: Mapping[str, str]) -> tuple[Launch, ...]:
 
 
 def launch_of(found: Sequence[Launch], ranks: int) -> Launch | None:
-    """The one of several launchers that made a world of so many ranks; if none fits, the first; None without any."""
+    """The launcher that made a world of `ranks` ranks; if none fits, the first one; None if `found` is empty."""
     return next((launch for launch in found if launch.ranks == ranks), found[0] if found else None)
 
 
 def foreign_launch(found: Sequence[Launch], library: str) -> Launch | None:
-    """The launcher that started this process, if it is an mpirun of another MPI than the library; None if it is not."""
+    """The launcher of this process if it is the mpirun of another MPI than the library; else None."""
     families = {"Open MPI": OPEN_MPI, "MPICH": MPICH, "Intel MPI": MPICH}
     of_mpi = [launch for launch in found if launch.family != SLURM]
     own = families.get(library)
@@ -81,20 +81,20 @@ def foreign_launch(found: Sequence[Launch], library: str) -> Launch | None:
 
 
 def explain(launch: Launch, library: str) -> str:
-    """What such a launcher has done, and which one to take."""
+    """A message: what a launcher of another MPI has done, and which launcher to use."""
     right = _beside() or f"the mpirun of the {library} that it is bound to"
     ranks = "a rank" if launch.ranks == 1 else f"{launch.ranks} ranks"
     return f"the {launch.launcher} started {ranks}, but mpi4py is bound to {library}; use {right}"
 
 
 def _beside() -> str:
-    """The mpirun beside this Python, if it is that of its MPI; else nothing."""
+    """The path of the mpirun beside this Python if it belongs to its MPI; else empty."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() and any((Path(sys.prefix) / "lib").glob("libmpi*.so*")) else ""
 
 
 def explain_alone(launch: Launch, library: str) -> str:
-    """What has become of a rank that is alone in its world, of several that a launcher started; and the ways out."""
+    """A message: a rank is alone in its world although a launcher started several; and the remedies."""
     way = f"use {_beside() or f'the mpirun of the {library} that mpi4py is bound to'}"
     if launch.family == SLURM:
         mpi = "pmix" if library == OPEN_MPI else "pmi2"
@@ -107,9 +107,9 @@ def explain_alone(launch: Launch, library: str) -> str:
 
 
 def check_before_mpi(environment: Mapping[str, str] = os.environ) -> None:
-    """End this process with one line where MPI_Init would abort it: MPICH under a launcher that speaks PMIx alone.
+    """End this process with a message of one line if MPI_Init would abort it: MPICH under a launcher with PMIx only.
 
-    Other launchers that do not fit make worlds of one rank, which a mesh refuses.
+    Other launchers of another MPI make worlds of one rank, which a mesh rejects.
     """
     if "PMIX_RANK" not in environment or "mpi4py.MPI" in sys.modules:
         return
@@ -124,7 +124,7 @@ def check_before_mpi(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _library_text() -> str:
-    """What the MPI library behind mpi4py says of itself, which it may be asked before it is started."""
+    """The version text of the MPI library behind mpi4py; available before MPI is initialised."""
     spec = importlib.util.find_spec("mpi4py.MPI")
     assert spec is not None and spec.origin is not None
     text, length = ctypes.create_string_buffer(_TEXT_BYTES), ctypes.c_int()

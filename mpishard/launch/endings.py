@@ -1,7 +1,7 @@
-"""How the script of this process ends: its exit code, as far as that is known before, and 130 after Ctrl-C.
+"""The exit code of this process's script: how it is found before the exit, and set to 130 after Ctrl-C.
 
-A run that Ctrl-C has stopped in order lets the script go on to its end, which is then no success: a loop of the shell
-around it must see that.
+After Ctrl-C has stopped a run in order, the script continues to its end.  That is no success, and a shell loop around
+the script must see it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
-# Exit code of a program that Ctrl-C has ended, as shells tell it.
+# The exit code that shells give to a program ended by Ctrl-C.
 INTERRUPTED = 128 + signal.SIGINT
 
 
 class Ending:
-    """The end of the script that is running.  From its creation on it listens to `sys.exit`.
+    """Finds the exit code of the running script.  It wraps `sys.exit` when it is created.
 
     Attributes
     ----------
     this : Ending or None
-        That of this process, once somebody wishes to know.
+        The instance of this process; None until one is created.
     interrupted : bool
         The user has stopped the last run of the script.
     """
@@ -48,15 +48,15 @@ class Ending:
 
     @property
     def code(self) -> int | None:
-        """The exit code of the script, which has ended; None if it raised SystemExit itself."""
+        """The exit code of the script, after its end; None if the script raised SystemExit itself."""
         code = _exit_code(self._exit, _ran_to_its_end(self._main))
         return INTERRUPTED if code == 0 and Ending.interrupted else code
 
 
 def note_run(stopped: bool) -> None:
-    """A run of the script is over; `stopped`: by the user, in order.
+    """Note that a run of the script is over; `stopped`: the user has stopped it in order.
 
-    If it was the last one, the script's exit code is 130 where it would be 0.  Not collective.
+    After the last run an exit code of 0 is then changed to 130.  Not collective.
     """
     Ending.interrupted = stopped
     if stopped and Ending.this is None and not hasattr(sys, "ps1"):
@@ -67,7 +67,7 @@ def _end(ending: Ending, process: int) -> None:
     """Leave with code 130 at the very end, after files were closed and MPI was finalized."""
     if os.getpid() != process or hasattr(sys, "last_value") or ending.code != INTERRUPTED:
         return
-    # Python has its exit code already, and tells it to exit() of C, before which come these, the last one first.
+    # Python calls exit() of C with a code that can no longer change.  That calls these functions first, last one first.
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         for function, argument in (("_exit", INTERRUPTED), ("fflush", None)):
@@ -76,11 +76,11 @@ def _end(ending: Ending, process: int) -> None:
 
 
 class _Unknown:
-    """In the place of an exit status: ``sys.exit`` was not called."""
+    """A marker instead of an exit status: ``sys.exit`` was not called."""
 
 
 def _exit_code(status: Any, to_its_end: bool) -> int | None:
-    """The exit code of a script, of what it gave to ``sys.exit``; None if it raised SystemExit itself."""
+    """The exit code of a script from its argument of ``sys.exit``; None if it raised SystemExit itself."""
     if to_its_end or status is None:
         return 0
     if status is _Unknown:
@@ -89,7 +89,7 @@ def _exit_code(status: Any, to_its_end: bool) -> int | None:
 
 
 def _main_frame() -> FrameType | None:
-    """The frame of the script, which has not come to its end."""
+    """The frame of the running script; None if there is none."""
     frame: FrameType | None = sys._getframe()
     names = sys.modules["__main__"].__dict__
     found = None
@@ -101,7 +101,7 @@ def _main_frame() -> FrameType | None:
 
 
 def _ran_to_its_end(frame: FrameType | None) -> bool:
-    """Whether the last instruction of a frame was its return: one that an exception has left stands where that rose."""
+    """Whether the last instruction of a frame was its return; after an exception it is the instruction that raised."""
     if frame is None:
         return False
     return opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")

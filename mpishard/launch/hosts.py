@@ -1,4 +1,4 @@
-"""The hosts that a job runs on: their list, which of them answer, and what is left of the job on them."""
+"""The hosts of a job: their list, which of them answer, and the processes of the job that are left on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POLL_S = 0.02
 _AGAIN_S = 1.0  # until a host that did not answer is asked again
 _SHELL = "ssh -o BatchMode=yes -o ConnectTimeout=3"
 
-# Kills what has this entry in its environment.
+# Kills all processes with this entry in their environment.
 _SWEEP = """
 grep -slzxF {entry} /proc/[0-9]*/environ | while IFS=/ read -r _ _ process _; do kill -9 "$process" 2>/dev/null; done
 true
@@ -38,7 +38,7 @@ def _local_names() -> tuple[str, ...]:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Hosts of ``NAME[:SLOTS],...``; slots are ranks, 1 if not given.
+    """Parse ``NAME[:SLOTS],...``; slots are numbers of ranks, 1 if not given.
 
     Raises
     ------
@@ -56,22 +56,22 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def check_shell(hosts: Sequence[Host], shell: str | None) -> None:
-    """Raise ValueError if there is no such program to reach the hosts with."""
+    """Raise ValueError if the program that reaches the hosts does not exist."""
     program = shlex.split(shell or _SHELL)[0]
     if not all(host.is_local for host in hosts) and shutil.which(program) is None:
         raise ValueError(f"there is no {program} to reach the hosts with; give another one as --remote-shell")
 
 
 class Probe:
-    """Commands on several hosts at once, each ``SHELL HOST COMMAND``; does not wait.
+    """Runs commands on several hosts at once, each ``SHELL HOST COMMAND``, without waiting.
 
     Parameters
     ----------
     hosts : sequence of Host
     shell : str, optional
-        What reaches a host, such as ``ssh``; this machine is not asked.
+        The program that reaches a host, such as ``ssh``; not used for this machine.
     limit : float
-        Seconds after which a host does not answer.
+        Seconds after which a host counts as not answering.
     command : str
     """
 
@@ -92,7 +92,7 @@ class Probe:
         }
 
     def poll(self) -> tuple[Host, ...] | None:
-        """The hosts that answered, in their order; None if some still may."""
+        """The hosts that answered, in their order; None while some may still answer."""
         if time.monotonic() < self._deadline and any(each.poll() is None for each in self._running.values()):
             return None
         for each in self._running.values():
@@ -102,19 +102,19 @@ class Probe:
         return tuple(host for host in self._hosts if host not in self._running or not self._running[host].returncode)
 
     def wait(self) -> tuple[Host, ...]:
-        """`poll` until all have answered or the time is over."""
+        """`poll` until all have answered or the time limit is over."""
         while (answered := self.poll()) is None:
             time.sleep(_POLL_S)
         return answered
 
 
 class HostMonitor:
-    """Asks hosts again and again whether they answer; this machine is not asked.  Parameters are those of `Probe`.
+    """Probes hosts periodically, except this machine.  Further parameters are those of `Probe`.
 
     Parameters
     ----------
     every : float
-        Seconds from one question to the next.
+        Seconds between two probes.
     """
 
     def __init__(self, hosts: Sequence[Host], shell: str | None, every: float, limit: float) -> None:
@@ -127,7 +127,7 @@ class HostMonitor:
         self._missed: set[Host] = set()
 
     def look(self) -> set[Host]:
-        """Those that have been silent twice in succession, since once may be chance.  Does not wait."""
+        """The hosts that did not answer twice in succession, since once may be chance.  Does not wait."""
         pause = min(_AGAIN_S, self._every) if self._missed else self._every
         if self._hosts and self._probe is None and time.monotonic() - self._asked >= pause:
             self._probe = Probe(self._hosts, self._shell, self._limit)
@@ -141,5 +141,5 @@ class HostMonitor:
 
 
 def sweep(hosts: Sequence[Host], shell: str | None, limit: float, variable: str, value: str) -> tuple[Host, ...]:
-    """Kill what has ``variable=value`` in its environment on the hosts that answer, but for this one; returns them."""
+    """Kill the processes with ``variable=value`` in their environment on other hosts; returns those that answered."""
     return Probe(hosts, shell, limit, _SWEEP.format(entry=shlex.quote(f"{variable}={value}"))).wait()

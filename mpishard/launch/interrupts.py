@@ -1,6 +1,6 @@
-"""Ctrl-C ends a run in order: the first is noted, and the loop stops after its step; the second ends the process.
+"""Ctrl-C ends a run in order: after the first the loop stops at the end of its step, the second ends the process.
 
-Before there is a run it ends the process, but not in the middle of its start, which nobody could tell of.
+Before a run Ctrl-C ends the process, but not in the middle of the start-up, where it could not be reported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block, and is raised there."""
+    """Defer Ctrl-C to the end of the block, and raise it there."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -40,22 +40,22 @@ def deferred() -> Iterator[None]:
 
 
 class Interrupts:
-    """As a context manager it takes SIGINT, once, unless somebody else does; and puts back what handled it before.
+    """A context manager that handles the first SIGINT, unless another handler is set; it restores the old handler.
 
-    Outside of the main thread, where Python does not let anybody do so, it takes none.
+    Outside the main thread Python allows no handler, so it does nothing there.
 
     Parameters
     ----------
     speaks : bool
-        Whether this rank says on stderr that it has come.
+        Whether this rank reports the signal on stderr.
 
     Attributes
     ----------
     came : bool
-        One has come to this process.
+        This process has received a signal.
     is_ending : callable or None
-        In a job of `mpishard run`: whether that was asked to end it.  SIGTERM or SIGUSR1, which it then sends to all
-        ranks, stand for Ctrl-C.
+        In a job of `mpishard run`: whether the supervisor was asked to end it.  It then sends SIGTERM or SIGUSR1 to all
+        ranks, which count as Ctrl-C.
     """
 
     is_ending: ClassVar[Callable[[], bool] | None] = None
@@ -90,6 +90,6 @@ class Interrupts:
             return
         self.came = True
         self.__exit__(None, None, None)
-        if self._speaks and ends is None:  # not by print, in the middle of which this may have come
+        if self._speaks and ends is None:  # not by print: the signal may have interrupted a print
             with contextlib.suppress(OSError):
                 os.write(2, b"\nmpishard: Ctrl-C: the run ends after this step; once more, and it ends at once\n")

@@ -17,7 +17,7 @@ from mpishard.launch.hosts import Host
 _NAMES = ("mpirun", "mpiexec")
 _OPEN_MPI, _HYDRA = "Open MPI", "MPICH"
 _MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
-# What the launcher of Open MPI must be told to hand to processes on other hosts.
+# Variables that the launcher of Open MPI must be told to pass to processes on other hosts.
 _FORWARDED = re.compile(
     r"MPISHARD_\w+|PYTHON\w+|(OMP|OPENBLAS|MKL|BLIS|NUMEXPR|NUMBA)_\w+|CUDA_\w+|PATH|LD_LIBRARY_PATH|VIRTUAL_ENV"
 )
@@ -31,7 +31,7 @@ class Launcher:
     ----------
     path : str
     family : str
-        ``"Open MPI"``, or ``"MPICH"`` for that and for others that take the options of its launcher, Hydra.
+        ``"Open MPI"``, or ``"MPICH"`` for all launchers with the options of Hydra.
     """
 
     path: str
@@ -39,20 +39,20 @@ class Launcher:
 
     @property
     def leave_signal(self) -> signal.Signals:
-        """Sent to the launcher it reaches every rank and gives it time to leave.
+        """The signal to the launcher that reaches every rank and leaves it time to stop.
 
-        Open MPI's ends the ranks itself on SIGTERM, half a second later.
+        Not SIGTERM for Open MPI, whose launcher ends the ranks half a second after it.
         """
         return signal.SIGUSR1 if self.family == _OPEN_MPI else signal.SIGTERM
 
     @property
     def end_signal(self) -> signal.Signals:
-        """Sent to the launcher it ends the ranks at once; MPICH's passes SIGTERM on and waits."""
+        """The signal to the launcher that ends the ranks at once; MPICH's launcher passes SIGTERM on and waits."""
         return signal.SIGTERM if self.family == _OPEN_MPI else signal.SIGINT
 
     @property
     def tells_of_ctrl_c(self) -> bool:
-        """Whether it speaks of Ctrl-C when it is ended; killed, MPICH's leaves nothing on this host but its ranks."""
+        """Whether the launcher prints a message when it is ended; then it is killed, which leaves only its ranks."""
         return self.family != _OPEN_MPI
 
     def command(
@@ -65,18 +65,18 @@ class Launcher:
         shell: str | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> list[str]:
-        """The words that start a command on so many ranks.
+        """The command line that starts a command on so many ranks.
 
         Parameters
         ----------
         hosts : sequence of Host
-            Empty: this one.
+            Empty: this host.
         elastic : bool
-            Ranks may survive the death of others.
+            Whether ranks may survive the death of others.
         shell : str, optional
-            What reaches the hosts; default: what the launcher takes.
+            The program that reaches the hosts; default: that of the launcher.
         environment : mapping
-            What this job is started with.
+            The environment with which this job is started.
         """
         words = [self.path, "-n", str(ranks)]
         listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
@@ -97,9 +97,9 @@ class Launcher:
         return [*words, *command]
 
     def environment(self, given: Mapping[str, str], ranks: int, slots: int, elastic: bool = False) -> dict[str, str]:
-        """The environment of the launcher: the given one, and what must be there where that says nothing else.
+        """The environment of the launcher: the given one, and default settings that it does not override.
 
-        Spawned processes heed settings of Open MPI in the environment only.
+        They are in the environment since spawned processes get settings of Open MPI only from there.
         """
         if self.family != _OPEN_MPI:
             return dict(given)
@@ -110,25 +110,25 @@ class Launcher:
             settings |= {_MAPPING: "slot:oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none"}
         if elastic:
             settings |= {
-                # Without it the launcher kills all processes that were spawned together when one of them dies.
+                # Otherwise, when one process dies, the launcher kills all that were spawned with it.
                 "PRTE_MCA_state_base_recoverable": "1",
-                # After a death MPI_Finalize may wait for ever in its barrier.
+                # Otherwise MPI_Finalize may wait for ever in its barrier after a death.
                 "OMPI_MCA_async_mpi_finalize": "1",
             }
         settings |= given
-        # Without a first word all ranks were seen on the first host, whatever its slots.
+        # Without a policy before the colon all ranks were seen on the first host, whatever its slots.
         if settings.get(_MAPPING, "").startswith(":"):
             settings[_MAPPING] = f"slot{settings[_MAPPING]}"
         return settings
 
 
 def find_launcher(path: str | None = None) -> Launcher:
-    """The launcher of the MPI beside this Python, or that of the PATH, or the one given.
+    """The launcher at `path`; default: that of the MPI beside this Python, or else the one on the PATH.
 
     Raises
     ------
     ValueError
-        If there is none.
+        If there is no launcher.
     """
     beside = [Path(sys.executable).with_name(name) for name in _NAMES]
     found = path or next((str(each) for each in beside if os.access(each, os.X_OK)), None)
@@ -138,8 +138,8 @@ def find_launcher(path: str | None = None) -> Launcher:
             f"there is no launcher {path}" if path else "no mpirun beside this Python or on the PATH; give --launcher"
         )
     try:
-        told = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
         raise ValueError(f"{found} --version does not end") from None
-    text = told.stdout + told.stderr
+    text = version.stdout + version.stderr
     return Launcher(found, _OPEN_MPI if "Open MPI" in text or "PRTE" in text or "PRRTE" in text else _HYDRA)

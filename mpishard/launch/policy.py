@@ -1,4 +1,4 @@
-"""What follows a job that has ended: nothing, or another start, and of how many ranks.  No MPI, no processes."""
+"""Decides what follows the end of a job: nothing, or a restart with how many ranks.  No MPI, no processes."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from mpishard.launch.endings import INTERRUPTED
 from mpishard.launch.hosts import Host
 from mpishard.launch.run_folder import Ended, Failure
 
-# What ends ranks; MPICH's launcher reports them as they are.
+# Signals that end ranks; MPICH's launcher returns their plain numbers.
 _SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """When a job is started again, and of how many ranks at least.
+    """When a job is restarted, and with how many ranks at least.
 
     Parameters
     ----------
     elastic : bool
-        Start it again at all.
+        Whether the job is restarted at all.
     replace : bool
-        With as many ranks as were asked for, where the hosts that answer have room: a dead process is no dead core.
-        When starts in succession lose ranks and get no further, each but the first is of fewer, as long as
-        `min_workers` allows.  Without it ranks that were lost stay so.
+        True: restart with as many ranks as were asked for, as far as the hosts that answer have slots, since a dead
+        process is no dead core.  If several starts in succession lose ranks without progress, each but the first has
+        fewer ranks, down to `min_workers`.  False: lost ranks are not replaced.
     min_workers : int
-        Fewest ranks.
+        Least number of ranks.
     multiple_of : int
         The number of ranks is a multiple of this: the product of the mesh's tensor and pipeline sizes.
     max_restarts : int
-        Most starts in succession that bring the run no further than an earlier one did.
+        Largest number of starts in succession without progress beyond an earlier start.
     """
 
     elastic: bool = False
@@ -55,27 +55,28 @@ class Outcome:
     Attributes
     ----------
     code : int
-        Of the launcher; below 0 the signal that killed it.
+        Exit code of the launcher; if negative, the signal that killed it.
     started : bool
-        The script ran on rank 0 as far as its import of mpishard, and so on all: MPI starts them together.
+        Rank 0, and so all ranks, have imported mpishard: MPI initialises them together.
     half_started : bool
-        It was ended since some ranks did not come so far.
+        The job was ended since some ranks had not imported mpishard.
     step : int
-        The last one noted, 0 if none was.
+        The last noted step, 0 if there is none.
     ended : Ended or None
         The completion marker.
     given_up : Ended or None
-        Another rank than the first left its script with an exit code other than 0; launchers may then end the others.
+        Set if a rank other than the first left its script with an exit code other than 0; launchers may then end the
+        others.
     failure : Failure or None
-        An exception that nobody caught on some rank.
+        An uncaught exception of a rank.
     aborted : bool
         A rank has tried to end the job.
     healed : int
-        Ranks that were left when the job went on in place after a death, the last time; 0 if it never did.
+        Number of ranks left after the job last continued in place after a death; 0 if it never did.
     lost : bool
-        It was ended since a host did not answer.
+        The job was ended since a host did not answer.
     stopped : int
-        The signal by which the user ended it, or 0.
+        The signal with which the user ended the job, or 0.
     """
 
     code: int
@@ -93,9 +94,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class History:
-    """What is remembered from start to start: ranks asked for and left, the furthest step, starts without progress.
+    """The history over all starts: ranks asked for and left, the furthest step, starts without progress.
 
-    `died_early`: see `_died_early`, of the last start.
+    `died_early` is `_died_early` of the last start.
     """
 
     asked: int
@@ -108,7 +109,7 @@ class History:
 
 @dataclass(frozen=True)
 class Stop:
-    """The run is over, with this exit code."""
+    """The decision that the run is over, with this exit code."""
 
     code: int
     why: str = ""
@@ -116,7 +117,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Start:
-    """The job is started again, on so many ranks of these hosts (none: of this one)."""
+    """The decision to restart the job with so many ranks on these hosts (empty: this host)."""
 
     ranks: int
     hosts: tuple[Host, ...]
@@ -125,10 +126,10 @@ class Start:
 
 
 def reported(outcome: Outcome) -> int | None:
-    """The exit code that the run itself reports, whatever the launcher's is; None if it did not end in order."""
+    """The exit code that the run itself has noted, whatever the launcher returns; None if it did not end in order."""
     ended = outcome.ended
     if not outcome.healed and (ended is None or ended.code == 0):
-        # Ranks that the others are not known to do without: one that left on purpose, or one that failed.
+        # A rank that left on purpose or failed; the others did not note that they go on without it.
         if outcome.given_up is not None:
             ended = outcome.given_up
         elif outcome.failure is not None:
@@ -138,21 +139,21 @@ def reported(outcome: Outcome) -> int | None:
     if ended.code is not None:
         return ended.code
     code = exit_code(outcome.code)
-    return 0 if outcome.healed and code > 128 else code  # a signal is what the dead were killed by
+    return 0 if outcome.healed and code > 128 else code  # a signal: that which killed the dead ranks
 
 
 def exit_code(launcher: int) -> int:
-    """The code of a shell for that of a process."""
+    """The exit code of a process as shells give it: 128 plus the signal that killed it."""
     return launcher if launcher >= 0 else 128 - launcher
 
 
 def name_of(number: int) -> str:
-    """A signal of the user's in words."""
+    """The name of a signal from the user, for a message."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def _died_early(outcome: Outcome) -> bool:
-    """Whether ranks were lost before all had imported mpishard; a script that ends there on all ranks is no loss."""
+    """Whether ranks were lost before all had imported mpishard; not if the script ended there on all ranks."""
     by_signal = outcome.code < 0 or outcome.code > 128 or outcome.code in _SIGNALS
     return not outcome.started and (outcome.half_started or by_signal)
 
@@ -160,23 +161,23 @@ def _died_early(outcome: Outcome) -> bool:
 def decide(
     policy: Policy, history: History, outcome: Outcome, hosts: Sequence[Host], answering: Sequence[Host]
 ) -> Stop | Start:
-    """What follows an outcome.
+    """Decide what follows an outcome.
 
     Parameters
     ----------
     history : History
-        Before this outcome.
+        The history before this outcome.
     hosts, answering : sequence of Host
-        Those of the run, and of them those that answer now; both empty if it runs on this one.
+        The hosts of the run, and those of them that answer now; both empty if it runs on this host.
     """
     code = reported(outcome)
     if code is not None:
-        # Ranks do not tell Ctrl-C from the other signals that end a run.
+        # Ranks cannot distinguish Ctrl-C from the other signals that end a run.
         return Stop(128 + outcome.stopped if outcome.stopped and code == INTERRUPTED else code)
     if outcome.stopped:
         return Stop(128 + outcome.stopped, f"was ended by {name_of(outcome.stopped)}")
     failure = outcome.failure
-    # A launcher that says 0 of a job that did not end in order is wrong.
+    # A launcher that returns 0 for a job that did not end in order is wrong.
     code = 1 if failure is not None or outcome.half_started else exit_code(outcome.code) or 1
     what = _what(outcome, answering != hosts)
     if not policy.elastic:
@@ -200,19 +201,19 @@ def decide(
     least = -(-max(1, policy.min_workers) // policy.multiple_of) * policy.multiple_of
     ranks = history.asked if policy.replace and progress else history.ranks
     if ranks_lost and not (policy.replace and (progress or not history.restarts)):
-        # Launchers do not say how many have died; those that went on without the dead do.
+        # Launchers do not report the number of dead ranks; the ranks that went on without them do.
         fewer = min(ranks - 1, outcome.healed or ranks)
         ranks = ranks if policy.replace and fewer < least else fewer
-    room = sum(host.slots for host in answering) if hosts else ranks
-    now = min(ranks, room) // policy.multiple_of * policy.multiple_of
+    slots = sum(host.slots for host in answering) if hosts else ranks
+    now = min(ranks, slots) // policy.multiple_of * policy.multiple_of
     if now < least:
-        return Stop(code, f"{what}; {min(ranks, room)} ranks are left and {least} are needed")
+        return Stop(code, f"{what}; {min(ranks, slots)} ranks are left and {least} are needed")
     history = History(history.asked, ranks, max(history.step, outcome.step), restarts, failure, early)
     return Start(now, tuple(answering), history, what)
 
 
 def _what(outcome: Outcome, hosts_lost: bool) -> str:
-    """How a job failed, in words."""
+    """How a job failed, for a message."""
     if outcome.lost or hosts_lost:
         return "has a host that does not answer"
     if outcome.failure is not None:

@@ -1,4 +1,4 @@
-"""Processes of this machine: who descends from whom, and how all of them are ended.  Linux only; needs no MPI."""
+"""Processes of this machine: the descendants of this process, and how to end them.  Linux only; needs no MPI."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from typing import NoReturn
 
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 _POLL_S = 0.01
-# What launchers start on each host for one job, by the names that the kernel has for them.
+# The daemons that launchers start on each host for a job, by their names in the kernel.
 _DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 _RANK = re.compile(rb"\0(OMPI_COMM_WORLD_RANK|PMI_RANK)=\d+")
 _RANKS_HERE = re.compile(rb"\0(?:OMPI_COMM_WORLD_LOCAL_SIZE|MPI_LOCALNRANKS)=(\d+)")
 
 
 def die_with_parent() -> None:
-    """From now on this process is killed when the thread that started it ends."""
+    """Make the kernel kill this process when the thread that started it ends."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def die_with_single_threaded_parent() -> None:
-    """`die_with_parent`, unless the parent has threads: the one that started this process may end long before it."""
+    """`die_with_parent`, unless the parent has threads: the starting thread may end long before the parent."""
     with contextlib.suppress(OSError):
         if len(os.listdir(f"/proc/{os.getppid()}/task")) == 1:
             die_with_parent()
 
 
 def end_with_daemon() -> NoReturn:
-    """Kill this process, and the daemon of the launcher that started it, which may wait for orders for ever."""
+    """Kill this process and the launcher's daemon that started it; the daemon may otherwise wait for ever."""
     parent = os.getppid()
     with contextlib.suppress(OSError):
         if Path(f"/proc/{parent}/comm").read_text().strip() in _DAEMONS:
@@ -42,12 +42,12 @@ def end_with_daemon() -> NoReturn:
 
 
 def adopt_orphans() -> None:
-    """Descendants of this process whose parents die become its children, so that `descendants` finds them."""
+    """Make this process the parent of orphaned descendants, so that `descendants` finds them."""
     _prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants() -> set[int]:
-    """Process numbers of the children of this process, of their children and so on, without those that are dead."""
+    """Process numbers of all living descendants of this process."""
     return set(_parents())
 
 
@@ -72,7 +72,7 @@ def _parents() -> dict[int, int]:
 
 
 def _rank(process: int) -> tuple[bytes, int]:
-    """What a launcher calls a rank in the environment of a process, and how many of them it says are on this host."""
+    """From the environment of a process: its rank, as its launcher names it, and the number of ranks on this host."""
     with contextlib.suppress(OSError):
         environment = b"\0" + Path(f"/proc/{process}/environ").read_bytes()
         rank, here = _RANK.search(environment), _RANKS_HERE.search(environment)
@@ -82,20 +82,20 @@ def _rank(process: int) -> tuple[bytes, int]:
 
 
 class Offspring:
-    """What a child of this process, a launcher, has started.
+    """The processes that a child of this process, a launcher, has started.
 
     Parameters
     ----------
     child : int
     limit : float
-        Seconds after which the child counts as having outlived all of it.
+        Seconds without any of them after which `gone` is set.
 
     Attributes
     ----------
     gone : bool
-        The child has outlived all that it has started; other descendants of this process count, too.
+        All of them have ended, as have all other descendants of this process, but the child still runs.
     ranks_gone : int
-        How many of the ranks that it started first do not run any more, or not yet.
+        The number of its first ranks that do not run any more, or not yet.
     """
 
     def __init__(self, child: int, limit: float) -> None:
@@ -106,11 +106,11 @@ class Offspring:
         self._looked = self._seen = time.monotonic()
         self._had_any = False
         self._ranks: set[int] = set()
-        self._ranks_of: dict[int, int] = {}  # by their parent, as that says
+        self._ranks_of: dict[int, int] = {}  # by parent: the number of ranks that it names
         self._knows_all = False
 
     def look(self, started: bool) -> None:
-        """Look anew, about once a second.  `started`: all ranks run; those that come now were spawned by others."""
+        """Look again, about once a second.  `started`: all first ranks run; new ones are spawned by others."""
         now = time.monotonic()
         if now - self._looked < min(1.0, self._limit / 4):
             return
@@ -122,7 +122,7 @@ class Offspring:
         if not self._knows_all:
             for process, parent in parents.items():
                 rank, here = _rank(process)
-                # What a rank has started has its environment; an orphan is a child of this process.
+                # A child of a rank has the rank's environment; an orphan is a child of this process.
                 if parent != os.getpid() and rank not in (b"", _rank(parent)[0]):
                     self._ranks.add(process)
                     self._ranks_of[parent] = here
@@ -131,9 +131,9 @@ class Offspring:
 
 
 def end_descendants(limit: float = 10.0) -> set[int]:
-    """Kill them all, and those that they start meanwhile; returns those that are left after `limit` seconds.
+    """Kill all descendants, also those started meanwhile; returns those that are left after `limit` seconds.
 
-    The caller must have waited for its own children, or not wish to.
+    It reaps the children of this process, so a caller that needs their exit codes must wait for them before.
     """
     deadline = time.monotonic() + limit
     while True:

@@ -1,4 +1,4 @@
-"""The course of a job as its notes show it: how far it is, and whether it is stuck.  No MPI, no processes."""
+"""Watches the progress of a job in its notes: how far it is, and whether it is stuck.  No MPI, no processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mpishard.launch.run_folder import RunFolder
 
 _STEPS = 3
-# That a job gets to end by itself: other ranks have something to say, too.
+# Seconds that a job has to end by itself, since other ranks may still print errors.
 _ABORT_S = 3.0
 
 
@@ -19,14 +19,14 @@ class Limits:
     Parameters
     ----------
     start : float
-        From its start until all its ranks have imported mpishard.
+        From the start of the job until all ranks have imported mpishard.
     step : float
-        Without a step while an elastic run is under way, or thrice the longest step so far.
+        Without a new step during an elastic run; at least thrice the longest step so far.
     heal : float
-        In which a step follows after a death, if one is to come, or thrice the longest step so far: an MPI that has
-        lost processes may lose a message too, and then all wait for ever.
+        Without a new step after a death; at least thrice the longest step so far.  An MPI that has lost processes may
+        lose a message too, and then all ranks wait for ever.
     end : float
-        From the end of the script to that of its launcher.
+        From the end of the script to the end of its launcher.
     """
 
     start: float = 300.0
@@ -36,7 +36,7 @@ class Limits:
 
 
 class ProgressMonitor:
-    """Looks at the notes of one start.
+    """Watches the notes of one start.
 
     Parameters
     ----------
@@ -46,11 +46,11 @@ class ProgressMonitor:
     Attributes
     ----------
     step : int
-        The last one noted.
+        The last noted step.
     started, has_ended : bool
-        All ranks have imported mpishard; the script has come to its end.
+        Whether all ranks have imported mpishard; whether the script has ended.
     half_started : bool
-        The job must be ended since some of its ranks have not come as far as their import of mpishard.
+        The job must be ended since some of its ranks have not imported mpishard.
     """
 
     def __init__(self, folder: RunFolder, limits: Limits) -> None:
@@ -63,14 +63,14 @@ class ProgressMonitor:
         self._gone: tuple[float, int] = 0.0, 0
         self._training: bool | None = None
         self._heal = 0.0, 0
-        # What a step must be beyond to tell of progress after a death, if it is waited for: the one after the last that
-        # was committed may have been noted before the death.
+        # After a death: a later step than this one proves progress.  The step after the last committed one does not,
+        # since it may have been noted before the death.
         self._beyond: int | None = None
         self._longest = 0.0
         self._since = time.monotonic()
 
     def look(self, gone: int = 0) -> str:
-        """Why the job must be ended; empty if it need not.  `gone`: how many of its ranks do not run."""
+        """The reason why the job must be ended, or empty.  `gone`: the number of its ranks that do not run."""
         now = time.monotonic()
         has_ended = self._folder.ended is not None
         if has_ended and not self.has_ended:

@@ -1,6 +1,6 @@
-"""What the processes of a job tell the supervisor of their run, as small files in a folder that only the owner reads.
+"""Notes of the processes of a job to the supervisor of their run: small files in a folder private to the owner.
 
-The path of the folder and the number of the start are in the environment of every process of a supervised job.  Nothing
+The environment of every process of a supervised job has the path of the folder and the number of the start.  Nothing
 here needs MPI.
 """
 
@@ -19,14 +19,14 @@ _FOLDER, _ATTEMPT = "MPISHARD_RUN", "MPISHARD_ATTEMPT"
 
 
 class RunLost(RuntimeError):
-    """After deaths the processes cannot go on; another start can.  It counts as a death, not as a failure."""
+    """After deaths the processes cannot continue, but a restart can.  It counts as a death, not as a failure."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception that nobody caught: its type with its message, where it was raised, and the step under way or 0.
+    """An uncaught exception: its type, its message, the line that raised it, and the step under way or 0.
 
-    `trained`: the elastic run of the script had ended.
+    `trained`: whether the elastic run of the script had ended.
     """
 
     kind: str
@@ -40,13 +40,13 @@ class Failure:
         return f"{self.kind} at {self.where}" + (" after its training" if self.trained else when)
 
     def same_as(self, other: Failure | None) -> bool:
-        """Whether it is the same failure again; messages may hold values that change."""
+        """Whether both are the same failure; messages are not compared, since they may contain values that change."""
         return other is not None and (self.kind, self.where, self.step) == (other.kind, other.where, other.step)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The script came to its end; `code` is its exit code, None if only the launcher knows it."""
+    """The note that the script has ended; `code` is its exit code, None if only the launcher knows it."""
 
     code: int | None
 
@@ -59,7 +59,7 @@ class RunFolder:
     ----------
     path : Path
     attempt : int
-        Number of the start, one that no other start in this folder had; what another one left does not count.
+        Number of the start, unique in this folder; notes of other starts are ignored.
     """
 
     path: Path
@@ -67,12 +67,12 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path) -> RunFolder:
-        """Make the folder for a first start, or take one that is there; what an earlier run noted in it is removed.
+        """Make the folder for a first start, or use an existing one; the notes of an earlier run in it are removed.
 
         Raises
         ------
         ValueError
-            If others may look into the folder or it is not the user's.
+            If others may read the folder or it is not the user's.
         OSError
         """
         with contextlib.suppress(FileExistsError):
@@ -82,7 +82,7 @@ class RunFolder:
         return cls(path.absolute(), -1).next()
 
     def next(self) -> RunFolder:
-        """The same folder for another start; from now on the one before is over."""
+        """The same folder for the next start; this start is over from now on."""
         before = read_note(self.path / "start", private=True)
         following = replace(self, attempt=self.attempt + 1 if before is None else before + 1)
         write_note(self.path / "start", following.attempt, private=True)
@@ -90,61 +90,61 @@ class RunFolder:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RunFolder | None:
-        """That of the run which this process belongs to, if it is supervised."""
+        """The folder of this process's run, if it is supervised; else None."""
         path, attempt = environment.get(_FOLDER), environment.get(_ATTEMPT, "")
         return cls(Path(path), int(attempt)) if path and attempt.isdigit() else None
 
     def environment(self) -> dict[str, str]:
-        """What `from_environment` reads."""
+        """The variables that `from_environment` reads."""
         return {_FOLDER: str(self.path), _ATTEMPT: str(self.attempt)}
 
     def note_started(self) -> None:
-        """A process of the job runs the script."""
+        """Note that a process of the job runs the script."""
         self._write("started", "")
 
     def note_training(self, under_way: bool) -> None:
-        """An elastic run of the script begins, or has ended."""
+        """Note that an elastic run of the script begins, or has ended."""
         self._write("training", under_way)
 
     def note_step(self, step: int) -> None:
-        """The run is at this step."""
+        """Note the step of the run."""
         self._write("step", step)
 
     def note_healed(self, left: int, step: int) -> None:
-        """Processes of the job have died and so many go on: those may end the run in order without them.
+        """Note that processes have died and `left` go on; these may end the run in order without the dead ones.
 
-        `step` is the last that they have committed.
+        `step` is the last step that they have committed.
         """
         self._write("healed", [left, step])
 
     def note_ended(self, ended: Ended) -> None:
-        """The script came to its end."""
+        """Note that the script has ended."""
         self._write("ended", asdict(ended))
 
     def note_given_up(self, ended: Ended) -> None:
-        """A process that does not speak for the job left its script with an exit code other than 0."""
+        """Note that a process other than the first left its script with an exit code other than 0."""
         self._write("given-up", asdict(ended))
 
     def note_failure(self, failure: Failure) -> None:
-        """A process failed; of several the last one stands."""
+        """Note the failure of a process; of several the last one is kept."""
         self._write("failure", asdict(failure))
 
     def note_ending(self) -> None:
-        """The user wishes the run to end; its processes are sent a signal then."""
+        """Note that the user asked the run to end; its processes get a signal afterwards."""
         self._write("ending", "")
 
     def note_aborted(self) -> None:
-        """A process wants the job to end."""
+        """Note that a process ends the job."""
         self._write("aborted", "")
 
     @property
     def is_over(self) -> bool:
-        """Whether the supervisor has given this start up, or the whole run, with its folder.
+        """Whether the supervisor has ended this start, or has ended the whole run and removed its folder.
 
         Raises
         ------
         OSError
-            If the folder cannot be looked into.
+            If the folder cannot be read.
         """
         return read_note(self.path / "start", private=True) != self.attempt
 
@@ -164,18 +164,18 @@ class RunFolder:
 
     @property
     def step(self) -> int:
-        """The last step that was noted; 0 if none was."""
+        """The last noted step; 0 if there is none."""
         return self._read("step") or 0
 
     @property
     def healed(self) -> int:
-        """How many processes were left after the last death that others have survived; 0 if there was none."""
+        """The number of processes left after the last death that others survived; 0 if there was none."""
         found = self._read("healed")
         return 0 if found is None else int(found[0])
 
     @property
     def heal(self) -> tuple[float, int]:
-        """When that was noted, in seconds since 1970, and the step; twice 0 if there was no death."""
+        """The time of that note, in seconds since 1970, and its step; (0, 0) if there was no death."""
         found = self._read("healed")
         with contextlib.suppress(FileNotFoundError):
             return self._path("healed").stat().st_mtime, 0 if found is None else found[1]

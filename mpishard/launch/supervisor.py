@@ -1,7 +1,7 @@
-"""The supervisor: starts a job, watches it, ends what is left of it, and starts it again.
+"""The supervisor: starts a job, watches it, ends its remaining processes, and restarts it.
 
-It believes the run's own completion marker and no exit code of a launcher.  Whatever becomes of it, no process of the
-job is left: it adopts their orphans, and the kernel kills the launcher when the supervisor dies.
+It trusts the run's own completion marker, not the exit code of a launcher.  It leaves no process of the job behind: it
+adopts orphans, and the kernel kills the launcher when the supervisor dies.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from mpishard.launch.progress_monitor import Limits, ProgressMonitor
 from mpishard.launch.run_folder import RunFolder
 
 _POLL_S = 0.02
-_LOOK_S = 0.2  # from one look into the run's folder to the next
-_END_S = 3.0  # that a launcher gets to end its job
-_END_WITHOUT_S = 0.5  # and where it cannot, since it waits for a host that does not answer
-_ALONE_S = 10.0  # and when all that it has started is gone: Open MPI's was seen to wait for ever after an abort
+_LOOK_S = 0.2  # between two looks into the run's folder
+_END_S = 3.0  # for a launcher to end its job
+_END_WITHOUT_S = 0.5  # the same, if it waits for a host that does not answer
+_ALONE_S = 10.0  # and after all its processes are gone: Open MPI's was seen to wait for ever after an abort
 _STOP, _PASS_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is run and how.
+    """A job: the command, and how it is run.
 
     Parameters
     ----------
     command : sequence of str
     ranks : int, optional
-        Default: the slots of the hosts, or the cores of this one.
+        Default: the slots of the hosts, or the cores of this host.
     hosts : str
-        ``NAME:SLOTS,...``; empty: this one.
+        ``NAME:SLOTS,...``; empty: this host.
     policy : Policy
     folder : str, optional
-        The run's folder, which all hosts see; default: a temporary one, in the working directory if there are hosts.
+        The run's folder, shared by all hosts; default: a temporary one, in the working directory if there are hosts.
     launcher : str, optional
-        Default: that of the MPI beside this Python.
+        Default: the launcher of the MPI beside this Python.
     shell : str, optional
-        What reaches a host, ``SHELL HOST COMMAND``; default ssh.
+        The program that reaches a host, as ``SHELL HOST COMMAND``; default ssh.
     grace : float
-        Seconds that ranks get to leave on SIGTERM.
+        Seconds for ranks to stop after SIGTERM.
     limits : Limits
     probe_every, probe_limit : float
-        Seconds from one look at the hosts to the next, and that they get to answer.
+        Seconds between two probes of the hosts, and for a host to answer.
     """
 
     command: tuple[str, ...]
@@ -80,7 +80,7 @@ class Supervisor:
     Raises
     ------
     ValueError
-        If it cannot be started as asked for.
+        If the job cannot be started in this way.
     """
 
     def __init__(self, job: Job) -> None:
@@ -97,18 +97,18 @@ class Supervisor:
         check_shell(self.hosts, job.shell)
         self.ranks = ranks
         self.launcher: Launcher = find_launcher(job.launcher)
-        self._line = ""  # that of the last start, as one would type it
+        self._line = ""  # the command line of the last start, as a user would type it
         self._leftovers = Leftovers()  # of the last start
         self._signals: list[int] = []
         self._stopped = 0
         self._stop_began = 0.0
-        self._at_once = False  # nobody waits for what the launcher makes of the end
+        self._at_once = False  # end the launcher without waiting for its report
 
     def run(self) -> int:
-        """Returns the exit code of the run."""
+        """Run the job to its end; returns the exit code of the run."""
         adopt_orphans()
         for number in (*_STOP, _PASS_ON):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._take_signal)
         temporary = None
         path = self.job.folder
@@ -132,11 +132,11 @@ class Supervisor:
                 where = f" on {', '.join(host.name for host in start.hosts)}" if start.hosts else ""
                 waited = time.monotonic() - ended
                 self._say(f"start {number}, {start.ranks} ranks{where}, {waited:.2f} s after the end")
-            course = ProgressMonitor(folder, self.job.limits)
-            silent = self._watch(process, start, folder, course, ended)
+            monitor = ProgressMonitor(folder, self.job.limits)
+            silent = self._watch(process, start, folder, monitor, ended)
             ended = time.monotonic()
-            outcome = self._end_job(process, folder, course.half_started, bool(silent))
-            folder = folder.next()  # what cannot be reached from here ends itself
+            outcome = self._end_job(process, folder, monitor.half_started, bool(silent))
+            folder = folder.next()  # processes that cannot be reached see this and end themselves
             asked = tuple(host for host in self.hosts if host not in silent)
             answering = sweep(asked, self.job.shell, self.job.probe_limit, "MPISHARD_RUN", str(folder.path))
             follows = decide(self.job.policy, history, outcome, self.hosts, answering)
@@ -149,8 +149,8 @@ class Supervisor:
         raise AssertionError("unreachable")
 
     def _end_job(self, process: subprocess.Popen[bytes], folder: RunFolder, half_started: bool, lost: bool) -> Outcome:
-        """How the job ended, or how far it came; it is ended then."""
-        # Looked at before the job is ended: what that makes of the ranks is no news.
+        """End the job if it still runs; returns its outcome."""
+        # Read before the job is ended, since that may add notes of the ranks.
         outcome = Outcome(
             code=0,
             started=folder.started,
@@ -166,7 +166,7 @@ class Supervisor:
         code = process.poll()
         if code is None:
             self._end(process, _END_WITHOUT_S if lost else _END_S)
-            code = exit_code(process.returncode)  # it was not lost to a signal
+            code = exit_code(process.returncode)  # a signal from here does not count
         self._end_all()
         self._leftovers.remove(process.pid)
         stopped = self._stopped or next((number for number in self._signals if number in _STOP), 0)
@@ -189,11 +189,11 @@ class Supervisor:
         )
 
     def _watch(
-        self, process: subprocess.Popen[bytes], start: Start, folder: RunFolder, course: ProgressMonitor, ended: float
+        self, process: subprocess.Popen[bytes], start: Start, folder: RunFolder, monitor: ProgressMonitor, ended: float
     ) -> set[Host]:
-        """Until the launcher ends, or it is time to end it; returns the hosts because of which, if they are lost."""
+        """Watch until the launcher ends or must be ended; returns the lost hosts, if these are the reason."""
         job, hosts, step = self.job, start.hosts, start.history.step
-        patrol = HostMonitor(hosts, job.shell, job.probe_every, job.probe_limit)
+        host_monitor = HostMonitor(hosts, job.shell, job.probe_every, job.probe_limit)
         offspring = Offspring(process.pid, _ALONE_S)
         looked = time.monotonic()
         awaited = step > 0
@@ -205,19 +205,19 @@ class Supervisor:
             if now - looked >= _LOOK_S:
                 looked = now
                 self._leftovers.look()
-                offspring.look(course.started)
-                reason = course.look(offspring.ranks_gone)
-                if awaited and course.step:
+                offspring.look(monitor.started)
+                reason = monitor.look(offspring.ranks_gone)
+                if awaited and monitor.step:
                     awaited = False
-                    self._say(f"step {course.step}, {now - ended:.2f} s after the end; step {step} was seen before it")
+                    self._say(f"step {monitor.step}, {now - ended:.2f} s after the end; step {step} was seen before it")
                 if reason:
                     self._say(reason)
                     return set()
-            # Ranks on other hosts descend from nothing here.
-            if not hosts and not course.has_ended and offspring.gone:
+            # Ranks on other hosts are no descendants of this process.
+            if not hosts and not monitor.has_ended and offspring.gone:
                 self._say(f"all ranks are gone; the launcher is not after {_ALONE_S:g} s and is ended")
                 return set()
-            lost = set() if course.has_ended else patrol.look()
+            lost = set() if monitor.has_ended else host_monitor.look()
             if lost:
                 self._say(f"{', '.join(sorted(host.name for host in lost))} does not answer; the job is ended")
                 return lost
@@ -227,7 +227,7 @@ class Supervisor:
         self._signals.append(number)
 
     def _handle_signals(self, process: subprocess.Popen[bytes], folder: RunFolder) -> bool:
-        """Pass on what came; returns whether the job must end now."""
+        """Handle the received signals; returns whether the job must end now."""
         while self._signals:
             number = self._signals.pop(0)
             if number == _PASS_ON:
@@ -253,7 +253,7 @@ class Supervisor:
         return False
 
     def _end(self, process: subprocess.Popen[bytes], limit: float) -> None:
-        """End a launcher, in order if it will within so many seconds."""
+        """End a launcher: in order if it ends within so many seconds, else by SIGKILL."""
         if self._at_once and not self.hosts and self.launcher.tells_of_ctrl_c:
             process.kill()
             process.wait()
@@ -266,7 +266,7 @@ class Supervisor:
         process.wait()
 
     def _end_all(self) -> None:
-        """Nothing that was started here is left on this host."""
+        """End all processes of the job that are left on this host."""
         if descendants():
             left = end_descendants()
             if left:

@@ -1,7 +1,7 @@
 """The supervisor as a program that never loads MPI: ``python -I supervisor_main.py JSON``, with the fields of `Job`.
 
-A process that has initialised MPI must not start jobs and outlive them, and importing anything of mpishard does that;
-so an empty module takes the place of `mpishard`.
+A process that has initialised MPI must not start jobs and outlive them, and importing any part of mpishard initialises
+it.  So an empty module replaces the package `mpishard`.
 """
 
 from __future__ import annotations
