@@ -40,7 +40,8 @@ from mpishard.elastic.transaction import Committed
 from mpishard.launch.run_folder import RunFolder, RunLost
 from mpishard.layout.run_state import RunState
 from mpishard.record import RunRecord
-from mpishard.training import Loop, OptimizationProblem, OptimizationResult, Scaling, TrainingState
+from mpishard.training import Loop, OptimizationResult, Scaling, TrainingState
+from mpishard.training.objective import Objective
 from mpishard.training.progress import Progress
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class ElasticLoop(Loop):
     def __init__(
         self,
         elastic: ElasticOptimizer,
-        problem: OptimizationProblem[Any],
+        problem: Objective[Any],
         optimizer: ShardedOptimizer,
         callback: Callable[[TrainingState[Any]], bool | None] | None,
         progress: bool,
@@ -140,7 +141,7 @@ class ElasticLoop(Loop):
                 if own or not self.heals:
                     raise
                 wanted = self._heal(error)
-        self.buckets.no_sync = not self.optimizer.config.auto_sync_gradients
+        self.runner.detach()
         self.progress.close()
         fail_alone(False)
         atexit.unregister(self._leave)
@@ -229,8 +230,8 @@ class ElasticLoop(Loop):
 
     def refuse_misuse(self) -> None:
         """Raise here: workers who meet for the first time may have taken different numbers of steps."""
-        if self.misuse is not None:
-            raise self.misuse
+        if self.runner.misuse is not None:
+            raise self.runner.misuse
 
     def _give_way(self, seconds: float) -> None:
         """After a step of so many seconds: where workers share cores, leave these to those who start there.
@@ -376,8 +377,8 @@ class ElasticLoop(Loop):
                 self.checkpoints.rebind()
         self._agree_as_crew()  # Open MPI 5 crashes if a communicator is revoked where it is still being made
         if comm is not None:
-            optimizer.rebuild_state(self.parameters)
-            self.attach()
+            optimizer.rebuild_state(self.runner.parameters)
+            self.runner.attach()
             target = optimizer.run_state()
         if self.optimizer.config.hierarchical:
             self._agree_as_crew()  # the same: sums by nodes have communicators of their own
@@ -432,7 +433,8 @@ class ElasticLoop(Loop):
 
     def _check_scripts(self) -> None:
         """Raise on all of the crew if those who have come have another model or problem.  Collective."""
-        model = f"{self.parameters.description} ({self.parameters.fingerprint:x})"
+        parameters = self.runner.parameters
+        model = f"{parameters.description} ({parameters.fingerprint:x})"
         own = {"model": model, **self.problem.settings, "scaling": self.elastic.scaling}
         agree_on_settings(
             self.crew.axis,

@@ -12,32 +12,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from mpishard.arguments import returned
-from mpishard.backend import array as arrays
-from mpishard.backend.array import aligned_copy
-from mpishard.backend.blas_threads import fix_blas_threads
-from mpishard.data.sampling import Sampler, micro_batches, share
+from mpishard.data.sampling import Sampler
 from mpishard.data_parallel.problem import OptimizationResult, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import tell_of_other_starts
 from mpishard.launch.endings import note_run
 from mpishard.launch.interrupts import Interrupts
 from mpishard.layout.run_state import RunState, brief, whole_fact
-from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
-from mpishard.reduction.ordered import OrderedSums
-from mpishard.reduction.tree_sum import TermAssignment, tree_sum
-from mpishard.training.problem import OptimizationProblem
+from mpishard.reduction.tree_sum import tree_sum
+from mpishard.training.objective import Objective
 from mpishard.training.progress import Progress
 from mpishard.training.scaling import Scaling
+from mpishard.training.step_runner import StepRunner
 from mpishard.training.sum_check import check_sums
-from mpishard.training.untouched import Untouched
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints
 
-Array = Any
-_NAMED = 5  # samples that a message lists
 _WISHES = ("", "seconds", "callback", "signal")
 _INTERRUPT = 3
 
@@ -54,7 +46,7 @@ class Loop:
 
     def __init__(
         self,
-        problem: OptimizationProblem[Any],
+        problem: Objective[Any],
         optimizer: ShardedOptimizer,
         callback: Callable[[TrainingState[Any]], bool | None] | None,
         progress: bool,
@@ -75,21 +67,10 @@ class Loop:
         # How many samples came before the next step, and those of the step that is being taken.
         self.position = self.sampler.consumed(optimizer.clock)
         self.batch = np.empty(0, np.int64)
-        start = problem.start
-        self.of_model = isinstance(start, FlatParameters)
-        self.parameters = start if isinstance(start, FlatParameters) else FlatParameters.over(aligned_copy(start))
-        self.parameters.reset_gradients()  # what a backward pass left before is no part of this run
-        if not self.of_model and optimizer.config.loss_scale is not None:
-            raise ValueError(
-                "loss_scale is for models, which multiply their gradients by it; the gradient of a function of a flat "
-                "array comes as it is: leave loss_scale out"
-            )
-        # Whether the next call of the function is looked at, and what one has changed that it must not.
-        self.looks = self.begins or optimizer.mesh.debug
-        self.misuse: Exception | None = None
+        self.runner = StepRunner(problem, optimizer, looks=self.begins or optimizer.mesh.debug)
         if self.begins:
-            tell_of_other_starts(optimizer.mesh, self.parameters)
-        self.attach()
+            tell_of_other_starts(optimizer.mesh, self.runner.parameters)
+        self.runner.attach()
         self.losses: list[float] = []
         # Whether ranks met in the last step; this rank's summed losses of steps before in which they did not, with the
         # number of terms that all have together; and its strongest wish to stop since.
@@ -99,7 +80,6 @@ class Loop:
         self.interrupts = Interrupts(speaks=optimizer.mesh.rank == 0)
         self.resumes = resume
         self.rate = math.nan  # of the last step
-        self.nonfinite_loss = ""  # of this rank in the step that is being taken, in words
         self.record = record
         self.checkpoints = checkpoints
         restored = False
@@ -122,28 +102,11 @@ class Loop:
         if record is not None and self.begins:
             record.begin(self.told())
 
-    def attach(self) -> None:
-        """Let the optimizer reduce the gradients; all ranks start from the parameters of the first."""
-        optimizer = self.optimizer
-        strategy = optimizer.bind(self.parameters)
-        strategy.replicas.spread()
-        self.buckets = strategy.buckets
-        self.ordered = strategy.ordered
-        if self.ordered is not None:
-            fix_blas_threads()  # a mesh made since the optimizer was has set their number again
-        self.split = self.parameters.sharded is not None or optimizer.mesh.data.size < optimizer.mesh.size
-        # A rank whose peers wait for it inside the model must run it even without samples: for its part of the model,
-        # or since they reduce each of the micro-batches that the model may make.
-        self.together = self.split or (self.of_model and self.buckets.on_demand)
-        self.gradients: Any = self.buckets
-        if not self.of_model:
-            self.gradients = arrays.zeros(self.parameters.size, self.parameters.dtype, like=self.parameters.like)
-
     def run(self) -> OptimizationResult[Any]:
         self.optimizer.measure_norm |= self.problem.tolerance is not None
         reason = self.what_was_reached()
         if self.optimizer.mesh.debug and not reason:
-            check_sums(self)
+            check_sums(self.runner, self.sampler.following(self.position, self.batch_size))
         # Where ranks agree in every update, they hear of Ctrl-C there, with no collective more.
         self.watching |= not self.optimizer.agrees_in_update
         try:
@@ -152,7 +115,7 @@ class Loop:
                     reason = self.step(self.before + len(self.losses) + 1)
                     self.save(last=bool(reason))
         finally:
-            self.buckets.no_sync = not self.optimizer.config.auto_sync_gradients
+            self.runner.detach()
             self.progress.close()
         return self.result(reason)
 
@@ -165,7 +128,7 @@ class Loop:
         if reason == "signal" and self.optimizer.mesh.rank == 0:
             print(f"mpishard: stopped after step {self.optimizer.clock}; {self.way_on()}", file=sys.stderr, flush=True)
         return OptimizationResult(
-            parameters=self.parameters if self.of_model else self.parameters.flat,
+            parameters=self.runner.values,
             loss_history=np.array(self.losses),
             steps=len(self.losses),
             samples=self.consumed(),
@@ -268,8 +231,8 @@ class Loop:
             "rule": optimizer.rule.configuration(),
             "configuration": optimizer.config,
             "problem": self.problem.settings,
-            "parameters": sum(spec.size for spec in self.parameters.specs),
-            "dtype": str(self.parameters.dtype),
+            "parameters": sum(spec.size for spec in self.runner.parameters.specs),
+            "dtype": str(self.runner.parameters.dtype),
             "resumed_steps": self.resumed,
             "steps_before": self.before,
             **self.problem.facts,
@@ -305,8 +268,7 @@ class Loop:
         """Compute a step and update; returns its loss and its learning rate."""
         self.optimizer.config.mesh.ledger.step = step
         self.batch = self.sampler.following(self.position, self.batch_size)
-        self.nonfinite_loss = ""
-        losses, count = self.losses_and_gradient(self.batch)
+        losses, count = self.runner.losses_and_gradient(self.batch)
         if self.optimizer.mesh.debug or len(self.losses) == self.resumed:
             self.refuse_misuse()
         self.synchronizes_next_step = self.meets_always or self.optimizer.synchronizes_next_step
@@ -320,14 +282,14 @@ class Loop:
         rate = factor * self.optimizer.rule.learning_rate(self.optimizer.steps + 1)
         with self.phase("update"):
             self.optimizer.update(
-                count, rate_factor=factor, nonfinite_loss=self.nonfinite_loss, interrupted=self.interrupts.came
+                count, rate_factor=factor, nonfinite_loss=self.runner.nonfinite_loss, interrupted=self.interrupts.came
             )
         self.rate = rate
         return loss, rate
 
     def refuse_misuse(self) -> None:
         """Raise on all ranks if the function has changed what it must not, on any of them.  Collective."""
-        self.optimizer.world.raise_if_any(self.misuse)
+        self.optimizer.world.raise_if_any(self.runner.misuse)
 
     def conclude(self, step: int, loss: float, rate: float) -> str:
         """Note what a step has come to; returns why to stop, or nothing."""
@@ -341,7 +303,8 @@ class Loop:
         norm = self.optimizer.gradient_norm
         if self.record is not None:
             told = {} if math.isnan(norm) else {"gradient_norm": norm}
-            told |= {} if self.parameters.loss_scale == 1 else {"loss_scale": self.parameters.loss_scale}
+            scale = self.runner.parameters.loss_scale
+            told |= {} if scale == 1 else {"loss_scale": scale}
             step = self.before + len(self.losses)
             self.record.step(step, loss=loss, learning_rate=self.rate, samples=self.position, **told)
         self.progress.advance(f"loss {loss:.4g}" + ("" if math.isnan(norm) else f", gradient {norm:.3g}"))
@@ -349,84 +312,6 @@ class Loop:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """What happens inside is a phase of the step, for the record."""
         return nullcontext() if self.record is None else self.record.phase(name)
-
-    def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
-        """Summed losses of a batch, whose sum over ranks is to be added up, and the global number of its terms."""
-        if self.ordered is None:
-            losses = np.array([self.forward_backward_shares(batch)])
-        else:
-            losses = self.forward_backward_terms(batch, self.ordered)
-        if not self.of_model:
-            self.buckets.use_external(self.gradients)
-        # Ranks without samples start their reductions here, the others did so in the backward pass: no other
-        # collective may come before.
-        self.buckets.end_pass()
-        return losses, len(batch) * self.problem.tokens_per_sample
-
-    def forward_backward_shares(self, batch: np.ndarray) -> float:
-        """Forward and backward of this rank's samples, whose gradients add up; returns their summed loss."""
-        shares = share(batch, self.axis.rank, self.axis.size, self.problem.micro_batch_size)
-        loss_sum = 0.0
-        if not self.of_model:
-            self.gradients[...] = 0
-        for number, samples in enumerate(shares, start=1):
-            last = number == len(shares)
-            self.buckets.no_sync = not last
-            loss_sum += self.forward_backward(samples)
-            if self.of_model and not last:
-                self.buckets.end_pass(last=False)
-        return loss_sum
-
-    def forward_backward_terms(self, batch: np.ndarray, ordered: OrderedSums) -> np.ndarray:
-        """The same where each micro-batch is a term of an ordered sum; returns the losses of all, 0 for others' own."""
-        micro = micro_batches(batch, self.problem.micro_batch_size)
-        in_turns = self.of_model and self.buckets.on_demand
-        ordered.deal = deal = TermAssignment(len(micro), self.axis.size, in_turns)
-        own = deal.terms(self.axis.rank)
-        tree_merges = deal.tree_merges(self.axis.rank) or [0]
-        losses = np.zeros(len(micro))
-        # A rank that lacks a term takes part in what the others do in the model all the same.
-        rounds = deal.exchanges if in_turns else max(1, len(own))
-        for number in range(rounds):
-            last = number == rounds - 1
-            self.buckets.no_sync = not last
-            self.buckets.tree_merges = tree_merges[-1] if last else 0
-            if not self.of_model:
-                self.gradients[...] = 0
-            if number < len(own):
-                losses[own[number]] = self.forward_backward(micro[own[number]])
-            else:
-                self.forward_backward(micro[0][:0])
-            if last:
-                break
-            if not self.of_model:
-                self.gradients = self.buckets.swap_external(self.gradients, tree_merges[number])
-            elif in_turns:
-                self.buckets.end_pass(last=False)
-            else:
-                self.buckets.push_partial(tree_merges[number])
-        return losses
-
-    def forward_backward(self, samples: np.ndarray) -> float:
-        """Forward and backward of one micro-batch; returns its summed loss."""
-        if not len(samples) and not self.together:
-            return 0.0
-        parameters = self.parameters if self.of_model else self.parameters.flat
-        look = Untouched(self.parameters, samples) if self.looks and len(samples) else None
-        began = time.perf_counter()
-        loss = self.problem.function(parameters, samples, self.gradients)
-        self.optimizer.mesh.ledger.note(f"{len(samples)} samples", "function", began)
-        if look is not None:
-            self.misuse = self.misuse or look.problem()
-            self.looks = self.optimizer.mesh.debug
-        try:
-            loss = returned(loss)
-        except (TypeError, ValueError, RuntimeError):  # the last of a tensor of PyTorch with more elements
-            what = f"a {type(loss).__name__}"
-            raise TypeError(f"the function must return the summed loss as one number, got {what}") from None
-        if not math.isfinite(loss) and not self.nonfinite_loss:
-            self.nonfinite_loss = f"{loss} of {_listed(samples)}"
-        return loss
 
     def consumed(self) -> int:
         """Samples that this run has used so far."""
@@ -436,9 +321,8 @@ class Loop:
         """Whether this rank wishes to stop after a step: 2 for its callback, 1 for the time, else 0."""
         seconds = time.perf_counter() - self.began
         if self.callback is not None:
-            parameters = self.parameters if self.of_model else self.parameters.flat
             norm = self.optimizer.gradient_norm
-            if self.callback(TrainingState(step, loss, rate, norm, self.consumed(), seconds, parameters)):
+            if self.callback(TrainingState(step, loss, rate, norm, self.consumed(), seconds, self.runner.values)):
                 return 2
         return int(self.problem.seconds is not None and seconds >= self.problem.seconds)
 
@@ -491,10 +375,3 @@ class Loop:
         if self.problem.tolerance is not None and norm <= self.problem.tolerance:
             return "tolerance"
         return "steps" if self.problem.steps is not None and len(self.losses) >= self.problem.steps else ""
-
-
-def _listed(samples: np.ndarray) -> str:
-    """Sample indices in words, the first few of them."""
-    named = ", ".join(map(str, samples[:_NAMED].tolist()))
-    more = f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else ""
-    return f"samples {named}{more}" if named else "no samples"

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
-from typing import TYPE_CHECKING, Any, Generic
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpishard.arguments import flag, integer, number, shown
+from mpishard.arguments import flag, shown
 from mpishard.data_parallel.problem import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.parameters.flat import FlatParameters, Model, check_flat
+from mpishard.parameters.flat import FlatParameters, Model
 from mpishard.record import RunRecord
+from mpishard.training.loop import Loop
+from mpishard.training.objective import Objective
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints
-    from mpishard.training.loop import Loop
 
 
 @dataclass(frozen=True)
-class OptimizationProblem(Generic[P]):
+class OptimizationProblem(Objective[P]):
     """What to minimise: the mean over samples of a loss.
 
     Parameters
@@ -57,40 +58,6 @@ class OptimizationProblem(Generic[P]):
 
     At least one of `steps`, `tolerance` and `seconds` must be given, or a callback that stops.
     """
-
-    function: Callable[[Any, np.ndarray, Any], float]
-    start: P
-    samples: int
-    batch_size: int
-    micro_batch_size: int | None = field(default=None, kw_only=True)
-    steps: int | None = field(default=None, kw_only=True)
-    tolerance: float | None = field(default=None, kw_only=True)
-    seconds: float | None = field(default=None, kw_only=True)
-    seed: int = field(default=0, kw_only=True)
-    tokens_per_sample: int = field(default=1, kw_only=True)
-    facts: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise TypeError(f"function must be callable, got {type(self.function).__name__}")
-        start: Any = self.start
-        if not isinstance(start, FlatParameters):
-            check_flat("start", start)
-        if not (sum(spec.size for spec in start.specs) if isinstance(start, FlatParameters) else start.size):
-            raise ValueError("start is empty: there is nothing to optimize; give it at least one parameter")
-        for name, least in (("samples", 1), ("batch_size", 1), ("tokens_per_sample", 1), ("seed", None)):
-            object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
-        for name, least in (("micro_batch_size", 1), ("steps", 0)):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
-        for name in ("tolerance", "seconds"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, number(name, getattr(self, name), least=0, finite=False))
-        if self.batch_size > self.samples:
-            raise ValueError(
-                f"batch_size={self.batch_size} is more than samples={self.samples}, and a step takes each sample once; "
-                f"batch_size={self.samples} takes all of them in every step"
-            )
 
     @classmethod
     def for_model(
@@ -157,15 +124,7 @@ class OptimizationProblem(Generic[P]):
         watching = bool(optimizer.world.all_reduce(watches, op="max", label="control")[0])
         if self.steps is None and self.tolerance is None and not watching:
             raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
-        from mpishard.training.loop import Loop  # which is made of problems
-
         return (loop or Loop)(self, optimizer, callback, progress, watching, checkpoints, resume, record).run()
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What must be the same on all ranks, but for where they start."""
-        names = ("samples", "batch_size", "micro_batch_size", "steps", "tolerance", "seed", "tokens_per_sample")
-        return {name: getattr(self, name) for name in names}
 
     def _agree_on_problem(
         self, optimizer: ShardedOptimizer, given: Mapping[str, Any], problem: Exception | None

@@ -2,53 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from mpishard.backend import array as arrays
 from mpishard.data.sampling import share
-
-if TYPE_CHECKING:
-    from mpishard.training.loop import Loop
+from mpishard.training.step_runner import StepRunner
 
 # A mean in place of a sum is off by a factor of two; rounding in half precision by a thousandth.
 _TOLERANCE = 0.02
 _AGAIN = 1e-5  # and in two calls for the same samples
 
 
-def check_sums(loop: Loop) -> None:
+def check_sums(runner: StepRunner, batch: np.ndarray) -> None:
     """Raise ValueError on all ranks unless loss and gradient of a micro-batch are the sums of those of its halves.
 
-    Parameters and state are as before.  Not for models whose ranks meet inside a backward pass (ZeRO-2 and 3, tensor
-    and pipeline ranks), and not for functions that give two results for the same samples.  Collective.
+    The micro-batch is each rank's first of `batch`.  Parameters and state are as before.  Not for models whose ranks
+    meet inside a backward pass (ZeRO-2 and 3, tensor and pipeline ranks), and not for functions that give two results
+    for the same samples.  Collective.
     """
-    if loop.split or (loop.of_model and loop.buckets.on_demand):
+    if runner.together:
         return
-    batch = loop.sampler.following(loop.position, loop.batch_size)
-    samples = share(batch, loop.axis.rank, loop.axis.size, loop.problem.micro_batch_size)[0]
+    samples = share(batch, runner.axis.rank, runner.axis.size, runner.problem.micro_batch_size)[0]
     half = len(samples) // 2
     problem: Exception | None = None
     if half:
         try:
-            problem = _difference(loop, samples[:half], samples[half : 2 * half])
+            problem = _difference(runner, samples[:half], samples[half : 2 * half])
         except Exception as error:  # of the user's function: all ranks hear of it
             problem = error
-        loop.parameters.reset_gradients()
-        problem = loop.misuse or problem
-    loop.optimizer.world.raise_if_any(problem)
+        runner.parameters.reset_gradients()
+        problem = runner.misuse or problem
+    runner.optimizer.world.raise_if_any(problem)
 
 
-def _difference(loop: Loop, first: np.ndarray, second: np.ndarray) -> ValueError | None:
+def _difference(runner: StepRunner, first: np.ndarray, second: np.ndarray) -> ValueError | None:
     """What is wrong with the function, if anything is."""
     both = np.concatenate([first, second])
-    (loss,), (gradient,) = _results(loop, both)
-    losses, (of_first, of_halves) = _results(loop, first, second)
+    (loss,), (gradient,) = runner.sums_of(both)
+    losses, (of_first, of_halves) = runner.sums_of(first, second)
     loss_of_halves = sum(losses)
     pairs = (loss, loss_of_halves), (gradient, of_halves)
     if all(_alike(whole, halves) for whole, halves in pairs):
         return None
-    (again,), (gradient_again,) = _results(loop, both)
+    (again,), (gradient_again,) = runner.sums_of(both)
     if not (_alike(loss, again, _AGAIN) and _alike(gradient, gradient_again, _AGAIN)):
         return None  # a random function, or one that is not finite
     told = (
@@ -66,23 +61,6 @@ def _difference(loop: Loop, first: np.ndarray, second: np.ndarray) -> ValueError
             f"the function overwrites the gradients where it must add to them: {told}; use gradients += ..."
         )
     return ValueError(f"the function does not return sums over its samples: {told}")
-
-
-def _results(loop: Loop, *parts: np.ndarray) -> tuple[list[float], list[np.ndarray]]:
-    """The losses of some samples, and the gradient as it has added up after each."""
-    buckets = loop.buckets
-    loop.parameters.reset_gradients()
-    losses, gradients = [], []
-    if not loop.of_model:
-        loop.gradients[...] = 0
-    for samples in parts:
-        buckets.no_sync = True
-        losses.append(loop.forward_backward(samples))
-        if loop.of_model:
-            buckets.end_pass(last=False)
-        gradients.append(np.array(arrays.to_host(buckets.flat if loop.of_model else loop.gradients), np.float64))
-    loop.nonfinite_loss = ""
-    return losses, gradients
 
 
 def _alike(one: np.ndarray | float, other: np.ndarray | float, tolerance: float = _TOLERANCE) -> bool:

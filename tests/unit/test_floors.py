@@ -157,7 +157,6 @@ KNOWN = [
         "data_parallel/validation.py",
     ],
     ["elastic/loop.py", "elastic/optimizer.py"],
-    ["training/loop.py", "training/problem.py", "training/sum_check.py"],
 ]
 
 

@@ -1,0 +1,64 @@
+"""The values of an optimization problem: what is minimised, over which samples, and how far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+import numpy as np
+
+from mpishard.arguments import integer, number
+from mpishard.data_parallel.problem import P
+from mpishard.parameters.flat import FlatParameters, check_flat
+
+
+@dataclass(frozen=True)
+class Objective(Generic[P]):
+    """What the training loop needs to know of an `OptimizationProblem`, which explains each value.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a value makes no sense.
+    """
+
+    function: Callable[[Any, np.ndarray, Any], float]
+    start: P
+    samples: int
+    batch_size: int
+    micro_batch_size: int | None = field(default=None, kw_only=True)
+    steps: int | None = field(default=None, kw_only=True)
+    tolerance: float | None = field(default=None, kw_only=True)
+    seconds: float | None = field(default=None, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+    tokens_per_sample: int = field(default=1, kw_only=True)
+    facts: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"function must be callable, got {type(self.function).__name__}")
+        start: Any = self.start
+        if not isinstance(start, FlatParameters):
+            check_flat("start", start)
+        if not (sum(spec.size for spec in start.specs) if isinstance(start, FlatParameters) else start.size):
+            raise ValueError("start is empty: there is nothing to optimize; give it at least one parameter")
+        for name, least in (("samples", 1), ("batch_size", 1), ("tokens_per_sample", 1), ("seed", None)):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
+        for name, least in (("micro_batch_size", 1), ("steps", 0)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
+        for name in ("tolerance", "seconds"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, number(name, getattr(self, name), least=0, finite=False))
+        if self.batch_size > self.samples:
+            raise ValueError(
+                f"batch_size={self.batch_size} is more than samples={self.samples}, and a step takes each sample once; "
+                f"batch_size={self.samples} takes all of them in every step"
+            )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be the same on all ranks, but for where they start."""
+        names = ("samples", "batch_size", "micro_batch_size", "steps", "tolerance", "seed", "tokens_per_sample")
+        return {name: getattr(self, name) for name in names}
