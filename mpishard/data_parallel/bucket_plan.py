@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from mpishard.parameters.buckets import Run
 from mpishard.parameters.flat import FlatParameters
 
-if TYPE_CHECKING:
-    from mpishard.data_parallel.configuration import ShardingConfiguration
-
 
 def bucket_layout(
-    config: ShardingConfiguration, parameters: FlatParameters, *, by_unit: bool = False
+    parameters: FlatParameters, *, compressed: bool, by_unit: bool = False
 ) -> tuple[list[Run], list[int]]:
-    """Runs of tensors that no bucket may span, and the sizes of tensors that decide where buckets are cut."""
-    apart = config.compressor is not None and config.mesh.tensor.size > 1
+    """Runs of tensors that no bucket may span, and the sizes of tensors that decide where buckets are cut.
+
+    Parameters
+    ----------
+    parameters : FlatParameters
+    compressed : bool
+        Whether anything compresses the gradients.  On a mesh with tensor ranks, a bucket then has either tensors that
+        all of these hold whole, or none.
+    by_unit : bool
+        No bucket spans two units of ``parameters.units``.
+    """
+    apart = compressed and parameters.place.tensor_size > 1
     # Slices of an uneven cut differ in size between tensor ranks, which sum partial gradients bucket by bucket: all of
     # them cut buckets by the slices of the first.
     first = replace(parameters.place, tensor_rank=0).holding(parameters.specs)

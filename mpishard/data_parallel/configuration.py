@@ -8,8 +8,9 @@ from typing import Any, Literal, TypedDict, Unpack
 from mpishard.arguments import flag, integer, number
 from mpishard.comm.mesh import Mesh
 from mpishard.compression import Int8Compressor, PieceCompressor, PowerSGDCompressor
-from mpishard.data_parallel import traffic
+from mpishard.data_parallel.traffic import Traffic, gradient_traffic
 from mpishard.parameters.flat import FlatParameters
+from mpishard.reduction.hierarchical import nodes_of_data
 
 NONFINITE = ("raise", "skip", "ignore")
 
@@ -166,7 +167,23 @@ class ShardingConfiguration:
         parameters : FlatParameters or int, optional
             Of a model, or how many float32 values there are: then also how many bytes a step will cost this rank.
         """
-        return traffic.describe(self, parameters)
+        return "\n".join([*_in_words(self), *_costs(self, parameters)])
+
+    def gradient_traffic(self, parameters: FlatParameters | int) -> Traffic:
+        """What one sum of the gradients of these parameters sends under DDP.  Not collective.
+
+        Parameters
+        ----------
+        parameters : FlatParameters or int
+            Of a model, or how many float32 values there are.
+        """
+        return gradient_traffic(
+            parameters,
+            self.mesh,
+            self.minimum_parameter_group_size,
+            compressor=self.compressor,
+            hierarchical=self.hierarchical,
+        )
 
     def settings(self) -> dict[str, Any]:
         """All but the mesh, as plain values."""
@@ -208,3 +225,58 @@ class ShardingConfiguration:
         if isinstance(mesh_or_config, Mesh):
             return cls(mesh_or_config)
         raise TypeError(f"expected a Mesh or a ShardingConfiguration, got {type(mesh_or_config).__name__}")
+
+
+def _in_words(config: ShardingConfiguration) -> list[str]:
+    """What happens with gradients."""
+    axis, compressor = config.mesh.data, config.compressor
+    if axis.size == 1:
+        return ["One data rank: gradients are not sent."]
+    when = "while the backward pass still runs" if config.overlap_communication else "after the backward pass"
+    told = [
+        f"{axis.size} data ranks sum gradients in buckets of {config.minimum_parameter_group_size:,} elements or more, "
+        f"{when}."
+    ]
+    if not config.auto_sync_gradients:
+        told.append("Steps only add up gradients until synchronize_optimizer_state().")
+    if config.reproducible:
+        told.append("The sum is taken in an order that does not depend on the number of ranks.")
+    nodes = nodes_of_data(config.mesh, config.hierarchical)
+    if any(nodes) and not isinstance(compressor, PowerSGDCompressor):
+        told.append(f"DDP and Local SGD sum by nodes: within each of the {max(nodes) + 1}, then between them.")
+    elif config.hierarchical is not False:
+        told.append("They are summed over all ranks at once" + _why_not_by_nodes(config) + ".")
+    if compressor is not None:
+        where = " between nodes" if any(nodes) and isinstance(compressor, PieceCompressor) else ""
+        told.append(f"What travels{where} is compressed by {compressor}; what that leaves out goes into later steps.")
+    if config.sync_every > 1:
+        told.append(
+            f"LocalSGDOptimizer, which as_distributed() makes of a rule, takes {config.sync_every} steps on each rank, "
+            "or node, and then averages the parameters in this way."
+        )
+    return told
+
+
+def _why_not_by_nodes(config: ShardingConfiguration) -> str:
+    if isinstance(config.compressor, PowerSGDCompressor):
+        return ", since there is little of them"
+    return ": they are not on several nodes with equally many, and more than one, on each"
+
+
+def _costs(config: ShardingConfiguration, parameters: FlatParameters | int | None) -> list[str]:
+    """What a step sends, where that is known: the sums of a reproducible one depend on its micro-batches."""
+    if parameters is None or config.reproducible or config.mesh.data.size == 1:
+        return []
+    without = gradient_traffic(parameters, config.mesh, config.minimum_parameter_group_size)
+    traffic = config.gradient_traffic(parameters)
+    size = parameters.size if isinstance(parameters, FlatParameters) else int(parameters)
+    text = f"For {size:,} parameters this rank sends {traffic.sent:,} bytes a sum"
+    if traffic.between_nodes:
+        text += f", {traffic.between_nodes:,} of them to other nodes"
+    if traffic != without:
+        text += f"; without compression and nodes it would send {without.sent:,}"
+    told = [f"{text}."]
+    if config.sync_every > 1:
+        sent, where = (traffic.between_nodes, " to other nodes") if traffic.between_nodes else (traffic.sent, "")
+        told.append(f"LocalSGDOptimizer sends {sent / config.sync_every:,.0f} bytes a step{where}.")
+    return told

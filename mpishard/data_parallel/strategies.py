@@ -84,7 +84,8 @@ class Strategy(ABC):
         self.ordered: OrderedSums | None = OrderedSums(self.axis, parameters.like) if config.reproducible else None
         Replicas(mesh, parameters).spread()
         self.attach(parameters)
-        runs, sizes = bucket_layout(config, parameters, by_unit=self.shards_parameters)
+        compressed = config.compressor is not None
+        runs, sizes = bucket_layout(parameters, compressed=compressed, by_unit=self.shards_parameters)
         self.buckets: GradientBuckets = GradientBuckets(
             parameters.pieces,
             parameters.like,

@@ -1,14 +1,15 @@
-"""What a configuration does with gradients, in words, and how many bytes a step sends for it."""
+"""How many bytes a rank sends for one sum of all gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
+from mpishard.comm.mesh import Mesh
 from mpishard.compression import PieceCompressor, PowerSGDCompressor
 from mpishard.data_parallel.bucket_plan import bucket_layout
 from mpishard.layout.boxes import counts, split
@@ -18,8 +19,7 @@ from mpishard.parameters.buckets import Bucket, make_buckets
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.hierarchical import nodes_of_data
 
-if TYPE_CHECKING:
-    from mpishard.data_parallel.configuration import ShardingConfiguration
+Compressor = PieceCompressor | PowerSGDCompressor
 
 
 class Traffic(NamedTuple):
@@ -36,37 +36,56 @@ class Traffic(NamedTuple):
     between_nodes: int
 
 
-def gradient_traffic(config: ShardingConfiguration, parameters: FlatParameters | int) -> Traffic:
+def gradient_traffic(
+    parameters: FlatParameters | int,
+    mesh: Mesh,
+    minimum: int,
+    *,
+    compressor: Compressor | None = None,
+    hierarchical: bool | int = False,
+) -> Traffic:
     """What one sum of the gradients of these parameters sends under DDP.  Not collective.
 
     Parameters
     ----------
     parameters : FlatParameters or int
         Or the number of elements of a flat float32 array.
+    mesh : Mesh
+    minimum : int
+        Least number of elements in a bucket.
+    compressor : PieceCompressor or PowerSGDCompressor, optional
+        What compresses them.
+    hierarchical : bool or int
+        Whether to sum by nodes, as in a `ShardingConfiguration`.
     """
     if isinstance(parameters, FlatParameters):
         pieces, dtype = parameters.pieces, parameters.dtype
-        buckets = _buckets(config, parameters)
+        runs, sizes = bucket_layout(parameters, compressed=compressor is not None)
+        buckets = make_buckets(pieces, minimum, runs, sizes)
     else:
         pieces, dtype = WHOLE.holding([ParameterSpec("parameters", (int(parameters),))]), np.dtype(np.float32)
-        buckets = make_buckets(pieces, config.minimum_parameter_group_size)
-    found = [_of_bucket(config, bucket, pieces[bucket.first : bucket.last], dtype) for bucket in buckets]
+        buckets = make_buckets(pieces, minimum)
+    nodes = nodes_of_data(mesh, hierarchical)
+    found = [
+        _of_bucket(bucket, pieces[bucket.first : bucket.last], dtype, mesh.data, compressor, nodes)
+        for bucket in buckets
+    ]
     return Traffic(sum(each.sent for each in found), sum(each.between_nodes for each in found))
 
 
-def _buckets(config: ShardingConfiguration, parameters: FlatParameters) -> Sequence[Bucket]:
-    runs, sizes = bucket_layout(config, parameters)
-    return make_buckets(parameters.pieces, config.minimum_parameter_group_size, runs, sizes)
-
-
-def _of_bucket(config: ShardingConfiguration, bucket: Bucket, pieces: LocalLayout, dtype: np.dtype) -> Traffic:
-    axis, compressor = config.mesh.data, config.compressor
+def _of_bucket(
+    bucket: Bucket,
+    pieces: LocalLayout,
+    dtype: np.dtype,
+    axis: Axis,
+    compressor: Compressor | None,
+    nodes: Sequence[int],
+) -> Traffic:
     if isinstance(compressor, PowerSGDCompressor):
         first = sum(compressor.first_elements(piece.shape) for piece in pieces)
         rest = sum(compressor.elements(piece.shape) for piece in pieces) - first
         elements = sum(all_reduce_elements(count, axis.size, axis.rank) for count in (first, rest))
         return Traffic(elements * dtype.itemsize, 0)
-    nodes = nodes_of_data(config.mesh, config.hierarchical)
     if not any(nodes):
         return Traffic(_sum_bytes(bucket.size, axis.size, axis.rank, compressor, dtype), 0)
     ranks, number = nodes.count(0), max(nodes) + 1
@@ -83,59 +102,3 @@ def _sum_bytes(size: int, ranks: int, rank: int, compressor: PieceCompressor | N
         return all_reduce_elements(size, ranks, rank) * dtype.itemsize
     sizes = [compressor.nbytes(count, dtype) for count in counts(split(size, ranks))]
     return sum(ring_elements(op, sizes, rank) for op in ("all_to_all", "all_gather"))
-
-
-def describe(config: ShardingConfiguration, parameters: FlatParameters | int | None = None) -> str:
-    """The text of `ShardingConfiguration.describe`."""
-    axis, compressor = config.mesh.data, config.compressor
-    if axis.size == 1:
-        return "One data rank: gradients are not sent."
-    when = "while the backward pass still runs" if config.overlap_communication else "after the backward pass"
-    told = [
-        f"{axis.size} data ranks sum gradients in buckets of {config.minimum_parameter_group_size:,} elements or more, "
-        f"{when}."
-    ]
-    if not config.auto_sync_gradients:
-        told.append("Steps only add up gradients until synchronize_optimizer_state().")
-    if config.reproducible:
-        told.append("The sum is taken in an order that does not depend on the number of ranks.")
-    nodes = nodes_of_data(config.mesh, config.hierarchical)
-    if any(nodes) and not isinstance(compressor, PowerSGDCompressor):
-        told.append(f"DDP and Local SGD sum by nodes: within each of the {max(nodes) + 1}, then between them.")
-    elif config.hierarchical is not False:
-        told.append("They are summed over all ranks at once" + _why_not_by_nodes(config) + ".")
-    if compressor is not None:
-        where = " between nodes" if any(nodes) and isinstance(compressor, PieceCompressor) else ""
-        told.append(f"What travels{where} is compressed by {compressor}; what that leaves out goes into later steps.")
-    if config.sync_every > 1:
-        told.append(
-            f"LocalSGDOptimizer, which as_distributed() makes of a rule, takes {config.sync_every} steps on each rank, "
-            "or node, and then averages the parameters in this way."
-        )
-    if parameters is not None and not config.reproducible:  # that depends on the micro-batches
-        told += _costs(config, parameters)
-    return "\n".join(told)
-
-
-def _why_not_by_nodes(config: ShardingConfiguration) -> str:
-    if isinstance(config.compressor, PowerSGDCompressor):
-        return ", since there is little of them"
-    return ": they are not on several nodes with equally many, and more than one, on each"
-
-
-def _costs(config: ShardingConfiguration, parameters: FlatParameters | int) -> list[str]:
-    plain = replace(
-        config, gradient_compressor=None, enable_gradient_compression=False, compress_after=0, hierarchical=False
-    )
-    without, traffic = gradient_traffic(plain, parameters), gradient_traffic(config, parameters)
-    size = parameters.size if isinstance(parameters, FlatParameters) else int(parameters)
-    text = f"For {size:,} parameters this rank sends {traffic.sent:,} bytes a sum"
-    if traffic.between_nodes:
-        text += f", {traffic.between_nodes:,} of them to other nodes"
-    if traffic != without:
-        text += f"; without compression and nodes it would send {without.sent:,}"
-    told = [f"{text}."]
-    if config.sync_every > 1:
-        sent, where = (traffic.between_nodes, " to other nodes") if traffic.between_nodes else (traffic.sent, "")
-        told.append(f"LocalSGDOptimizer sends {sent / config.sync_every:,.0f} bytes a step{where}.")
-    return told

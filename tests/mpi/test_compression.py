@@ -15,7 +15,6 @@ from mpishard.compression import (
     SignCompressor,
     TopKCompressor,
 )
-from mpishard.data_parallel.traffic import gradient_traffic
 
 COMPRESSORS = [
     Float16Compressor(),
@@ -207,7 +206,7 @@ def test_the_bytes_that_are_foretold_are_those_of_the_ledger(mesh, compressor, n
         return sum(total["bytes"] for name, total in sums if name.startswith(axis) and "gradients" in name)
 
     optimizer.step(parameters, gradient(1, mesh.rank, dtype=np.float32))
-    foretold = gradient_traffic(config, optimizer.parameters)
+    foretold = config.gradient_traffic(optimizer.parameters)
     assert foretold == (so_far("data"), so_far("data across nodes"))
     text = config.describe(parameters)
     if mesh.size == 1:

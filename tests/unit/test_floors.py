@@ -148,7 +148,6 @@ def test_imports_go_down_only(sources: dict[str, str]) -> None:
 
 # To be cut.
 KNOWN = [
-    ["data_parallel/bucket_plan.py", "data_parallel/configuration.py", "data_parallel/traffic.py"],
     [
         "data_parallel/optimizer_state.py",
         "data_parallel/settings.py",
