@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mpishard.comm.axis import Axis
+from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.layout.boxes import split
 from mpishard.layout.local_layout import LocalLayout, cut_holding
@@ -22,14 +23,33 @@ from mpishard.layout.run_state import (
     pieces_of_ranges,
     whole_fact,
 )
+from mpishard.optim.loss_scale import LossScale
 from mpishard.optim.rules import Rule
 from mpishard.parameters.flat import FlatParameters
 
-if TYPE_CHECKING:
-    from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-
 Array = Any
 Range = tuple[int, int]
+
+
+class Stepping(Protocol):
+    """An optimizer as far as its state has it in numbers."""
+
+    @property
+    def rule(self) -> Rule: ...
+    @property
+    def config(self) -> ShardingConfiguration: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def skipped_steps(self) -> int: ...
+    @property
+    def clock(self) -> int: ...
+    @property
+    def scaling(self) -> LossScale: ...
+    @property
+    def gradient_norm(self) -> float: ...
+    @property
+    def further_facts(self) -> Mapping[str, Any]: ...
 
 
 def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
@@ -52,7 +72,7 @@ def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
     return tuple(found)
 
 
-def facts_of(optimizer: ShardedOptimizer) -> dict[str, Any]:
+def facts_of(optimizer: Stepping) -> dict[str, Any]:
     """Its settings, for people, and the numbers that `ShardedOptimizer.restore` goes on from."""
     facts = {
         "optimizer": type(optimizer).__name__,
@@ -60,17 +80,17 @@ def facts_of(optimizer: ShardedOptimizer) -> dict[str, Any]:
         "rule.json": optimizer.rule.configuration(),
         "slots.json": list(optimizer.rule.slots),
         "sharding.json": optimizer.config.settings(),
-        "mesh.json": dict(optimizer.mesh.shape),
+        "mesh.json": dict(optimizer.config.mesh.shape),
         "step": optimizer.clock,
         "steps": optimizer.steps,
         "skipped_steps": optimizer.skipped_steps,
-        "loss_scale": optimizer.loss_scale,
+        "loss_scale": optimizer.scaling.value,
     }
     if optimizer.scaling.dynamic:
         facts["good_steps"] = optimizer.scaling.good_steps
     if not math.isnan(optimizer.gradient_norm):
         facts["gradient_norm"] = optimizer.gradient_norm
-    return facts | optimizer.further_facts
+    return facts | dict(optimizer.further_facts)
 
 
 def check_numbers(facts: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,12 +17,10 @@ from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.replica_group import ReplicaGroup
+from mpishard.data_parallel.strategies import Strategy
 from mpishard.optim.rules import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.version import VERSION
-
-if TYPE_CHECKING:
-    from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 
 # The steps at which schedules are compared: each up to 10, then each a fifth further than the one before.
 _STEPS = sorted({*range(1, 11), *(int(1.2**power) for power in range(13, 76))})
@@ -30,61 +28,76 @@ _MOST_SHOWN = 4
 _WAY_OUT = "give the same on every rank"
 
 
-class Settings:
-    """The settings of one optimizer as a number, which is found anew where its rule or configuration is another."""
+class Configured(Protocol):
+    """What decides the steps of an optimizer, and the ranks that take them."""
 
-    def __init__(self) -> None:
+    @property
+    def rule(self) -> Rule: ...
+    @property
+    def config(self) -> ShardingConfiguration: ...
+    @property
+    def strategy(self) -> type[Strategy]: ...
+    @property
+    def world(self) -> Axis: ...
+    @property
+    def measure_norm(self) -> bool: ...
+    @property
+    def further_settings(self) -> Mapping[str, Any]: ...
+
+
+class Settings:
+    """The settings of one optimizer, and a number for them, found anew where its rule or configuration is another."""
+
+    def __init__(self, optimizer: Configured) -> None:
+        self._optimizer = optimizer
         self._rule: Rule | None = None
         self._config: ShardingConfiguration | None = None
         self._fingerprint = 0
 
-    def changed(self, optimizer: ShardedOptimizer) -> bool:
+    @property
+    def changed(self) -> bool:
         """Whether the optimizer has another rule or configuration than when they were last looked at."""
-        return optimizer.rule is not self._rule or optimizer.config is not self._config
+        return self._optimizer.rule is not self._rule or self._optimizer.config is not self._config
 
-    def fingerprint(self, optimizer: ShardedOptimizer) -> int:
-        """A number of 62 bits that depends on all of `settings_of`."""
-        if optimizer.rule is not self._rule or optimizer.config is not self._config:
-            self._note(optimizer, settings_of(optimizer))
+    @property
+    def fingerprint(self) -> int:
+        """A number of 62 bits that depends on all of `by_name`."""
+        if self.changed:
+            self._note(self.by_name())
         return self._fingerprint
 
+    def by_name(self) -> dict[str, str]:
+        """All that decides the steps of the optimizer but the parameters, for every rank to have the same."""
+        optimizer = self._optimizer
+        config = {field.name: getattr(optimizer.config, field.name) for field in fields(optimizer.config)}
+        del config["mesh"]
+        kinds = {"mpishard": VERSION, "optimizer": type(optimizer).__name__, "strategy": optimizer.strategy.__name__}
+        described = {name: _text(value) for name, value in (config | dict(optimizer.further_settings)).items()}
+        return kinds | described | settings_of_rule(optimizer.rule)
+
+    def of_state(self, parameters: FlatParameters) -> dict[str, str]:
+        """What decides how the state for these parameters is made and used, besides `by_name`."""
+        return {
+            "measure_norm": str(self._optimizer.measure_norm),
+            "strategy": self._optimizer.strategy.fitting(parameters).__name__,
+            "module of the parameters": arrays.module_of(parameters.like).__name__,
+            "parameters sharded": str(parameters.sharded is not None),
+        }
+
     def agree(
-        self,
-        optimizer: ShardedOptimizer,
-        further: Mapping[str, str] | None = None,
-        problem: Exception | None = None,
-        what: str = "settings",
+        self, further: Mapping[str, str] | None = None, problem: Exception | None = None, what: str = "settings"
     ) -> None:
         """Raise on all ranks unless the optimizer has the same settings on all, and `further` ones are the same too.
 
         Collective.  The other parameters are those of `agree_on_settings`.
         """
-        settings = settings_of(optimizer)
-        agree_on_settings(optimizer.world, {**settings, **(further or {})}, problem, what=what)
-        self._note(optimizer, settings)
+        settings = self.by_name()
+        agree_on_settings(self._optimizer.world, {**settings, **(further or {})}, problem, what=what)
+        self._note(settings)
 
-    def _note(self, optimizer: ShardedOptimizer, settings: Mapping[str, str]) -> None:
-        self._rule, self._config = optimizer.rule, optimizer.config
+    def _note(self, settings: Mapping[str, str]) -> None:
+        self._rule, self._config = self._optimizer.rule, self._optimizer.config
         self._fingerprint = fingerprint(settings)
-
-
-def settings_of(optimizer: ShardedOptimizer) -> dict[str, str]:
-    """All that decides its steps but the parameters, for every rank to have the same."""
-    config = {field.name: getattr(optimizer.config, field.name) for field in fields(optimizer.config)}
-    del config["mesh"]
-    kinds = {"mpishard": VERSION, "optimizer": type(optimizer).__name__, "strategy": optimizer.strategy.__name__}
-    described = {name: _text(value) for name, value in (config | dict(optimizer.further_settings)).items()}
-    return kinds | described | settings_of_rule(optimizer.rule)
-
-
-def settings_of_state(optimizer: ShardedOptimizer, parameters: FlatParameters) -> dict[str, str]:
-    """What decides how the state for these parameters is made and used, besides `settings_of`."""
-    return {
-        "measure_norm": str(optimizer.measure_norm),
-        "strategy": optimizer.strategy.fitting(parameters).__name__,
-        "module of the parameters": arrays.module_of(parameters.like).__name__,
-        "parameters sharded": str(parameters.sharded is not None),
-    }
 
 
 def agree_on_settings(

@@ -22,7 +22,7 @@ from mpishard.data_parallel.inspection import Inspection
 from mpishard.data_parallel.optimizer_state import changed_numbers, check_numbers, check_rule, facts_of, shards
 from mpishard.data_parallel.problem import OptimizationResult, P, Problem, TrainingState
 from mpishard.data_parallel.replica_group import ReplicaGroup
-from mpishard.data_parallel.settings import Settings, differing, settings_of, settings_of_state
+from mpishard.data_parallel.settings import Settings, differing
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.update import take_step
 from mpishard.data_parallel.validation import (
@@ -110,7 +110,7 @@ class ShardedOptimizer:
         self.measure_norm = False
         self.gradient_norm = math.nan
         self.scaling = LossScale(self.config.loss_scale)
-        self.settings = Settings()
+        self.settings = Settings(self)
         self._parameters: FlatParameters | None = None
         self._strategy: Strategy
         self._inspection: Inspection
@@ -181,7 +181,7 @@ class ShardedOptimizer:
             self._strategy.buckets.end_pass(last=automatic)
         named, problem = self._checked(parameters, gradients, count)
         if automatic or synchronized or self._parameters is None:
-            agree_on_step(self._who_agrees(), named, count, problem, self)
+            agree_on_step(self._who_agrees(), named, count, problem, self.settings)
         elif problem is not None:
             raise problem
         assert named is not None
@@ -207,14 +207,14 @@ class ShardedOptimizer:
         Otherwise ranks agree already; parameters and state of which several ranks keep copies are copied again from
         data rank 0, tensor rank 0 and the stages that own ties, which mends copies that something else has changed.
         """
-        told = self.world.allgather_object((self._parameters is not None, self.settings.fingerprint(self)))
+        told = self.world.allgather_object((self._parameters is not None, self.settings.fingerprint))
         unbound = [rank for rank, (bound, _) in enumerate(told) if not bound]
         if unbound:
             if len(unbound) < len(told):
                 raise ValueError(f"ranks {unbound} have not called step() yet")
             return
         if len(set(told)) > 1:
-            raise differing(self.world, settings_of(self))
+            raise differing(self.world, self.settings.by_name())
         calls = self._calls()
         if calls:
             if self._accumulated is not None:
@@ -296,7 +296,7 @@ class ShardedOptimizer:
         except ValueError as error:
             problem = error
         if self._parameters is None:
-            self.settings.agree(self, settings_of_state(self, parameters), problem)
+            self.settings.agree(self.settings.of_state(parameters), problem)
         elif problem is not None:
             raise problem
         if self._parameters is parameters:
@@ -399,7 +399,7 @@ class ShardedOptimizer:
         except (ValueError, TypeError) as error:
             problem = error
         told = None if state is None else state_file.told(state, data)
-        self.settings.agree(self, told, problem, what="settings and state")
+        self.settings.agree(told, problem, what="settings and state")
         assert state is not None
         self.tell_of_changes({"rule.json": state.configuration})
         self.steps, self.skipped_steps = state.steps, state.skipped_steps

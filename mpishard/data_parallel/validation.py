@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,12 +12,9 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.replica_group import ReplicaGroup
-from mpishard.data_parallel.settings import differing, settings_of
+from mpishard.data_parallel.settings import Settings, differing
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.parameters.flat import FlatParameters, check_flat
-
-if TYPE_CHECKING:
-    from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 
 Array = Any
 
@@ -83,12 +80,12 @@ def agree_on_step(
     parameters: FlatParameters | None,
     count: float | None,
     problem: Exception | None,
-    optimizer: ShardedOptimizer | None = None,
+    settings: Settings | None = None,
 ) -> None:
     """Raise on all of `ranks` if any has a problem, or if they are about to take different steps."""
     model = -1 if parameters is None else parameters.fingerprint
-    if optimizer is not None:
-        model ^= optimizer.settings.fingerprint(optimizer)
+    if settings is not None:
+        model ^= settings.fingerprint
     number = -1 if count is None else int(np.float64(count).view(np.int64))
     facts = np.array([problem is not None, model, -model, number, -number], np.int64)
     ranks.all_reduce(facts, op="max", label="control")
@@ -97,8 +94,8 @@ def agree_on_step(
     assert parameters is not None
     if facts[1] != -facts[2]:
         models = ranks.allgather_object((parameters.fingerprint, parameters.description))
-        if optimizer is not None and len({model for model, _ in models}) == 1:
-            raise differing(ranks, settings_of(optimizer))
+        if settings is not None and len({model for model, _ in models}) == 1:
+            raise differing(ranks, settings.by_name())
         told = ", ".join(f"rank {rank} {what}" for rank, (_, what) in zip(ranks.members, models, strict=True))
         raise ValueError(f"all ranks must have the same parameters in the same order; here: {told}")
     if facts[3] != -facts[4]:

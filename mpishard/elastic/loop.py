@@ -31,7 +31,7 @@ from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.reshard import reshard_state
 from mpishard.comm.watchdog import die, fail_alone
 from mpishard.data_parallel.optimizer_state import facts_of
-from mpishard.data_parallel.settings import agree_on_settings, settings_of
+from mpishard.data_parallel.settings import agree_on_settings
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.completion import finalize_in_time, give_up, leave_to_others, note_training
 from mpishard.elastic.membership import Membership, Order, agree, is_newcomer
@@ -271,12 +271,12 @@ class ElasticLoop(Loop):
         asked = elastic.outside.signals.report()
         awaited = self.recruitment is not None and not come and self.recruitment.is_new
         discovered = elastic.outside.discovered if world.rank == 0 else -1
-        changed = self.optimizer.settings.changed(self.optimizer)
+        changed = self.optimizer.settings.changed
         wishes = np.array([self.own_wish, elastic.request, asked, -asked, come, awaited, discovered, changed], np.int64)
         heard = world.all_reduce(wishes, op="max", label="control").tolist()
         stop_request, request, most, least, come, awaited, elastic.outside.discovered, changed = heard
         if changed:  # by a callback
-            self.optimizer.settings.agree(self.optimizer)
+            self.optimizer.settings.agree()
         elastic.adopt_request(request)
         self.recruits, self.awaited = come, bool(awaited)
         self.reason = self.why_stop(stop_request) or ("signal" if -least > 0 else "")
@@ -438,7 +438,7 @@ class ElasticLoop(Loop):
         own = {"model": model, **self.problem.settings, "scaling": self.elastic.scaling}
         agree_on_settings(
             self.crew.axis,
-            settings_of(self.optimizer) | {name: str(value) for name, value in own.items()},
+            self.optimizer.settings.by_name() | {name: str(value) for name, value in own.items()},
             what="settings, those that were spawned as well",
             way_out="the script must come to the same whenever it is started, also from what it reads, draws, or "
             "measures (stage_costs)",

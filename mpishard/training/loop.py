@@ -334,10 +334,10 @@ class Loop:
         self.tell_losses()
         if self.watching:
             self.wished = _INTERRUPT if self.interrupts.came else self.wished
-            wishes = np.array([self.wished, self.optimizer.settings.changed(self.optimizer)], np.int64)
+            wishes = np.array([self.wished, self.optimizer.settings.changed], np.int64)
             self.wished, changed = self.optimizer.world.all_reduce(wishes, op="max", label="control").tolist()
             if changed:  # by a callback
-                self.optimizer.settings.agree(self.optimizer)
+                self.optimizer.settings.agree()
         elif self.optimizer.interrupted:
             self.wished = _INTERRUPT
         return self.why_stop(self.wished)

@@ -132,7 +132,7 @@ class OptimizationProblem(Objective[P]):
         """Raise on all ranks if any has a problem, or if they solve different ones or in different ways."""
         start = self.start if isinstance(self.start, FlatParameters) else FlatParameters.over(self.start)
         own = {"start": f"{start.description} ({start.fingerprint:x})", **self.settings, **given}
-        optimizer.settings.agree(optimizer, {name: str(value) for name, value in own.items()}, problem)
+        optimizer.settings.agree({name: str(value) for name, value in own.items()}, problem)
 
 
 def _check_options(callback: Any, progress: Any, checkpoints: Any, resume: Any, record: Any) -> None:

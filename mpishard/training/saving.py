@@ -148,7 +148,7 @@ def _agreed(
         check_place(named, mesh)
     except (ValueError, TypeError) as error:
         problem = error
-    agree_on_step(mesh.world, named, None, problem, optimizer)
+    agree_on_step(mesh.world, named, None, problem, None if optimizer is None else optimizer.settings)
     assert named is not None
     return named
 

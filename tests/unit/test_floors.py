@@ -148,13 +148,6 @@ def test_imports_go_down_only(sources: dict[str, str]) -> None:
 
 # To be cut.
 KNOWN = [
-    [
-        "data_parallel/optimizer_state.py",
-        "data_parallel/settings.py",
-        "data_parallel/sharded_optimizer.py",
-        "data_parallel/state_file.py",
-        "data_parallel/validation.py",
-    ],
     ["elastic/loop.py", "elastic/optimizer.py"],
 ]
 
