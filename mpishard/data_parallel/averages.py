@@ -19,6 +19,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.request import ChainedRequest, Request
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.replica_group import ReplicaGroup
+from mpishard.data_parallel.slots import make_slots
 from mpishard.data_parallel.strategies import DataParallel, Strategy
 from mpishard.data_parallel.tensor_norms import Part
 from mpishard.layout.run_state import AVERAGE_ERRORS
@@ -157,11 +158,7 @@ class Averages:
         self._anchor = arrays.empty(parameters.size, parameters.dtype, like=parameters.like)
         self._rounds: list[_Round] = []
         self._begun = [0] * parts  # after which step the last average was
-        self.slots: dict[str, Array] = {}
-        for name in rule.slots:
-            self.slots[name] = arrays.zeros(parameters.size, parameters.dtype, like=parameters.like)
-            if rule.initial(name):
-                self.slots[name][...] = rule.initial(name)
+        self.slots: dict[str, Array] = make_slots(rule, parameters.size, parameters.dtype, like=parameters.like)
         self.steps: list[int] = [0] * parts
 
     @property

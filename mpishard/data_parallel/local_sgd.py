@@ -19,6 +19,7 @@ from mpishard.data_parallel.optimizer_state import changed_numbers, shards
 from mpishard.data_parallel.replica_group import ReplicaGroup
 from mpishard.data_parallel.settings import settings_of_rule
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.data_parallel.slots import fill_slots, whole_slots
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.whole_state import State
 from mpishard.layout.run_state import RunState, brief, names_fact
@@ -360,15 +361,15 @@ class LocalSGDOptimizer(ShardedOptimizer):
         self._averages.discard()
         self._may_differ = True  # a state of the optimizer says nothing of the parameters
         super()._restore(state)
-        for name, slot in self._averages.slots.items():
-            self._take_own(state.others[_OUTER + name], self._strategy.own, slot)
+        slots = self._averages.slots
+        fill_slots(self._strategy, slots, {name: state.others[_OUTER + name] for name in slots})
         self._averages.steps = [state.outer_steps] * self.parts
         self._restart()
 
     def _whole_state(self, parameters: FlatParameters) -> State:
         state = super()._whole_state(parameters)
-        outer = {_OUTER + name: self._whole(slot) for name, slot in self._averages.slots.items()}
-        others = {**state.others, **outer}
+        outer = whole_slots(self.world, self._strategy, self._averages.slots)
+        others = {**state.others, **{_OUTER + name: whole for name, whole in outer.items()}}
         return replace(state, outer_rule=self._outer_name, outer_steps=self.outer_steps, others=others)
 
     def _prepare_step(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,19 +17,23 @@ from mpishard.backend.compiled import prepare
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.gather import cut_whole, gather_whole
 from mpishard.data_parallel.inspection import Inspection
 from mpishard.data_parallel.optimizer_state import changed_numbers, check_numbers, check_rule, facts_of, shards
 from mpishard.data_parallel.problem import OptimizationResult, P, Problem, TrainingState
 from mpishard.data_parallel.replica_group import ReplicaGroup
 from mpishard.data_parallel.settings import Settings, differing
+from mpishard.data_parallel.slots import fill_errors, fill_slots, make_slots, whole_errors, whole_slots
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.update import take_step
 from mpishard.data_parallel.validation import (
     agree_on_step,
+    check_copies,
+    check_count,
     check_gradients,
     check_layout,
+    check_no_gradients,
     check_problem,
+    check_reducer,
     check_same_model,
     tell_of_other_starts,
 )
@@ -540,35 +544,14 @@ class ShardedOptimizer:
         if not arrays.is_device(parameters.like):
             self.rule.kernel.expect(parameters.dtype)
             exact_norm.expect(parameters.dtype, config.max_gradient_norm is not None or self.rule.norm_based)
-        self._slots = {}
-        for name in self.rule.slots:
-            slot = arrays.zeros(self._strategy.owned, parameters.dtype, like=parameters.like)
-            if self.rule.initial(name):
-                slot[...] = self.rule.initial(name)
-            self._slots[name] = slot
+        self._slots = make_slots(self.rule, self._strategy.owned, parameters.dtype, like=parameters.like)
         if self._restored is not None:
             self._restore(self._restored)
             self._restored = None
 
     def _restore(self, state: State) -> None:
-        strategy = self._strategy
-        for name, slot in self._slots.items():
-            self._take_own(state.slots[name], strategy.own, slot)
-        if strategy.compressed is not None:
-            left = strategy.compressed.owned
-            if strategy.errors_kind in state.others:
-                self._take_own(state.others[strategy.errors_kind], strategy.error_ranges, left)
-            else:
-                left[...] = 0
-            strategy.compressed.forget(scale=1.0)
-
-    def _take_own(self, whole: np.ndarray, ranges: Sequence[tuple[int, int]], target: Array) -> None:
-        """Fill a state array, which has these ranges of the flat parameters, from one of the whole model."""
-        own = cut_whole(whole, self._strategy.parameters, ranges)
-        if arrays.is_device(target):
-            arrays.copy_to_device(own, target)
-        else:
-            target[...] = own
+        fill_slots(self._strategy, self._slots, state.slots)
+        fill_errors(self._strategy, state.others)
 
     def _whole_state(self, parameters: FlatParameters) -> State:
         """All of the state, on every rank.  Collective."""
@@ -579,26 +562,10 @@ class ShardedOptimizer:
             skipped_steps=self.skipped_steps,
             specs=parameters.specs,
             dtype=parameters.dtype,
-            slots={name: self._whole(slot) for name, slot in self._slots.items()},
+            slots=whole_slots(self.world, self._strategy, self._slots),
             loss_scale=self.scaling.state,
-            others=self._whole_others(),
+            others=whole_errors(self.world, self._strategy),
         )
-
-    def _whole(self, slot: Array) -> np.ndarray:
-        """A state array of the whole model, on every rank.  Collective."""
-        strategy = self._strategy
-        counted = strategy.counted_views(strategy.state_views(slot))
-        values = np.concatenate([np.empty(0, slot.dtype), *map(arrays.to_host, counted)])
-        return gather_whole(self.world, strategy.parameters, strategy.counted, values)
-
-    def _whole_others(self) -> dict[str, np.ndarray]:
-        """Other arrays of the state, of the whole model, by kind.  Collective."""
-        compressed = self._strategy.compressed
-        if compressed is None:
-            return {}
-        left = arrays.to_host(compressed.owned) / compressed.scale
-        strategy = self._strategy
-        return {strategy.errors_kind: gather_whole(self.world, strategy.parameters, strategy.error_ranges, left)}
 
     def _prepare_step(self) -> None:
         """Let those who make and sum the gradients of the next step know what it takes."""
@@ -639,13 +606,9 @@ class ShardedOptimizer:
             if gradients is not None:
                 check_gradients(named, gradients)
             arrays_given = gradients is not None or self._accumulated is not None
-            if isinstance(parameters, FlatParameters) and arrays_given and parameters.gradients.has_content:
-                raise ValueError(
-                    "these parameters have gradients of their own, from a backward pass, and step() was given an array "
-                    "too, now or since the last update; use one or the other, parameters.reset_gradients() forgets both"
-                )
-            if count is not None and (isinstance(count, bool | str) or not 0 < count < math.inf):
-                raise ValueError(f"count={count!r}, the global number of samples, must be above 0")
+            if isinstance(parameters, FlatParameters) and arrays_given:
+                check_no_gradients(parameters)
+            check_count(count)
             self._check_model(named)
             self.rule.learning_rate(self.steps + 1)  # a schedule that fails shall fail before anything changes
         except Exception as error:  # whatever it is, all ranks hear of it
@@ -660,12 +623,7 @@ class ShardedOptimizer:
             check_same_model(was, parameters, self.strategy)
         if self._restored is not None:
             self._restored.check_parameters(parameters.specs, parameters.dtype)
-        theirs = parameters.gradients
-        if theirs.reduces and theirs.has_content and (was is None or theirs is not self._strategy.buckets):
-            raise ValueError(
-                "the gradients of these parameters went to another optimizer, which reduces them; "
-                "call parameters.reset_gradients() before the backward pass whose gradients this one shall use"
-            )
+        check_reducer(parameters, None if was is None else self._strategy.buckets)
 
     def _calls(self) -> int:
         """Calls of `step` that only accumulated, on all data ranks together since the last update."""
@@ -680,15 +638,7 @@ class ShardedOptimizer:
 
     def _check_copies(self) -> None:
         """Debug: raise on all ranks if copies of parameters are no longer the same."""
-        strayed = self._strategy.replicas.find_divergent()
-        if strayed:
-            first = sorted(set(strayed.values()))
-            whose = f"rank {first[0]}" if len(first) == 1 else f"ranks {first}"
-            raise RuntimeError(
-                f"after step {self.steps} the parameters of ranks {sorted(strayed)} differ from their copies on "
-                f"{whose}: something but the optimizer has changed them, or not on all ranks; "
-                "synchronize_optimizer_state() makes them the same again"
-            )
+        check_copies(self._strategy.replicas, self.steps)
 
     def _gradients_are_usable(self, divisor: float) -> bool:
         """Agree on whether to take the step, and find the gradient's norm where it is wanted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -12,8 +13,10 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.replica_group import ReplicaGroup
+from mpishard.data_parallel.replicas import Replicas
 from mpishard.data_parallel.settings import Settings, differing
 from mpishard.data_parallel.strategies import Strategy
+from mpishard.parameters.buckets import GradientBuckets
 from mpishard.parameters.flat import FlatParameters, check_flat
 
 Array = Any
@@ -72,6 +75,44 @@ def check_gradients(parameters: FlatParameters, gradients: Array) -> None:
         raise ValueError(
             "gradients share memory with the parameters, so that one would overwrite the other; give them an array of "
             "their own (gradients.copy())"
+        )
+
+
+def check_no_gradients(parameters: FlatParameters) -> None:
+    """Raise ValueError if a backward pass has left gradients of these parameters, where an array is given as well."""
+    if parameters.gradients.has_content:
+        raise ValueError(
+            "these parameters have gradients of their own, from a backward pass, and step() was given an array too, "
+            "now or since the last update; use one or the other, parameters.reset_gradients() forgets both"
+        )
+
+
+def check_reducer(parameters: FlatParameters, buckets: GradientBuckets | None) -> None:
+    """Raise ValueError if the gradients of these parameters are on their way in buckets other than the optimizer's."""
+    theirs = parameters.gradients
+    if theirs.reduces and theirs.has_content and theirs is not buckets:
+        raise ValueError(
+            "the gradients of these parameters went to another optimizer, which reduces them; "
+            "call parameters.reset_gradients() before the backward pass whose gradients this one shall use"
+        )
+
+
+def check_count(count: float | None) -> None:
+    """Raise ValueError unless a sum of gradients can be divided by this."""
+    if count is not None and (isinstance(count, bool | str) or not 0 < count < math.inf):
+        raise ValueError(f"count={count!r}, the global number of samples, must be above 0")
+
+
+def check_copies(replicas: Replicas, step: int) -> None:
+    """Raise RuntimeError on all ranks if copies of parameters are no longer the same.  Collective over the mesh."""
+    strayed = replicas.find_divergent()
+    if strayed:
+        first = sorted(set(strayed.values()))
+        whose = f"rank {first[0]}" if len(first) == 1 else f"ranks {first}"
+        raise RuntimeError(
+            f"after step {step} the parameters of ranks {sorted(strayed)} differ from their copies on "
+            f"{whose}: something but the optimizer has changed them, or not on all ranks; "
+            "synchronize_optimizer_state() makes them the same again"
         )
 
 

@@ -1,0 +1,72 @@
+"""State arrays on this rank, by slot of their rule: made, gathered to the whole model, and filled from it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend import array as arrays
+from mpishard.comm.axis import Axis
+from mpishard.data_parallel.gather import cut_whole, gather_whole
+from mpishard.data_parallel.strategies import Strategy
+from mpishard.optim.rules import Rule
+
+Array = Any
+
+
+def make_slots(rule: Rule, size: int, dtype: np.dtype, *, like: Array) -> dict[str, Array]:
+    """New state of a rule for so many elements, on the device of `like`."""
+    slots: dict[str, Array] = {}
+    for name in rule.slots:
+        slots[name] = arrays.zeros(size, dtype, like=like)
+        if rule.initial(name):
+            slots[name][...] = rule.initial(name)
+    return slots
+
+
+def whole_slots(world: Axis, strategy: Strategy, slots: Mapping[str, Array]) -> dict[str, np.ndarray]:
+    """The slots of the whole model, on every rank.  Collective over `world`."""
+    return {name: _whole_slot(world, strategy, slot) for name, slot in slots.items()}
+
+
+def _whole_slot(world: Axis, strategy: Strategy, slot: Array) -> np.ndarray:
+    counted = strategy.counted_views(strategy.state_views(slot))
+    values = np.concatenate([np.empty(0, slot.dtype), *map(arrays.to_host, counted)])
+    return gather_whole(world, strategy.parameters, strategy.counted, values)
+
+
+def fill_slots(strategy: Strategy, slots: Mapping[str, Array], whole: Mapping[str, np.ndarray]) -> None:
+    """Fill the slots from those of the whole model, of the same names.  Not collective."""
+    for name, slot in slots.items():
+        _fill(strategy, strategy.own, slot, whole[name])
+
+
+def whole_errors(world: Axis, strategy: Strategy) -> dict[str, np.ndarray]:
+    """What compression has left over of the whole model, by its kind, if anything compresses.  Collective."""
+    if strategy.compressed is None:
+        return {}
+    left = arrays.to_host(strategy.compressed.owned) / strategy.compressed.scale
+    return {strategy.errors_kind: gather_whole(world, strategy.parameters, strategy.error_ranges, left)}
+
+
+def fill_errors(strategy: Strategy, whole: Mapping[str, np.ndarray]) -> None:
+    """Go on with what compression had left over, by its kind; with nothing if it is not there.  Not collective."""
+    if strategy.compressed is None:
+        return
+    left = strategy.compressed.owned
+    if strategy.errors_kind in whole:
+        _fill(strategy, strategy.error_ranges, left, whole[strategy.errors_kind])
+    else:
+        left[...] = 0
+    strategy.compressed.forget(scale=1.0)
+
+
+def _fill(strategy: Strategy, ranges: Sequence[tuple[int, int]], target: Array, whole: np.ndarray) -> None:
+    """Fill a state array, which has these ranges of the flat parameters, from one of the whole model."""
+    own = cut_whole(whole, strategy.parameters, ranges)
+    if arrays.is_device(target):
+        arrays.copy_to_device(own, target)
+    else:
+        target[...] = own
