@@ -418,9 +418,8 @@ def test_a_folder_that_goes_while_it_is_written(mesh, run, monkeypatch):
         check_load(checkpoints, 1)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_disks_that_are_not_shared(mesh, run, monkeypatch):
-    if mesh.size == 1:
-        return
     here = run / str(mesh.rank)
     here.mkdir(parents=True)
     monkeypatch.chdir(here)

@@ -587,11 +587,10 @@ def test_arguments_are_compared_where_workers_meet(mesh):
         settings_differ.step(np.zeros(4), np.ones(4))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_workers_that_come_and_go(mesh, same_on_all):
     """Resizes begin from one state, which goes with them."""
     ranks = mesh.size
-    if ranks == 1:
-        return
     optimizer = ElasticOptimizer(LocalSGDOptimizer(SGD(lr=0.05), mesh, 4, NESTEROV))
     sizes = {6: ranks - 1, 12: ranks}
 
