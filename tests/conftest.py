@@ -51,7 +51,7 @@ class Agreement:
         self.rank, self.size = world.rank, world.size
         self.limit = float(config.getini("faulthandler_timeout") or 120)
         self.collection_errors: list[str] = []
-        self.witness = DeathMonitor.over(world)  # on duty for all meshes of these ranks, which need not start theirs
+        self.death_monitor = DeathMonitor.over(world)  # one for all meshes of these ranks
         # The true stderr; later, pytest captures file descriptor 2.
         self.stderr = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
 
@@ -115,7 +115,7 @@ class Agreement:
     def pytest_unconfigure(self) -> None:
         # Open MPI ends the job at the first rank that exits with an error: let rank 0 have its say first.
         sys.stdout.flush()
-        self.witness.dismiss()
+        self.death_monitor.dismiss()
         request, start = self.world.Ibarrier(), time.monotonic()
         while not request.Test() and time.monotonic() - start < AFTER_FAILURE:
             time.sleep(0.001)

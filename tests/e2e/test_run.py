@@ -289,7 +289,7 @@ def test_a_job_that_is_stuck_after_a_death_is_started_again(run):
     script = """
 import time
 import mpishard
-from mpishard.elastic.run_folder import RunFolder
+from mpishard.launch.run_folder import RunFolder
 folder = RunFolder.from_environment()
 if folder.attempt == 0:
     folder.note_healed(1, 0)

@@ -1,4 +1,4 @@
-"""The layout algebra: every element in one place, and moves that cover each of them once."""
+"""The layout algebra: every element in one place, and transfers that cover each of them once."""
 
 from __future__ import annotations
 

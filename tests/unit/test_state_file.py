@@ -1,4 +1,4 @@
-"""Images of optimizer state: whatever is done to their bytes, they are refused with ValueError or read as they were."""
+"""Files of optimizer state: whatever is done to their bytes, they are refused with ValueError or read as they were."""
 
 from __future__ import annotations
 

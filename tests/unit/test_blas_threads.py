@@ -1,4 +1,4 @@
-"""What limits the number of threads."""
+"""The number of BLAS threads: what limits it."""
 
 from __future__ import annotations
 

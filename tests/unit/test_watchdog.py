@@ -1,4 +1,4 @@
-"""How long a collective may wait, by what the run has shown."""
+"""The time limit of a collective, from the steps of the run so far."""
 
 from __future__ import annotations
 

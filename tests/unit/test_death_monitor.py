@@ -1,4 +1,4 @@
-"""The witness beside the ranks of a node: whom it lets in."""
+"""The death monitor beside the ranks of a node: which processes it accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a newcomer is told to run the script of the run."""
+"""The command line with which a joining process runs the script of the run."""
 
 from __future__ import annotations
 

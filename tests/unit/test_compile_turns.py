@@ -1,4 +1,4 @@
-"""Turns at compiling: what others may plant where the lock file is, and those who hold a lock for long, or die."""
+"""Compilation in turns: files in place of the lock file, and processes that hold a lock for long or die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient buckets: grouping, order of hand-over, accumulation, memory."""
+"""Gradient buckets: grouping, order of reduction, accumulation, memory."""
 
 from __future__ import annotations
 

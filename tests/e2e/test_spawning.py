@@ -25,9 +25,9 @@ if spawned and case == "ends":
     raise SystemExit
 import numpy as np
 from mpi4py import MPI
-from mpishard.elastic.newcomer import Newcomer
+from mpishard.elastic.joining import JoiningProcess
 from mpishard.elastic.meeting import in_time
-from mpishard.elastic.recruiting import Recruitment, meet
+from mpishard.elastic.spawning import SpawnRequest, meet
 
 world = MPI.COMM_WORLD
 
@@ -44,45 +44,45 @@ def say(*words):
     sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one piece
     sys.stdout.flush()
 
-def recruit(comm):
-    '''Take steps until newcomers are here or have failed; the new communicator, or None.'''
+def spawn(comm):
+    '''Take steps until the joining processes are here or have failed; the new communicator, or None.'''
     leads, steps, state = comm.rank == 0, 0, np.zeros(1, np.int64)
-    recruitment = Recruitment(2, (1, 1)) if leads else None
+    request = SpawnRequest(2, (1, 1)) if leads else None
     while not state[0]:
         step(comm)
         steps += 1
         if leads:
             if case == "give up" and steps == 20:
-                recruitment.give_up()
+                request.give_up()
             if case == "leader dies" and (folder / "called").exists():
                 kill()
             if case == "leader dies in the spawn" and steps == 50:
                 kill()
-            state[0] = 1 if recruitment.problem else 2 if recruitment.here else 0
+            state[0] = 1 if request.problem else 2 if request.here else 0
         comm.Bcast(state)
     if state[0] == 2 and case == "dies here" and leads:
         time.sleep(0.5)
-    port = comm.bcast(recruitment.call() if leads and state[0] == 2 else "")
+    port = comm.bcast(request.call() if leads and state[0] == 2 else "")
     if not port:
         if leads:
-            say("problem:", recruitment.problem)
+            say("problem:", request.problem)
         return None
-    crew = in_time(lambda: meet(comm, port))
+    members = in_time(lambda: meet(comm, port))
     if leads:
-        recruitment.close()
-        say("met", crew.size, "after", steps)
-    return crew
+        request.close()
+        say("met", members.size, "after", steps)
+    return members
 
-def run(crew):
-    while crew.size < most:
-        crew = recruit(crew) or exit(crew)
-    exit(crew)
+def run(members):
+    while members.size < most:
+        members = spawn(members) or exit(members)
+    exit(members)
 
-def exit(crew):
+def exit(members):
     for _ in range(20):
-        step(crew)
-    say("ended with", crew.size)
-    crew.Free()
+        step(members)
+    say("ended with", members.size)
+    members.Free()
     if "dies" in case or "killed" in case:  # MPI_Finalize may wait for the dead
         signal.setitimer(signal.ITIMER_REAL, 2)
     sys.exit()
@@ -98,16 +98,16 @@ if spawned:
     if case == "leader dies" and not (folder / "called").exists():
         (folder / "called").touch()
         time.sleep(60)
-    run(Newcomer.this.join())
-crew = world.Dup()
+    run(JoiningProcess.this.join())
+members = world.Dup()
 try:
-    run(crew)
+    run(members)
 except MPI.Exception:
-    crew.Revoke()
-    crew = crew.Shrink()
-    say("survivors:", crew.size)
+    members.Revoke()
+    members = members.Shrink()
+    say("survivors:", members.size)
     case = "another dies"
-    run(crew)
+    run(members)
 """
 
 OPEN_MPI = MPI.get_vendor()[0] == "Open MPI"
