@@ -1,4 +1,4 @@
-"""The record of a run, in a folder: what it was, how its loss went, and what every process spent its time on."""
+"""The record of a run, in a folder: its settings, its loss, and the time that every process spent on what."""
 
 from mpishard.record.reading import Run
 from mpishard.record.run_record import RunRecord

@@ -1,4 +1,4 @@
-"""Asks all processes of a run, through its folder, where they are, or for a trace; says who does not answer."""
+"""Asks all processes of a run, through its folder, where they are, or for a trace; finds those that do not answer."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from mpishard.record.reading import PROCESSES, TRACE, Process
 from mpishard.record.where import REQUEST, TRACE_REQUEST, WHERE
 
 _POLL_S = 0.1
-# From asking until all have seen it: what a process writes is up to a second old, and it looks every second.
+# Time until all processes have seen a request: they look every second, and their lines are up to a second old.
 _NOTICE_S = 3.0
-# How much longer than expected a trace may take.
+# A trace may take this many times longer than expected.
 _PATIENCE = 3.0
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What came of asking.
+    """The answers to a request.
 
     Parameters
     ----------
     answers : list of dict
         By rank; see `mpishard.record.where.StackReporter.answer`.
     silent : dict
-        Ranks without an answer, and what is known of their process.
+        Ranks without an answer, and the state of their process.
     fresh : bool
-        False if nobody answered and `answers` are what they said before.
+        False if no process answered; `answers` are then older ones.
     ending : str
         See `Follower.ending`.
     """
@@ -45,7 +45,7 @@ class Asked:
 
 
 def ask(folder: Path, limit: float) -> Asked:
-    """Ask the processes of the last start, and wait up to `limit` seconds; with 0, take what they said last.
+    """Ask the processes of the last start, and wait up to `limit` seconds; with 0, read their last answers.
 
     Raises
     ------
@@ -69,20 +69,20 @@ def ask(folder: Path, limit: float) -> Asked:
     if not fresh:
         answers = _answers(folder, processes, since=run.start.get("time", 0.0))
         run.update()
-        # Those whom the run has left behind since tell nothing of its end.
+        # Older answers of processes that have left the run say nothing about its end.
         answers = {name: answer for name, answer in answers.items() if answer["step"] >= run.last_step}
     found = sorted(answers.values(), key=lambda answer: int(answer["rank"]))
     silent = {int(p.lines[-1]["rank"]): _state(p, limit) for p in processes if p.name not in answers}
     known = {int(answer["rank"]) for answer in found} | silent.keys()
     ranks = int(processes[-1].lines[-1]["ranks"]) if processes else 0
-    # Of many ranks only some keep a file.
+    # With many ranks only some have a file.
     if len(processes) == ranks or ranks <= len(known):
         silent |= {rank: "it has no file in this record" for rank in range(ranks) if rank not in known}
     return Asked(found, silent, fresh, "" if fresh else run.ending)
 
 
 def ask_for_trace(folder: Path, count: int) -> tuple[int, int]:
-    """Ask the processes for a trace of `count` steps that come next, and wait for it; returns the first and the last.
+    """Ask the processes for a trace of the next `count` steps, and wait for it; returns the first and last step.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def ask_for_trace(folder: Path, count: int) -> tuple[int, int]:
     if not run.last_step:
         raise ValueError(f"{folder} has no step yet; ask again when the run has taken some")
     step_s = statistics.median([line["seconds"] for line in run.metrics if line.get("seconds")] or [1.0])
-    # All processes must know before the first of them begins.
+    # All processes must have seen the request before the first of these steps begins.
     first = run.last_step + 1 + math.ceil(_NOTICE_S / step_s)
     last = first + count - 1
     names = {process.name for process in run.processes}
@@ -130,7 +130,7 @@ def _answers(folder: Path, processes: list[Process], since: float) -> dict[str, 
 
 
 def _state(process: Process, limit: float) -> str:
-    """What can be seen of a process that does not answer, from here."""
+    """The state of a process that does not answer, as far as this machine can see it."""
     host, _, number = process.name.rpartition("-")
     which = f"process {number} on {host}"
     if state := state_here(process.name):

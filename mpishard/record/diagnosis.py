@@ -1,7 +1,7 @@
-"""Why a run does not go on: who waits in what for whom, and who is missing, from what the processes say of themselves.
+"""Finds out why a run hangs, from the answers of its processes: which rank waits for which, and which is missing.
 
-A rank that waits in a collective waits for those of its members that are not in it.  Whoever is waited for and waits
-for nobody is the cause; where everybody waits, the cause is a cycle.
+A rank in a collective waits for the members that are not in it.  A rank for which others wait, and which itself waits
+for no rank, is the cause; if all ranks wait, the cause is a cycle.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_LEAST_S = 1.0  # shorter waits are the ordinary ones
+_LEAST_S = 1.0  # shorter waits are normal
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Ranks that share a fate, and what it is, in words."""
+    """Ranks in the same state, and a description of that state."""
 
     ranks: tuple[int, ...]
     kind: str
@@ -24,26 +24,26 @@ class Finding:
 
 
 def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) -> list[Finding]:
-    """Put together what the ranks say.
+    """Diagnose a run from the answers of its ranks.
 
     Parameters
     ----------
     answers : sequence of dict
-        By `mpishard.record.where.StackReporter.answer`, at most one of a rank.
+        From `mpishard.record.where.StackReporter.answer`, at most one per rank.
     silent : dict
-        Ranks that do not answer, and what is known of them.
+        Ranks that do not answer, and the state of their process.
 
     Returns
     -------
     list of Finding
-        Of the kinds ``"waits"``, ``"missing"`` (runs code while others wait), ``"silent"``, ``"mismatch"`` (members of
-        one communicator wait in different calls), ``"cycle"``, or ``"runs"`` if nobody waits for long.
+        Kinds: ``"waits"``, ``"missing"`` (runs code while others wait), ``"silent"``, ``"mismatch"`` (members of
+        one communicator wait in different calls), ``"cycle"``, or ``"runs"`` if no rank waits for long.
     """
     by_rank = {int(answer["rank"]): answer for answer in answers}
     waiting = {rank: a["call"] for rank, a in by_rank.items() if a["call"] and a["call"]["seconds"] >= _LEAST_S}
     if not waiting:
-        where = [Finding((rank,), "runs", _place(answer)) for rank, answer in sorted(by_rank.items())]
-        return [*where, *_silent(silent, set())]
+        running = [Finding((rank,), "runs", _place(answer)) for rank, answer in sorted(by_rank.items())]
+        return [*running, *_silent(silent, set())]
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for rank, call in sorted(waiting.items()):
         groups[_key(rank, call)].append(rank)
@@ -65,13 +65,13 @@ def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) ->
 
 
 def _key(rank: int, call: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What those who wait together have in common."""
+    """A key that is the same for all ranks that wait in the same call."""
     alone = (rank,) if call["op"] in ("send", "recv") else ()
     return call["axis"], tuple(call["members"]), call["op"], call["sequence"], *alone
 
 
 def _awaited(rank: int, waiting: Mapping[int, Any], groups: Mapping[Any, list[int]]) -> set[int]:
-    """Members of the call in which `rank` waits who are not in it."""
+    """The members of the call in which `rank` waits that are not in that call."""
     call = waiting[rank]
     there = set(groups[_key(rank, call)])
     return {member for member in call["members"] if member not in there}
@@ -89,7 +89,7 @@ def _waits(ranks: list[int], waiting: Mapping[int, Any]) -> Finding:
 
 
 def _mismatches(waiting: Mapping[int, Any], wanted: Mapping[int, set[int]]) -> list[Finding]:
-    """Members of one communicator that wait in different calls of it: their scripts have gone different ways."""
+    """Members of a communicator that wait in different calls on it, since their scripts took different paths."""
     found: dict[tuple[Any, ...], set[int]] = defaultdict(set)
     for rank, others in wanted.items():
         call = waiting[rank]
@@ -109,7 +109,7 @@ def _mismatches(waiting: Mapping[int, Any], wanted: Mapping[int, set[int]]) -> l
 
 
 def _cycle(wanted: Mapping[int, set[int]]) -> list[int]:
-    """A shortest way round from a rank to itself, by who waits for whom."""
+    """A shortest cycle in the graph of waits."""
     best: list[int] = []
     for first in sorted(wanted):
         ways, seen = [[first]], {first}

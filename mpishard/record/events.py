@@ -1,4 +1,4 @@
-"""Metrics as TensorBoard reads them, written by TensorBoard's own writer."""
+"""Writes metrics for TensorBoard, with TensorBoard's own writer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def require_tensorboard() -> None:
-    """Raise ModuleNotFoundError, which says what to install, where there is no TensorBoard."""
+    """Raise ModuleNotFoundError with the command that installs TensorBoard, if it is missing."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ModuleNotFoundError(
             "tensorboard=True needs the package tensorboard: pip install 'mpishard[tensorboard]', or leave it out; "
@@ -26,7 +26,7 @@ class Events:
         self._writer: Any = None
 
     def add(self, step: int, time: float, metrics: Mapping[str, float]) -> None:
-        """Metrics of a step at a time in seconds since 1970; those that are not finite are left out."""
+        """Add the metrics of a step, at a time in seconds since 1970; values that are not finite are left out."""
         if self._writer is None:
             from tensorboard.summary import Writer
 
@@ -36,12 +36,12 @@ class Events:
                 self._writer.add_scalar(name, value, step, wall_time=time)
 
     def flush(self) -> None:
-        """Write what waits; OSError if it cannot be."""
+        """Write all buffered metrics; OSError if that fails."""
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
-        """Flush, and let go of the file; a later `add` begins another one."""
+        """Flush and close the file; a later `add` begins another one."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
             writer.close()

@@ -1,4 +1,4 @@
-"""Reads the record of a run again and again while it grows, each line once."""
+"""Follows the record of a run while it grows; each line is read once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpishard.record.skew import STEPS, Straggler, stragglers
 
 GONE, DEAD, STOPPED = "is gone", "is dead", "is stopped (SIGCONT lets it go on)"
 _METRICS = 200  # lines kept
-# Why a run stops, as `OptimizationResult.stop_reason` has it, in words.
+# Texts for the values of `OptimizationResult.stop_reason`.
 _REASONS = {
     "signal": "stopped by a signal, such as Ctrl-C,",
     "callback": "stopped by its callback",
@@ -36,7 +36,7 @@ _REASONS = {
 
 
 class Follower:
-    """The latest of a run.
+    """The latest state of a run.
 
     Parameters
     ----------
@@ -47,13 +47,13 @@ class Follower:
     start : dict
         The last start; empty before there is one.
     number : int
-        Which start that is, from 1.
+        Number of that start, from 1.
     metrics : deque of dict
-        The last lines of metrics, by step; those of starts before are there as far as the last one goes on from them.
+        The last lines of metrics, by step; also those of earlier starts, up to the step at which the last one began.
     logged : dict
-        By name the last step and value that `RunRecord.log` was given.
+        By name the last step and value given to `RunRecord.log`.
     processes : list of Process
-        Those that have written since the last start and take part still, by rank, with their last lines.
+        The processes that have written since the last start and still take part, by rank, with their last lines.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -67,15 +67,15 @@ class Follower:
         self._lines: dict[str, deque[dict[str, Any]]] = {}
 
     def update(self) -> None:
-        """Read what has come since."""
-        # The end first: once it is there, so is everything before it.
+        """Read the lines written since the last call."""
+        # The end first: once it is written, so is everything before it.
         for end in own_metrics(self._new(self.folder / ENDS)):
             self._end = end
         for start in self._new(self.folder / STARTS):
             self.start = start
             self.number += 1
         for line in own_metrics(self._new(self.folder / METRICS)):
-            # A start from a checkpoint takes steps again.
+            # A start from a checkpoint repeats steps.
             while self.metrics and self.metrics[-1]["step"] >= line["step"]:
                 self.metrics.pop()
             self.metrics.append(line)
@@ -91,7 +91,7 @@ class Follower:
         return lines
 
     def _is_past(self, line: dict[str, Any]) -> bool:
-        """Whether it is of a step that a start before has taken and the last one begins before."""
+        """Whether a line of an earlier start is of a step that the last start repeats."""
         began = began_after(self.start)
         return began is not None and line.get("start", self.number) < self.number and line["step"] > began
 
@@ -101,7 +101,7 @@ class Follower:
 
     @property
     def own_metrics(self) -> list[dict[str, Any]]:
-        """Of `metrics` the lines of the last start."""
+        """The lines of `metrics` that belong to the last start."""
         return [line for line in self.metrics if line.get("start", self.number) == self.number]
 
     @property
@@ -109,7 +109,7 @@ class Follower:
         since = self.start.get("time", 0)
         found = [Process(name, list(lines)) for name, lines in self._lines.items() if lines]
         last = sorted((process for process in found if _written(process) >= since), key=_written)
-        # Where a run has healed or changed its size, some have left: another process has their rank, or none has.
+        # After a run has healed or was resized, another process, or none, has the rank of a process that left.
         by_rank = {int(process.lines[-1]["rank"]): process for process in last}
         ranks = last[-1].lines[-1]["ranks"] if last else 0
         return [process for rank, process in sorted(by_rank.items()) if rank < ranks]
@@ -119,60 +119,60 @@ class Follower:
         return stragglers(self.processes)
 
     def silent(self, process: Process) -> float:
-        """Seconds since a process has written, by the clock of this machine."""
+        """Seconds since the last line of a process, by the clock of this machine."""
         return max(0.0, time.time() - _written(process))
 
     @property
     def ending(self) -> str:
-        """How the run has ended, in words; empty while it goes on, and if that cannot be seen from here."""
+        """A text that says how the run has ended; empty while it goes on, and if this machine cannot tell."""
         last, steps = self.last_step, self.steps
-        place = f"step {last}{f' of {steps}' if steps and last <= steps else ''}"
+        last_step = f"step {last}{f' of {steps}' if steps and last <= steps else ''}"
         if self.ended_in_order:
             way_on = self._end.get("way_on")
-            return f"{self._reason(place)}{f'; {way_on}' if way_on else ''}"
+            return f"{self._reason(last_step)}{f'; {way_on}' if way_on else ''}"
         processes = self.processes
         if not all(state_here(process.name) in (GONE, DEAD) for process in processes):
             return ""
         if steps and last >= steps:
             return f"all of its {steps} steps are taken"
-        return f"none of its processes is left, and {place} was the last" if processes else ""
+        return f"none of its processes is left, and {last_step} was the last" if processes else ""
 
     @property
     def ended_in_order(self) -> bool:
         """Whether the run itself has noted its end."""
         return self._end.get("start") == self.number > 0 and self._end["step"] >= self.last_step
 
-    def _reason(self, place: str) -> str:
-        """Why the run has ended in order, as it has noted."""
+    def _reason(self, last_step: str) -> str:
+        """A text for the reason that the run has noted for its end."""
         reason, steps = str(self._end.get("reason", "")), self.steps
         if reason == "steps":
             if self.own_metrics or self.last_step < (steps or 0):
                 return f"all of its {steps} steps are taken"
             asked = f", and {steps} were asked for" if steps != self.last_step else ""
             return f"nothing was left to do: {self.last_step} steps had been taken before{asked}"
-        return f"{_REASONS.get(reason, reason)} after {place}"
+        return f"{_REASONS.get(reason, reason)} after {last_step}"
 
     @property
     def steps(self) -> int | None:
-        """The step that is to be the last; None if that is not known."""
+        """The planned last step; None if unknown."""
         steps = self.start.get("problem", {}).get("steps")
         return steps + int(self.start.get("steps_before", 0)) if steps else None
 
     @property
     def last_step(self) -> int:
-        """The last step that ended; 0 before there is one."""
+        """The last finished step; 0 before there is one."""
         return int(self.metrics[-1]["step"] if self.metrics else began_after(self.start) or 0)
 
 
 def _written(process: Process) -> float:
-    """When it has written last."""
+    """The time of the last line of a process."""
     return float(process.lines[-1]["time"])
 
 
 def state_here(name: str) -> str:
-    """What is wrong with a process, by the name of its file: `GONE`, `DEAD` or `STOPPED`.
+    """The state of a process, given the name of its file: `GONE`, `DEAD` or `STOPPED`.
 
-    Empty if nothing is, and for those of other hosts.
+    Empty if it runs, and for processes of other hosts.
     """
     host, _, number = name.rpartition("-")
     if host != os.uname().nodename:

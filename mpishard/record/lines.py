@@ -1,7 +1,7 @@
-"""Files of JSON objects, one a line: appended as things happen, and readable up to where a crash has cut them.
+"""Files with one JSON object per line, appended while a run goes on, and readable up to the line that a crash has cut.
 
-Lines, and not HDF5 written while it is read: a process killed at any moment costs such a file its last line, an HDF5
-file its consistency flags (it does not open again before ``h5clear``), and a line can be read by anything.
+Not HDF5 that is read while it is written: if a process is killed, such a file loses its last line, but an HDF5 file
+does not open again before ``h5clear``.  And any program can read a line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _END = 65536
 
 
 class JsonLinesWriter:
-    """Appends to a file.  Opened at the first write, since a process may have nothing to say."""
+    """Appends lines to a file, which it opens at the first write: a process may have nothing to write."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,7 +28,7 @@ class JsonLinesWriter:
 
     def add(self, content: dict[str, Any]) -> None:
         """Keep a line for the next `flush`."""
-        # NaN as null: it is no JSON, and a NaN loss must not make a file that others cannot read.
+        # NaN becomes null: JSON has no NaN, and a loss of NaN must not make the file unreadable.
         try:
             line = json.dumps(content, allow_nan=False, default=float)
         except ValueError:
@@ -36,12 +36,12 @@ class JsonLinesWriter:
         self._waiting.append(line)
 
     def flush(self) -> None:
-        """Write what waits.
+        """Write all lines that wait.
 
         Raises
         ------
         OSError
-            With the path; the lines that waited are gone.
+            With the path; the lines that waited are lost.
         """
         if not self._waiting:
             return
@@ -51,7 +51,7 @@ class JsonLinesWriter:
             if self._descriptor < 0:
                 self._descriptor = open_to_append(self.path)
                 data = self._after_a_torn_line() + data
-            # In one call, so that those who read meanwhile see whole lines.
+            # In one call, so that concurrent readers see whole lines.
             if os.write(self._descriptor, data) < len(data):
                 raise OSError(28, os.strerror(28))
         except OSError as error:
@@ -72,9 +72,9 @@ class JsonLinesWriter:
 
 
 def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """What a file holds from byte `start` on, and where to go on reading; what a crash has cut is left out.
+    """Read a file from byte `start` on; returns its objects, and the byte at which to continue.
 
-    A last line without its end may still be being written: it is read when it is whole.
+    Lines that a crash has cut are left out.  A last line without its end may be incomplete; it is read later.
     """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(start)
@@ -85,7 +85,7 @@ def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
 
 
 def read_end(path: Path) -> list[dict[str, Any]]:
-    """The last lines of a file, as far as they lie within its last 64 KiB."""
+    """The lines within the last 64 KiB of a file."""
     size = path.stat().st_size if path.exists() else 0
     return read_lines(path, max(0, size - _END))[0]
 
@@ -99,7 +99,7 @@ def _objects(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _finite_number(value: Any) -> float | None:
-    """What JSON has for a number of NumPy's."""
+    """A NumPy number as a value for JSON."""
     number: float | None = _finite(float(value))
     return number
 

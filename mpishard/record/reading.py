@@ -1,4 +1,4 @@
-"""Reads the record of a run: while it goes on, when it has ended, and what a crash has left of it.  Needs no MPI."""
+"""Reads the record of a run, also while it goes on and after a crash.  Needs no MPI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpishard.record.lines import read_lines
 METRICS, LOGGED, STARTS, ENDS = "metrics.jsonl", "logged.jsonl", "starts.jsonl", "ends.jsonl"
 PROCESSES = "processes"
 TRACE = ".trace.jsonl"
-# Series of the run itself.
+# The series that a run writes itself.
 OWN = {"step", "start", "time", "seconds", "workers", "samples", "loss", "learning_rate", "gradient_norm", "loss_scale"}
 _OF_PROCESS = {"rank", "ranks", "step", "seconds", "busy", "phases", "axes"}
 _MOST_NEAR = 3
@@ -22,15 +22,15 @@ _MOST_NEAR = 3
 
 @dataclass(frozen=True)
 class Process:
-    """What one process has noted.
+    """The lines of one process.
 
     Parameters
     ----------
     name : str
-        Its host and process number.
+        Host and process number.
     lines : list of dict
         In order of time: ``rank``, ``ranks``, the first ``step``, ``seconds`` and ``busy`` of each step from that on
-        (`busy` without what it spent in collectives), ``phases`` in seconds and ``axes`` with bytes and seconds.
+        (`busy` is without the time in collectives), ``phases`` in seconds and ``axes`` with bytes and seconds.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Process:
 
     def by_step(self, what: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps, and ``"seconds"`` or ``"busy"`` of each: int64 and float64 (steps,)."""
-        steps = [line["step"] + place for line in self.lines for place in range(len(line[what]))]
+        steps = [line["step"] + index for line in self.lines for index in range(len(line[what]))]
         values = [value for line in self.lines for value in line[what]]
         return np.array(steps, np.int64), np.array(values, np.float64)
 
@@ -51,14 +51,14 @@ class Run:
     ----------
     folder : Path
     starts : list of dict
-        The surroundings and settings of each start.
+        The environment and settings of each start.
     metrics : dict of arrays
-        By name, one value a step in the order of the steps, NaN where a step has none; ``"step"`` is int64, the others
-        are float64.  Of a step that was taken twice, since a later start went on from a checkpoint before it, the last.
+        By name one value per step, in the order of the steps, NaN where a step has none; ``"step"`` is int64, the rest
+        is float64.  Of a step that a later start has repeated from a checkpoint, the last value counts.
     processes : list of Process
         Sorted by their rank at the end.
     logged : dict of pairs of arrays
-        What `RunRecord.log` was given besides: by name the steps, int64, and the values, float64.
+        The values given to `RunRecord.log`: by name the steps, int64, and the values, float64.
     """
 
     folder: Path
@@ -69,7 +69,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Run:
-        """Read what there is now.
+        """Read all that is written by now.
 
         Raises
         ------
@@ -87,22 +87,22 @@ class Run:
 
     @property
     def further(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Series that are not the run's own, as `logged`: what `RunRecord.step` was given besides, too."""
+        """All series that are not the run's own: `logged`, and further values given to `RunRecord.step`."""
         steps = self.metrics["step"]
         others = {name: values for name, values in self.metrics.items() if name not in OWN}
         known = {name: np.isfinite(values) for name, values in others.items()}
-        told = {name: (steps[known[name]], others[name][known[name]]) for name in others if known[name].any()}
-        return told | self.logged
+        given = {name: (steps[known[name]], others[name][known[name]]) for name in others if known[name].any()}
+        return given | self.logged
 
     @property
     def tokens_per_step(self) -> float:
-        """Samples times tokens of one step as the last start had it; NaN if it did not tell."""
+        """Samples per step times tokens per sample, from the settings of the last start; NaN if they are not noted."""
         problem = self.starts[-1].get("problem", {}) if self.starts else {}
         return float(problem.get("batch_size", np.nan)) * float(problem.get("tokens_per_sample", np.nan))
 
 
 def check_record(folder: Path) -> None:
-    """Raise ValueError if the folder holds no record of a run, and say where there is one."""
+    """Raise ValueError if the folder holds no record of a run; the message names a folder with one."""
     if _has_record(folder):
         return
     written = "one is written by optimize(problem, record=mpishard.RunRecord(folder, mesh))"
@@ -124,35 +124,35 @@ def _has_record(folder: Path) -> bool:
 
 
 def own_metrics(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without lines that somebody else has written, who has files of this name too."""
+    """Leave out lines of other programs, which may have files of this name too."""
     return [line for line in lines if isinstance(line.get("step"), int)]
 
 
 def series_of(line: dict[str, Any]) -> dict[str, Any]:
-    """What a line of `LOGGED` has by name."""
+    """The series in a line of `LOGGED`, by name."""
     return {name: value for name, value in line.items() if name not in OWN}
 
 
 def began_after(start: dict[str, Any]) -> int | None:
-    """The step after which a start began, 0 for one from nothing; None if it did not tell."""
+    """The step after which a start began, 0 without a checkpoint; None if not noted."""
     resumed = start.get("resumed_steps")
     return resumed + int(start.get("steps_before", 0)) if isinstance(resumed, int) else None
 
 
 def own_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same of the lines of a process."""
+    """`own_metrics` for the lines of a process."""
     return [line for line in lines if line.keys() >= _OF_PROCESS]
 
 
 def process_files(folder: Path, kind: str = ".jsonl") -> list[Path]:
-    """Files that processes have written, sorted by name."""
+    """The files of processes, sorted by name."""
     found = sorted((folder / PROCESSES).glob(f"*{kind}"))
     return found if kind == TRACE else [file for file in found if not file.name.endswith(TRACE)]
 
 
 def _columns(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     rows = {line["step"]: line for line in lines}
-    # A start from a checkpoint takes steps again: what came after them in the run before is of the past.
+    # A start from a checkpoint repeats steps; later steps of the earlier start no longer count.
     last = lines[-1]["step"] if rows else 0
     ordered = [rows[step] for step in sorted(rows) if step <= last]
     names = dict.fromkeys(name for row in ordered for name, value in row.items() if not isinstance(value, str))
@@ -164,7 +164,7 @@ def _columns(lines: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def _series(lines: list[dict[str, Any]], taken: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Steps and values by name, the last value of each step, without those that a start from a checkpoint undid."""
+    """Steps and values by name: the last value of each step, without steps that a later start has undone."""
     last = taken[-1] if len(taken) else -1
     found: dict[str, dict[int, float]] = {}
     for line in lines:

@@ -28,22 +28,21 @@ from mpishard.record.reading import ENDS, LOGGED, METRICS, OWN, PROCESSES, START
 from mpishard.record.starts import plain, surroundings
 from mpishard.record.where import StackReporter
 
-# Files of processes at most: a folder of a hundred thousand is a burden on a file system, and nobody looks at them.
+# Largest number of files of processes: a hundred thousand in a folder would burden a file system.
 _MOST_PROCESSES = 1024
-# After so long a time besides two of `every` the first rank has written a line, though its disk was busy.
+# After this time plus twice `every` the first rank has written a line, even if its disk is busy.
 _WRITTEN_S = 5.0
 
 
 class RunRecord:
-    """A folder that tells of a run while it goes on, after a crash, and a year later.
+    """Records a run in a folder that can be read during the run, after a crash, and a year later.
 
     ``starts.jsonl`` has a line for each start, with the configuration, versions, layout and environment;
-    ``metrics.jsonl`` a line for each step, by the first rank; ``logged.jsonl`` what `log` was given besides;
-    ``processes/HOST-PID.jsonl`` lines of a process: how long its steps took, on what, and what it sent over which axis;
-    ``ends.jsonl`` a line for each start that came to its end in order, with the last step and the reason.
-    Files are appended to, so a run that goes on in the same folder has one record: of a step that was taken again from
-    a checkpoint the last line counts, and ``start`` in it is the number of that start.  ``mpishard plot FOLDER`` draws
-    it.
+    ``metrics.jsonl`` a line for each step, by the first rank; ``logged.jsonl`` the values given to `log`;
+    ``processes/HOST-PID.jsonl`` lines of a process: times of its steps and their phases, and bytes sent by axis;
+    ``ends.jsonl`` a line for each start that ended in order, with the last step and the reason.  Files are appended to,
+    so a run that is continued in the same folder has one record.  Of a step repeated from a checkpoint the last line
+    counts; ``start`` in it is the number of that start.  ``mpishard plot FOLDER`` draws it.
 
     Give it to ``optimizer.optimize(problem, record=...)``; in a loop of your own call `begin` once, `step` after every
     step, and `end`, or leave its ``with`` block.  Of all these only `begin` is collective.
@@ -51,21 +50,21 @@ class RunRecord:
     Parameters
     ----------
     folder : path
-        Made if it is not there; all ranks must see it, and one run at a time writes there.
+        Made if it does not exist.  All ranks must see it, and only one run at a time may write there.
     mesh : Mesh
     tensorboard : bool
         Write the metrics for TensorBoard, too, into ``tensorboard/`` (``pip install 'mpishard[tensorboard]'``).
     trace : pair of int, optional
-        First and last step of which ``processes/HOST-PID.trace.jsonl`` tells what each process did when, for ``mpishard
-        trace``: tens to hundreds of lines of text a step, so a few steps are enough.  A run that goes on can be asked
-        for more, by ``mpishard trace FOLDER --next 3``.
+        First and last step to trace for ``mpishard trace``: ``processes/HOST-PID.trace.jsonl`` gets all intervals of a
+        process, tens to hundreds of lines per step, so a few steps are enough.  ``mpishard trace FOLDER --next 3`` asks
+        a running job for more.
     every : float
-        Seconds after which a thread writes what has come; a process that is killed takes the rest with it, but for the
-        metrics of a run that heals.  0: written at the end of each step.  What `log` is given is written at once.
+        Seconds after which a thread writes new lines.  A killed process loses the lines since, except for the metrics
+        of a run that heals.  0: written at the end of each step.  Values given to `log` are written at once.
 
     Notes
     -----
-    A record that cannot be written (a full disk) says so once, and the run goes on without.
+    If the record cannot be written (a full disk), a message says so once, and the run goes on without it.
     """
 
     def __init__(
@@ -87,30 +86,30 @@ class RunRecord:
         self.trace = trace
         self.every = every
         self._name = f"{os.uname().nodename}-{os.getpid()}"
-        self._where: StackReporter | None = None
+        self._stack_reporter: StackReporter | None = None
         self._metrics = JsonLinesWriter(self.folder / METRICS)
         self._logged = JsonLinesWriter(self.folder / LOGGED)
         self._process = JsonLinesWriter(self.folder / PROCESSES / f"{self._name}.jsonl")
         self._spans = JsonLinesWriter(self.folder / PROCESSES / f"{self._name}{TRACE}")
         self._events = Events(self.folder / "tensorboard") if tensorboard else None
         self._broken = False
-        # Which start of the run this is, 0 until it is asked for; whether it has begun and not ended; and whether this
-        # process has been the first rank since its last step.
+        # The number of this start, 0 until it is needed; whether the run has begun and not ended; whether this process
+        # was the first rank at its last step.
         self._start = 0
         self._goes_on = False
         self._leads = False
-        # Step, time and metrics of the last steps, which the first rank may not have written when it dies.
+        # Step, time and metrics of the last steps, in case the first rank dies before it has written them.
         self._keeps = heals_in_place()
         self._kept: deque[tuple[int, float, Mapping[str, float]]] = deque()
         self._lock = threading.RLock()  # the thread that writes, and the one that trains
         self._phases: dict[str, float] = {}  # of the steps that have ended
-        self._now: dict[str, float] = {}  # of the step under way
+        self._step_phases: dict[str, float] = {}  # of the step under way
         self._durations: list[float] = []
         self._busy: list[float] = []
         self._first_step = self._last_step = 0
         self._ended = time.perf_counter()
         self._waited = mesh.ledger.seconds
-        # At the last flush, and at the end of the last step: what comes after that is of no step.
+        # The totals at the last flush, and at the end of the last step.
         self._axes = self._axes_now = self._over_axes()
 
     def __enter__(self) -> RunRecord:
@@ -124,14 +123,14 @@ class RunRecord:
         self.close()
 
     def begin(self, facts: Mapping[str, Any] | None = None) -> None:
-        """A run starts: make the folder, and note `facts` of it with what is known of its surroundings.  Collective.
+        """Begin a run: make the folder, and note `facts` about the run and its environment.  Collective.
 
         Raises
         ------
         TypeError
             On every rank, if `facts` of any of them are no mapping.
         OSError
-            On every rank, if the folder cannot be made or written, unless it is for a full disk.
+            On every rank, if the folder cannot be made or written; not for a full disk.
         """
         wrong = facts is not None and not isinstance(facts, Mapping)
         self.mesh.world.raise_if_any(
@@ -147,10 +146,10 @@ class RunRecord:
                 starts.close()
         except OSError as error:
             failed = (error.errno, error.strerror or str(error), str(error.filename or self.folder))
-        told = self.mesh.world.allgather_object(failed)
-        rank = next((rank for rank, each in enumerate(told) if each is not None), None)
+        failures = self.mesh.world.allgather_object(failed)
+        rank = next((rank for rank, each in enumerate(failures) if each is not None), None)
         if rank is not None:
-            number, text, path = told[rank]
+            number, text, path = failures[rank]
             what = f"the record of the run cannot be written: rank {rank} failed at {path}: {text}"
             if number not in (errno.ENOSPC, errno.EDQUOT):
                 raise OSError(
@@ -167,25 +166,25 @@ class RunRecord:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens inside is a phase of the step, but for what it waits in collectives."""
+        """Count the time inside the block, except in collectives, as a phase of the step."""
         began, waited = time.perf_counter(), self.mesh.ledger.seconds
         try:
             yield
         finally:
             self.mesh.ledger.note(name, "phase", began)
             seconds = time.perf_counter() - began - (self.mesh.ledger.seconds - waited)
-            self._now[name] = self._now.get(name, 0.0) + seconds
+            self._step_phases[name] = self._step_phases.get(name, 0.0) + seconds
 
     def step(self, step: int, **metrics: float) -> None:
-        """Step number `step` has ended; `metrics` of it are written by the first rank.
+        """Note that step `step` has ended; the first rank writes its `metrics`.
 
-        The time since the step before is split into the phases, what was spent in collectives, and computation, the
+        The time since the last step is split into the phases, the time in collectives, and computation, which is the
         rest.
 
         Raises
         ------
         ValueError, TypeError
-            If the step or a value is not what `log` takes, too.
+            If `log` would not accept the step or a value.
         """
         self._last_step = step = integer("step", step, least=0)
         for name, value in metrics.items():
@@ -201,9 +200,9 @@ class RunRecord:
             self._durations.append(seconds)
             self._busy.append(seconds - (waited - self._waited))
             self._ended, self._waited, self._axes_now = now, waited, self._over_axes()
-            for name, phase in self._now.items():
+            for name, phase in self._step_phases.items():
                 self._phases[name] = self._phases.get(name, 0.0) + phase
-            self._now.clear()
+            self._step_phases.clear()
             leads = self.mesh.rank == 0
             if (leads or self._keeps) and not self._broken:
                 own = {"seconds": round(seconds, 6), "workers": self.mesh.data.size, **metrics}
@@ -219,16 +218,16 @@ class RunRecord:
             self.flush()
 
     def log(self, step: int, **values: float) -> None:
-        """Further series beside those of the run, such as ``record.log(state.step, accuracy=0.9)`` in a callback.
+        """Write values of further series, e.g. ``record.log(state.step, accuracy=0.9)`` in a callback.
 
-        Of any step, as often as there is something to tell; the first rank's values are written, at once, and a series
-        has one value a step, the last.  ``mpishard plot`` draws them, those whose name ends in "loss" beside the loss,
-        and ``mpishard top`` shows the newest.
+        It may be called for any step, any number of times.  The first rank's values are written at once; of several
+        values of a series in one step the last counts.  ``mpishard plot`` draws the series, beside the loss if the name
+        ends in "loss", and ``mpishard top`` shows the newest values.
 
         Raises
         ------
         ValueError
-            If the step is negative, there is no series, or a name is that of a series of the run itself.
+            If the step is negative, no series is given, or the run itself has a series of that name.
         TypeError
             If the step is no whole number, or a value is no number.
         """
@@ -245,19 +244,19 @@ class RunRecord:
             self._logged.add({"step": step, "start": self._number_of_start(), "time": clock, **numbers})
             if self._events is not None:
                 self._events.add(step, clock, numbers)
-            if self._where is not None:  # there is a folder
+            if self._stack_reporter is not None:  # the folder exists
                 self._write(self._logged)
 
     def end(self, step: int, reason: str, way_on: str = "") -> None:
-        """The run has come to its end after this step: the first rank notes why, and what waits is written.
+        """End the run after this step: the first rank notes the reason, and all lines that wait are written.
 
         Parameters
         ----------
         step : int
         reason : str
-            As `OptimizationResult.stop_reason`, or in words of your own, such as ``"stopped by its queue"``.
+            A value of `OptimizationResult.stop_reason`, or a text of your own, such as ``"stopped by its queue"``.
         way_on : str
-            How to go on with it, in words.
+            A text that says how to continue the run.
         """
         self.close()
         if self.mesh.rank == 0 and not self._broken:
@@ -270,16 +269,16 @@ class RunRecord:
         self._goes_on = False
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write all lines that wait."""
         with self._lock:
             self._add_process()
             self._write(*self._files())
 
     def close(self) -> None:
-        """Write what waits, and let go of the files."""
-        if self._where is not None:
-            self._where.end()
-            self._where = None
+        """Write all lines that wait, and close the files."""
+        if self._stack_reporter is not None:
+            self._stack_reporter.end()
+            self._stack_reporter = None
             atexit.unregister(self.flush)
         if self._kept and self.mesh.rank == 0:
             self._take_over()
@@ -312,7 +311,7 @@ class RunRecord:
             self._events.add(step, clock, metrics)
 
     def _number_of_start(self) -> int:
-        """Which start of the run this is, from 1; who has come later than that finds it in the folder."""
+        """The number of this start, from 1; read from the folder, so that a process that joined later has it too."""
         if not self._start:
             try:
                 self._start = len(read_lines(self.folder / STARTS)[0])
@@ -321,14 +320,14 @@ class RunRecord:
         return self._start
 
     def _keep(self, step: int, clock: float, metrics: Mapping[str, float]) -> None:
-        """Keep the metrics of a step, and those before it that the first rank may not have written yet."""
+        """Keep the metrics of a step, and earlier ones that the first rank may not have written yet."""
         kept = self._kept
         kept.append((step, clock, metrics))
         while kept[0][1] < clock - 2 * self.every - _WRITTEN_S:
             kept.popleft()
 
     def _take_over(self) -> None:
-        """This process is the first rank from now on: write what the one before has not."""
+        """Become the first rank: write the metrics that the last first rank has not written."""
         kept = list(self._kept)
         self._kept.clear()
         try:
@@ -342,24 +341,24 @@ class RunRecord:
                 self._add_metrics(step, clock, metrics)
 
     def _greet(self) -> None:
-        """Be there for those who look: a first line, and a thread that answers them."""
-        if self._where is not None or self._broken or not self._writes:
+        """Write a first line, and start the thread that answers requests."""
+        if self._stack_reporter is not None or self._broken or not self._writes:
             return
         self._process.add({**self._place(), "seconds": [], "busy": [], "phases": {}, "axes": {}})
         self.flush()
-        # From a thread: a run that is stuck is looked at too.
-        self._where = StackReporter(
+        # A thread answers also while the run is stuck.
+        self._stack_reporter = StackReporter(
             self.folder, self._name, self.mesh, self.flush, self._trace_later, self.every or 1.0
         )
-        self._where.watch()
+        self._stack_reporter.watch()
         atexit.register(self.flush)
 
     def _trace_later(self, steps: tuple[int, int]) -> None:
-        """Somebody wants a trace of these steps; noting begins with the next one."""
+        """Trace these steps, as was requested; the spans are noted from the next step on."""
         self.trace = steps
 
     def _trace(self, step: int) -> None:
-        """What was done in this step goes to the trace if it is one of its steps, and the next is noted if that is."""
+        """Write the spans of this step if it is traced, and note those of the next step if that is traced."""
         ledger, trace = self.mesh.ledger, self.trace
         spans, ledger.spans = ledger.spans, None
         if trace is None or self._broken or not self._writes:
@@ -370,17 +369,17 @@ class RunRecord:
             return
         spans.append(Span(f"step {step}", "step", self._ended, time.perf_counter()))
         offset = time.time() - time.perf_counter()
-        told = [[s.name, s.kind, round(s.began + offset, 6), round(s.ended - s.began, 6)] for s in spans]
-        self._spans.add({"rank": self.mesh.rank, **self.mesh.coordinates, "step": step, "spans": told})
+        noted = [[s.name, s.kind, round(s.began + offset, 6), round(s.ended - s.began, 6)] for s in spans]
+        self._spans.add({"rank": self.mesh.rank, **self.mesh.coordinates, "step": step, "spans": noted})
 
     def _begin_step(self) -> None:
         self._ended, self._waited = time.perf_counter(), self.mesh.ledger.seconds
         self._axes = self._axes_now = self._over_axes()
-        self._now.clear()
+        self._step_phases.clear()
         self.mesh.ledger.spans = None if self.trace is None else []
 
     def _add_process(self) -> None:
-        """A line of what this process has done since the last one."""
+        """Add a line for the steps of this process since the last line."""
         durations, busy, phases = self._durations, self._busy, self._phases
         self._durations, self._busy, self._phases = [], [], {}
         axes, self._axes = self._axes, self._axes_now
@@ -398,7 +397,7 @@ class RunRecord:
                 "busy": [round(seconds, 6) for seconds in busy],
                 "phases": {"computation": round(sum(busy) - known, 6)}
                 | {name: round(seconds, 6) for name, seconds in phases.items()},
-                "axes": {name: told for name, told in over.items() if told["bytes"] or told["seconds"]},
+                "axes": {name: total for name, total in over.items() if total["bytes"] or total["seconds"]},
             }
         )
 
@@ -422,7 +421,7 @@ class RunRecord:
 
 
 def _number(name: str, value: Any) -> float:
-    """A value of a series as a float; NumPy's and CuPy's are taken too, and NaN is."""
+    """A value of a series as a float; also for numbers of NumPy and CuPy, and NaN."""
     if not isinstance(value, bool | np.bool | str | bytes):
         with contextlib.suppress(TypeError, ValueError):
             return float(value)

@@ -1,4 +1,4 @@
-"""Ranks that take longer over the same work than others, step after step: stragglers."""
+"""Stragglers: ranks that need longer than others for the same work, step after step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 
 from mpishard.record.reading import Process
 
-STEPS = 20  # the last ones, which are looked at
-_LEAST = 8  # fewer tell nothing
-_FACTOR = 1.3  # of the median of those with the same work, from which on a rank is slow
-_OFTEN = 0.8  # of the steps; a shared machine makes anybody slow now and then
-_LEAST_S = 1e-3  # a difference below is the clock's and the scheduler's
+STEPS = 20  # number of last steps that count
+_LEAST = 8  # fewer steps prove nothing
+_FACTOR = 1.3  # times the median of the ranks with the same work, above which a rank is slow
+_OFTEN = 0.8  # of the steps; on a shared machine any rank is slow now and then
+_LEAST_S = 1e-3  # smaller differences come from clock and scheduler
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A process that has been slow for a while: `slower` times the median of the others, in seconds a step."""
+    """A process that was slow in most of the last steps: `slower` times the others' median, in seconds per step."""
 
     process: Process
     rank: int
@@ -42,10 +42,10 @@ class Straggler:
 
 
 def stragglers(processes: Sequence[Process]) -> list[Straggler]:
-    """Who was slow in most of the last steps, the slowest first.
+    """The processes that were slow in most of the last steps, the slowest first.
 
-    Time in collectives does not count, since there all wait for the slowest.  Stages of a pipeline differ in their
-    work, so each rank is compared with the others of its own.
+    Time in collectives does not count, since there all wait for the slowest rank.  Pipeline stages have different work,
+    so each rank is compared with the others of its stage.
     """
     groups: dict[int, list[Process]] = defaultdict(list)
     last = max((_end(process) for process in processes), default=0)

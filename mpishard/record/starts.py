@@ -1,4 +1,4 @@
-"""What a start of a run tells of its surroundings, so that the run can be told from its folder a year later."""
+"""The environment of a start of a run, recorded so that the run can be understood a year later."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mpishard.comm.capabilities import probe
 from mpishard.comm.mesh import Mesh
 from mpishard.version import versions
 
-# What changes how MPI, BLAS, threads and devices behave, and the job that it was.
-_TELLING = re.compile(
+# Variables that change the behaviour of MPI, BLAS, threads and devices, or identify the job.
+_RELEVANT = re.compile(
     r"(MPISHARD|OMP|OPENBLAS|MKL|BLIS|NUMBA|CUDA|UCX|FI|HDF5|OMPI_MCA|PRTE_MCA|PMIX_MCA|MPIR_CVAR|SLURM)_\w+"
 )
 _SECRET = re.compile(r"TOKEN|JWT|SECRET|PASSW|KEY|CREDENTIAL", re.IGNORECASE)
 
 
 def surroundings(mesh: Mesh) -> dict[str, Any]:
-    """When, where, by which command, on how many ranks and with which versions.  Not collective."""
+    """Time, host, command, number of ranks and versions.  Not collective."""
     mpi = probe()
     return {
         "time": round(datetime.now(UTC).timestamp(), 3),
@@ -43,16 +43,16 @@ def surroundings(mesh: Mesh) -> dict[str, Any]:
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
-            if _TELLING.fullmatch(name) and not _SECRET.search(name)
+            if _RELEVANT.fullmatch(name) and not _SECRET.search(name)
         },
     }
 
 
 def plain(value: Any) -> Any:
-    """Any setting as JSON has it: records as their fields with their type, what JSON lacks by its repr."""
+    """A setting as a value for JSON: dataclasses as their fields with their type, other objects by their repr."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        told = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {"type": type(value).__name__} | {name: plain(one) for name, one in told.items() if name != "mesh"}
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {"type": type(value).__name__} | {name: plain(one) for name, one in fields.items() if name != "mesh"}
     if isinstance(value, Mapping):
         return {str(name): plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

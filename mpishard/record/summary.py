@@ -1,4 +1,4 @@
-"""What the processes of a run spent their steps on, as means over all of them."""
+"""The time of each step by phase and axis, as means over all processes of a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ COMPUTATION = "computation"
 
 @dataclass(frozen=True)
 class Spent:
-    """What a step took, by step; each array is float64 (steps,), NaN where no process has noted that step.
+    """Time and bytes of each step; each array is float64 (steps,), NaN where no process has noted the step.
 
     Parameters
     ----------
     steps : ndarray, int64 (steps,)
     phases : dict of arrays
-        Seconds by phase, computation first, then what was spent in collectives by axis (``"data axis"``): means over
-        the processes.
+        Seconds by phase, computation first, then the time in collectives by axis (``"data axis"``): means over the
+        processes.
     sent : dict of arrays
         Bytes that all ranks sent, by axis.
     """
@@ -32,15 +32,15 @@ class Spent:
 
 
 def spent(run: Run) -> Spent:
-    """Of all steps between the first and the last that any process has noted."""
+    """Compute `Spent` for all steps from the first to the last that any process has noted."""
     lines = [line for process in run.processes for line in process.lines if line["seconds"]]
     if not lines:
         return Spent(np.empty(0, np.int64), {}, {})
     first = min(line["step"] for line in lines)
     count = max(line["step"] + len(line["seconds"]) for line in lines) - first
 
-    # A line gives sums over its steps: each of them gets an equal part, as a rise at the first and a fall after the
-    # last, which a running sum makes whole.
+    # A line has sums over its steps, of which each step gets an equal part.  The part is added at the first step and
+    # subtracted after the last; a running sum then gives the values.
     def rises() -> np.ndarray:
         return np.zeros(count + 1)
 
@@ -59,16 +59,16 @@ def spent(run: Run) -> Spent:
         add(ranks, line["ranks"])
         for name, value in line["phases"].items():
             add(seconds[name], value / steps)
-        for name, told in line["axes"].items():
-            add(seconds[f"{name} axis"], told["seconds"] / steps)
-            add(sent[name], told["bytes"] / steps)
+        for name, total_of_axis in line["axes"].items():
+            add(seconds[f"{name} axis"], total_of_axis["seconds"] / steps)
+            add(sent[name], total_of_axis["bytes"] / steps)
 
     def level(rise: np.ndarray) -> np.ndarray:
         return np.cumsum(rise)[:-1]
 
     processes = np.rint(level(noted))
     with np.errstate(invalid="ignore", divide="ignore"):
-        # Not all ranks need have files; and a step that was taken twice counts once.
+        # Not all ranks have files; and a step that was taken twice counts once.
         share = level(ranks) / processes / processes
         return Spent(
             np.arange(first, first + count),
@@ -78,7 +78,7 @@ def spent(run: Run) -> Spent:
 
 
 def binned(values: np.ndarray, most: int) -> np.ndarray:
-    """Means over runs of values of equal length, at most so many; NaN are left out."""
+    """Means over at most `most` runs of equal length; NaN are left out."""
     width = max(1, -(-len(values) // most))
     filled = np.full(-(-len(values) // width) * width, np.nan)
     filled[: len(values)] = values

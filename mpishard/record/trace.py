@@ -1,4 +1,4 @@
-"""What every process did when: spans of the steps that were traced."""
+"""The trace of a run: spans of every process in the traced steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Traced:
         ``"step"``, ``"phase"`` of it, ``"function"`` of the problem, an action of a pipeline (``"F"``, ``"B"``,
         ``"I"``, ``"W"``), or the axis of a call.
     start, seconds : float
-        Start in seconds since 1970 by the clock of its host, and how long it took.
+        Start in seconds since 1970 by the clock of its host, and duration.
     """
 
     rank: int
@@ -35,7 +35,7 @@ class Traced:
 
 
 def read_trace(folder: Path) -> list[Traced]:
-    """All spans in the record of a run, by rank and time, outer ones first; of a step taken twice, the last.
+    """All spans in the record of a run, by rank and time, outer ones first; of a repeated step the last.
 
     Raises
     ------
@@ -58,9 +58,9 @@ def read_trace(folder: Path) -> list[Traced]:
 
 
 def chrome_events(spans: Sequence[Traced]) -> dict[str, Any]:
-    """The JSON object format of trace events, which Perfetto and Chrome open; one process there is a rank here.
+    """The spans in the JSON object format of trace events, for Perfetto and Chrome; each rank is a process there.
 
-    Times are microseconds since the first span, since a number of JSON may be too coarse for those since 1970.
+    Times are microseconds since the first span; a JSON number may be too coarse for times since 1970.
     """
     first = min(span.start for span in spans)
     events: list[dict[str, Any]] = []

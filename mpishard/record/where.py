@@ -1,4 +1,4 @@
-"""Tells where this process is in the run, when somebody asks: the stack, and the collective that it waits in."""
+"""Reports on request where this process is: its stack, and the collective in which it waits."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from mpishard.io.files import create
 
 REQUEST, WHERE, TRACE_REQUEST = "why", ".where.json", "trace-next"
 _POLL_S = 1.0
-# A wait of so many seconds makes this process ask all others where they are, and again after as many.
+# After a wait of so many seconds, and after each further one, this process asks all others where they are.
 LONG_S = 15.0
 _RECENT, _DEEP = 5, 20
-# Files below it are named without, as mpishard/nn/linear.py and numpy/....
+# Removed from the front of file names, which leaves mpishard/nn/linear.py and numpy/....
 _LIBRARIES = f"{Path(__file__).parents[2]}{os.sep}"
 
 
 class StackReporter(threading.Thread):
-    """Answers in ``processes/NAME.where.json``, from a thread, so that a blocked process answers too.
+    """A thread that writes ``processes/NAME.where.json`` on request, so that a blocked process answers too.
 
-    It is asked by a newer file ``why`` in the folder of the record, by SIGQUIT (the stack then is of that moment), and
-    by its own waiting, for which it asks everybody: who came last is found after the job was ended, too.  The same
-    thread calls `flush` every so many seconds, and `trace` with the first and the last step of which a newer note
-    ``trace-next`` in that folder wants a trace.
+    A request is a new file ``why`` in the folder of the record, or SIGQUIT (the stack is then of that moment).  After a
+    long wait of its own it requests an answer of all processes, so that the late rank is known even after the job has
+    ended.  The thread also calls `flush` periodically, and `trace` with the first and last step from a new note
+    ``trace-next`` in that folder.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class StackReporter(threading.Thread):
         self._dumped = 0
 
     def watch(self) -> None:
-        """Begin to answer."""
-        with contextlib.suppress(OSError, AttributeError, ValueError):  # no disk, no SIGQUIT, no such threads
+        """Start the thread."""
+        with contextlib.suppress(OSError, AttributeError, ValueError):  # no disk, no SIGQUIT, not the main thread
             self._stack_path.unlink(missing_ok=True)
             self._stack = os.fdopen(create(self._stack_path), "wb")
             faulthandler.register(signal.SIGQUIT, self._stack, all_threads=False)
         self.start()
 
     def end(self) -> None:
-        """Answer no more."""
+        """Stop the thread."""
         self._over.set()
         self.join()
         if self._stack is not None:
@@ -103,7 +103,7 @@ class StackReporter(threading.Thread):
                     write_note(self._path, self.answer())
 
     def answer(self) -> dict[str, Any]:
-        """Where this process is, as plain values."""
+        """The state of this process, as plain values."""
         ledger, mesh = self._mesh.ledger, self._mesh
         call = ledger.waiting
         frame = sys._current_frames().get(self._main or 0)
@@ -115,8 +115,10 @@ class StackReporter(threading.Thread):
             "host": os.uname().nodename,
             "process": os.getpid(),
             "step": ledger.step,
-            "call": None if call is None else {**told(call), "seconds": round(time.perf_counter() - call.began, 3)},
-            "recent": [told(entry.call) for entry in ledger.recent[-_RECENT:]],
+            "call": None
+            if call is None
+            else {**call_fields(call), "seconds": round(time.perf_counter() - call.began, 3)},
+            "recent": [call_fields(entry.call) for entry in ledger.recent[-_RECENT:]],
             "stack": [f"{f.filename.removeprefix(_LIBRARIES)}:{f.lineno} ({f.name})" for f in reversed(stack)],
         }
 
@@ -139,15 +141,15 @@ class StackReporter(threading.Thread):
 
 
 def _time_of(path: Path) -> float:
-    """When it was written; 0 if it is not there."""
+    """The time at which a file was written; 0 if there is none."""
     try:
         return path.stat().st_mtime
     except OSError:
         return 0.0
 
 
-def told(call: Call) -> dict[str, Any]:
-    """A call as plain values."""
+def call_fields(call: Call) -> dict[str, Any]:
+    """The fields of a call, as plain values."""
     return {
         "axis": call.axis,
         "sequence": call.sequence,
