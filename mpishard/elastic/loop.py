@@ -20,7 +20,7 @@ import atexit
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -35,8 +35,11 @@ from mpishard.data_parallel.settings import agree_on_settings
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.completion import finalize_in_time, give_up, leave_to_others, note_training
 from mpishard.elastic.membership import Membership, Order, agree, is_newcomer
+from mpishard.elastic.outside import Outside
 from mpishard.elastic.spawning import SpawnRequest
 from mpishard.elastic.transaction import Committed
+from mpishard.elastic.watch import Watch
+from mpishard.elastic.worker_target import WorkerTarget
 from mpishard.launch.run_folder import RunFolder, RunLost
 from mpishard.layout.run_state import RunState
 from mpishard.record import RunRecord
@@ -46,7 +49,6 @@ from mpishard.training.progress import Progress
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
-    from mpishard.elastic.optimizer import ElasticOptimizer
 
 _WORKERS, _CREW = "workers", "crew"
 # What MPI says where a process has died, or others have seen that one has.
@@ -67,6 +69,31 @@ class _Survivor(NamedTuple):
     last_disruption: int
 
 
+@dataclass(frozen=True)
+class Elasticity:
+    """What an elastic run has beside the problem and the optimizer.
+
+    Parameters
+    ----------
+    target : WorkerTarget
+        How many workers there shall be.
+    outside : Outside
+        Signals, other shells and `discover`.
+    watch : Watch
+        Ends processes of this host that are stopped.
+    respawn : bool
+        Whether others are spawned for the dead.
+    scaling : str
+        The policy of `Scaling`.
+    """
+
+    target: WorkerTarget
+    outside: Outside
+    watch: Watch
+    respawn: bool
+    scaling: str
+
+
 class ElasticLoop(Loop):
     """One run of the training loop on workers that come and go."""
 
@@ -75,7 +102,7 @@ class ElasticLoop(Loop):
 
     def __init__(
         self,
-        elastic: ElasticOptimizer,
+        elasticity: Elasticity,
         problem: Objective[Any],
         optimizer: ShardedOptimizer,
         callback: Callable[[TrainingState[Any]], bool | None] | None,
@@ -90,14 +117,18 @@ class ElasticLoop(Loop):
         self.begins = not newcomer
         fail_alone(newcomer and heals_in_place())
         ElasticLoop.runs += 1
-        scaling = Scaling(elastic.scaling, max(1, min(elastic.agreed_size, elastic.current_workers)))
+        self.worker_target = elasticity.target
+        self.outside = elasticity.outside
+        self.watch = elasticity.watch
+        self.respawn = elasticity.respawn
+        self.mesh = optimizer.mesh
+        first = max(1, min(self.worker_target.agreed_size, self.mesh.data.size))
+        scaling = Scaling(elasticity.scaling, first)
         shown, resume = progress and not newcomer, resume and not newcomer
         super().__init__(problem, optimizer, callback, shown, watching, checkpoints, resume, record, scaling)
         self.shows = progress
-        self.elastic = elastic
-        self.mesh = elastic.mesh
         self.crew = Membership(self.mesh.world.comm, self.mesh.place, self.mesh.data.size)
-        self.elastic.watch.follow(self.crew.fellows)
+        self.watch.follow(self.crew.fellows)
         self.heals = heals_in_place()
         self.reason = self.what_was_reached()
         # The last step that is committed, the loss of the one that is ready to be, and the last of which all know
@@ -202,7 +233,7 @@ class ElasticLoop(Loop):
         if self.reason:
             done = crew.workers == crew.most and crew.working == crew.size
             return None if done else Order(crew.most)
-        workers = min(self.elastic.agreed_size, crew.able + self.recruits)
+        workers = min(self.worker_target.agreed_size, crew.able + self.recruits)
         if workers == crew.workers and not self.recruits and crew.is_settled:
             return None
         return Order(workers, self.recruits)
@@ -263,37 +294,37 @@ class ElasticLoop(Loop):
 
     def _decide(self) -> None:
         """Hear whether any worker wishes to stop or leaves, or wants another number of workers."""
-        elastic, world = self.elastic, self.mesh.world
+        target, outside, world = self.worker_target, self.outside, self.mesh.world
         come = 0
         if world.rank == 0:
-            elastic.look_outside(self.done)
+            target.look_outside(outside, self.mesh.data.size, self.done)
             come = self._recruit()
-        asked = elastic.outside.signals.report()
+        asked = outside.signals.report()
         awaited = self.recruitment is not None and not come and self.recruitment.is_new
-        discovered = elastic.outside.discovered if world.rank == 0 else -1
+        discovered = outside.discovered if world.rank == 0 else -1
         changed = self.optimizer.settings.changed
-        wishes = np.array([self.own_wish, elastic.request, asked, -asked, come, awaited, discovered, changed], np.int64)
+        wishes = np.array([self.own_wish, target.request, asked, -asked, come, awaited, discovered, changed], np.int64)
         heard = world.all_reduce(wishes, op="max", label="control").tolist()
-        stop_request, request, most, least, come, awaited, elastic.outside.discovered, changed = heard
+        stop_request, request, most, least, come, awaited, outside.discovered, changed = heard
         if changed:  # by a callback
             self.optimizer.settings.agree()
-        elastic.adopt_request(request)
+        target.adopt_request(request)
         self.recruits, self.awaited = come, bool(awaited)
         self.reason = self.why_stop(stop_request) or ("signal" if -least > 0 else "")
         if most == 2 and not self.reason:
             self.crew.let_go(world.allgather_object(asked > 0))
-            elastic.cap_workers(self.crew.able)
-            self.reason = "signal" if self.crew.able < elastic.min_workers else ""
+            target.cap_workers(self.crew.able)
+            self.reason = "signal" if self.crew.able < target.min_workers else ""
         self.decided = self.done
 
     @property
     def stopped_by_user(self) -> bool:
-        return self.elastic.outside.signals.by_user
+        return self.outside.signals.by_user
 
     def _recruit(self) -> int:
         """Rank 0: see to it that processes come where workers are missing; how many workers wait to be taken in."""
-        crew, elastic, recruitment = self.crew, self.elastic, self.recruitment
-        missing = elastic.agreed_size - crew.able
+        crew, recruitment = self.crew, self.recruitment
+        missing = self.worker_target.agreed_size - crew.able
         if missing <= 0:
             self._dismiss()
         elif recruitment is not None and recruitment.problem:
@@ -311,8 +342,8 @@ class ElasticLoop(Loop):
     def _do_without(self, problem: str) -> None:
         """Rank 0: want no more workers than there are, unless somebody has asked again since."""
         self._say_none_come(problem)
-        if self.elastic.request <= self.elastic.agreed:
-            self.elastic.resize(self.crew.able)
+        if self.worker_target.request <= self.worker_target.agreed:
+            self.worker_target.resize(self.crew.able)
 
     def _say_none_come(self, problem: str) -> None:
         workers = self.crew.able
@@ -357,9 +388,9 @@ class ElasticLoop(Loop):
         source = target = None
         if self.committed is not None:
             facts = {**facts_of(optimizer), "loss": np.array(self.losses), "reason": self.reason, "done": self.done}
-            facts |= {"decided": self.decided, "request": self.elastic.agreed, "before": self.before}
+            facts |= {"decided": self.decided, "request": self.worker_target.agreed, "before": self.before}
             facts |= {"skipped_before": self.skipped_before, "resumed": self.resumed, "saved": self.saved}
-            facts |= {"discovered": self.elastic.outside.discovered}
+            facts |= {"discovered": self.outside.discovered}
             facts |= {"checkpoints": [] if self.checkpoints is None else self.checkpoints.own}
             facts |= {"position": self.position, "first": self.scaling.first}
             source = replace(self.committed.source(crew.identities), facts=facts)
@@ -368,8 +399,8 @@ class ElasticLoop(Loop):
                 self.checkpoints.release()
             self.mesh.release()
         self.whole = False
-        comm = crew.split(order.workers, self.elastic.outside.signals.came and not crew.works, bool(self.reason))
-        self.elastic.watch.follow(crew.fellows)
+        comm = crew.split(order.workers, self.outside.signals.came and not crew.works, bool(self.reason))
+        self.watch.follow(crew.fellows)
         self._agree_as_crew()  # who waits on a communicator that another one has not got could not be woken
         if comm is not None:
             self.mesh.rebind(comm)
@@ -384,7 +415,7 @@ class ElasticLoop(Loop):
             self._agree_as_crew()  # the same: sums by nodes have communicators of their own
         heard = self._reshard(source, target)
         self.reason, self.saved = heard["reason"], heard["saved"]
-        self.elastic.outside.discovered = heard["discovered"]
+        self.outside.discovered = heard["discovered"]
         if self.checkpoints is not None:
             self.checkpoints.own = heard["checkpoints"]
         self.all_know = bool(self.reason)
@@ -397,7 +428,7 @@ class ElasticLoop(Loop):
             self.before, self.position = heard["before"], heard["position"]
             self.skipped_before, self.resumed = heard["skipped_before"], heard["resumed"]
             self.scaling = replace(self.scaling, first=heard["first"])
-            self.elastic.adopt_request(heard["request"])
+            self.worker_target.adopt_request(heard["request"])
             if self.mesh.rank == 0 and not self.progress.shown:
                 self.progress = Progress(self.problem.steps, shown=self.shows, done=len(self.losses))
             committed = self._commit_anew()
@@ -427,7 +458,7 @@ class ElasticLoop(Loop):
         if port and recruitment is not None:
             recruitment.close()
         if not port:
-            self.elastic.cap_workers(self.crew.able)
+            self.worker_target.cap_workers(self.crew.able)
             if recruitment is not None:
                 self._say_none_come(problem)
 
@@ -435,7 +466,7 @@ class ElasticLoop(Loop):
         """Raise on all of the crew if those who have come have another model or problem.  Collective."""
         parameters = self.runner.parameters
         model = f"{parameters.description} ({parameters.fingerprint:x})"
-        own = {"model": model, **self.problem.settings, "scaling": self.elastic.scaling}
+        own = {"model": model, **self.problem.settings, "scaling": self.scaling.policy}
         agree_on_settings(
             self.crew.axis,
             self.optimizer.settings.by_name() | {name: str(value) for name, value in own.items()},
@@ -480,14 +511,14 @@ class ElasticLoop(Loop):
         self._settle()
         crew.shrink()
         knows = self.committed is not None
-        agreed = self.elastic.agreed
+        agreed = self.worker_target.agreed
         own = _Survivor(knows, self.done, self.decided, self.reason, self.saved, agreed, self.last_disruption)
         told: list[_Survivor] = crew.axis.allgather_object(own)
         known = [each for each in told if each.knows]
         if not known:
             raise RunLost("all workers have died; start the run again from its newest checkpoint")
         done = max(each.done for each in known)
-        self.elastic.adopt_request(max(each.agreed for each in known))
+        self.worker_target.adopt_request(max(each.agreed for each in known))
         if self.committed is not None:
             if done > self.done:
                 self._commit()
@@ -501,13 +532,13 @@ class ElasticLoop(Loop):
         dead = [str(who) for who in before if who not in crew.identities]
         if crew.rank == 0:
             print(f"mpishard: {_have(dead)} died; {crew.size} are left, step {done} is the last", flush=True)
-        if crew.able < self.elastic.min_workers:
-            raise RunLost(f"{crew.able} whole workers are left, and min_workers={self.elastic.min_workers}")
+        if crew.able < self.worker_target.min_workers:
+            raise RunLost(f"{crew.able} whole workers are left, and min_workers={self.worker_target.min_workers}")
         # A fault that comes with a step, or with every worker, would otherwise have new ones spawned for ever.
-        if not self.elastic.respawn or done <= max(each.last_disruption for each in told):
-            self.elastic.cap_workers(crew.able)
+        if not self.respawn or done <= max(each.last_disruption for each in told):
+            self.worker_target.cap_workers(crew.able)
         self.last_disruption, self.recruits, self.awaited = done, 0, False
-        return Order(crew.most if self.reason else min(self.elastic.agreed_size, crew.able))
+        return Order(crew.most if self.reason else min(self.worker_target.agreed_size, crew.able))
 
     def _note_healed(self, step: int) -> None:
         """Let the supervisor know that a step is to follow on this one, after a death."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from mpishard.arguments import flag, integer, number
 from mpishard.comm.capabilities import heals_in_place
@@ -17,10 +18,11 @@ from mpishard.data_parallel.problem import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.settings import agree_on_settings
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import check_problem
-from mpishard.elastic.loop import ElasticLoop
+from mpishard.elastic.loop import Elasticity, ElasticLoop
 from mpishard.elastic.membership import is_newcomer
 from mpishard.elastic.outside import Outside
 from mpishard.elastic.watch import Watch
+from mpishard.elastic.worker_target import WorkerTarget
 from mpishard.launch.run_folder import RunFolder
 from mpishard.optim import Rule
 from mpishard.record import RunRecord
@@ -28,8 +30,6 @@ from mpishard.training import OptimizationProblem, Scaling
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
-
-_NUMBER = 2**24
 
 
 class ElasticOptimizer:
@@ -91,8 +91,6 @@ class ElasticOptimizer:
     """
 
     scaling: str
-    request: int
-    agreed: int
 
     def __init__(
         self,
@@ -136,21 +134,38 @@ class ElasticOptimizer:
                 "start more of them"
             )
         failure_timeout = number("failure_timeout", failure_timeout, above=0, finite=False)
-        self.min_workers = min_workers
-        self.max_workers = self._most = max_workers
+        first = 0 if is_newcomer() else min(max_workers, there)
+        self._target = WorkerTarget(first, min_workers, max_workers)
         # A script may change its directory.
         self.folder: Path | None = None if folder is None else Path(folder).absolute()
         self.discover = discover
         self.failure_timeout = failure_timeout
         self.respawn = flag("respawn", respawn)
         self.scaling = Scaling(scaling, 1).policy
-        self.request = self.agreed = 0 if is_newcomer() else min(max_workers, there)
         mesh.unwatch()
 
     @property
     def mesh(self) -> Mesh:
         """The mesh, whose data axis has the current workers."""
         return self.optimizer.mesh
+
+    @property
+    def min_workers(self) -> int:
+        """Fewer workers than this end the run."""
+        return self._target.min_workers
+
+    @min_workers.setter
+    def min_workers(self, workers: int) -> None:
+        self._target.min_workers = workers
+
+    @property
+    def max_workers(self) -> int:
+        """More workers than this never train."""
+        return self._target.max_workers
+
+    @max_workers.setter
+    def max_workers(self, workers: int) -> None:
+        self._target.max_workers = workers
 
     @property
     def current_workers(self) -> int:
@@ -160,7 +175,7 @@ class ElasticOptimizer:
     @property
     def can_scale_up(self) -> bool:
         """Whether more may train than do now."""
-        return self.current_workers < self._most
+        return self.current_workers < self._target.most
 
     @property
     def can_scale_down(self) -> bool:
@@ -179,38 +194,12 @@ class ElasticOptimizer:
         ValueError
             If it is below `min_workers` or above `max_workers`, or would leave some workers without a sample.
         """
-        workers = integer("workers", workers)
-        if not self.min_workers <= workers <= self.max_workers:
-            raise ValueError(
-                f"resize({workers}) is outside of min_workers={self.min_workers} to max_workers={self.max_workers}"
-            )
-        if workers > self._most:
-            raise ValueError(
-                f"resize({workers}): batch_size={self._most} gives some of them no sample; ask for at most {self._most}"
-            )
-        # Requests are numbered, so that the last one counts, whichever rank it came from; in even numbers, so that one
-        # from before deaths is not taken for older than what the run settles for after them.
-        self.request = (max(self.request, self.agreed) // _NUMBER // 2 + 1) * 2 * _NUMBER + int(workers)
+        self._target.resize(workers)
 
     @property
     def agreed_size(self) -> int:
         """How many workers there shall be."""
-        return self.agreed % _NUMBER
-
-    def adopt_request(self, request: int) -> None:
-        """Take note of a request that all ranks have agreed on."""
-        self.agreed = max(request, self.agreed)
-
-    def cap_workers(self, processes: int) -> None:
-        """Want no more workers than there are processes, after deaths; `resize` may ask for more."""
-        if processes < self.agreed_size:
-            self.agreed = (self.agreed // _NUMBER + 1) * _NUMBER + processes
-
-    def look_outside(self, step: int) -> None:
-        """Take over what is wanted from outside of the script.  The first worker does, after each step."""
-        wanted = self.outside.wanted(self.current_workers, step, self.agreed_size > self.current_workers)
-        if wanted is not None:
-            self.resize(wanted)
+        return self._target.agreed_size
 
     def optimize(
         self,
@@ -237,18 +226,16 @@ class ElasticOptimizer:
         agree_on_settings(self.mesh.world, own)
         # With a batch that stays the same, more workers than samples would have nothing to do.
         constant = self.scaling == "constant"
-        self._most = min(self.max_workers, problem.batch_size) if constant else self.max_workers
-
-        def loop(*arguments: Any) -> ElasticLoop:
-            return ElasticLoop(self, *arguments)
+        self._target.most = min(self.max_workers, problem.batch_size) if constant else self.max_workers
 
         with ExitStack() as stack:
-            limits = self.min_workers, self._most
+            limits = self.min_workers, self._target.most
             folder = self._folder(checkpoints)
-            self.outside: Outside = stack.enter_context(Outside(self.mesh.world, *limits, folder, self.discover))
-            self.watch: Watch = Watch(self.failure_timeout)
+            outside = stack.enter_context(Outside(self.mesh.world, *limits, folder, self.discover))
+            watch = Watch(self.failure_timeout)
             if heals_in_place():
-                stack.enter_context(self.watch)
+                stack.enter_context(watch)
+            elasticity = Elasticity(self._target, outside, watch, self.respawn, self.scaling)
             return problem.minimize(
                 self.optimizer,
                 callback=callback,
@@ -256,7 +243,7 @@ class ElasticOptimizer:
                 checkpoints=checkpoints,
                 resume=resume,
                 record=record,
-                loop=loop,
+                loop=partial(ElasticLoop, elasticity),
             )
 
     def _folder(self, checkpoints: Checkpoints | None) -> Path | None:
