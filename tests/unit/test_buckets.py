@@ -295,7 +295,7 @@ def test_a_gradient_is_settled_before_it_is_merged():
         LIKE,
         2,
         reduce=lambda bucket, array: seen.append(("reduced", bucket.index, array.tolist())),
-        settle=lambda bucket, array: array.__imul__(2),
+        reduce_within_replica=lambda bucket, array: array.__imul__(2),
     )
     gradients.no_sync = True
     for value in (1.0, 10.0):
