@@ -46,6 +46,7 @@ from mpishard.record import RunRecord
 from mpishard.training import Loop, OptimizationResult, Scaling, TrainingState
 from mpishard.training.objective import Objective
 from mpishard.training.progress import Progress
+from mpishard.training.stopping import StopRequest
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
@@ -135,7 +136,7 @@ class ElasticLoop(Loop):
         # whether it ends the run.
         self.done = self.decided = self.optimizer.clock
         self.ready: float | None = None
-        self.own_wish = 0
+        self.own_request: int = StopRequest.NONE
         # Of rank 0: who is on the way; of all workers: how many of them have come and are taken in now.
         self.recruitment: SpawnRequest | None = None
         self.recruits = 0
@@ -253,7 +254,7 @@ class ElasticLoop(Loop):
         self.ready = loss
         self._agree()
         self._commit()
-        self.own_wish = self.stop_request(step, loss, rate)
+        self.own_request = self.stop_request(step, loss, rate)
         self._decide()
         if not self.reason:
             self.save(last=False)
@@ -303,8 +304,8 @@ class ElasticLoop(Loop):
         awaited = self.recruitment is not None and not come and self.recruitment.is_new
         discovered = outside.discovered if world.rank == 0 else -1
         changed = self.optimizer.settings.changed
-        wishes = np.array([self.own_wish, target.request, asked, -asked, come, awaited, discovered, changed], np.int64)
-        heard = world.all_reduce(wishes, op="max", label="control").tolist()
+        own = [self.own_request, target.request, asked, -asked, come, awaited, discovered, changed]
+        heard = world.all_reduce(np.array(own, np.int64), op="max", label="control").tolist()
         stop_request, request, most, least, come, awaited, outside.discovered, changed = heard
         if changed:  # by a callback
             self.optimizer.settings.agree()
@@ -387,7 +388,7 @@ class ElasticLoop(Loop):
         self._check_scripts()
         source = target = None
         if self.committed is not None:
-            facts = {**facts_of(optimizer), "loss": np.array(self.losses), "reason": self.reason, "done": self.done}
+            facts = {**facts_of(optimizer), "loss": self.losses.to_array(), "reason": self.reason, "done": self.done}
             facts |= {"decided": self.decided, "request": self.worker_target.agreed, "before": self.before}
             facts |= {"skipped_before": self.skipped_before, "resumed": self.resumed, "saved": self.saved}
             facts |= {"discovered": self.outside.discovered}
@@ -423,7 +424,7 @@ class ElasticLoop(Loop):
         if comm is not None:
             optimizer.restore(heard)
             optimizer.resync()
-            self.losses = heard["loss"].tolist()
+            self.losses.restore(heard["loss"])
             self.done, self.decided = heard["done"], heard["decided"]
             self.before, self.position = heard["before"], heard["position"]
             self.skipped_before, self.resumed = heard["skipped_before"], heard["resumed"]

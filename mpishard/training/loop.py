@@ -20,18 +20,16 @@ from mpishard.launch.endings import note_run
 from mpishard.launch.interrupts import Interrupts
 from mpishard.layout.run_state import RunState, brief, whole_fact
 from mpishard.record import RunRecord
-from mpishard.reduction.tree_sum import tree_sum
+from mpishard.training.loss_history import LossHistory
 from mpishard.training.objective import Objective
 from mpishard.training.progress import Progress
 from mpishard.training.scaling import Scaling
 from mpishard.training.step_runner import StepRunner
+from mpishard.training.stopping import StopCondition, StopRequest
 from mpishard.training.sum_check import check_sums
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints
-
-_WISHES = ("", "seconds", "callback", "signal")
-_INTERRUPT = 3
 
 
 class Loop:
@@ -71,12 +69,11 @@ class Loop:
         if self.begins:
             tell_of_other_starts(optimizer.mesh, self.runner.parameters)
         self.runner.attach()
-        self.losses: list[float] = []
-        # Whether ranks met in the last step; this rank's summed losses of steps before in which they did not, with the
-        # number of terms that all have together; and its strongest wish to stop since.
+        self.losses = LossHistory(self.axis)
+        self.stop = StopCondition(problem)
+        # Whether ranks met in the last step, and this rank's strongest request to stop since they did.
         self.synchronizes_next_step = True
-        self.unreduced_losses: list[tuple[float, int]] = []
-        self.wished = 0
+        self.requested: int = StopRequest.NONE
         self.interrupts = Interrupts(speaks=optimizer.mesh.rank == 0)
         self.resumes = resume
         self.rate = math.nan  # of the last step
@@ -129,7 +126,7 @@ class Loop:
             print(f"mpishard: stopped after step {self.optimizer.clock}; {self.way_on()}", file=sys.stderr, flush=True)
         return OptimizationResult(
             parameters=self.runner.values,
-            loss_history=np.array(self.losses),
+            loss_history=self.losses.to_array(),
             steps=len(self.losses),
             samples=self.consumed(),
             resumed_steps=self.resumed,
@@ -200,7 +197,7 @@ class Loop:
             if of_loop(found.facts):
                 self.position = found.facts["samples_consumed"]
                 self.scaling = replace(self.scaling, first=found.facts.get("first_workers", self.scaling.first))
-            self.losses = losses.tolist()
+            self.losses.restore(losses)
         return found is not None
 
     @property
@@ -240,7 +237,7 @@ class Loop:
 
     def state(self) -> RunState:
         """What a checkpoint holds now."""
-        own = {"samples_consumed": self.position, "first_workers": self.scaling.first, "loss": np.array(self.losses)}
+        own = {"samples_consumed": self.position, "first_workers": self.scaling.first, "loss": self.losses.to_array()}
         return self.optimizer.run_state().with_facts({**self.order(), **own}).with_facts(self.problem.facts)
 
     def save(self, last: bool) -> None:
@@ -248,7 +245,7 @@ class Loop:
         due = last or (self.checkpoints is not None and self.checkpoints.due(self.optimizer.clock))
         with self.phase("saving"):
             if due:
-                self.tell_losses()
+                self.losses.reduce()
                 self.optimizer.prepare_save()
             if self.checkpoints is None:
                 return
@@ -272,12 +269,8 @@ class Loop:
         if self.optimizer.mesh.debug or len(self.losses) == self.resumed:
             self.refuse_misuse()
         self.synchronizes_next_step = self.meets_always or self.optimizer.synchronizes_next_step
-        if self.synchronizes_next_step:
-            self.axis.all_reduce(losses, label="loss")
-            loss = tree_sum(losses.tolist()) / count
-        else:
-            self.unreduced_losses.append((float(losses[0]), count))
-            loss = float(losses[0]) * self.axis.size / count
+        mean = self.losses.mean_over_ranks if self.synchronizes_next_step else self.losses.mean_of_rank
+        loss = mean(losses, count)
         factor = self.rate_factor
         rate = factor * self.optimizer.rule.learning_rate(self.optimizer.steps + 1)
         with self.phase("update"):
@@ -317,49 +310,39 @@ class Loop:
         """Samples that this run has used so far."""
         return self.position - self.sampler.consumed(self.before)
 
-    def stop_request(self, step: int, loss: float, rate: float) -> int:
-        """Whether this rank wishes to stop after a step: 2 for its callback, 1 for the time, else 0."""
+    def stop_request(self, step: int, loss: float, rate: float) -> StopRequest:
+        """What this rank asks for after a step; calls the callback."""
         seconds = time.perf_counter() - self.began
         if self.callback is not None:
             norm = self.optimizer.gradient_norm
             if self.callback(TrainingState(step, loss, rate, norm, self.consumed(), seconds, self.runner.values)):
-                return 2
-        return int(self.problem.seconds is not None and seconds >= self.problem.seconds)
+                return StopRequest.CALLBACK
+        timed_out = self.problem.seconds is not None and seconds >= self.problem.seconds
+        return StopRequest.SECONDS if timed_out else StopRequest.NONE
 
-    def decide(self, stop_request: int) -> str:
+    def decide(self, request: int) -> str:
         """Why all ranks stop now, if they do."""
-        self.wished = max(self.wished, stop_request)
+        self.requested = max(self.requested, request)
         if not self.synchronizes_next_step:
-            return self.why_stop(0)
-        self.tell_losses()
+            return self.why_stop(StopRequest.NONE)
+        self.losses.reduce()
         if self.watching:
-            self.wished = _INTERRUPT if self.interrupts.came else self.wished
-            wishes = np.array([self.wished, self.optimizer.settings.changed], np.int64)
-            self.wished, changed = self.optimizer.world.all_reduce(wishes, op="max", label="control").tolist()
+            self.requested = StopRequest.SIGNAL if self.interrupts.came else self.requested
+            own = np.array([self.requested, self.optimizer.settings.changed], np.int64)
+            self.requested, changed = self.optimizer.world.all_reduce(own, op="max", label="control").tolist()
             if changed:  # by a callback
                 self.optimizer.settings.agree()
         elif self.optimizer.interrupted:
-            self.wished = _INTERRUPT
-        return self.why_stop(self.wished)
+            self.requested = StopRequest.SIGNAL
+        return self.why_stop(self.requested)
 
-    def tell_losses(self) -> None:
-        """Make the losses of steps in which ranks did not meet those of all ranks.  Collective."""
-        if self.unreduced_losses:
-            sums = self.axis.all_reduce(np.array([loss for loss, _ in self.unreduced_losses]), label="loss")
-            stop = len(self.losses) - (1 if self.synchronizes_next_step else 0)
-            told = [loss / count for loss, (_, count) in zip(sums.tolist(), self.unreduced_losses, strict=True)]
-            self.losses[stop - len(told) : stop] = told
-            self.unreduced_losses.clear()
-
-    def why_stop(self, stop_request: int) -> str:
-        """Why to stop if this is the strongest wish of any rank; empty if there is no reason."""
-        if stop_request:
-            return _WISHES[stop_request]
-        return self.what_is_reached(self.optimizer.gradient_norm)
+    def why_stop(self, request: int) -> str:
+        """Why to stop if this is the strongest request of any rank; empty if there is no reason."""
+        return self.stop.reason(request, len(self.losses), self.optimizer.gradient_norm)
 
     def what_was_reached(self) -> str:
         """Which goal the run that this one goes on from had come to, and says so; none if it is empty."""
-        reason = self.what_is_reached(self.optimizer.gradient_norm if self.resumed else math.nan)
+        reason = self.stop.goal(len(self.losses), self.optimizer.gradient_norm if self.resumed else math.nan)
         if reason and self.resumed and self.checkpoints is not None and self.optimizer.mesh.rank == 0:
             goal = f"{reason}={getattr(self.problem, reason)}"
             print(
@@ -369,9 +352,3 @@ class Loop:
                 flush=True,
             )
         return reason
-
-    def what_is_reached(self, norm: float) -> str:
-        """Which goal, after a step with a gradient of this norm; none if it is empty."""
-        if self.problem.tolerance is not None and norm <= self.problem.tolerance:
-            return "tolerance"
-        return "steps" if self.problem.steps is not None and len(self.losses) >= self.problem.steps else ""

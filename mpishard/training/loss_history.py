@@ -1,0 +1,68 @@
+"""The loss of each step of a run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mpishard.comm.axis import Axis
+from mpishard.reduction.tree_sum import tree_sum
+
+
+class _Unreduced(NamedTuple):
+    """A step in which ranks did not meet: its place in the history, this rank's sum, and the terms of all ranks."""
+
+    step: int
+    loss_sum: float
+    terms: int
+
+
+class LossHistory:
+    """Mean losses, one for each step; those of steps in which ranks do not meet are this rank's until `reduce`.
+
+    Parameters
+    ----------
+    axis : Axis
+        The ranks whose losses add up.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._means: list[float] = []
+        self._unreduced: list[_Unreduced] = []
+
+    def __len__(self) -> int:
+        return len(self._means)
+
+    def to_array(self) -> np.ndarray:
+        """A copy of all, float64."""
+        return np.array(self._means)
+
+    def restore(self, losses: np.ndarray) -> None:
+        """Go on from these."""
+        self._means = losses.tolist()
+
+    def append(self, loss: float) -> None:
+        """A step is done, with this mean loss."""
+        self._means.append(loss)
+
+    def mean_over_ranks(self, losses: np.ndarray, terms: int) -> float:
+        """The mean loss of the next step, of `terms` on all ranks; `losses` are overwritten.  Collective."""
+        self._axis.all_reduce(losses, label="loss")
+        return tree_sum(losses.tolist()) / terms
+
+    def mean_of_rank(self, losses: np.ndarray, terms: int) -> float:
+        """The same without hearing of the other ranks, as if the loss of each were this one's; `reduce` corrects it."""
+        loss_sum = float(losses[0])
+        self._unreduced.append(_Unreduced(len(self), loss_sum, terms))
+        return loss_sum * self._axis.size / terms
+
+    def reduce(self) -> None:
+        """Make the losses of steps in which ranks did not meet those of all ranks.  Collective."""
+        if not self._unreduced:
+            return
+        sums = self._axis.all_reduce(np.array([each.loss_sum for each in self._unreduced]), label="loss")
+        for each, loss_sum in zip(self._unreduced, sums.tolist(), strict=True):
+            self._means[each.step] = loss_sum / each.terms
+        self._unreduced.clear()
