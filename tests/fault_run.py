@@ -118,7 +118,7 @@ def run(case: Case, folder: Path) -> None:
     import mpishard
     from mpishard import nn
     from mpishard.checkpoint import Checkpoints
-    from mpishard.elastic import loop
+    from mpishard.elastic import recruiter
     from mpishard.elastic.spawning import SpawnRequest
 
     notes.leave(f"rank-{me}", str(os.getpid()))
@@ -151,7 +151,7 @@ def run(case: Case, folder: Path) -> None:
             notes.leave("recruits")
             return recruitments[-1]
 
-        loop.SpawnRequest = recruit  # type: ignore[assignment, misc]
+        recruiter.SpawnRequest = recruit  # type: ignore[assignment, misc]
 
         def grow(state: Any) -> None:
             """Training does not wait for those who are on their way; here it does, or it would end before."""

@@ -36,7 +36,7 @@ from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.completion import finalize_in_time, give_up, leave_to_others, note_training
 from mpishard.elastic.membership import Membership, Order, agree, is_newcomer
 from mpishard.elastic.outside import Outside
-from mpishard.elastic.spawning import SpawnRequest
+from mpishard.elastic.recruiter import Recruiter
 from mpishard.elastic.transaction import Committed
 from mpishard.elastic.watch import Watch
 from mpishard.elastic.worker_target import WorkerTarget
@@ -137,10 +137,10 @@ class ElasticLoop(Loop):
         self.done = self.decided = self.optimizer.clock
         self.ready: float | None = None
         self.own_request: int = StopRequest.NONE
-        # Of rank 0: who is on the way; of all workers: how many of them have come and are taken in now.
-        self.recruitment: SpawnRequest | None = None
+        self.recruiter = Recruiter(self.crew, self.worker_target, self.mesh.place, ElasticLoop.runs == 1)
+        # Known to all workers: how many have come and are taken in now, and whether some are starting up.
         self.recruits = 0
-        self.awaited = False  # whether some are on the way
+        self.awaited = False
         self.last_disruption = -1  # the last step before somebody died or came
         self.all_know = False  # that the run is over, spares too
         self.saved = bool(self.reason)  # what there is at the end of the run
@@ -208,7 +208,7 @@ class ElasticLoop(Loop):
         if self.reason and not self.saved:
             self.save(last=True)
             self.saved = True
-            self._dismiss()
+            self.recruiter.dismiss()
         order = self._change()
         if order is not None:
             if self.optimizer.prepares_saves:
@@ -299,9 +299,9 @@ class ElasticLoop(Loop):
         come = 0
         if world.rank == 0:
             target.look_outside(outside, self.mesh.data.size, self.done)
-            come = self._recruit()
+            come = self.recruiter.recruit()
         asked = outside.signals.report()
-        awaited = self.recruitment is not None and not come and self.recruitment.is_new
+        awaited = not come and self.recruiter.is_starting
         discovered = outside.discovered if world.rank == 0 else -1
         changed = self.optimizer.settings.changed
         own = [self.own_request, target.request, asked, -asked, come, awaited, discovered, changed]
@@ -321,40 +321,6 @@ class ElasticLoop(Loop):
     @property
     def stopped_by_user(self) -> bool:
         return self.outside.signals.by_user
-
-    def _recruit(self) -> int:
-        """Rank 0: see to it that processes come where workers are missing; how many workers wait to be taken in."""
-        crew, recruitment = self.crew, self.recruitment
-        missing = self.worker_target.agreed_size - crew.able
-        if missing <= 0:
-            self._dismiss()
-        elif recruitment is not None and recruitment.problem:
-            self.recruitment = None
-            self._do_without(recruitment.problem)
-        elif recruitment is not None:
-            return recruitment.processes // crew.cell if recruitment.here else 0
-        elif ElasticLoop.runs > 1:
-            self._do_without("they would begin with the first call of `optimize` in their script, and this is another")
-        else:
-            place = self.mesh.place
-            self.recruitment = SpawnRequest(missing * crew.cell, (place.tensor_size, place.pipeline_size))
-        return 0
-
-    def _do_without(self, problem: str) -> None:
-        """Rank 0: want no more workers than there are, unless somebody has asked again since."""
-        self._say_none_come(problem)
-        if self.worker_target.request <= self.worker_target.agreed:
-            self.worker_target.resize(self.crew.able)
-
-    def _say_none_come(self, problem: str) -> None:
-        workers = self.crew.able
-        print(f"mpishard: the run goes on with {workers} workers, no more could be spawned: {problem}", flush=True)
-
-    def _dismiss(self) -> None:
-        """Rank 0: nobody is to come any more.  Not collective."""
-        if self.recruitment is not None:
-            self.recruitment.give_up()
-            self.recruitment = None
 
     def _commit(self) -> None:
         assert self.ready is not None
@@ -441,11 +407,11 @@ class ElasticLoop(Loop):
         if self.whole:
             self.pending_agreements.add(_WORKERS)
         if crew.rank:  # another one is now
-            self._dismiss()
+            self.recruiter.dismiss()
 
     def _take_in(self, workers: int) -> None:
         """Let those into the crew who were recruited and are here, if they still are.  Collective over the crew."""
-        recruitment, self.recruitment, self.recruits = self.recruitment, None, 0
+        recruitment, self.recruits = self.recruiter.hand_over(), 0
         self.last_disruption = self.done
         try:
             port, problem = self.crew.call_in(recruitment)
@@ -461,7 +427,7 @@ class ElasticLoop(Loop):
         if not port:
             self.worker_target.cap_workers(self.crew.able)
             if recruitment is not None:
-                self._say_none_come(problem)
+                self.recruiter.say_none_come(problem)
 
     def _check_scripts(self) -> None:
         """Raise on all of the crew if those who have come have another model or problem.  Collective."""
