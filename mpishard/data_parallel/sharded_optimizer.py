@@ -619,7 +619,7 @@ class ShardedOptimizer:
         """Raise unless this optimizer can go on with these parameters."""
         check_layout(parameters, self.mesh, self.strategy)
         was = self._parameters
-        if was is not None:
+        if was is not None and was is not parameters:
             check_same_model(was, parameters, self.strategy)
         if self._restored is not None:
             self._restored.check_parameters(parameters.specs, parameters.dtype)
