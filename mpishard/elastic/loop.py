@@ -19,9 +19,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -42,14 +42,11 @@ from mpishard.elastic.watch import Watch
 from mpishard.elastic.worker_target import WorkerTarget
 from mpishard.launch.run_folder import RunFolder, RunLost
 from mpishard.layout.run_state import RunState
-from mpishard.record import RunRecord
-from mpishard.training import Loop, OptimizationResult, Scaling, TrainingState
+from mpishard.training import Loop, OptimizationResult, Scaling
 from mpishard.training.objective import Objective
+from mpishard.training.options import RunOptions
 from mpishard.training.progress import Progress
 from mpishard.training.stopping import StopRequest
-
-if TYPE_CHECKING:
-    from mpishard.checkpoint import Checkpoints
 
 _WORKERS, _CREW = "workers", "crew"
 # What MPI says where a process has died, or others have seen that one has.
@@ -106,12 +103,7 @@ class ElasticLoop(Loop):
         elasticity: Elasticity,
         problem: Objective[Any],
         optimizer: ShardedOptimizer,
-        callback: Callable[[TrainingState[Any]], bool | None] | None,
-        progress: bool,
-        watching: bool,
-        checkpoints: Checkpoints | None,
-        resume: bool,
-        record: RunRecord | None = None,
+        options: RunOptions,
     ) -> None:
         # Alone until it meets the crew, which has the state, and shows how far it is.
         self.comes = newcomer = is_newcomer()
@@ -125,9 +117,9 @@ class ElasticLoop(Loop):
         self.mesh = optimizer.mesh
         first = max(1, min(self.worker_target.agreed_size, self.mesh.data.size))
         scaling = Scaling(elasticity.scaling, first)
-        shown, resume = progress and not newcomer, resume and not newcomer
-        super().__init__(problem, optimizer, callback, shown, watching, checkpoints, resume, record, scaling)
-        self.shows = progress
+        own = replace(options, progress=False, resume=False) if newcomer else options
+        super().__init__(problem, optimizer, own, scaling)
+        self.shows = options.progress
         self.crew = Membership(self.mesh.world.comm, self.mesh.place, self.mesh.data.size)
         self.watch.follow(self.crew.fellows)
         self.heals = heals_in_place()

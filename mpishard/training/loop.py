@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,9 +19,9 @@ from mpishard.data_parallel.validation import tell_of_other_starts
 from mpishard.launch.endings import note_run
 from mpishard.launch.interrupts import Interrupts
 from mpishard.layout.run_state import RunState, brief, whole_fact
-from mpishard.record import RunRecord
 from mpishard.training.loss_history import LossHistory
 from mpishard.training.objective import Objective
+from mpishard.training.options import RunOptions
 from mpishard.training.progress import Progress
 from mpishard.training.scaling import Scaling
 from mpishard.training.step_runner import StepRunner
@@ -46,19 +46,14 @@ class Loop:
         self,
         problem: Objective[Any],
         optimizer: ShardedOptimizer,
-        callback: Callable[[TrainingState[Any]], bool | None] | None,
-        progress: bool,
-        watching: bool,
-        checkpoints: Checkpoints | None,
-        resume: bool,
-        record: RunRecord | None = None,
+        options: RunOptions,
         scaling: Scaling | None = None,
     ) -> None:
         self.problem = problem
         self.optimizer = optimizer
-        self.callback = callback
+        self.callback = options.callback
         self.axis = optimizer.axis
-        self.watching = watching
+        self.watching = options.watching
         self.sampler = Sampler(problem.samples, problem.batch_size, problem.seed)
         self.scaling = scaling or Scaling("constant", self.axis.size)
         workers = self.scaling.first
@@ -75,14 +70,14 @@ class Loop:
         self.synchronizes_next_step = True
         self.requested: int = StopRequest.NONE
         self.interrupts = Interrupts(speaks=optimizer.mesh.rank == 0)
-        self.resumes = resume
+        self.resumes = options.resume
         self.rate = math.nan  # of the last step
-        self.record = record
-        self.checkpoints = checkpoints
+        self.record = record = options.record
+        self.checkpoints = checkpoints = options.checkpoints
         restored = False
         if checkpoints is not None:
             self.check(checkpoints)
-            restored = resume and self.resume(checkpoints)
+            restored = options.resume and self.resume(checkpoints)
         if self.begins and optimizer.clock and not restored:
             optimizer.tell_of_state()
         if self.scaling.batch_size(problem.batch_size, workers) < workers:
@@ -93,8 +88,8 @@ class Loop:
         self.resumed = len(self.losses)
         self.before = optimizer.clock - self.resumed
         self.skipped_before = optimizer.skipped_steps
-        self.shows = progress
-        self.progress = Progress(problem.steps, shown=progress and optimizer.mesh.rank == 0, done=self.resumed)
+        self.shows = options.progress
+        self.progress = Progress(problem.steps, shown=self.shows and optimizer.mesh.rank == 0, done=self.resumed)
         self.began = time.perf_counter()
         if record is not None and self.begins:
             record.begin(self.told())

@@ -15,6 +15,7 @@ from mpishard.parameters.flat import FlatParameters, Model
 from mpishard.record import RunRecord
 from mpishard.training.loop import Loop
 from mpishard.training.objective import Objective
+from mpishard.training.options import RunOptions
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints
@@ -107,7 +108,7 @@ class OptimizationProblem(Objective[P]):
         checkpoints: Checkpoints | None = None,
         resume: bool = False,
         record: RunRecord | None = None,
-        loop: Callable[..., Loop] | None = None,
+        loop: Callable[[Objective[P], ShardedOptimizer, RunOptions], Loop] | None = None,
     ) -> OptimizationResult[P]:
         """Run the loop; `ShardedOptimizer.optimize` calls this and tells of the options.
 
@@ -124,7 +125,8 @@ class OptimizationProblem(Objective[P]):
         watching = bool(optimizer.world.all_reduce(watches, op="max", label="control")[0])
         if self.steps is None and self.tolerance is None and not watching:
             raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
-        return (loop or Loop)(self, optimizer, callback, progress, watching, checkpoints, resume, record).run()
+        options = RunOptions(callback, progress, watching, checkpoints, resume, record)
+        return (loop or Loop)(self, optimizer, options).run()
 
     def _agree_on_problem(
         self, optimizer: ShardedOptimizer, given: Mapping[str, Any], problem: Exception | None
