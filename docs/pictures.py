@@ -1,0 +1,279 @@
+"""Draws the pictures of the explanations, each for light and for dark pages.
+
+Sphinx runs it before it reads the pages (`setup`); by hand: ``python docs/pictures.py FOLDER``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
+
+Axes = Any
+
+
+class Theme(NamedTuple):
+    """Colours of a page."""
+
+    name: str
+    text: str
+    faint: str
+    fill: str
+    ranks: tuple[str, ...]
+
+
+LIGHT = Theme("light", "#222222", "#9a9a9a", "#eeeeee", ("#9ecae9", "#ffbf79", "#a8d8a0", "#d3b8e6"))
+DARK = Theme("dark", "#e0e0e0", "#808080", "#2b2f33", ("#2f6690", "#a5651b", "#3d7a3a", "#74519a"))
+BAD = "#d0433f"
+
+
+def _panel(figure: Figure, *position: int) -> Axes:
+    """An empty drawing area in units of its own, without axes."""
+    axes = figure.add_subplot(*position)
+    axes.set_axis_off()
+    return axes
+
+
+def _box(axes: Axes, x: float, y: float, width: float, height: float, text: str, colour: str, theme: Theme) -> None:
+    style = "round,pad=0,rounding_size=0.12"
+    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=colour, edgecolor="none"))
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=theme.text, fontsize=9)
+
+
+def _arrow(axes: Axes, start: tuple[float, float], stop: tuple[float, float], colour: str, **options: Any) -> None:
+    shape = {"arrowstyle": "-|>", "mutation_scale": 11, "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0, **options}
+    axes.add_patch(FancyArrowPatch(start, stop, color=colour, **shape))
+
+
+def mesh(theme: Theme) -> Figure:
+    """Eight ranks as pipeline=2 x data=2 x tensor=2."""
+    figure = Figure(figsize=(7.2, 3.3))
+    axes = _panel(figure)
+    tensor, data, pipeline = theme.ranks[0], theme.ranks[1], theme.ranks[3]
+
+    def centre(rank: int) -> tuple[float, float]:
+        stage, replica, part = rank // 4, rank // 2 % 2, rank % 2
+        return 1.3 + 5.4 * stage + 2.2 * part, 2.1 - 1.6 * replica
+
+    for rank in range(8):
+        x, y = centre(rank)
+        if rank % 2 == 0:
+            axes.plot(*zip((x, y), centre(rank + 1), strict=True), color=tensor, lw=7, zorder=1)
+        if rank // 2 % 2 == 0:
+            axes.plot(*zip((x, y), centre(rank + 2), strict=True), color=data, lw=7, zorder=1)
+        if rank < 4:
+            bend = {"arrowstyle": "-", "connectionstyle": f"arc3,rad={0.22 if rank > 1 else -0.22}", "linewidth": 2.2}
+            _arrow(axes, (x, y), centre(rank + 4), pipeline, zorder=0, **bend)
+        _box(axes, x - 0.52, y - 0.24, 1.04, 0.48, f"rank {rank}", theme.fill, theme)
+    for stage in range(2):
+        axes.text(2.4 + 5.4 * stage, 3.25, f"stage {stage}", ha="center", color=theme.text, fontsize=11)
+    for replica in range(2):
+        axes.text(-0.75, 2.1 - 1.6 * replica, f"replica {replica}", va="center", color=theme.text, fontsize=10)
+    names = ("mesh.tensor", tensor), ("mesh.data", data), ("mesh.pipeline", pipeline)
+    handles = [Patch(color=colour, label=name) for name, colour in names]
+    figure.legend(handles=handles, loc="lower center", ncols=3, frameon=False, labelcolor=theme.text)
+    axes.set(xlim=(-0.9, 9.7), ylim=(-0.55, 3.5))
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.99, bottom=0.08)
+    return figure
+
+
+def layouts(theme: Theme) -> Figure:
+    """One tensor of 6 x 4 in two layouts, and what goes from whom to whom."""
+    figure = Figure(figsize=(7.6, 3.2))
+    rows, columns = 6, 4
+
+    def holder_before(row: int, column: int) -> int:  # tensor=2 splits the columns
+        return column // 2
+
+    def holder_after(row: int, column: int) -> int:  # ZeRO over 3 ranks splits the elements in row-major order
+        return (row * columns + column) // 8
+
+    def moved(row: int, column: int) -> bool:
+        return holder_before(row, column) != holder_after(row, column)
+
+    def draw(place: int, title: str, holder: Callable[[int, int], int], note: Callable[[int, int], str]) -> None:
+        axes = _panel(figure, 1, 3, place)
+        for row in range(rows):
+            for column in range(columns):
+                colour = theme.ranks[holder(row, column)]
+                axes.add_patch(Rectangle((column, -row), 1, 1, facecolor=colour, edgecolor=theme.fill, linewidth=1.5))
+                text = note(row, column)
+                axes.text(column + 0.5, 0.5 - row, text, ha="center", va="center", color=theme.text, fontsize=8)
+        axes.set(xlim=(-0.2, columns + 0.2), ylim=(-rows + 0.8, 2), aspect="equal")
+        axes.set_title(title, color=theme.text, fontsize=10)
+
+    draw(1, "before: columns over\n2 tensor ranks", holder_before, lambda row, column: "")
+    draw(2, "after: elements over\n3 data ranks (ZeRO)", holder_after, lambda row, column: "")
+    sent = sum(moved(row, column) for row in range(rows) for column in range(columns))
+    title = f"{rows * columns - sent} stay, {sent} travel\n(from rank)"
+    draw(3, title, holder_after, lambda row, column: str(holder_before(row, column)) if moved(row, column) else "")
+    handles = [Patch(color=colour, label=f"rank {rank}") for rank, colour in enumerate(theme.ranks[:3])]
+    figure.legend(handles=handles, loc="lower center", ncols=3, frameon=False, labelcolor=theme.text)
+    figure.subplots_adjust(left=0.02, right=0.98, top=0.84, bottom=0.1)
+    return figure
+
+
+def transaction(theme: Theme) -> Figure:
+    """A step of an elastic run: the way to the commit, and the way back."""
+    figure = Figure(figsize=(7.6, 2.9))
+    axes = _panel(figure)
+    steps = ("committed\nstate s", "keep a copy\nof state s", "gradients,\nupdate", "copy to the\nneighbour", "agree")
+    for place, text in enumerate(steps):
+        colour = theme.ranks[2] if place == 0 else theme.fill
+        _box(axes, 2.1 * place, 2, 1.65, 0.95, text, colour, theme)
+        if place:
+            _arrow(axes, (2.1 * place - 0.43, 2.47), (2.1 * place - 0.03, 2.47), theme.text)
+    _box(axes, 10.5, 2, 1.65, 0.95, "committed\nstate s + 1", theme.ranks[2], theme)
+    _arrow(axes, (10.07, 2.47), (10.47, 2.47), theme.text)
+    axes.plot([2.1, 10.05], [1.78, 1.78], color=BAD, lw=1.4)
+    axes.text(6.1, 1.52, "a rank dies anywhere here", ha="center", va="center", color=BAD, fontsize=9)
+    way_back = "survivors go back to state s;\na neighbour has the dead one's part"
+    _box(axes, 3.6, 0.1, 5, 0.95, way_back, theme.fill, theme)
+    _arrow(axes, (6.1, 1.33), (6.1, 1.08), BAD)
+    _arrow(axes, (3.57, 0.57), (0.82, 1.97), theme.text, connectionstyle="angle,angleA=180,angleB=90,rad=8")
+    axes.text(0.95, 0.75, "the step is\ntaken again", color=theme.text, fontsize=8.5)
+    axes.set(xlim=(-0.1, 12.3), ylim=(-0.05, 3.1))
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.99, bottom=0.01)
+    return figure
+
+
+def tree(theme: Theme) -> Figure:
+    """The sum of eight micro-batches along a tree, on three ranks and on two."""
+    figure = Figure(figsize=(7.6, 2.9))
+    for place, cuts in enumerate(((0, 3, 6, 8), (0, 4, 8))):
+        axes = _panel(figure, 1, 2, place + 1)
+        held = [next(rank for rank in range(len(cuts) - 1) if term < cuts[rank + 1]) for term in range(8)]
+        level, width = [(term + 0.5, held[term]) for term in range(8)], 1
+        height = 0.0
+        for term, (x, rank) in enumerate(level):
+            _box(axes, x - 0.4, -0.25, 0.8, 0.5, str(term), theme.ranks[rank], theme)
+        while len(level) > 1:
+            above = []
+            for left, right in zip(level[::2], level[1::2], strict=True):
+                x = (left[0] + right[0]) / 2
+                owner = left[1] if left[1] == right[1] else -1
+                for child in (left, right):
+                    axes.plot([child[0], x], [height + 0.25, height + 0.85], color=theme.faint, lw=1.2, zorder=0)
+                colour = theme.fill if owner < 0 else theme.ranks[owner]
+                _box(axes, x - 0.4, height + 0.85, 0.8, 0.5, "+", colour, theme)
+                above.append((x, owner))
+            level, width, height = above, 2 * width, height + 1.1
+        ranks = len(cuts) - 1
+        axes.set_title(f"{ranks} ranks", color=theme.text, fontsize=10)
+        axes.set(xlim=(-0.1, 8.1), ylim=(-0.4, 3.8))
+    handles = [Patch(color=colour, label=f"on rank {rank}") for rank, colour in enumerate(theme.ranks[:3])]
+    handles.append(Patch(color=theme.fill, label="after the exchange"))
+    figure.legend(handles=handles, loc="lower center", ncols=4, frameon=False, labelcolor=theme.text, fontsize=9)
+    figure.subplots_adjust(left=0.02, right=0.98, top=0.9, bottom=0.12)
+    return figure
+
+
+def _printed(command: str) -> Any:
+    """What a command of mpishard prints as JSON."""
+    from mpishard.cli import main
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = main(command.split())
+    if code:
+        raise RuntimeError(f"mpishard {command} ended with code {code}")
+    return json.loads(printed.getvalue())
+
+
+def schedules(theme: Theme) -> Figure:
+    """The four schedules for 4 stages and 8 micro-batches, times of F = I = W = 1 and B = 2."""
+    colours = dict(zip("FBIW", (theme.ranks[0], theme.ranks[2], theme.ranks[2], theme.ranks[1]), strict=True))
+    figure = Figure(figsize=(7.6, 7.2))
+    for place, name in enumerate(("gpipe", "1f1b", "interleaved", "zb-h1")):
+        plan = _printed(f"schedule {name} --stages 4 --microbatches 8 --json")
+        chunks = plan["chunks"]
+        axes = figure.add_subplot(4, 1, place + 1)
+        axes.set_facecolor(theme.fill)
+        for event in plan["events"]:
+            start, stop = event["start"] / chunks, event["stop"] / chunks
+            alpha = 1 - 0.45 * event["chunk"] / chunks
+            axes.barh(
+                event["rank"], stop - start, 0.88, left=start, color=colours[event["kind"]], alpha=alpha,
+                edgecolor=theme.fill, linewidth=0.5,
+            )  # fmt: skip
+            if stop - start >= 1:
+                x = (start + stop) / 2
+                number = str(event["microbatch"])
+                axes.text(x, event["rank"], number, ha="center", va="center", fontsize=6.5, color=theme.text)
+        axes.set(xlim=(0, 33), ylim=(3.5, -0.5), yticks=range(4))
+        axes.set_yticklabels([f"stage {stage}" for stage in range(4)], color=theme.text, fontsize=8)
+        axes.tick_params(left=False, bottom=False, labelbottom=False)
+        for side in axes.spines.values():
+            side.set_visible(False)
+        title = f"{name}{f', {chunks} chunks a rank' if chunks > 1 else ''}: bubble {plan['bubble_fraction']:.1%}"
+        axes.set_title(f"{title}, stage 0 keeps {plan['peak_live'][0] / chunks:g} micro-batches", loc="left", color=theme.text, fontsize=9)
+    kinds = ("forward", "F"), ("backward, or input gradient", "B"), ("weight gradient", "W")
+    handles = [Patch(color=colours[kind], label=label) for label, kind in kinds]
+    handles.append(Patch(color=theme.fill, label="idle"))
+    figure.legend(handles=handles, loc="lower center", ncols=4, frameon=False, labelcolor=theme.text, fontsize=9)
+    figure.subplots_adjust(left=0.09, right=0.99, top=0.96, bottom=0.06, hspace=0.35)
+    return figure
+
+
+def memory(theme: Theme) -> Figure:
+    """What a rank holds under each strategy, by the README's table: AdamW in float32 on 8 data ranks."""
+    figure = Figure(figsize=(7.2, 2.7))
+    axes = figure.add_subplot()
+    ranks, slots = 8, 2
+    held = {
+        "ZeRO-3": (1 / ranks, 1 / ranks, slots / ranks),
+        "ZeRO-2": (1, 1 / ranks, slots / ranks),
+        "ZeRO-1": (1, 1, slots / ranks),
+        "DDP": (1, 1, slots),
+    }
+    parts = ("parameters", "gradients", "optimizer state")
+    for row, sizes in enumerate(held.values()):
+        left = 0.0
+        for size, colour in zip(sizes, theme.ranks, strict=False):
+            axes.barh(row, size, 0.6, left=left, color=colour)
+            left += size
+        axes.text(left + 0.05, row, f"{left:.4g} P", va="center", color=theme.text, fontsize=9)
+    axes.set_yticks(range(len(held)), list(held), color=theme.text)
+    axes.set_xlabel("bytes a rank, in units of the parameters P, without buckets and gathered blocks", color=theme.text)
+    axes.tick_params(left=False, colors=theme.text)
+    axes.set_xlim(0, 4.6)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(theme.faint)
+    handles = [Patch(color=colour, label=part) for part, colour in zip(parts, theme.ranks, strict=False)]
+    axes.legend(handles=handles, loc="lower right", frameon=False, labelcolor=theme.text)
+    figure.subplots_adjust(left=0.1, right=0.98, top=0.97, bottom=0.2)
+    return figure
+
+
+PICTURES = (mesh, layouts, transaction, tree, schedules, memory)
+
+
+def draw(folder: Path) -> Iterator[Path]:
+    """Write all pictures as SVG, with transparent background."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.hashsalt": "mpishard", "svg.fonttype": "none", "font.family": "sans-serif"}):
+        for picture in PICTURES:
+            for theme in (LIGHT, DARK):
+                path = folder / f"{picture.__name__}-{theme.name}.svg"
+                picture(theme).savefig(path, transparent=True, metadata={"Date": None})
+                yield path
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Sphinx: draw the pictures beside the pages that show them, before these are read."""
+    app.connect("builder-inited", lambda app: list(draw(Path(app.srcdir) / "pictures")))
+    return {"parallel_read_safe": True}
+
+
+if __name__ == "__main__":
+    for written in draw(Path(sys.argv[1])):
+        print(written)
