@@ -213,8 +213,10 @@ def schedules(theme: Theme) -> Figure:
         axes.tick_params(left=False, bottom=False, labelbottom=False)
         for side in axes.spines.values():
             side.set_visible(False)
-        title = f"{name}{f', {chunks} chunks a rank' if chunks > 1 else ''}: bubble {plan['bubble_fraction']:.1%}"
-        axes.set_title(f"{title}, stage 0 keeps {plan['peak_live'][0] / chunks:g} micro-batches", loc="left", color=theme.text, fontsize=9)
+        several = f", {chunks} chunks a rank" if chunks > 1 else ""
+        kept = plan["peak_live"][0] / chunks
+        title = f"{name}{several}: bubble {plan['bubble_fraction']:.1%}, stage 0 keeps {kept:g} micro-batches"
+        axes.set_title(title, loc="left", color=theme.text, fontsize=9)
     kinds = ("forward", "F"), ("backward, or input gradient", "B"), ("weight gradient", "W")
     handles = [Patch(color=colours[kind], label=label) for label, kind in kinds]
     handles.append(Patch(color=theme.fill, label="idle"))
