@@ -125,7 +125,7 @@ def transaction(theme: Theme) -> Figure:
     """A step of an elastic run: the way to the commit, and the way back."""
     figure = Figure(figsize=(7.6, 2.9))
     axes = _panel(figure)
-    steps = ("committed\nstate s", "keep a copy\nof state s", "gradients,\nupdate", "copy to the\nneighbour", "agree")
+    steps = ("committed\nstate s", "keep a copy\nof state s", "gradients,\nupdate", "copy to\nthe buddy", "agree")
     for place, text in enumerate(steps):
         colour = theme.ranks[2] if place == 0 else theme.fill
         _box(axes, 2.1 * place, 2, 1.65, 0.95, text, colour, theme)
@@ -135,7 +135,7 @@ def transaction(theme: Theme) -> Figure:
     _arrow(axes, (10.07, 2.47), (10.47, 2.47), theme.text)
     axes.plot([2.1, 10.05], [1.78, 1.78], color=BAD, lw=1.4)
     axes.text(6.1, 1.52, "a rank dies anywhere here", ha="center", va="center", color=BAD, fontsize=9)
-    way_back = "survivors go back to state s;\na neighbour has the dead one's part"
+    way_back = "survivors go back to state s;\na buddy has the dead one's part"
     _box(axes, 3.6, 0.1, 5, 0.95, way_back, theme.fill, theme)
     _arrow(axes, (6.1, 1.33), (6.1, 1.08), BAD)
     _arrow(axes, (3.57, 0.57), (0.82, 1.97), theme.text, connectionstyle="angle,angleA=180,angleB=90,rad=8")
