@@ -1,0 +1,87 @@
+"""Sphinx builds the site from this: ``tox -e docs``, or ``sphinx-build -n -W docs docs/_build/html``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from sphinx.util import logging  # noqa: E402
+
+import mpishard  # noqa: E402
+
+project = "mpishard"
+author = "the authors of mpishard"
+copyright = "the authors of mpishard, Apache-2.0"
+version = release = mpishard.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc", "pictures", "commands"]
+exclude_patterns = ["_build"]
+nitpicky = True
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"mpishard {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+
+# Types are in the docstrings, in words; signatures without them fit on a phone.
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autosummary_generate = False
+numpydoc_show_class_members = False
+# What docstrings put in single backticks is a link where that is documented, and else only set apart.
+default_role = "autolink"
+
+# A public name that no page of the reference has is a mistake.
+DOCUMENTED = ("mpishard", "mpishard.nn", "mpishard.compression")
+
+_PATH = re.compile(r"`((?:mpishard|tests|benchmarks|examples|slurm|docs)/[\w/.-]*\w/?)`")
+_HOP = re.compile(r"\| `(mpishard/[\w/]+\.py)` \| `([\w. ]+)` \|")
+
+
+def _quiet(app: Any, env: Any, node: Any, contnode: Any) -> Any:
+    """Names that need lead nowhere: in single backticks parameters and methods, in signatures what is not public."""
+    if node.get("refdomain") != "py":
+        return None
+    return contnode if node.get("reftype") == "obj" or node["reftarget"].startswith("mpishard.") else None
+
+
+def _check_all_documented(app: Any, env: Any) -> None:
+    from importlib import import_module
+
+    known = env.get_domain("py").objects
+    for module in DOCUMENTED:
+        for name in import_module(module).__all__:
+            full = f"{module}.{name}"
+            if full not in known and full not in DOCUMENTED:
+                logging.getLogger(__name__).warning("the reference has no page with %s", full, location="reference")
+
+
+def _check_paths(app: Any, page: str, text: list[str]) -> None:
+    """Files that a page names are there, and in the tables of the walks the functions in them."""
+    wrong = [path for path in _PATH.findall(text[0]) if not (HERE.parent / path).exists()]
+    for path, names in _HOP.findall(text[0]):
+        code = (HERE.parent / path).read_text("utf-8") if path not in wrong else ""
+        for name in names.split():
+            if not re.search(rf"^ *(def|class) {name.rpartition('.')[2]}\b", code, re.MULTILINE):
+                wrong.append(f"{name} in {path}")
+    if page == "contributing/map":
+        packages = {f"`{each.parent.name}/`" for each in (HERE.parent / "mpishard").glob("*/__init__.py")}
+        wrong += sorted(package for package in packages if f"| {package} |" not in text[0])
+    for each in wrong:
+        logging.getLogger(__name__).warning("there is no %s, or the map lacks it", each, location=page)
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", _check_paths)
+    app.connect("missing-reference", _quiet)
+    app.connect("env-check-consistency", _check_all_documented)
