@@ -13,7 +13,7 @@ from sphinx.util.docutils import SphinxDirective
 from mpishard.cli.app import app as application
 
 # What is shown as code in a help text: options, calls, files.
-_CODE = re.compile(r"((?<![\w-])--?[a-z][a-z-]*(?: \d+)?|[\w.]+\([^()]*\)|\b[a-z]+\.(?:png|json|py)\b)")
+_CODE = re.compile(r"((?<![\w-])--?[a-z][a-z-]*(?: [\d.,]*\d)?|[\w.]+\([^()]*\)|\b[a-z]+\.(?:png|json|py)\b)")
 # Click ends a listing that is not to be wrapped so.
 _LISTING = "\b\n"
 

@@ -45,7 +45,7 @@ default_role = "autolink"
 DOCUMENTED = ("mpishard", "mpishard.nn", "mpishard.compression")
 
 _PATH = re.compile(r"`((?:mpishard|tests|benchmarks|examples|slurm|docs)/[\w/.-]*\w/?)`")
-_HOP = re.compile(r"\| `(mpishard/[\w/]+\.py)` \| `([\w. ]+)` \|")
+_HOP = re.compile(r"^\d+\. `(mpishard/[\w/]+\.py)`,((?:\s+`[\w.]+`,?)+):", re.MULTILINE)
 
 
 def _quiet(app: Any, env: Any, node: Any, contnode: Any) -> Any:
@@ -67,11 +67,11 @@ def _check_all_documented(app: Any, env: Any) -> None:
 
 
 def _check_paths(app: Any, page: str, text: list[str]) -> None:
-    """Files that a page names are there, and in the tables of the walks the functions in them."""
+    """Files that a page names are there, and in the lists of the walks the functions in them."""
     wrong = [path for path in _PATH.findall(text[0]) if not (HERE.parent / path).exists()]
     for path, names in _HOP.findall(text[0]):
         code = (HERE.parent / path).read_text("utf-8") if path not in wrong else ""
-        for name in names.split():
+        for name in re.findall(r"[\w.]+", names):
             if not re.search(rf"^ *(def|class) {name.rpartition('.')[2]}\b", code, re.MULTILINE):
                 wrong.append(f"{name} in {path}")
     if page == "contributing/map":
