@@ -1,8 +1,8 @@
-"""The tensors of a model as one file that other programs read: safetensors, and NumPy archives (npz).
+"""Archives, files of all tensors of a model that other programs read: safetensors and NumPy archives (npz).
 
-Parameters go by their names, slots of optimizer state as ``optimizer/<slot>/<tensor>``.  The facts of a run, other than
-arrays, go along as JSON: metadata of a safetensors file, and the comment of the zip file that an npz is.  What is read
-is taken for hostile: nothing is unpickled, and what a header claims is held against the size of the file first.
+Parameters have their names, slots of optimizer state are called ``optimizer/<slot>/<tensor>``.  The facts of a run,
+other than arrays, are stored as JSON: in the metadata of a safetensors file, or in the zip comment of an npz.  Files are
+read as hostile: nothing is unpickled, and the claims of a header are first checked against the size of the file.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SUFFIXES = (".safetensors", ".npz")
 _SLOTS = SLOT.format("")
 _CODES: dict[str, np.dtype] = {"F16": np.dtype(np.float16), "F32": np.dtype(np.float32), "F64": np.dtype(np.float64)}
 _READ = (np.dtype(np.float32), np.dtype(np.float64))  # a model's parameters are one of these
-_MOST_DIMENSIONS, _LONGEST = 32, 2**60  # HDF5 has no more, and no more can be counted
+_MOST_DIMENSIONS, _LONGEST = 32, 2**60  # limits of HDF5 and of int64
 _FACTS = "mpishard"
 _LONGEST_COMMENT = 2**16 - 1
-_MOST_DEFLATED = 1032  # bytes that deflate can make of one
+_MOST_DEFLATED = 1032  # largest number of bytes that deflate makes of one
 
 
 def format_of(file: Path) -> str:
-    """Which of `SUFFIXES` a file has.
+    """The suffix of a file, one of `SUFFIXES`.
 
     Raises
     ------
@@ -55,16 +55,16 @@ def write_archive(source: Source, file: Path, *, optimizer: bool = False) -> Non
     Parameters
     ----------
     file : Path
-        Must not exist; its suffix says which format.
+        Must not exist; its suffix decides the format.
     optimizer : bool
-        Whether slots go along.
+        Whether slots are written, too.
 
     Raises
     ------
     ValueError
         If the file exists or its suffix is unknown, or a tensor's name cannot be written.
     OSError
-        Of the disk; nothing is left behind.
+        If the disk fails; nothing is left behind.
     """
     write = _write_safetensors if format_of(file) == ".safetensors" else _write_npz
     kinds = [kind for kind in source.kinds if kind == PARAMETERS or (optimizer and kind.startswith(_SLOTS))]
@@ -85,7 +85,7 @@ def _facts_text(source: Source) -> str:
 
 
 def _write_safetensors(source: Source, labels: Mapping[str, tuple[str, str]], stream: IO[bytes]) -> None:
-    # The package's own writer wants all tensors in memory at once.  The widest dtype comes first: so all are aligned.
+    # The package's own writer needs all tensors in memory.  The widest dtype comes first, so that all are aligned.
     codes = {dtype: code for code, dtype in _CODES.items()}
     order = sorted(labels, key=lambda label: -source.kinds[labels[label][0]].itemsize)
     header: dict[str, Any] = {"__metadata__": {_FACTS: _facts_text(source)}}
@@ -133,8 +133,8 @@ class Archive(AbstractContextManager["Archive"]):
     Raises
     ------
     ValueError
-        If the file is none of the two, damaged, or holds anything but float32 or float64 tensors, of one dtype for the
-        parameters and one for each slot, and each slot for all of them.
+        If the file has neither format, is damaged, or holds anything but float32 or float64 tensors: parameters of one
+        dtype, and for each slot all tensors, of one dtype.
     """
 
     def __init__(self, file: Path) -> None:
@@ -152,7 +152,7 @@ class Archive(AbstractContextManager["Archive"]):
     def _sort(
         self, entries: Mapping[str, tuple[tuple[int, ...], np.dtype]]
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, np.dtype]]:
-        """Tensors with their shapes and kinds with their dtypes, of labels with both."""
+        """Shapes of the tensors and dtypes of the kinds, from the labels of a file with their shapes and dtypes."""
         shapes: dict[str, dict[str, tuple[int, ...]]] = {PARAMETERS: {}}
         kinds: dict[str, np.dtype] = {}
         for label, (shape, dtype) in entries.items():
@@ -191,14 +191,14 @@ class Archive(AbstractContextManager["Archive"]):
 
     @contextmanager
     def _refused(self) -> Iterator[None]:
-        """Make one ValueError of all that the readers of both formats raise on bad files."""
+        """Turn the errors that the readers of both formats raise on bad files into one ValueError."""
         import safetensors
 
         bad = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, struct.error, safetensors.SafetensorError)
         try:
             yield
         except (ValueError, MemoryError, OSError, *bad) as error:
-            # zipfile seeks wherever a file tells it to: such an error, unlike those of opening, names no file.
+            # zipfile seeks to any offset that the file contains; that error names no file, unlike errors of opening.
             if isinstance(error, OSError) and error.filename is not None:
                 raise
             raise ValueError(f"{self.path} cannot be read as {self.path.suffix[1:]}: {error}") from error
@@ -208,7 +208,7 @@ class Archive(AbstractContextManager["Archive"]):
 
 
 def _facts(text: str | None) -> dict[str, Any]:
-    """The facts of a run, which a file of another program does not have."""
+    """The facts of a run; none in a file of another program."""
     facts = json.loads(text) if text is not None else {}
     if not isinstance(facts, dict):
         raise ValueError(f"the facts of its run are not an object: {text[:60] if text else text}")
@@ -224,7 +224,7 @@ class _Safetensors:
     def __init__(self, file: Path, stack: ExitStack) -> None:
         from safetensors import safe_open
 
-        # The package checks offsets against the size of the file, but lets the last of two entries of one name win.
+        # The package checks offsets against the file's size, but of two entries with one name it takes the last.
         self._opened = stack.enter_context(safe_open(file, "numpy"))
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -257,11 +257,11 @@ class _Npz:
         self._archive = stack.enter_context(zipfile.ZipFile(file))
         infos = self._archive.infolist()
         _once([(info.filename, None) for info in infos])
-        room = file.stat().st_size
-        if sum(info.compress_size for info in infos) > room:
-            raise ValueError(f"its members overlap, or claim more than its {room} bytes")
+        size_on_disk = file.stat().st_size
+        if sum(info.compress_size for info in infos) > size_on_disk:
+            raise ValueError(f"its members overlap, or claim more than its {size_on_disk} bytes")
         self.facts_text = None
-        with suppress(ValueError, KeyError, TypeError):  # the comment may be anybody's
+        with suppress(ValueError, KeyError, TypeError):  # the comment may be that of another program
             self.facts_text = json.dumps(json.loads(self._archive.comment)[_FACTS])
         self.entries = {info.filename.removesuffix(".npy"): self._entry(info) for info in infos}
 

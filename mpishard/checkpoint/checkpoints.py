@@ -1,4 +1,4 @@
-"""The checkpoints of a run, as a training script sees them."""
+"""The checkpoints of a run, for training scripts and loops."""
 
 from __future__ import annotations
 
@@ -35,38 +35,38 @@ from mpishard.layout.run_state import RunState
 class Checkpoints:
     """The checkpoints of a run in one folder.
 
-    Each is a folder of its own, ``step-NNNNNNNN``, with one HDF5 file a rank and an index that shows every tensor and
-    every slot of the optimizer whole, by name.  It appears under its name when all of it is on the disk; a run that
-    dies at any moment leaves the checkpoint before or the new one.  ``latest`` points to the newest.
+    Each checkpoint is a folder ``step-NNNNNNNN`` with one HDF5 file per rank, and an index that shows every tensor and
+    every slot of the optimizer as a whole, by name.  It gets its name when all of it is on the disk: a run that dies
+    at any moment leaves the last checkpoint or the new one.  ``latest`` points to the newest.
 
-    All methods but `adopt` and `revoke` are collective over the mesh, creation too.  As a context manager it is closed
-    at the end.
+    All methods but `adopt` and `revoke`, and the creation, are collective over the mesh.  As a context manager it is
+    closed at the end.
 
     Parameters
     ----------
     folder : path
-        The same for all ranks, on a disk that all of them see.  Made when it is needed.  Two runs may save into
-        one folder, each beside what the other has, but then the newest of both is loaded.
+        The same for all ranks, on a disk that all ranks see.  Made when it is needed.  Two runs may save into one
+        folder, but then the newest checkpoint of both is loaded.
     mesh : Mesh
     every : int or float, optional
-        For the loop that trains, see `due`: steps from one checkpoint to the next; or, as a number between 0 and 1, the
-        share of the run's time that saves may take, by the time that they keep the slowest rank.  ``every=0.02`` with
-        ``asynchronous=True``, which keeps ranks for less, saves as often as 2 % of the time allow.
+        For the training loop, see `due`: steps between checkpoints; or, as a number between 0 and 1, the share of the
+        run's time that saves may take, measured by the time that the slowest rank waits for them.  ``every=0.02`` saves
+        as often as 2 % of the time allow; with ``asynchronous=True`` ranks wait less.
     keep : int or None
-        After each save the oldest ones beyond so many are removed; None: none is.  Only those that were saved here
-        count, and once something was loaded from the folder those that were there: a script that is started again
-        without loading takes nothing away.
+        Number of checkpoints to keep: after each save the older ones are removed; None: all are kept.  Only those saved
+        by this object count and, once a checkpoint was loaded from the folder, all that are there: a script that is
+        started again without loading removes nothing.
     asynchronous : bool
-        What `save` does if it is not told.
+        The default of `save`.
     compression : {None, "gzip", "lzf"}
-        Filter of HDF5 for all values.
+        HDF5 filter for all values.
     on_error : {"raise", "warn"}
-        What a save does that the disk does not allow: raise OSError on all ranks, or warn on rank 0 and go on.
+        If the disk fails in a save: raise OSError on all ranks, or warn on rank 0 and continue.
 
     Raises
     ------
     ValueError
-        On every rank, if an option has no sense or is not the same on all.
+        On every rank, if an option is invalid or not the same on all.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Checkpoints:
             "compression": compression,
             "on_error": on_error,
         }
-        told = mesh.world.allgather_object({name: str(value) for name, value in options.items()})
+        all_options = mesh.world.allgather_object({name: str(value) for name, value in options.items()})
         for name in options:
-            if any(other[name] != told[0][name] for other in told):
-                values = ", ".join(other[name] for other in told)
+            if any(other[name] != all_options[0][name] for other in all_options):
+                values = ", ".join(other[name] for other in all_options)
                 raise ValueError(f"{name} must be the same on all ranks, got {values} by rank")
         if keep is not None:
             keep = integer("keep", keep, least=1)
@@ -108,14 +108,14 @@ class Checkpoints:
             raise ValueError(f"compression={compression!r} is none of {', '.join(map(str, COMPRESSIONS))}")
         if on_error not in ("raise", "warn"):
             raise ValueError(f"on_error={on_error!r} must be 'raise' or 'warn'")
-        self.folder: Path = Path(folder).absolute()  # a script may change its directory
+        self.folder: Path = Path(folder).absolute()  # a script may change the working directory
         self.mesh = mesh
         self.every = every
         self.keep = keep
         self.asynchronous = asynchronous
         self.compression = compression
         self.on_error = on_error
-        # A thread needs communicators that nobody else uses, and a ledger that the watchdog does not read.
+        # The thread needs communicators of its own, and a ledger that the watchdog does not read.
         self._axis: Axis | None = Axis("checkpoint", mesh.world.comm.Dup(), Ledger())
         self._snapshot = Snapshot()
         self._pace = None if every is None or in_steps else Pace(float(every))
@@ -128,10 +128,10 @@ class Checkpoints:
         return f"Checkpoints({str(self.folder)!r}, every={self.every}, keep={self.keep})"
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint follows the step, by `every`; to be asked once after each step.
+        """Whether a checkpoint is due after the step, by `every`; call it once after each step.
 
-        Where `every` is a share of the time, the first one follows the first step, since what a save takes is measured;
-        then each save is followed by so much time without one that it took no more than the share.
+        If `every` is a share of the time, the first save follows the first step, to measure how long a save takes.
+        Each later save is due when the last one has taken no more than its share of the time since it began.
         """
         if self._pace is None:
             return self.every is not None and step > 0 and step % self.every == 0
@@ -140,20 +140,20 @@ class Checkpoints:
         )
 
     def rehearse(self) -> None:
-        """Write a little where checkpoints will be written, and remove it.
+        """Write a small file where checkpoints will be written, and remove it.
 
-        So that a folder that some rank cannot write, or sees another one than the rest, is found before hours of
-        training.  Rank 0 warns, once, of a folder that other users may write into, too.
+        It finds a folder that some rank cannot write, or that is not the same for all ranks, before hours of training.
+        Rank 0 also warns, once, of a folder into which other users may write.
 
         Raises
         ------
         OSError
-            On every rank, as `save`; or a warning, as `on_error` has it.
+            On every rank, as `save`; or a warning, by `on_error`.
         ValueError
             On every rank, if the folder is itself a checkpoint.
         """
         axis = self._open()
-        self._settle()
+        self._finish_save()
         unfinished, fault = self._make_folder(0)
         if unfinished is not None:
             fault = saver.rehearse(unfinished, axis)
@@ -165,30 +165,29 @@ class Checkpoints:
     def save(self, state: RunState, *, asynchronous: bool | None = None) -> Path | None:
         """Write a checkpoint.
 
-        The save before is waited for first, and its error raised here if it was asynchronous.
+        It first waits for the last save, and raises the error of an asynchronous one.
 
         Parameters
         ----------
         state : RunState
             ``state.facts["step"]`` is the step in the checkpoint's name.
         asynchronous : bool, optional
-            Copy the values to host memory and return; a thread writes them meanwhile.  Training may change them at
-            once, and errors come with the next call.  The memory is kept for the next copy.  Where MPI does not serve
-            several threads, all is done at once.
+            Copy the values to host memory and return; a thread then writes them.  Training may change the values at
+            once, and the next call raises errors.  The memory is kept for the next copy.  If MPI does not support
+            several threads, the save is synchronous.
 
         Returns
         -------
         Path or None
-            The folder of the checkpoint, in which it will be if the save is asynchronous; None if it failed with a
-            warning.
+            The folder of the checkpoint, also of one that is not written yet; None if it failed with a warning.
 
         Raises
         ------
         OSError
-            On every rank, if the disk of any does not allow it and `on_error` is "raise".  Checkpoints that were there
-            are untouched, and so is the state.
+            On every rank, if the disk of any rank fails and `on_error` is "raise".  Older checkpoints and the state are
+            unchanged.
         ValueError
-            On every rank, if they are not at the same step, or the folder is itself a checkpoint.
+            On every rank, if the ranks are not at the same step, or the folder is itself a checkpoint.
         """
         if self._pace is None:
             return self._save(state, asynchronous)
@@ -199,7 +198,7 @@ class Checkpoints:
 
     def _save(self, state: RunState, asynchronous: bool | None) -> Path | None:
         axis = self._open()
-        self._settle()
+        self._finish_save()
         unfinished, fault, step = self._begin(state)
         if fault is not None:
             return self._conclude(Outcome(fault), step, None)
@@ -232,45 +231,45 @@ class Checkpoints:
     def load(self, state: RunState, *, check: Callable[[Mapping[str, Any]], None] | None = None) -> Contents | None:
         """Read the newest whole checkpoint into the arrays of `state`, whatever layout wrote it.
 
-        Every file is hashed before HDF5 opens any, and every chunk of compressed values is decoded once to see that it
-        has them all; only then are values read, straight into place, without memory for a second copy.  Rank 0 warns of
-        each damaged checkpoint that is passed over.
+        Every file is hashed before HDF5 opens any, and every compressed chunk is decoded once to check that it is
+        complete.  Only then the values are read directly into the arrays, without memory for a second copy.  Rank 0
+        warns of each damaged checkpoint that is skipped.
 
         Parameters
         ----------
         state : RunState
-            Its arrays are written; its facts are not looked at.
+            Its arrays are written; its facts are ignored.
         check : callable, optional
             Called on all ranks with the facts of the checkpoint before anything is written; may raise ValueError.
 
         Returns
         -------
         Contents or None
-            What the checkpoint says, `facts` first of all; None if there is no checkpoint.
+            The contents of the checkpoint, among them `facts`; None if there is no checkpoint.
 
         Raises
         ------
         ValueError
-            On every rank: there are only damaged ones, or the newest whole one is of other tensors, or `check` says so.
-            Nothing was written.
+            On every rank, if there are only damaged checkpoints, if the newest whole one has other tensors, or from
+            `check`.  Nothing was written.
         OSError
-            On every rank, if the folder cannot be listed; or, with arrays partly written, if a disk fails that gave the
-            same bytes a moment before and no older checkpoint can be read.
+            On every rank, if the folder cannot be listed; or, with arrays partly written, if the disk fails after the
+            check and no older checkpoint can be read.
         """
         axis = self._open()
-        self._settle()
+        self._finish_save()
         found = load_newest(self.folder, state, self.mesh.world, axis, check)
         if found is not None:
             self.adopt()
         return found
 
     def adopt(self) -> None:
-        """Let `keep` count all that is in the folder when the next save begins, whoever saved it.  Not collective."""
+        """Let `keep` count all checkpoints that are in the folder when the next save begins.  Not collective."""
         self._adopts = True
 
     @property
     def own(self) -> list[str]:
-        """Ids of those that `keep` counts, for ranks that come to the run."""
+        """The ids of the checkpoints that `keep` counts, for processes that join the run."""
         return sorted(self._own)
 
     @own.setter
@@ -278,26 +277,26 @@ class Checkpoints:
         self._own = set(ids)
 
     def wait(self) -> None:
-        """Return when the save under way has ended; raise or warn as `save` would have."""
-        self._settle()
+        """Wait for the save under way; raise or warn as `save` does."""
+        self._finish_save()
 
     def release(self) -> None:
         """`wait`, and free the communicators, to `rebind` afterwards."""
-        self._settle()
+        self._finish_save()
         self._open().free()
 
     def rebind(self) -> None:
-        """Be of the mesh as it is now, which has moved to other ranks.  A save under way has ended or is given up."""
+        """Use the communicators of the mesh after its `rebind`.  A save under way has ended or is abandoned."""
         if self._flight is not None:
             self._flight.join()
             self._flight = None
-        world = self.mesh.world.comm  # has been agreed on: what fails half-way can be revoked through it
+        world = self.mesh.world.comm  # all ranks have it, so that a failure below can be ended by revoking it
         self._axis = Axis("checkpoint", world.Dup(), Ledger(), later=world.Dup())
         if self._pace is not None:
             self._pace.ask_soon()
 
     def revoke(self) -> None:
-        """Make a save under way fail, on all ranks, since one has died.  Not collective."""
+        """Make a save under way fail on all ranks, after the death of a rank.  Not collective."""
         if self._axis is not None:
             self._axis.revoke()
 
@@ -306,9 +305,9 @@ class Checkpoints:
         if self._axis is None:
             return
         try:
-            self._settle()
+            self._finish_save()
         finally:
-            if self._flight is None:  # else this was interrupted, and the thread needs its communicator
+            if self._flight is None:  # else the wait was interrupted, and the thread needs its communicator
                 atexit.unregister(self._at_exit)
                 axis, self._axis = self._axis, None
                 axis.free()
@@ -322,7 +321,7 @@ class Checkpoints:
         if kind is None:
             self.close()
         elif self._flight is not None:
-            # Other ranks may not be in a collective now, but their threads are in this save.
+            # Other ranks may not take part in a collective now, but their threads do in this save.
             self._flight.join()
 
     def _open(self) -> Axis:
@@ -331,7 +330,7 @@ class Checkpoints:
         return self._axis
 
     def _begin(self, state: RunState) -> tuple[Unfinished | None, Fault | None, int]:
-        """The folder of a new checkpoint, or what went wrong, and the step, on which all ranks must agree."""
+        """Make the folder of a new checkpoint; returns it, or the fault, and the step, the same on all ranks."""
         step: Any = state.facts.get("step")
         sound = isinstance(step, int | np.integer) and step >= 0
         steps = self.mesh.world.allgather_object(int(step) if sound else str(step))
@@ -345,11 +344,11 @@ class Checkpoints:
             if self._adopts:
                 self._own |= unfinished.others
             self._adopts = False
-            self._own.add(unfinished.id)  # now: a death may leave nobody who knows that it was finished
+            self._own.add(unfinished.id)  # now: after a death no rank may know that it was finished
         return unfinished, fault, int(step)
 
     def _make_folder(self, step: int) -> tuple[Unfinished | None, Fault | None]:
-        """Rank 0 makes a folder to be filled; all ranks learn where it is, or what went wrong."""
+        """Make a folder on rank 0; returns it, or the fault, on all ranks."""
         axis = self._open()
         unfinished, fault, made = None, None, None
         if axis.rank == 0:
@@ -358,19 +357,19 @@ class Checkpoints:
                 made = (unfinished.path.name, unfinished.target.name, unfinished.id)
             except Exception as error:
                 fault = Fault.of(error, 0, self.folder)
-        # Rank 0 may have had to wait for its disk, so that no collective with a time limit will do.
-        told = polling.share(axis, {"made": made, "fault": None if fault is None else fault.plain})
-        if unfinished is None and told["made"] is not None:
-            name, target, id = told["made"]
+        # Rank 0 may wait for its disk, so this must not be a collective with a time limit.
+        shared = polling.share(axis, {"made": made, "fault": None if fault is None else fault.plain})
+        if unfinished is None and shared["made"] is not None:
+            name, target, id = shared["made"]
             # Only rank 0, which writes the index, needs the generation.
             unfinished = Unfinished(self.folder / name, self.folder / target, id, 0)
-        return unfinished, Fault.first([told["fault"]])
+        return unfinished, Fault.first([shared["fault"]])
 
-    def _settle(self) -> None:
-        """Wait for the save under way and raise or warn about its error, on all ranks alike."""
+    def _finish_save(self) -> None:
+        """Wait for the save under way; raise its error or warn about it, on all ranks alike."""
         flight = self._flight
         if flight is not None:
-            flight.join()  # an interrupt leaves it under way
+            flight.join()  # after an interrupt it is still under way
             self._flight = None
             self._conclude(flight.outcome(), flight.task.step, flight.task.unfinished)
 
@@ -391,7 +390,7 @@ class Checkpoints:
             warnings.warn(text, RuntimeWarning, stacklevel=users_level())
 
     def _at_exit(self) -> None:
-        """A script that ends without `close` still gets its last checkpoint, or hears why not."""
+        """Finish the last checkpoint of a script that ends without `close`, or print why that fails."""
         if self._flight is not None:
             flight, self._flight = self._flight, None
             fault = flight.outcome().fault
@@ -400,14 +399,14 @@ class Checkpoints:
 
 
 class _Flight:
-    """A save under way in a thread."""
+    """An asynchronous save, in a thread."""
 
     def __init__(self, task: Task, axis: Axis) -> None:
         self.task = task
         self._axis = axis
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
-        # Not Thread.join, which up to Python 3.12 takes the thread for ended once it was interrupted.
+        # Not Thread.join: up to Python 3.12 it regards the thread as ended after an interrupt.
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="mpishard-checkpoint", daemon=True).start()
 
@@ -423,7 +422,7 @@ class _Flight:
         self._ended.wait()
 
     def outcome(self) -> Outcome:
-        """How it ended, once it has."""
+        """The outcome, after the end."""
         self.join()
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""What is asked of files that anybody may have written, before anything in them is used."""
+"""Checks of files of unknown origin, before their content is used."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from mpishard.checkpoint.pieces import StoredPiece
 from mpishard.layout.boxes import Box
 from mpishard.layout.run_state import brief
 
-# Each cut dimension doubles the corners of a box.
+# Each dimension that is cut doubles the number of corners of a box.
 _MOST_CORNERS = 2**22
 _KIND = re.compile(r"(?!(json|history)\b)\w+(/\w+)?", re.ASCII)
 
 
 @contextmanager
 def refusing(path: Path) -> Iterator[None]:
-    """Whatever goes wrong in reading a file is one ValueError with its path.
+    """Turn any error in reading a file into one ValueError with its path.
 
-    h5py raises errors of many kinds for content that is damaged or absurd.
+    For damaged content h5py raises errors of many kinds.
     """
     try:
         yield
     except Exception as error:
-        told = str(error) or "too large or too deep"
+        reason = str(error) or "too large or too deep"
         if not isinstance(error, ValueError):
-            told = f"{type(error).__name__}: {told}"
-        raise ValueError(f"{path} is refused: {brief(told)}") from error
+            reason = f"{type(error).__name__}: {reason}"
+        raise ValueError(f"{path} is refused: {brief(reason)}") from error
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """The path of a file of a folder; ValueError unless it is a regular file that lies there and nowhere else."""
+    """The path of a file in a folder; ValueError unless it is a regular file in that folder."""
     path = folder / name
     if not path.is_file():
         raise ValueError(f"{path} is missing" if not path.exists() else f"{path} is not a file")
@@ -47,19 +47,19 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def check_kind(kind: str) -> None:
-    """Raise ValueError unless it can be the group of an array, such as ``"optimizer/exp_avg"``."""
+    """Raise ValueError unless `kind` can be the group of an array, such as ``"optimizer/exp_avg"``."""
     if not _KIND.fullmatch(kind):
         raise ValueError(f"{kind!r} cannot be the kind of an array; wanted a name, or two with a slash between")
 
 
 def check_links(h5: h5py.File, expected: set[str]) -> None:
-    """Raise ValueError unless the groups and data sets of a file are these, each by one hard link.
+    """Raise ValueError unless a file has exactly these groups and data sets, each with one hard link.
 
-    HDF5 visits what a group holds once, by whatever ways it can be reached, so that circles end.
+    HDF5 visits each object once, so the visit ends even if links form a circle.
     """
     missing = {path.encode() for path in expected}
 
-    # HDF5 stops at the first answer; an exception cannot pass through it.
+    # HDF5 stops at the first returned value; an exception cannot pass through it.
     def visit(path: bytes, link: h5py.h5l.LinkInfo) -> str | None:
         if link.type != h5py.h5l.TYPE_HARD:
             return f"/{path.decode(errors='replace')} is a link to elsewhere"
@@ -76,7 +76,7 @@ def check_links(h5: h5py.File, expected: set[str]) -> None:
 
 
 def box_of(space: h5py.h5s.SpaceID) -> Box:
-    """What is selected in a data space; ValueError unless it is one box."""
+    """The selection of a data space; ValueError unless it is one box."""
     if space.get_simple_extent_type() == h5py.h5s.SCALAR:
         return ()
     if space.get_select_type() not in (h5py.h5s.SEL_ALL, h5py.h5s.SEL_HYPERSLABS):
@@ -91,8 +91,8 @@ def box_of(space: h5py.h5s.SpaceID) -> Box:
 def check_cover(shape: Sequence[int], boxes: Iterable[Box]) -> None:
     """Raise ValueError unless boxes cover each element of a tensor exactly once.
 
-    A box is the signed sum of the orthants at its corners, and sums of orthants are equal only term by term: so the
-    corners of the boxes must cancel but for those of the whole tensor.  This takes time linear in the boxes.
+    A box is a signed sum of the orthants at its corners, and two sums of orthants are equal only if their terms are.
+    So all corners must cancel, except those of the whole tensor.  The time is linear in the number of boxes.
     """
     whole = tuple((0, extent) for extent in shape)
     boxes = list(boxes)
@@ -122,8 +122,8 @@ def check_cover(shape: Sequence[int], boxes: Iterable[Box]) -> None:
 
 
 @contextmanager
-def told_of(kind: str, name: str) -> Iterator[None]:
-    """A ValueError names the tensor."""
+def naming_tensor(kind: str, name: str) -> Iterator[None]:
+    """Add the name of the tensor to a ValueError."""
     try:
         yield
     except ValueError as error:
@@ -133,14 +133,14 @@ def told_of(kind: str, name: str) -> Iterator[None]:
 def check_pieces(
     tensors: Mapping[str, Sequence[int]], kinds: Iterable[str], pieces: Iterable[StoredPiece]
 ) -> dict[tuple[str, str], list[StoredPiece]]:
-    """The pieces of each kind and tensor; ValueError unless they cover each element once."""
+    """Group the pieces by kind and tensor; ValueError unless they cover each element once."""
     found: dict[tuple[str, str], list[StoredPiece]] = {(kind, name): [] for kind in kinds for name in tensors}
     for piece in pieces:
         if (piece.kind, piece.name) not in found:
             raise ValueError(f"{piece.kind} of tensor {piece.name!r} are not among the tensors and kinds")
         found[piece.kind, piece.name].append(piece)
     for (kind, name), parts in found.items():
-        with told_of(kind, name):
+        with naming_tensor(kind, name):
             if len({(part.file, part.dataset) for part in parts}) < len(parts):
                 raise ValueError("two of its pieces are one data set")
             check_cover(tensors[name], [part.box for part in parts])

@@ -1,4 +1,4 @@
-"""What tensors hold: figures of one, and how far two are apart, a block at a time."""
+"""Statistics of one tensor, and differences of two tensors, computed block by block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpishard.checkpoint.sources import Source, blocks
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the finite values of one tensor, and how many are not.  NaN where there is no finite value.
+    """Statistics of the finite values of one tensor, and how many are not finite.  NaN if no value is finite.
 
     `rms` is the root of the mean square.
     """
@@ -28,7 +28,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a tensor is from another one.
+    """The difference of two tensors.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def figures(source: Source, kind: str, name: str) -> Figures:
 
 
 def unlike(one: Source, other: Source) -> list[str]:
-    """In words: kinds and tensors that only one has, and those whose shapes differ."""
+    """Texts for the kinds and tensors that only one source has, and for those whose shapes differ."""
     found = []
     for which, here, there in (("first", one, other), ("second", other, one)):
         found += [f"{kind} is only in the {which}" for kind in here.kinds if kind not in there.kinds]
@@ -85,7 +85,7 @@ def unlike(one: Source, other: Source) -> list[str]:
 
 
 def differences(one: Source, other: Source) -> Iterator[Difference]:
-    """Differences of all tensors that both have in one shape, kind by kind."""
+    """Differences of all tensors that both sources have in the same shape, by kind."""
     for kind, dtype in one.kinds.items():
         if kind not in other.kinds:
             continue

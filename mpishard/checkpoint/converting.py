@@ -1,4 +1,4 @@
-"""Checkpoints made without a run: cut into another number of files, whole in one plain file, or of an archive."""
+"""Converts checkpoints without a run: to another number of files, to one plain file, or from an archive."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from mpishard.layout.specs import ParameterSpec
 
 
 def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation: int, id: str) -> None:
-    """Make a checkpoint of what a source holds, evenly cut over some files, a piece at a time.
+    """Write a checkpoint with the tensors of a source, cut evenly over some files, one piece at a time.
 
     Parameters
     ----------
     target : Path
-        Folder of the checkpoint, which must not be there yet; it appears whole or not at all.
+        Folder of the checkpoint, which must not exist; it appears as a whole or not at all.
     files : int
-        With pieces; fewer are written if there are fewer elements.
+        Number of files with pieces; fewer if there are fewer elements.
     generation : int
-        Among the checkpoints of a run the largest is the newest.
+        The newest checkpoint of a run has the largest one.
     id : str
-        32 hexadecimal digits, of this checkpoint alone.
+        32 hexadecimal digits, unique to this checkpoint.
 
     Raises
     ------
     ValueError
-        If the target is there, or the source cannot be read.
+        If the target exists, or the source cannot be read.
     OSError
-        Of the disk; nothing is left behind.
+        If the disk fails; nothing is left behind.
     """
     step = source.facts.get("step", 0)
     if not isinstance(step, int) or step < 0:
@@ -57,11 +57,11 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
         disk.make_folder(path)
         with disk.hold(path / manifests.NAME) as held:
             for writer, bounds in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
-                holding = cut_holding(whole, [bounds])
-                boxes = [(kind, piece.name, piece.box) for kind in source.kinds for piece in holding]
+                layout = cut_holding(whole, [bounds])
+                boxes = [(kind, piece.name, piece.box) for kind in source.kinds for piece in layout]
                 if boxes:
                     file = pieces_file(writer)
-                    write_pieces(path / file, _parts(source, holding), id=id, writer=writer)
+                    write_pieces(path / file, _parts(source, layout), id=id, writer=writer)
                     pieces += stored(boxes, file)
             write_index(
                 path / INDEX,
@@ -79,9 +79,9 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
             publish(Unfinished(path, target, id, generation, held), Manifest(id, generation, step, entries))
 
 
-def _parts(source: Source, holding: LocalLayout) -> Iterator[Part]:
+def _parts(source: Source, layout: LocalLayout) -> Iterator[Part]:
     for kind in source.kinds:
-        for piece in holding:
+        for piece in layout:
             yield Part(kind, piece.name, piece.box, source.read(kind, piece.name, piece.box))
 
 
@@ -91,16 +91,16 @@ def write_plain(contents: Contents, target: Path) -> None:
     Parameters
     ----------
     contents : Contents
-        Of a whole checkpoint.
+        Those of a whole checkpoint.
     target : Path
-        Must not be there yet; it appears whole or not at all.
+        Must not exist; it appears as a whole or not at all.
 
     Raises
     ------
     ValueError
-        If the target is there, or a piece is not what the index says.
+        If the target exists, or a piece does not match the index.
     OSError
-        Of the disk; nothing is left behind.
+        If the disk fails; nothing is left behind.
     """
     mark = f"mpishard plain {contents.id}\n".encode().ljust(BLOCK, b"\0")
     with Stored(contents) as source, published(target, total_bytes(source, source.kinds)) as path:

@@ -1,7 +1,7 @@
-"""What saving does to the file system, step by step: nothing else in it creates, moves or removes a file.
+"""The file-system operations of saving: no other code of a save creates, moves or removes a file.
 
-Each function is one step that either happened or did not when the machine stops there, and is on the disk, not only in
-its cache, where the name says ``sync``.  All raise OSError with the path.
+If the machine stops, each operation has happened as a whole or not at all.  Only those with ``sync`` in their name wait
+until the data is on the disk.  All raise OSError with the path.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _LONG_S = 3600.0
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, which must not be there yet."""
+    """Make a folder, which must not exist."""
     os.mkdir(path)
 
 
 def write(file: io.FileIO, data: bytes) -> None:
-    """Write a file that was made by `hold`."""
+    """Write to a file that `hold` made."""
     with open(file.fileno(), "wb", closefd=False) as stream:
         stream.write(data)
 
 
 def hold(path: Path) -> io.FileIO:
-    """Make an empty file that is not `abandoned` until what is returned is closed, or the process ends in any way."""
-    # It has its name only once it is locked, so that nobody finds it without its lock.
+    """Make an empty, locked file, which is not `abandoned` until it is closed or the process ends."""
+    # It gets its name after it is locked, so that no process finds it without its lock.
     unheld = path.with_name(f"{path.name}.unheld")
     file = io.FileIO(unheld, "x")
     try:
@@ -46,14 +46,14 @@ def hold(path: Path) -> io.FileIO:
 
 
 def unlinked(path: str, flags: int) -> int:
-    """An opener of files that follows no link."""
+    """An opener for `open` that follows no link."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def abandoned(path: Path, held: Path) -> bool:
-    """Whether the process that made a file, a link or a folder, and in it the file `held`, is dead.
+    """Whether the process is dead that made a file, a link, or a folder with the file `held` in it.
 
-    Where no lock tells, it is dead if nothing was changed for an hour.
+    Without a lock it counts as dead if nothing was changed for an hour.
     """
     try:
         with io.FileIO(held, "r+", opener=unlinked) as file:
@@ -67,12 +67,12 @@ def abandoned(path: Path, held: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Return when the content of a file, or the names in a folder, are on the disk."""
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems refuse to sync a folder: it is on their disk as soon as it is made.
+        # Some network file systems cannot sync a folder; their folders are on the disk as soon as they are made.
         if error.errno != errno.EINVAL or not path.is_dir():
             raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
@@ -80,7 +80,7 @@ def sync(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a folder its name, at once."""
+    """Rename a folder, atomically."""
     os.rename(source, target)
 
 
@@ -90,12 +90,12 @@ def make_link(link: Path, target: str) -> None:
 
 
 def replace_link(source: Path, link: Path) -> None:
-    """Put the symbolic link `source` in the place of `link`, at once."""
+    """Replace `link` by the symbolic link `source`, atomically."""
     os.replace(source, link)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with all that is in it; not being there is as good."""
+    """Remove a file, a link, or a folder with its content, if it exists."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -106,7 +106,7 @@ def remove(path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes that are free on the disk of a folder or of the nearest folder above that is there; None if unknown."""
+    """Free bytes on the disk of a folder, or of its nearest existing parent; None if unknown."""
     for folder in (path, *path.parents):
         try:
             return shutil.disk_usage(folder).free
@@ -116,9 +116,9 @@ def free_bytes(path: Path) -> int | None:
 
 
 class DiskFile(io.FileIO):
-    """A new file, or one made by `hold`, that HDF5 writes through, which keeps errors to itself.
+    """A new file, or one made by `hold`, through which HDF5 writes; it stores errors instead of raising them.
 
-    After the first error it writes nothing and says that it has, so that HDF5 can go on to close the file.
+    After the first error it writes nothing but reports success, so that HDF5 can close the file.
     """
 
     def __init__(self, path: Path, held: bool = False) -> None:
@@ -129,7 +129,7 @@ class DiskFile(io.FileIO):
         view = memoryview(data).cast("B")
         size, done = len(view), 0
         try:
-            # One call writes 2 GiB at the most, and may write less than it was given.
+            # One call writes at most 2 GiB, and may write less than requested.
             while self.error is None and done < size:
                 done += super().write(view[done:])
         except BaseException as error:
@@ -157,7 +157,7 @@ class DiskFile(io.FileIO):
         return size
 
     def check(self) -> None:
-        """Raise the error that was kept, with the path if it is one of the disk."""
+        """Raise the stored error, with the path if it is an OSError."""
         if isinstance(self.error, OSError):
             raise OSError(self.error.errno, self.error.strerror or str(self.error), os.fspath(self.name)) from None
         if self.error is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints as a person finds them: which there are at a path, and what is wrong with each."""
+"""Examines the checkpoints at a path for the command line, and finds what is wrong with each."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _MOST_NAMES = 5
 
 @dataclass(frozen=True)
 class Examination:
-    """A checkpoint as far as it can be read.
+    """The readable parts of a checkpoint, and its problems.
 
     Parameters
     ----------
     folder : Path
     manifest : Manifest or None
-        None: it cannot be read, so nothing else was opened.
+        None: it cannot be read, and nothing else was opened.
     contents : Contents or None
         None: the index is damaged.
     problems : tuple of str
-        All that is wrong, in words; none: it is whole.
+        A text for each problem; empty: the checkpoint is whole.
     """
 
     folder: Path
@@ -75,7 +75,7 @@ def found_at(path: Path) -> list[Candidate]:
 
 
 def _what_is_there(folder: Path, named: str) -> str:
-    """Instead of what was asked for, in words: folders of checkpoints at or below a folder, or else what it holds."""
+    """A text for a message: folders of checkpoints at or below a folder, or else the content of the folder."""
     inside = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
     runs = [
         each for each in (folder, *inside) if each.is_dir() and os.access(each, os.R_OK) and folders.candidates(each)
@@ -86,13 +86,13 @@ def _what_is_there(folder: Path, named: str) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    told = list(names)
-    more = f" and {len(told) - _MOST_NAMES} more" if len(told) > _MOST_NAMES else ""
-    return ", ".join(told[:_MOST_NAMES]) + more
+    shown = list(names)
+    more = f" and {len(shown) - _MOST_NAMES} more" if len(shown) > _MOST_NAMES else ""
+    return ", ".join(shown[:_MOST_NAMES]) + more
 
 
 def examine(candidate: Candidate) -> Examination:
-    """Hash every file of a checkpoint, read its index, decode chunks.  HDF5 opens nothing before its hash was right."""
+    """Hash every file of a checkpoint, read its index, decode its chunks.  HDF5 opens no file with a wrong hash."""
     folder, manifest = candidate.path, candidate.manifest
     if manifest is None:
         return Examination(folder, None, None, (candidate.problem,))
@@ -109,12 +109,12 @@ def examine(candidate: Candidate) -> Examination:
 
 
 def contents_of(folder: Path, manifest: Manifest) -> Contents:
-    """What a checkpoint has, whose hashes were found right.
+    """The contents of a checkpoint whose hashes are correct.
 
     Raises
     ------
     ValueError
-        If the index is damaged, or not that of this manifest.
+        If the index is damaged or does not belong to this manifest.
     """
     contents, index = read_index(folder), folder / INDEX
     if (contents.id, contents.generation) != (manifest.id, manifest.generation):
@@ -129,12 +129,12 @@ def contents_of(folder: Path, manifest: Manifest) -> Contents:
 
 
 def not_finite(contents: Contents) -> Iterator[str]:
-    """In words: each tensor of a whole checkpoint that has NaN or infinite values, and how many; reads all of it.
+    """A text for each tensor of a whole checkpoint with NaN or infinite values; reads all values.
 
     Raises
     ------
     ValueError
-        If a piece is not what the index says.
+        If a piece does not match the index.
     """
     with Stored(contents) as source:
         for kind in contents.kinds:
@@ -150,12 +150,12 @@ def newest_whole(path: Path) -> Examination:
     Raises
     ------
     ValueError
-        If there is none; what is wrong with each is named.
+        If there is none; the message has the problems of each.
     """
-    told: list[str] = []
+    all_problems: list[str] = []
     for candidate in found_at(path):
         examined = examine(candidate)
         if examined.contents is not None and not examined.problems:
             return examined
-        told += examined.problems
-    raise ValueError(f"there is no whole checkpoint at {path}: {'; '.join(told)}")
+        all_problems += examined.problems
+    raise ValueError(f"there is no whole checkpoint at {path}: {'; '.join(all_problems)}")

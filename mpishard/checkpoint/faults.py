@@ -1,4 +1,4 @@
-"""What went wrong on some rank while a checkpoint was written, so that every rank can say the same."""
+"""An error of some rank while a checkpoint is written, in a form in which every rank can raise it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WAYS_OUT = {
     (errno.ENOTEMPTY,): "another run saves into it at this moment; give each run a folder of its own",
     (errno.ENOTDIR, errno.EEXIST, errno.EISDIR): "give the path of a folder",
 }
-# Errors of a caller, which are raised as what they are.
+# Errors of the caller, which keep their class.
 _KNOWN = {error.__name__: error for error in (ValueError, TypeError, MemoryError)}
 _OTHER_WAY_OUT = "see to that disk, or give a folder on another one"
 
@@ -33,15 +33,15 @@ class Fault:
     ----------
     rank : int
     path : str
-        What it was about.
+        The file or folder of the error.
     text : str
-        What the error says.
+        The text of the error.
     kind : str
-        Name of its class; ``"OSError"`` for all of those.
+        Name of its class; ``"OSError"`` for all its subclasses.
     errno : int or None
         Of an OSError.
     others : int
-        How many more ranks had one.
+        Number of other ranks with an error.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class Fault:
 
     @classmethod
     def of(cls, error: Exception, rank: int, path: Path) -> Fault:
-        """Of an exception; `path` is what it was about if it does not say so itself."""
+        """The fault of an exception; `path` is used if the exception has none."""
         if not isinstance(error, OSError):
             return cls(rank, str(path), str(error), type(error).__name__)
         named = path if error.filename is None else Path(str(error.filename))
@@ -64,14 +64,14 @@ class Fault:
         return cls(rank, str(named), text, OSError.__name__, error.errno)
 
     @classmethod
-    def first(cls, told: Sequence[Any]) -> Fault | None:
-        """That of the lowest rank, of what all ranks told with `plain`; None if nobody had any."""
-        faults = [cls(**fault) for fault in told if fault is not None]
+    def first(cls, plain_faults: Sequence[Any]) -> Fault | None:
+        """The fault of the lowest rank, from the `plain` values of all ranks; None if there is none."""
+        faults = [cls(**fault) for fault in plain_faults if fault is not None]
         return cls(**{**asdict(faults[0]), "others": len(faults) - 1}) if faults else None
 
     @property
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fault as a value for JSON."""
         return asdict(self)
 
     def error(self, step: int | None) -> Exception:

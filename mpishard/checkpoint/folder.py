@@ -1,7 +1,7 @@
-"""The folder of a run's checkpoints: what each is called, which are there, how a new one appears and old ones go.
+"""The folder of a run's checkpoints: their names, finding them, publishing a new one, and removing old ones.
 
 A checkpoint is written in a folder whose name begins with ``.unfinished``, and renamed when every byte of it is on the
-disk: so what has a checkpoint's name was whole once.  Old ones lose their name before they are removed.
+disk.  So a folder with the name of a checkpoint was whole once.  Old ones are renamed before they are removed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STEP = re.compile(r"step-(\d{8,})(-\d+)?", re.ASCII)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder with the name of a checkpoint: its manifest, or what is wrong with that."""
+    """A folder with the name of a checkpoint, and its manifest or the problem with it."""
 
     path: Path
     manifest: Manifest | None
@@ -43,15 +43,15 @@ class Unfinished:
     path : Path
         Where it is written.
     target : Path
-        Where it will be.
+        Its path after it is published.
     id : str
         32 hexadecimal digits, drawn at random.
     generation : int
         One more than the largest in the folder.
     held : file
-        Open until it is published or given up: another process that cleans up leaves it alone meanwhile.
+        Open until the checkpoint is published or abandoned; other processes do not remove the folder meanwhile.
     others : frozenset of str
-        Ids of the checkpoints that were in the folder when it began.
+        Ids of the checkpoints in the folder when the save began.
     """
 
     path: Path
@@ -65,12 +65,12 @@ class Unfinished:
 def candidates(run: Path) -> list[Candidate]:
     """The checkpoints in a folder, newest first, then those whose manifest cannot be read, by name.
 
-    A folder that is itself a checkpoint is the only one; a folder that is not there has none.
+    A folder that is itself a checkpoint is the only candidate; a folder that does not exist has none.
 
     Raises
     ------
     OSError
-        If it cannot be listed.
+        If the folder cannot be listed.
     """
     if (run / manifests.NAME).is_file():
         return [_candidate(run)]
@@ -92,7 +92,7 @@ def _names(run: Path) -> list[str]:
 
 
 def named_step(path: Path) -> int | None:
-    """The step in the name of a checkpoint; None if it has a name of another kind."""
+    """The step in the name of a checkpoint; None if the name is none of a checkpoint."""
     named = _STEP.fullmatch(path.name)
     return None if named is None else int(named[1])
 
@@ -108,7 +108,7 @@ def _candidate(path: Path) -> Candidate:
 
 
 def astray(run: Path) -> str:
-    """What is wrong with ``latest``, in words; it is a hint for people, nothing is loaded through it."""
+    """A text for the problem with ``latest``.  The link is for people; nothing is loaded through it."""
     link = run / LATEST
     if not link.is_symlink():
         return f"{link} is not a link" if link.exists() else ""
@@ -119,19 +119,19 @@ def astray(run: Path) -> str:
 
 
 def next_generation(known: Iterable[Candidate]) -> int:
-    """What makes a checkpoint the newest beside these."""
+    """The generation that makes a checkpoint newer than all known ones."""
     return 1 + max((candidate.manifest.generation for candidate in known if candidate.manifest), default=0)
 
 
 def unfinished_path(target: Path, id: str) -> Path:
-    """Where something is made that will be called `target`, until it is whole."""
+    """The path at which `target` is made until it is whole."""
     return target.with_name(f"{_UNFINISHED}{target.name}-{id}")
 
 
 def sweep(folder: Path, names: str) -> None:
-    """Remove what processes that are dead left in a folder of things to be called as a regular expression says.
+    """Remove unfinished files of dead processes from a folder; `names` is a regular expression for the final names.
 
-    What cannot be removed stays: it is in nobody's way.
+    What cannot be removed stays, and does no harm.
     """
     left = re.compile(rf"{re.escape(_UNFINISHED)}({names})-[0-9a-f]{{8,32}}", re.ASCII)
     for path in (folder / name for name in _names(folder) if left.fullmatch(name)):
@@ -142,9 +142,9 @@ def sweep(folder: Path, names: str) -> None:
 
 
 def begin(run: Path, step: int) -> Unfinished:
-    """Make the folder in which the checkpoint of a step is written, and the run's folder where needed.
+    """Make the folder in which the checkpoint of a step is written, and if needed the run's folder.
 
-    What dead runs left unfinished is removed.
+    Unfinished checkpoints of dead runs are removed.
 
     Raises
     ------
@@ -155,7 +155,7 @@ def begin(run: Path, step: int) -> Unfinished:
     if (run / manifests.NAME).is_file():
         raise ValueError("this is itself a checkpoint; save into the folder that it is in, or into another one")
     for folder in reversed([folder for folder in (run, *run.parents) if not folder.is_dir()]):
-        with suppress(FileExistsError):  # of another run that begins
+        with suppress(FileExistsError):  # another run begins, too
             disk.make_folder(folder)
         disk.sync(folder.parent)
     sweep(run, f"{_STEP.pattern}|{LATEST}")
@@ -179,7 +179,7 @@ def begin(run: Path, step: int) -> Unfinished:
 
 
 def publish(unfinished: Unfinished, manifest: Manifest) -> None:
-    """Write the manifest and give the checkpoint its name; all its other files are on the disk already.
+    """Write the manifest and rename the checkpoint to its name; all other files are on the disk already.
 
     Raises
     ------
@@ -195,29 +195,29 @@ def publish(unfinished: Unfinished, manifest: Manifest) -> None:
 
 
 def tidy(published: Path, keep: int | None, own: Collection[str]) -> list[str]:
-    """Point ``latest`` at a checkpoint that is on the disk, and remove what is older than the newest `keep`.
+    """Point ``latest`` at a published checkpoint, and remove those older than the newest `keep`.
 
-    Only checkpoints whose ids are among `own` count, and go.  The checkpoint is whole whatever happens here, so what
-    goes wrong is told in words and not raised.
+    Only checkpoints with ids in `own` are counted and removed.  The published checkpoint is whole in any case, so
+    problems are returned as texts, not raised.
     """
     run = published.parent
-    told = []
+    problems = []
     link = unfinished_path(run / LATEST, secrets.token_hex(4))
     try:
         disk.make_link(link, published.name)
         disk.replace_link(link, run / LATEST)
         disk.sync(run)
     except OSError as error:
-        told.append(f"{run / LATEST} does not point to {published.name}: {error.strerror or error}")
+        problems.append(f"{run / LATEST} does not point to {published.name}: {error.strerror or error}")
     if keep is None:
-        return told
+        return problems
     named = {published.name}
     with suppress(OSError):
         named.add(os.readlink(run / LATEST))
     try:
         counted = [each.path for each in candidates(run) if each.manifest is not None and each.manifest.id in own]
     except OSError as error:
-        return [*told, f"{run} cannot be listed, so what is beyond keep={keep} stays: {error.strerror or error}"]
+        return [*problems, f"{run} cannot be listed, so what is beyond keep={keep} stays: {error.strerror or error}"]
     for path in counted[keep:]:
         if path.name in named:
             continue
@@ -226,5 +226,5 @@ def tidy(published: Path, keep: int | None, own: Collection[str]) -> list[str]:
             disk.rename(path, nameless)
             disk.remove(nameless)
         except OSError as error:
-            told.append(f"{path} is beyond keep={keep} and was not removed: {error.strerror or error}")
-    return told
+            problems.append(f"{path} is beyond keep={keep} and was not removed: {error.strerror or error}")
+    return problems

@@ -1,10 +1,9 @@
-"""The index of a checkpoint: every tensor whole, by its name, as a virtual data set over the files of pieces.
+"""The index of a checkpoint: every tensor as a whole, by name, as a virtual data set over the files of pieces.
 
-Readers of HDF5 that know nothing of mpishard read the tensors through it.  mpishard itself only asks it where the
-pieces are, and reads those: a virtual data set whose sources are gone reads as fill values without a word.
+Other HDF5 programs read the tensors through it.  Mpishard takes only the locations of the pieces from it, and reads the
+pieces themselves: a virtual data set without its sources silently reads as fill values.
 
-An index may come from anywhere.  What must be in it follows from its tables of tensors and kinds, and anything else
-is refused.
+An index may have any origin.  Its tables of tensors and kinds determine what must be in it; anything else is rejected.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ _MOST_ELEMENTS = 2**60
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint has.
+    """The contents of a checkpoint, without the values.
 
     Parameters
     ----------
     folder : Path
     id : str
-        Of this checkpoint and no other: 32 hexadecimal digits.
+        32 hexadecimal digits, unique to this checkpoint.
     generation : int
         Counts the checkpoints of a run.
     facts : dict
@@ -55,13 +54,13 @@ class Contents:
     tensors : dict
         Names to global shapes, in the order of the model.
     kinds : dict
-        What is stored of each tensor, with its dtype: ``"parameters"``, ``"optimizer/exp_avg"``.
+        The kinds of arrays stored for each tensor, with their dtypes: ``"parameters"``, ``"optimizer/exp_avg"``.
     pieces : tuple of StoredPiece
-        Between them they cover each element of each tensor and kind once.
+        Together they cover each element of each tensor and kind once.
     saved : str
-        When it was saved: ISO 8601, UTC.
+        Time of the save: ISO 8601, UTC.
     mpishard_version : str
-        What wrote it.
+        The version that wrote it.
     """
 
     folder: Path
@@ -133,7 +132,7 @@ def write_index(
 
 
 def check_facts(facts: Mapping[str, Any]) -> None:
-    """Raise ValueError unless an index can have these facts."""
+    """Raise ValueError unless an index can store these facts."""
     for name, value in facts.items():
         _check_fact(name, value)
 
@@ -168,7 +167,7 @@ def _create_whole(
         space, source = _space(shape), _space(piece.shape)
         if shape:
             space.select_hyperslab(tuple(start for start, _ in piece.box), piece.shape)
-        # In the names of sources "%b" counts blocks, and "%%" is a percent sign.
+        # In the names of sources "%b" is a block number, and "%%" a percent sign.
         plist.set_virtual(space, piece.file.encode(), piece.dataset.replace("%", "%%").encode(), source)
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
@@ -183,16 +182,15 @@ def _space(shape: tuple[int, ...]) -> h5py.h5s.SpaceID:
 
 
 def read_index(folder: Path) -> Contents:
-    """What the index in the folder of a checkpoint says.  Not collective; reads no values.
+    """Read the index in the folder of a checkpoint, but no values.  Not collective.
 
-    The hashes of the manifest come first: flipped bits in a file of HDF5 can crash the library itself.
+    Check the hashes of the manifest before: flipped bits in an HDF5 file can crash the library.
 
     Raises
     ------
     ValueError
-        If it is missing, of a later version, not an index, or if anything in it is not as `write_index` writes it:
-        links and virtual data sets that lead out of the folder, elements that no piece or several cover, files of
-        pieces that are not there.
+        If it is missing, of a later version, no index, or not as `write_index` writes it: links or virtual data sets
+        that lead out of the folder, elements covered by no piece or by several, missing files of pieces.
     """
     folder = Path(folder)
     path = checks.file_inside(folder, INDEX)
@@ -230,7 +228,7 @@ def read_index(folder: Path) -> Contents:
 
 
 def _check_origin(h5: h5py.File, mark: bytes) -> dict[str, Any]:
-    """What `write_index` says in attributes; ValueError unless this is an index, and one that this version reads."""
+    """The attributes from `write_index`; ValueError unless this is an index that this version can read."""
     own: dict[str, Any] = {name: hdf5.attribute(h5, name) if name in h5.attrs else None for name in _OWN}
     if own["format"] != _FORMAT:
         raise ValueError(f"its format is {own['format']!r}, not {_FORMAT!r}")
@@ -248,7 +246,7 @@ def _check_origin(h5: h5py.File, mark: bytes) -> dict[str, Any]:
 
 
 def _children(h5: h5py.File, group: str) -> list[str]:
-    """Names in a group that may be missing; its link is not followed elsewhere."""
+    """Names in a group, which may be missing; a link out of the file is not followed."""
     if not h5.id.links.exists(group.encode()):
         return []
     hdf5.check_hard_link(h5, group)
@@ -256,7 +254,7 @@ def _children(h5: h5py.File, group: str) -> list[str]:
 
 
 def _text(h5: h5py.File, name: str) -> Any:
-    """What the JSON text in a data set says."""
+    """The value of the JSON text in a data set."""
     dataset = hdf5.open_plain(h5, f"json/{name}")
     text = h5py.check_string_dtype(dataset.dtype)
     if dataset.shape != () or text is None or text.length is not None:
@@ -294,7 +292,7 @@ def _kinds(table: Any) -> dict[str, np.dtype]:
 def _expected(
     h5: h5py.File, tensors: Iterable[str], kinds: Iterable[str], texts: Sequence[str], history: Sequence[str]
 ) -> set[str]:
-    """Paths of all links that an index with these tables has."""
+    """The paths of all links of an index with these tables."""
     links = [link_name(name) for name in tensors]
     paths = {f"{kind}/{link}" for kind in kinds for link in links}
     paths |= {f"json/{name}" for name in texts} | {f"history/{name}" for name in history}
@@ -303,9 +301,9 @@ def _expected(
 
 
 def _mapped(h5: h5py.File, kind: str, name: str, shape: tuple[int, ...], dtype: np.dtype) -> list[StoredPiece]:
-    """The pieces that a virtual data set consists of."""
+    """The pieces of a virtual data set."""
     dataset = h5py.h5d.open(h5.id, f"{kind}/{link_name(name)}".encode())
-    with checks.told_of(kind, name):
+    with checks.naming_tensor(kind, name):
         pieces: list[StoredPiece] = []
         if 0 in shape:
             hdf5.check_lies_here(dataset)
@@ -314,7 +312,7 @@ def _mapped(h5: h5py.File, kind: str, name: str, shape: tuple[int, ...], dtype: 
             if plist.get_layout() != h5py.h5d.VIRTUAL:
                 raise ValueError("it is not a virtual data set over pieces")
             pieces = [_source(plist, number, kind, name) for number in range(plist.get_virtual_count())]
-        # Last: HDF5 may open the sources to tell the shape.
+        # Last: to get the shape HDF5 may open the sources.
         if dataset.shape != shape or dataset.dtype != dtype:
             raise ValueError(f"it is {dataset.dtype} {dataset.shape}, in the tables {dtype} {shape}")
         return pieces
@@ -330,7 +328,7 @@ def _source(plist: h5py.h5p.PropDCID, number: int, kind: str, name: str) -> Stor
         raise ValueError(f"it takes values from {dataset!r} of {file}; wanted {front}0, 1, and so on")
     box = checks.box_of(plist.get_virtual_vspace(number))
     source = plist.get_virtual_srcspace(number)
-    # The extent of a source that is taken whole is not in the index; `PieceReader` compares the data set's.
+    # The index does not have the extent of a source that is used as a whole; `PieceReader` checks it in the data set.
     whole = source.get_select_type() == h5py.h5s.SEL_ALL
     if not whole and checks.box_of(source) != tuple((0, stop - start) for start, stop in box):
         raise ValueError(f"it takes only a part of {dataset} of {file}, or more than it has")

@@ -1,4 +1,4 @@
-"""Finding the newest whole checkpoint, and reading it into the arrays of a run."""
+"""Finds the newest whole checkpoint, and reads it into the arrays of a run."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ Check = Callable[[Mapping[str, Any]], None]
 def load_newest(run: Path, state: RunState, axis: Axis, patient: Axis, check: Check | None) -> Contents | None:
     """Read the newest whole checkpoint in a folder into the arrays of `state`.  Collective.
 
-    All of it is checked before anything is written: hashes, the index, what chunks decode to, whether it fits.  Then
-    values are read into place, so that no rank needs memory for a second copy: at most for a chunk, and for what
-    travels at a time to ranks that hold copies.
+    All of it is checked before anything is written: hashes, the index, the chunks, and whether it fits the state.  Then
+    values are read directly into the arrays.  No rank needs memory for a second copy, only for a chunk, and for a
+    bucket of elements that it sends to ranks with copies.
 
     Parameters
     ----------
     run : Path
-        Folder of checkpoints, or of one.
+        Folder of checkpoints, or of one checkpoint.
     state : RunState
         Its arrays are written.
     axis, patient : Axis
-        The ranks of the state: for moving elements, and for waiting for a disk.
+        Axes over the ranks of the state: for moving elements, and for waits for a disk, without a time limit.
     check : callable or None
-        Looks at the facts on all ranks before anything is written; may raise ValueError.
+        Gets the facts on all ranks before anything is written; may raise ValueError.
 
     Returns
     -------
     Contents or None
-        What was read; None if there is no checkpoint.
+        The contents of the checkpoint that was read; None if there is none.
 
     Raises
     ------
@@ -48,8 +48,8 @@ def load_newest(run: Path, state: RunState, axis: Axis, patient: Axis, check: Ch
         On every rank and before anything is written, if there are only damaged ones, or if the newest whole one does
         not fit.
     OSError
-        On every rank, if the folder cannot be listed.  Or if a disk fails that gave the same bytes a moment before, and
-        no older checkpoint can be read: then the arrays are partly written, and the message says so.
+        On every rank, if the folder cannot be listed.  Or if the disk fails after the check, and no older checkpoint
+        can be read: then the arrays are partly written, and the message says so.
     """
     known, passed_over = _find(run, patient)
     spoilt = False
@@ -86,46 +86,46 @@ def load_newest(run: Path, state: RunState, axis: Axis, patient: Axis, check: Ch
 
 
 def _misfit(contents: Contents, state: RunState, check: Check | None) -> Exception | None:
-    """Why a checkpoint cannot become this state, whole as it is."""
+    """The reason why a whole checkpoint does not fit this state; None if it fits."""
     try:
         check_fits(contents, state)
         if check is not None:
             check(contents.facts)
-    except Exception as error:  # whatever it is, all ranks hear of it
+    except Exception as error:  # any error: all ranks raise it
         return error
     return None
 
 
 def _find(run: Path, axis: Axis) -> tuple[list[tuple[Path, Manifest]], list[str]]:
-    """The checkpoints, newest first, and what is wrong with those of which not even the manifest can be read."""
-    told: Any = None
+    """The checkpoints, newest first, and the problems of those whose manifest cannot be read."""
+    shared: Any = None
     if axis.rank == 0:
         try:
             found = folder.candidates(run)
             listed = [
                 (str(each.path.relative_to(run)), each.manifest.encode().decode()) for each in found if each.manifest
             ]
-            told = {"listed": listed, "problems": [each.problem for each in found if each.problem], "error": None}
-            for problem in told["problems"]:
+            shared = {"listed": listed, "problems": [each.problem for each in found if each.problem], "error": None}
+            for problem in shared["problems"]:
                 _warn(axis, f"a damaged checkpoint is passed over: {problem}")
             if astray := folder.astray(run):
                 _warn(axis, astray)
         except OSError as error:
-            told = {"error": (error.errno, error.strerror or str(error))}
-    told = polling.share(axis, told)
-    if told["error"] is not None:
-        raise OSError(told["error"][0], f"cannot look for checkpoints in {run}: {told['error'][1]}")
-    return [(run / name, manifest.decode(text.encode())) for name, text in told["listed"]], told["problems"]
+            shared = {"error": (error.errno, error.strerror or str(error))}
+    shared = polling.share(axis, shared)
+    if shared["error"] is not None:
+        raise OSError(shared["error"][0], f"cannot look for checkpoints in {run}: {shared['error'][1]}")
+    return [(run / name, manifest.decode(text.encode())) for name, text in shared["listed"]], shared["problems"]
 
 
 def _verify(path: Path, listed: Manifest, axis: Axis) -> list[str]:
-    """What is wrong with the files of a checkpoint; the ranks divide them."""
+    """The problems of the files of a checkpoint; each rank checks some of them."""
     largest_first = sorted(listed.files, key=lambda name: (-listed.files[name].size, name))
     return polling.gather_lists(axis, manifest.problems(path, listed, largest_first[axis.rank :: axis.size]))
 
 
 def _open(path: Path, listed: Manifest, axis: Axis) -> tuple[Contents | None, list[str]]:
-    """The contents of a checkpoint whose files are as they were written, or what is wrong with them."""
+    """The contents of a checkpoint whose hashes are correct, or the problems."""
     contents = None
     problem = []
     try:
@@ -136,7 +136,7 @@ def _open(path: Path, listed: Manifest, axis: Axis) -> tuple[Contents | None, li
 
 
 def _decode(contents: Contents, state: RunState, axis: Axis) -> list[str]:
-    """What is wrong with the pieces of a checkpoint that a state wants; the ranks divide them."""
+    """The problems of the pieces of a checkpoint that a state needs; each rank checks some of them."""
     wanted = [piece for piece in contents.pieces if piece.kind in state.kinds]
     return polling.gather_lists(axis, damages(contents, wanted[axis.rank :: axis.size]))
 

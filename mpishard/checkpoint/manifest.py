@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: what belongs to it, so that damage is noticed before HDF5 opens a file.
+"""The manifest of a checkpoint: the list of its files, with which damage is found before HDF5 opens a file.
 
-HDF5 reads the fill value where a piece of a virtual data set is missing, takes altered or exchanged pieces for good
-ones, and can hang on a corrupt file.  The manifest names every file with its size and hash, and hashes itself; a text
-that is not the one encoding of what it says is refused, so that no flipped bit goes unnoticed.
+HDF5 reads the fill value where a piece of a virtual data set is missing, accepts changed or exchanged pieces, and can
+hang on a corrupt file.  The manifest has the size and hash of every file, and a hash of itself.  A text that is not the
+canonical encoding of its content is rejected, so that every flipped bit is found.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _BLOCK = 2**22
 _HASH = "xxh3_128"
 _HEX = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _FILE = re.compile(r"index\.h5|pieces-\d{5,}\.h5", re.ASCII)
-# What the first bytes of a file of a checkpoint say: of which one, and whose pieces.
+# The first bytes of a file of a checkpoint: the id of the checkpoint, and the writer of the pieces.
 _LABEL = re.compile(rb"mpishard (?:index|pieces) ([0-9a-f]{32})(?: (\d{5,}))?\n")
 _LARGEST = 2**28
 
 
 def hash_file(path: Path) -> tuple[int, str]:
-    """Size and xxh3_128, in hex, of a file as it can be read now.
+    """The size of a file and the xxh3_128 of its content, in hex.
 
     Raises
     ------
     OSError
-        If it cannot be read.
+        If the file cannot be read.
     """
     hasher, size = xxhash.xxh3_128(), 0
     block = memoryview(bytearray(_BLOCK))
@@ -61,14 +61,14 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint.
+    """The list of the files of a checkpoint.
 
     Parameters
     ----------
     id : str
-        32 hexadecimal digits, drawn for each save; its files begin with it.
+        32 random hexadecimal digits, with which the files of the checkpoint begin.
     generation : int
-        Larger than that of any checkpoint in the folder when this one was saved.
+        Larger than that of any other checkpoint in the folder at the time of the save.
     step : int
         Steps that the run had taken.
     files : mapping of str to FileEntry
@@ -99,12 +99,12 @@ def _canonical(said: Any) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Read what `Manifest.encode` wrote.
+    """Decode the result of `Manifest.encode`.
 
     Raises
     ------
     ValueError
-        If it is anything else, down to a bit, or of a later version.
+        If a single bit differs, or it is of a later version.
     """
     try:
         said = json.loads(data)
@@ -156,15 +156,15 @@ def read(folder: Path) -> Manifest:
 
 
 def problems(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
-    """What is wrong with the files of a checkpoint, in words; hashes every byte and opens nothing with HDF5.
+    """A text for each problem with the files of a checkpoint; hashes every byte, without HDF5.
 
     Parameters
     ----------
     folder : Path
     manifest : Manifest
-        Of this folder.
+        The manifest of this folder.
     names : iterable of str, optional
-        Look at these files only, so that several ranks can divide the work; default all.
+        Check these files only, so that several ranks can share the work; default: all.
     """
     names = manifest.files if names is None else names
     found = (_problem(folder / name, manifest.files[name], manifest.id) for name in names)

@@ -1,12 +1,11 @@
-"""When to save, so that saves take no more than a share of a run's time.
+"""Decides when to save, so that saves take no more than a given share of a run's time.
 
-After a save that kept the slowest rank for s seconds the next one is due s / share seconds after it began: all saves
-but the last one together then take at most the share of the run.  The first one, of which nothing is known, comes
-after the first step.
+If a save has kept the slowest rank for s seconds, the next one is due s / share seconds after that save began.  All
+saves but the last together then take at most the share of the run.  The first save follows the first step.
 
-All ranks must answer alike, and not ask each other after every step.  They tell each other what they have measured now
-and then: after half of the steps that are left, by their time so far, until the next save is due, then after half of
-those, and so on; but each time after a hundred steps, since steps may take longer than they did.
+All ranks must decide alike, but without communication after every step.  So they exchange their measurements only at
+some steps: after half of the estimated steps until the next save, then after half of the remaining ones, and so on; at
+the latest after a hundred steps, since steps may become slower.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ _MOST_STEPS = 100
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank knows of the last save.
+    """The measurements of one rank since the last save.
 
     Parameters
     ----------
     stall : float
-        Seconds that it kept the rank.
+        Seconds for which the save kept the rank.
     elapsed : float
-        Seconds since it began.
+        Seconds since the save began.
     step : float
-        Seconds a step took since.
+        Seconds per step since then.
     """
 
     stall: float
@@ -38,14 +37,14 @@ class Measured:
 
 
 class Pace:
-    """Not collective; the ranks exchange what `measured` returns.
+    """Decides when to save.  Not collective; the caller exchanges the results of `measured`.
 
     Parameters
     ----------
     share : float
-        Of the run's time, between 0 and 1.
+        Share of the run's time, between 0 and 1.
     clock : callable
-        Seconds from any moment on.
+        Returns seconds since any fixed moment.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -57,31 +56,31 @@ class Pace:
         self._asked = 0
 
     def note(self, step: int, began: float) -> None:
-        """A save of this step, which began then, is over."""
+        """Note that a save after `step`, which began at the time `began`, is over."""
         self._began, self._ended = began, self.clock()
         self._saved, self._next = step, step + 1
 
     def ask_soon(self) -> None:
-        """Ask after the next step: there are other ranks now."""
+        """Exchange measurements after the next step, since the ranks have changed."""
         self._next = 1
 
     def asks(self, step: int) -> bool:
-        """Whether the ranks are to tell each other what they have measured after this step; the same on all."""
-        if step < self._asked:  # of another run, which begins
+        """Whether the ranks exchange measurements after this step; the same on all ranks."""
+        if step < self._asked:  # another run begins
             self.ask_soon()
         self._asked = step
         return step >= self._next
 
     def measured(self, step: int) -> Measured | None:
-        """What this rank has to tell; None if it has taken part in no save."""
+        """The measurements of this rank; None if it has taken part in no save."""
         if self._saved is None:
             return None
         now = self.clock()
         return Measured(self._ended - self._began, now - self._began, (now - self._ended) / max(1, step - self._saved))
 
-    def decide(self, step: int, told: Sequence[Measured | None]) -> bool:
-        """Whether to save after this step, from what all ranks have told."""
-        known = [each for each in told if each is not None]
+    def decide(self, step: int, measurements: Sequence[Measured | None]) -> bool:
+        """Whether to save after this step, from the measurements of all ranks."""
+        known = [each for each in measurements if each is not None]
         if not known:
             return True
         left = max(each.stall for each in known) / self.share - min(each.elapsed for each in known)

@@ -1,10 +1,10 @@
-"""Files of pieces: what one rank writes of a checkpoint, one data set a box of a global tensor.
+"""Files of pieces: the part of a checkpoint that one rank writes, one data set per box of a global tensor.
 
-HDF5 writes through a Python file object.  The system calls then run without the interpreter's lock, and an error of
-the disk stays outside of the HDF5 library, which an error in the middle of its work can leave with open files.
+HDF5 writes through a Python file object.  The system calls then run without the interpreter's lock, and errors of the
+disk stay outside the HDF5 library, which may leave files open after an error.
 
-The first 512 bytes of each file are HDF5's user block.  It tells which checkpoint and which writer the file is of, for
-readers that do not want to open it with HDF5 before they know.
+The first 512 bytes of each file are HDF5's user block.  It has the checkpoint and the writer of the file, so that
+readers can check these before they open the file with HDF5.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ BLOCK = 512
 DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64"))
 COMPRESSIONS = (None, "gzip", "lzf")
 
-# Virtual data sets need 1.10; nothing here needs a later HDF5, and its tools are about in old versions.
+# Virtual data sets need HDF5 1.10; nothing needs a later version, and old versions of its tools are in use.
 _LIBVER = ("earliest", "v110")
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Where on disk the box of an array over a tensor lies: the whole of `dataset` in `file` of the same folder."""
+    """The location of a box of a tensor on disk: all of `dataset` in `file`, in the folder of the checkpoint."""
 
     kind: str
     name: str
@@ -48,7 +48,7 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class Part:
-    """Host values of one piece: `values` are shaped like the box, a view of the live array or of a copy."""
+    """The values of one piece on the host: shaped like the box, a view of the live array or of a copy."""
 
     kind: str
     name: str
@@ -57,17 +57,17 @@ class Part:
 
     @property
     def where(self) -> tuple[str, str, Box]:
-        """What `stored` wants to know of it."""
+        """Kind, name and box, as for `stored`."""
         return self.kind, self.name, self.box
 
 
 def pieces_file(writer: int) -> str:
-    """The name of the file that a writer's pieces are in."""
+    """The name of the file with a writer's pieces."""
     return f"pieces-{writer:05d}.h5"
 
 
 def writer_of(file: str) -> int:
-    """The number of the writer of a file that is called as `pieces_file` does."""
+    """The number of the writer of a file with a name from `pieces_file`."""
     return int(file.removeprefix("pieces-").removesuffix(".h5"))
 
 
@@ -83,9 +83,9 @@ def read_mark(path: Path) -> bytes:
 
 
 def stored(boxes: Iterable[tuple[str, str, Box]], file: str) -> list[StoredPiece]:
-    """Where `write_pieces` puts the pieces of these kinds, names and boxes in `file`; empty ones are left out."""
-    place = _Places(file)
-    return [place(*box) for box in boxes if not _is_empty(box[2])]
+    """The locations at which `write_pieces` stores the pieces of these kinds, names and boxes; without empty ones."""
+    locate = _Locations(file)
+    return [locate(*box) for box in boxes if not _is_empty(box[2])]
 
 
 def write_pieces(path: Path, parts: Iterable[Part], *, id: str, writer: int, compression: str | None = None) -> None:
@@ -94,11 +94,11 @@ def write_pieces(path: Path, parts: Iterable[Part], *, id: str, writer: int, com
     Parameters
     ----------
     path : Path
-        Must not be there.
+        Must not exist.
     parts : iterable of Part
-        Of float16, float32 or float64 values; taken one at a time.  Those without elements are left out.
+        With float16, float32 or float64 values; taken one at a time.  Empty parts are left out.
     id : str
-        Of the checkpoint.
+        The id of the checkpoint.
     writer : int
         Number of the writer in the checkpoint.
     compression : None, "gzip" or "lzf"
@@ -107,13 +107,13 @@ def write_pieces(path: Path, parts: Iterable[Part], *, id: str, writer: int, com
     Raises
     ------
     OSError
-        With the path, if the disk is full or fails; what was written stays and has no user block.
+        With the path, if the disk is full or fails; the incomplete file stays and has no user block.
     ValueError
         If values do not have the shape of their box, or another dtype.
     """
     if compression not in COMPRESSIONS:
         raise ValueError(f"compression {compression!r} is not one of {', '.join(map(str, COMPRESSIONS))}")
-    place = _Places(path.name)
+    locate = _Locations(path.name)
     with new_file(path, pieces_mark(id, writer)) as (h5, disk):
         h5.attrs.update(format="mpishard pieces", version=VERSION, id=id, writer=writer)
         for part in parts:
@@ -128,11 +128,11 @@ def write_pieces(path: Path, parts: Iterable[Part], *, id: str, writer: int, com
                 continue
             # A scalar has no chunks, and filters work on chunks.
             filters = {"compression": compression, "shuffle": True} if compression and values.ndim else {}
-            h5.create_dataset(place(*part.where).dataset, data=values, **filters)
+            h5.create_dataset(locate(*part.where).dataset, data=values, **filters)
             disk.check()
 
 
-class _Places:
+class _Locations:
     """Numbers the pieces of each kind and tensor in one file."""
 
     def __init__(self, file: str) -> None:
@@ -151,9 +151,9 @@ def _is_empty(box: Box) -> bool:
 
 @contextmanager
 def new_file(path: Path, mark: bytes, *, held: bool = False) -> Iterator[tuple[h5py.File, DiskFile]]:
-    """A new HDF5 file, or a `held` one, to be filled, and the file under it, whose `check` tells whether to go on.
+    """A new HDF5 file, or a `held` one, to fill, and the file under it, whose `check` raises errors of the disk.
 
-    The user block `mark` is written last.  An error of the disk is raised on leaving, whatever HDF5 said of it.
+    The user block `mark` is written last.  An error of the disk is raised at the end, whatever HDF5 reports.
     """
     with DiskFile(path, held) as disk:
         try:

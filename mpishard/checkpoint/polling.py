@@ -1,7 +1,7 @@
-"""What ranks tell each other while some of them wait for a disk.
+"""Communication between ranks while some of them wait for a disk.
 
-A disk may take longer than any collective should, and a thread that blocks in MPI would take a core from the training:
-so these ask now and then, in between they sleep.  They need an axis of their own that no watchdog counts on.
+A disk may take longer than the time limit of a collective, and a thread that blocks in MPI would take a core from the
+training.  So these functions poll, and sleep in between.  They need an axis of their own, without a watchdog.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FIRST_S, _LONGEST_S = 0.0005, 0.02
 
 
 def finish(pending: Request) -> Any:
-    """What `pending.wait` returns, waited for asleep; MPI.Exception if somebody dies or revokes the axis (ULFM)."""
+    """Wait for `pending` by polling, and return its result; MPI.Exception if a rank dies or revokes the axis (ULFM)."""
     pause_s = _FIRST_S
     while not pending.test():
         time.sleep(pause_s)
@@ -28,53 +28,53 @@ def finish(pending: Request) -> Any:
 
 
 def gather(axis: Axis, value: Any) -> list[Any]:
-    """Everybody's value, by rank, on rank 0; nothing on the others.  Collective.
+    """Gather the values of all ranks, by rank, on rank 0; empty on other ranks.  Collective.
 
-    `value` is what JSON can hold: None, booleans, numbers, strings, lists, and mappings with strings as keys.
+    `value` must be valid for JSON: None, booleans, numbers, strings, lists, and mappings with strings as keys.
     """
-    told = _encoded(value)
-    sizes = _sizes(axis, told)
+    encoded = _encoded(value)
+    sizes = _sizes(axis, encoded)
     if axis.rank:
-        finish(axis.start_send(told, 0))
+        finish(axis.start_send(encoded, 0))
         return []
-    heard = [told, *(np.empty(size, np.uint8) for size in sizes[1:])]
-    receives = [axis.start_recv(buffer, rank) for rank, buffer in enumerate(heard) if rank]
+    received = [encoded, *(np.empty(size, np.uint8) for size in sizes[1:])]
+    receives = [axis.start_recv(buffer, rank) for rank, buffer in enumerate(received) if rank]
     try:
         for receive in receives:
             finish(receive)
     except Exception:
-        axis.revoke()  # or those that cannot end would be waited for
+        axis.revoke()  # or the wait for receives that cannot end would not end
         for receive in receives:
             receive.abandon()
         raise
-    return [_decoded(buffer) for buffer in heard]
+    return [_decoded(buffer) for buffer in received]
 
 
 def share(axis: Axis, value: Any) -> Any:
-    """The value of rank 0, see `gather`, on all ranks.  Collective."""
-    told = _encoded(value if axis.rank == 0 else None)
-    size = np.array([told.size], np.int64)
+    """Share the value of rank 0, as for `gather`, with all ranks.  Collective."""
+    encoded = _encoded(value if axis.rank == 0 else None)
+    size = np.array([encoded.size], np.int64)
     finish(axis.start_broadcast(size))
     if axis.rank:
-        told = np.empty(int(size[0]), np.uint8)
-    finish(axis.start_broadcast(told))
-    return _decoded(told)
+        encoded = np.empty(int(size[0]), np.uint8)
+    finish(axis.start_broadcast(encoded))
+    return _decoded(encoded)
 
 
 def gather_lists(axis: Axis, own: list[Any]) -> list[Any]:
-    """Everybody's list, see `gather`, one after the other on all ranks.  Collective."""
-    told = _encoded(own) if own else np.empty(0, np.uint8)
-    sizes = _sizes(axis, told)
+    """The lists of all ranks, as for `gather`, end to end on all ranks.  Collective."""
+    encoded = _encoded(own) if own else np.empty(0, np.uint8)
+    sizes = _sizes(axis, encoded)
     if not sizes.any():
         return []
-    heard = np.empty(sizes.sum(), np.uint8)
-    finish(axis.start_all_gather(heard, told, sizes.tolist()))
-    return [each for part in np.split(heard, np.cumsum(sizes)[:-1]) if part.size for each in _decoded(part)]
+    received = np.empty(sizes.sum(), np.uint8)
+    finish(axis.start_all_gather(received, encoded, sizes.tolist()))
+    return [each for part in np.split(received, np.cumsum(sizes)[:-1]) if part.size for each in _decoded(part)]
 
 
-def _sizes(axis: Axis, told: np.ndarray) -> np.ndarray:
+def _sizes(axis: Axis, encoded: np.ndarray) -> np.ndarray:
     sizes = np.zeros(axis.size, np.int64)
-    finish(axis.start_all_gather(sizes, np.array([told.size], np.int64), [1] * axis.size))
+    finish(axis.start_all_gather(sizes, np.array([encoded.size], np.int64), [1] * axis.size))
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""New files and folders that have their name only once they are whole and on the disk."""
+"""New files and folders that get their name only when they are whole and on the disk."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from mpishard.checkpoint import disk, folder
 
 @contextmanager
 def provisional(target: Path, size: int) -> Iterator[Path]:
-    """A path beside `target` to write about `size` bytes to; whatever is there after an error is removed.
+    """A path beside `target`, for about `size` bytes; after an error it is removed.
 
-    What processes that were killed left of the same target goes first.
+    Leftovers of killed processes for the same target are removed first.
 
     Raises
     ------
     ValueError
-        If the target is there already, or the folder that it goes into is not.
+        If the target exists, or its folder does not.
     OSError
-        Of the disk, with a path; at once if it has too little space.
+        With a path, if the disk fails; at once if it has too little space.
     """
     if os.path.lexists(target):
         raise ValueError(f"{target} is there already; give another name, or remove it first")
@@ -46,7 +46,7 @@ def provisional(target: Path, size: int) -> Iterator[Path]:
 
 @contextmanager
 def published(target: Path, size: int) -> Iterator[Path]:
-    """As `provisional`, for a file, which is synced and gets its name at the end."""
+    """Like `provisional`, for a file, which at the end is synced and renamed to `target`."""
     with provisional(target, size) as path, disk.hold(path):
         yield path
         disk.sync(path)

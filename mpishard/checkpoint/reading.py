@@ -1,4 +1,4 @@
-"""From files of pieces into the arrays of a run, whatever layouts wrote them and want them."""
+"""Reads files of pieces, written in any layout, into the arrays of a run, in any layout."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mpishard.layout.run_state import RunState, Shard, check_same_tensors
 
 Array = Any
 
-# Files stay open for the next piece, but a process may have no more than about a thousand.
+# Files stay open for the next piece, but a process may only have about a thousand open files.
 _OPEN_FILES = 64
-# Elements read at once where they do not lie end to end in their array.
+# Elements read at a time where they are not contiguous in their array.
 _BLOCK = 2**22
 _MOST_TOLD = 3
 
@@ -32,12 +32,12 @@ _MOST_TOLD = 3
 class PieceReader:
     """Reads pieces of one checkpoint.  A context manager, which closes the files; not collective.
 
-    Files are opened with HDF5: compare their hashes with the manifest first.
+    It opens files with HDF5; compare their hashes with the manifest before.
 
     Parameters
     ----------
     contents : Contents
-        As `read_index` returned it.
+        The result of `read_index`.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -54,22 +54,22 @@ class PieceReader:
             self._files.popitem()[1].close()
 
     def read(self, piece: StoredPiece, inside: Box, out: np.ndarray) -> None:
-        """Read the elements of the box `inside` of the global tensor, which lies in the piece, into `out`.
+        """Read the box `inside` of the global tensor, which must be inside the piece, into `out`.
 
         Parameters
         ----------
         piece : StoredPiece
             One of ``contents.pieces``.
         inside : Box
-            Of the global tensor, not relative to the piece.  Nothing but the rows it is in is read.
+            A box of the global tensor, not relative to the piece.  Only its rows are read.
         out : array
             Host memory shaped like `inside`, of the dtype of the piece's kind; may have gaps.
 
         Raises
         ------
         ValueError
-            Naming file and data set, if either is missing, belongs to another checkpoint, or is not what
-            `write_pieces` writes for this piece.
+            With file and data set, if either is missing, belongs to another checkpoint, or is not as `write_pieces`
+            writes this piece.
         """
         shape = tuple(stop - start for start, stop in inside)
         assert intersect(inside, piece.box) == inside and out.shape == shape, (inside, piece, out.shape)
@@ -89,11 +89,11 @@ class PieceReader:
 
     def check(self, piece: StoredPiece) -> None:
         """Raise ValueError, as `read` does, unless all of a piece can be read; decodes its chunks."""
-        with checks.refusing(self._contents.folder / piece.file), checks.told_of(piece.kind, piece.name):
+        with checks.refusing(self._contents.folder / piece.file), checks.naming_tensor(piece.kind, piece.name):
             hdf5.check_chunks(self._dataset(piece))
 
     def _dataset(self, piece: StoredPiece) -> h5py.h5d.DatasetID:
-        """The data set of a piece, once it is known to be one."""
+        """Open the data set of a piece, and check it."""
         if self._opened is not None and self._opened[0] is piece:
             return self._opened[1]
         file = self._file(piece.file)
@@ -126,7 +126,7 @@ class PieceReader:
 
 
 def _read_box(dataset: h5py.h5d.DatasetID, first: Sequence[int], out: np.ndarray) -> None:
-    """Read the box of a data set that begins at these places, and is shaped like a contiguous array, into that."""
+    """Read a box of a data set, which begins at the indices `first`, into the contiguous array `out`."""
     space = dataset.get_space()
     if out.shape:
         space.select_hyperslab(tuple(first), out.shape)
@@ -135,9 +135,9 @@ def _read_box(dataset: h5py.h5d.DatasetID, first: Sequence[int], out: np.ndarray
 
 
 def damages(contents: Contents, pieces: Iterable[StoredPiece]) -> list[str]:
-    """What is wrong with these pieces of a checkpoint, in words: the first few.  Not collective.
+    """Texts for the problems of these pieces of a checkpoint, the first few.  Not collective.
 
-    None: every value of them can be read, unless the disk fails.
+    Empty: all their values can be read, unless the disk fails.
     """
     found: list[str] = []
     with PieceReader(contents) as reader:
@@ -152,9 +152,9 @@ def damages(contents: Contents, pieces: Iterable[StoredPiece]) -> list[str]:
 
 
 def check_fits(contents: Contents, state: RunState) -> None:
-    """Raise ValueError unless a checkpoint has all that a state is made of.
+    """Raise ValueError unless a checkpoint has all parts of a state.
 
-    The same tensors, in whatever order, all kinds of arrays that are required (it may have more), and those of the same
+    It must have the same tensors, in any order, and all required kinds of arrays (it may have more), with the same
     dtypes.
     """
     what = f"the checkpoint {contents.folder}"

@@ -1,7 +1,7 @@
-"""Writing one checkpoint: every rank its pieces, rank 0 the rest, and one outcome on all ranks.
+"""Writes one checkpoint: every rank writes its pieces, rank 0 the rest, and all ranks get the same outcome.
 
-It runs in the thread that calls `Checkpoints.save`, or in one beside the training; so it never blocks in MPI, and
-everything it needs is in its task.
+It runs in the thread that calls `Checkpoints.save`, or in a thread beside the training.  So it never blocks in MPI, and
+its task has all that it needs.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from mpishard.comm.axis import Axis
 
 @dataclass(frozen=True)
 class Task:
-    """What one rank does for one checkpoint.
+    """The part of one rank in writing a checkpoint.
 
     Parameters
     ----------
     unfinished : Unfinished
-        Where it is written; rank 0 made the folder.
+        The unfinished checkpoint, whose folder rank 0 has made.
     step : int
     tensors : mapping of str to shape
         All tensors of the model.
     kinds : mapping of str to dtype
-        Of parameters and slots.
+        Dtypes of parameters and slots.
     facts : mapping
         As `RunState.facts`.
     parts : sequence of Part
-        What this rank writes.
+        The parts that this rank writes.
     keep : int or None
-        How many checkpoints to keep.
+        Number of checkpoints to keep.
     own : frozenset of str
-        Ids of those that count for `keep`, besides this one.
+        Ids of the other checkpoints that count for `keep`.
     compression : str or None
         Filter of HDF5.
     problem : Exception or None
-        What kept this rank from making its parts, to be told to the others.
+        The error that kept this rank from making its parts; all ranks will raise it.
     """
 
     unfinished: Unfinished
@@ -66,38 +66,38 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended, the same on all ranks: with a fault, or with remarks on what is not as it should be."""
+    """The outcome of a save, the same on all ranks: a fault, or remarks on smaller problems."""
 
     fault: Fault | None
     remarks: tuple[str, ...] = ()
 
 
 def carry_out(task: Task, axis: Axis) -> Outcome:
-    """Write a checkpoint.  Collective over `axis`, which is for this alone."""
+    """Write a checkpoint.  Collective over `axis`, which must have no other use."""
     try:
-        told = polling.gather(axis, _write_own(task, axis.rank))
-        heard = polling.share(axis, _complete(task, told) if axis.rank == 0 else None)
+        reports = polling.gather(axis, _write_own(task, axis.rank))
+        result = polling.share(axis, _complete(task, reports) if axis.rank == 0 else None)
     finally:
         if task.unfinished.held is not None:
             task.unfinished.held.close()
-    return Outcome(Fault.first([heard["fault"]]), tuple(heard["remarks"]))
+    return Outcome(Fault.first([result["fault"]]), tuple(result["remarks"]))
 
 
 def rehearse(unfinished: Unfinished, axis: Axis) -> Fault | None:
-    """Write a little where a checkpoint would be written, and remove it.  Collective over `axis`.
+    """Write small files where a checkpoint would be written, and remove them.  Collective over `axis`.
 
     Returns
     -------
     Fault or None
-        What keeps a rank from it, the same on all ranks.
+        The fault of a rank that could not do this, the same on all ranks.
     """
-    told = polling.gather(axis, _write_a_little(unfinished.path / pieces_file(axis.rank), axis.rank))
-    fault = Fault.first([each["fault"] for each in told])
+    reports = polling.gather(axis, _write_a_little(unfinished.path / pieces_file(axis.rank), axis.rank))
+    fault = Fault.first([each["fault"] for each in reports])
     if axis.rank == 0:
         assert unfinished.held is not None
         if fault is None:
             try:
-                _check_seen(unfinished.path, told)
+                _check_seen(unfinished.path, reports)
             except OSError as error:
                 fault = Fault.of(error, 0, unfinished.path)
         _discard(unfinished.path)
@@ -116,7 +116,7 @@ def _write_a_little(path: Path, rank: int) -> dict[str, Any]:
 
 
 def _write_own(task: Task, rank: int) -> dict[str, Any]:
-    """Write the file of this rank; returns what rank 0 needs to know of it."""
+    """Write the file of this rank; returns the facts about it that rank 0 needs."""
     path = task.unfinished.path / pieces_file(rank)
     try:
         if task.problem is not None:
@@ -133,7 +133,7 @@ def _write_own(task: Task, rank: int) -> dict[str, Any]:
 
 
 def _to_disk(path: Path) -> FileEntry:
-    """Sync a file, and hash it meanwhile."""
+    """Sync a file, and hash it at the same time."""
     failed: list[OSError] = []
 
     def sync() -> None:
@@ -145,7 +145,7 @@ def _to_disk(path: Path) -> FileEntry:
     beside = threading.Thread(target=sync, name="mpishard-sync")
     try:
         beside.start()
-    except RuntimeError:  # the interpreter is about to end and starts no threads any more
+    except RuntimeError:  # the interpreter is about to end and starts no more threads
         sync()
         return FileEntry(*manifest.hash_file(path))
     try:
@@ -156,14 +156,14 @@ def _to_disk(path: Path) -> FileEntry:
             raise failed[0]
 
 
-def _complete(task: Task, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rank 0: write the index and the manifest and publish; or remove what was written."""
-    fault = Fault.first([each["fault"] for each in told])
+def _complete(task: Task, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """On rank 0: write the index and the manifest, and publish the checkpoint; or remove all files."""
+    fault = Fault.first([each["fault"] for each in reports])
     remarks: list[str] = []
     path = task.unfinished.path
     if fault is None:
         try:
-            entries = _check_seen(path, told)
+            entries = _check_seen(path, reports)
             index = path / manifest.INDEX
             write_index(
                 index,
@@ -173,7 +173,7 @@ def _complete(task: Task, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 kinds=task.kinds,
                 pieces=[
                     StoredPiece(kind, name, tuple((start, stop) for start, stop in box), pieces_file(rank), dataset)
-                    for rank, each in enumerate(told)
+                    for rank, each in enumerate(reports)
                     for kind, name, box, dataset in each["pieces"]
                 ],
                 facts=task.facts,
@@ -191,10 +191,10 @@ def _complete(task: Task, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"fault": None if fault is None else fault.plain, "remarks": remarks}
 
 
-def _check_seen(path: Path, told: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:
-    """The files that the ranks wrote, which rank 0 must see as they do."""
+def _check_seen(path: Path, reports: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:
+    """The files of all ranks; rank 0 must see them with the same sizes as their writers."""
     entries = {}
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(reports):
         if each["entry"] is None:
             continue
         file, entry = path / pieces_file(rank), FileEntry(*each["entry"])
@@ -206,6 +206,6 @@ def _check_seen(path: Path, told: Sequence[Mapping[str, Any]]) -> dict[str, File
 
 
 def _discard(path: Path) -> None:
-    """Remove what was written; what cannot be removed now goes when the next one begins."""
+    """Remove the written files; the next save removes those that cannot be removed now."""
     with suppress(OSError):
         disk.remove(path)

@@ -1,4 +1,4 @@
-"""The values that a rank saves, as host arrays: the live ones, or a copy that training does not change any more."""
+"""The values that a rank saves, as host arrays: the live arrays, or a copy that training does not change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = Any
 
 
 def live_parts(shards: Sequence[Shard]) -> list[Part]:
-    """What this rank counts, as views of its NumPy arrays."""
+    """The primary pieces of this rank, as views of its NumPy arrays."""
     return [
         _part(shard.kind, piece, shard.array[piece.start : piece.start + piece.size])
         for shard in shards
@@ -27,29 +27,29 @@ def live_parts(shards: Sequence[Shard]) -> list[Part]:
 
 
 class Snapshot:
-    """Copies of what a rank counts, in host memory that is kept from one to the next."""
+    """Copies of the primary pieces of a rank, in host memory that is kept for the next copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, np.ndarray] = {}
 
     def take(self, shards: Sequence[Shard]) -> list[Part]:
-        """Copy the counted pieces; done on return.  The copies of the time before are overwritten.
+        """Copy the primary pieces; complete on return.  The last copies are overwritten.
 
-        Pieces that lie end to end are copied at once.  Device arrays come through pinned memory.
+        Contiguous pieces are copied together.  Device arrays are copied through pinned memory.
         """
         kept = self._buffers
-        # Those of kinds that are no more go before others are made.
+        # Buffers of kinds that no longer exist are freed before others are made.
         self._buffers = {shard.kind: kept[shard.kind] for shard in shards if shard.kind in kept}
         parts: list[Part] = []
         for shard in shards:
             buffer = self._buffer(shard)
-            place = 0
+            offset = 0
             for run in _runs(shard.counted):
                 start, size = run[0].start, sum(piece.size for piece in run)
-                arrays.copy_to_host(shard.array[start : start + size], buffer[place : place + size])
+                arrays.copy_to_host(shard.array[start : start + size], buffer[offset : offset + size])
                 for piece in run:
-                    parts.append(_part(shard.kind, piece, buffer[place : place + piece.size]))
-                    place += piece.size
+                    parts.append(_part(shard.kind, piece, buffer[offset : offset + piece.size]))
+                    offset += piece.size
         return parts
 
     def _buffer(self, shard: Shard) -> np.ndarray:
@@ -66,9 +66,9 @@ def _part(kind: str, piece: Piece, values: np.ndarray) -> Part:
 
 
 def _runs(pieces: LocalLayout) -> Iterator[list[Piece]]:
-    """Pieces with elements, by place, in groups that lie end to end."""
+    """Pieces with elements, by start, in contiguous groups."""
     ordered = sorted((piece for piece in pieces if piece.size), key=lambda piece: piece.start)
-    before = 0  # elements of pieces before this one: its distance from its start is the same all through a run
+    before = 0  # elements of earlier pieces: start minus this number is constant in a contiguous group
     distances = []
     for piece in ordered:
         distances.append(piece.start - before)

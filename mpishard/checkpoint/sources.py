@@ -1,4 +1,4 @@
-"""Whole tensors, read a box at a time from wherever they lie."""
+"""Sources of whole tensors, read one box at a time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BLOCK = 2**22  # elements read at once
 
 
 class Source(Protocol):
-    """The tensors of a model by name, one value of each kind an element."""
+    """The tensors of a model by name, with one array for each kind."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """As `RunState.facts`."""
+        """The metadata, as `RunState.facts`."""
 
     @property
     def tensors(self) -> Mapping[str, tuple[int, ...]]:
@@ -38,7 +38,7 @@ class Source(Protocol):
 
 
 class Stored(AbstractContextManager["Stored"]):
-    """The tensors of a checkpoint whose hashes were found right; a `Source`."""
+    """The tensors of a checkpoint whose hashes are correct; a `Source`."""
 
     def __init__(self, contents: Contents) -> None:
         self.facts: dict[str, Any] = contents.facts
@@ -50,12 +50,12 @@ class Stored(AbstractContextManager["Stored"]):
             self._pieces[piece.kind, piece.name].append(piece)
 
     def read(self, kind: str, name: str, box: Box) -> np.ndarray:
-        """The values in a box of a tensor, out of all pieces that it touches.
+        """The values in a box of a tensor, from all pieces that it touches.
 
         Raises
         ------
         ValueError
-            If a piece is not what the index says.
+            If a piece does not match the index.
         """
         values = np.empty(tuple(stop - start for start, stop in box), self.kinds[kind])
         for piece in self._pieces[kind, name]:
@@ -69,13 +69,13 @@ class Stored(AbstractContextManager["Stored"]):
 
 
 def inside(box: Box, outer: Box) -> tuple[slice | Any, ...]:
-    """Index of a box in an array shaped like another one around it; always a view, of a scalar too."""
+    """The index of a box in an array of the box `outer` around it; it always gives a view, also of a scalar."""
     slices = (slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
     return (*slices, ...)
 
 
 def total_bytes(source: Source, kinds: Iterable[str]) -> int:
-    """Bytes that the tensors of these kinds are."""
+    """The size of the tensors of these kinds in bytes."""
     return sum(map(prod, source.tensors.values())) * sum(source.kinds[kind].itemsize for kind in kinds)
 
 
