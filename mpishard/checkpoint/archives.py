@@ -1,8 +1,8 @@
 """Archives, files of all tensors of a model that other programs read: safetensors and NumPy archives (npz).
 
 Parameters have their names, slots of optimizer state are called ``optimizer/<slot>/<tensor>``.  The facts of a run,
-other than arrays, are stored as JSON: in the metadata of a safetensors file, or in the zip comment of an npz.  Files are
-read as hostile: nothing is unpickled, and the claims of a header are first checked against the size of the file.
+other than arrays, are stored as JSON: in the metadata of a safetensors file, or in the zip comment of an npz.  Files
+are read as hostile: nothing is unpickled, and the claims of a header are first checked against the size of the file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What is kept of a block between its forward and its backward pass: all of it, half the bytes, or its input only.
+"""The activations of a block that are kept for its backward pass: all, all in half precision, or only its input.
 
-Where less than all is kept, blocks run in one workspace that all of them share, and what a backward pass needs is
-brought back there before it starts: unpacked from half precision, or computed again (Chen et al., 2016, "Training
-deep nets with sublinear memory cost").
+If not all are kept, blocks run in one shared workspace.  Before a backward pass the activations are restored there:
+unpacked from half precision, or computed again (Chen et al., 2016, "Training deep nets with sublinear memory cost").
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Array = Any
 
 
 class Spot(NamedTuple):
-    """Where a block stands: its number in its stage, and whether the units before and after it there are blocks."""
+    """The position of a block: its number in its stage, and whether the units before and after it are blocks."""
 
     number: int
     after_block: bool
@@ -26,7 +25,7 @@ class Spot(NamedTuple):
 
 
 class KeepAll:
-    """Each micro-batch has a workspace for each block."""
+    """Keep all activations: each micro-batch has a workspace for each block."""
 
     saved_bytes = 0
     keeps = True
@@ -57,17 +56,17 @@ class _Recording(Workspace):
 
 
 class ActivationCheckpointing:
-    """Blocks run in a workspace in common, and little of them is kept for each micro-batch.
+    """Blocks run in a shared workspace, and few of their activations are kept for each micro-batch.
 
     Parameters
     ----------
     sharing : Workspace
-        Whose scratch memory to use.
+        The workspace whose scratch memory is used.
     recompute : bool
         Keep the input of a block, and run its forward pass again before its backward pass.
     storage_dtype : dtype or None
-        Keep what is kept in this dtype, float16 or bfloat16, except for statistics (a number or two a row and head),
-        and for what arrives from other units or leaves for them.
+        Store kept activations in this dtype, float16 or bfloat16, except for statistics (one or two numbers per row
+        and head) and for inputs from and outputs to other units.
 
     Attributes
     ----------
@@ -86,11 +85,11 @@ class ActivationCheckpointing:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the workspace in common, without scratch."""
+        """Bytes of the shared workspace, without scratch."""
         return self._inner.saved_bytes
 
     def forward(self, block: Block, x_nc: Array, work: Workspace, length: int, spot: Spot) -> Array:
-        """The output, which outlives the block's other activations."""
+        """Return the output, which outlives the block's other activations."""
         part, inner = work.part(block.name), self._inner
         packed = []
         if self.keeps and self._storage_dtype is not None and spot.after_block:
@@ -106,7 +105,7 @@ class ActivationCheckpointing:
         if not spot.before_block or (self.keeps and self._storage_dtype is None):
             kept_nc = part.save("output", *y_nc.shape)
         else:
-            # Two in turns: the input of the next block may not be its output too.
+            # Two buffers in turn: the output of the next block must not overwrite its input.
             kept_nc = work.borrow(f"block output {spot.number % 2}", *y_nc.shape)
         kept_nc[...] = y_nc
         return kept_nc

@@ -1,4 +1,4 @@
-"""The sizes of a GPT, its units, and how they are cut into pipeline stages: facts that need no memory and no ranks."""
+"""The sizes of a GPT, its units, and their cut into pipeline stages; without memory or ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Architecture:
             )
 
     def units(self) -> list[str]:
-        """Names of what runs in turn: ``"stem"`` (embeddings), ``"blocks.0"`` and so on, ``"top"`` (norm and head)."""
+        """Names of the units in order: ``"stem"`` (embeddings), ``"blocks.0"`` and so on, ``"top"`` (output head)."""
         return ["stem", *(f"blocks.{index}" for index in range(self.layers)), "top"]
 
     def build(self, unit: str, *, sequence_parallel: bool = False) -> Layer:
@@ -77,7 +77,7 @@ class Architecture:
     def check(self, tensor: int = 1, stages: int = 1) -> None:
         """Raise ValueError unless the model can be split over `tensor` ranks and cut into `stages` stages.
 
-        `stages` are virtual ones: pipeline ranks times chunks a rank.
+        `stages` are virtual stages: pipeline ranks times chunks per rank.
         """
         if self.heads % tensor:
             raise ValueError(
@@ -96,15 +96,15 @@ class Architecture:
         Parameters
         ----------
         stages : int
-            How many; every one gets at least one unit.
+            Number of stages; each gets at least one unit.
         costs : sequence of float, optional
-            Time of each of `units`; the cut is the one whose slowest stage is fastest.  Without, blocks are dealt out
-            evenly, the stem goes with the first and the top with the last of them.
+            Time of each of `units`; the cut then minimises the time of the slowest stage.  Default: blocks are divided
+            evenly; the embeddings belong to the first stage, the output head to the last.
 
         Raises
         ------
         ValueError
-            For more stages than layers, or costs that are not one number of at least 0 a unit.
+            For more stages than layers, or costs that are not one number of at least 0 per unit.
         """
         self.check(stages=stages)
         units = self.units()
@@ -129,8 +129,8 @@ class Architecture:
     ) -> list[ParameterSpec]:
         """All tensors of the model, in the order in which it uses them; arguments as for `cut`.
 
-        With `sequence_parallel`, gradients of what is used row by row are partial: each tensor rank has those of its
-        rows.
+        With `sequence_parallel`, gradients of tensors that are applied row by row are partial: each tensor rank has
+        the terms of its rows.
         """
         specs: list[ParameterSpec] = []
         for stage, units in enumerate(self.cut(stages, costs)):
@@ -145,9 +145,10 @@ class Architecture:
 
 
 def _fastest_cut(costs: Sequence[float], stages: int) -> list[int]:
-    """Cuts of `costs` into runs, none of them empty, whose largest sum is as small as it can be.
+    """Cuts of `costs` into non-empty runs with the smallest possible largest sum.
 
-    Among those, the sums of squares decide stage by stage, so that free stages are even too.
+    Of several such cuts, the one with the smallest sum of squares is taken, stage by stage, so that the other stages
+    are even, too.
     """
     sums = [0.0]
     for cost in costs:

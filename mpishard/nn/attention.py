@@ -29,12 +29,12 @@ DEVICE_SCORES = 2**27
 class CausalSelfAttention(Layer):
     """Multi-head attention in which a position sees itself and what came before (Vaswani et al., 2017).
 
-    Scores are never stored: the backward pass computes them anew from queries and keys and the logarithm of each
-    query's normaliser (Dao et al., 2022).  Blocks that the mask hides entirely are not computed.  The most that exists
-    at a time is the gradient by all scores of one head of one sequence, or of a few heads where sequences are short.
+    Scores are never stored: the backward pass computes them again from queries, keys and the logarithm of each query's
+    normaliser (Dao et al., 2022).  Blocks that are masked entirely are not computed.  The largest temporary is the
+    gradient of all scores of one head of one sequence, or of a few heads of a short sequence.
 
-    The bias of the keys shifts all scores of a query alike, which the softmax does not see: in exact arithmetic its
-    gradient is zero, and what is computed for it is rounding noise.
+    The bias of the keys shifts all scores of a query alike, which does not change the softmax: its exact gradient is
+    zero, and the computed one is rounding noise.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class CausalSelfAttention(Layer):
     width : int
         Channels; a multiple of `heads`.
     heads : int
-        Number of heads, a multiple of the tensor size: each tensor rank computes some of them.
+        Number of heads, a multiple of the tensor size; each tensor rank computes some of them.
     output_scale : float
         Standard deviation of the initial weights of the output projection.
     sequence_parallel : bool

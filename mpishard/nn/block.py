@@ -77,7 +77,7 @@ class Block(Layer):
         return self.mlp.forward(self.mlp_norm.forward(x_nc, work), work, residual_nc=x_nc)
 
     def backward(self, dy_nc: Array, work: Workspace, length: int) -> Array:
-        """Gradient by `x`, in place of `dy`."""
+        """Return the gradient of `x`; it overwrites `dy`."""
         self.mlp_norm.backward(self.mlp.backward(dy_nc, work), work, residual_nc=dy_nc)
         self.attention_norm.backward(self.attention.backward(dy_nc, work, length), work, residual_nc=dy_nc)
         return dy_nc

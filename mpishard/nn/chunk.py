@@ -17,28 +17,28 @@ Array = Any
 
 
 class Chunk:
-    """One virtual stage, as `mpishard.pipeline.runtime` runs it.
+    """One virtual stage, for `mpishard.pipeline.runtime`.
 
-    All methods that compute are collective over the tensor axis, and under ZeRO-3 over the data axis, where each unit
-    is gathered once in each direction, the next one while this one computes.
+    All methods that compute are collective over the tensor axis, and under ZeRO-3 over the data axis.  Each unit is
+    then gathered once in each direction, while the previous one computes.
 
     Parameters
     ----------
     stage : int
         Number of the virtual stage.
-    units : sequence of Stem, Block or Top
+    units : sequence of EmbeddingStage, Block or OutputHead
         In order, bound to `parameters`.
     parameters : FlatParameters
     tensor : TensorParallel
     memory : Workspace
-        Whose scratch memory to use.
-    keeping : KeepAll or KeepLess
-        What to keep of blocks.
+        The workspace whose scratch memory is used.
+    keeping : KeepAll or ActivationCheckpointing
+        Which activations of blocks are kept.
 
     Attributes
     ----------
     workspaces : list of Workspace
-        Of the micro-batches that were in flight at a time.
+        One for each micro-batch that was in flight at the same time.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Chunk:
         self._width = next(unit.width for unit in units if isinstance(unit, EmbeddingStage | Block | OutputHead))
 
     def input_shape(self, batch: Batch) -> tuple[int, int]:
-        """Shape of what comes from the stage before: the rows that this tensor rank holds, and the width."""
+        """Shape of the input from the previous stage: the rows of this tensor rank, and the width."""
         return self._tensor.rows(batch.rows), self._width
 
     def output_shape(self, batch: Batch) -> tuple[int, int]:
-        """Shape of what goes to the stage after."""
+        """Shape of the output to the next stage."""
         return self._tensor.rows(batch.rows), self._width
 
     def workspace(self) -> Workspace:
@@ -86,11 +86,11 @@ class Chunk:
         return self._forward(x, work, batch, predict=False)
 
     def infer(self, x: Array | None, work: Workspace, batch: Batch) -> Array:
-        """As `forward`, but the last stage returns the logits of the whole vocabulary, in a new array."""
+        """Like `forward`, but the last stage returns the logits of the whole vocabulary, in a new array."""
         return self._forward(x, work, batch, predict=True)
 
     def backward(self, dy: Array | None, work: Workspace, batch: Batch) -> Array | None:
-        """Gradient by the stage's input; writes all gradients and announces them.  Overwrites `dy`."""
+        """Return the gradient of the stage's input; write all gradients and mark them ready.  Overwrites `dy`."""
         for unit in self._held(self.units[::-1]):
             if isinstance(unit, OutputHead):
                 dy = unit.backward(work)
@@ -103,12 +103,12 @@ class Chunk:
         return dy
 
     def input_gradient(self, dy: Array | None, work: Workspace, batch: Batch) -> Array | None:
-        """As `backward`, but puts off products for the gradients of weights, and all announcements."""
+        """Like `backward`, but defer the products for weight gradients, and mark no gradient ready."""
         work.deferred = []
         return self.backward(dy, work, batch)
 
     def weight_gradient(self, work: Workspace) -> None:
-        """Do what `input_gradient` put off for the micro-batch of `work`."""
+        """Do the deferred work of `input_gradient` for the micro-batch of `work`."""
         deferred, work.deferred = work.deferred, None
         assert deferred is not None
         for each in deferred:
@@ -127,11 +127,11 @@ class Chunk:
         return x
 
     def _held(self, units: Sequence[Layer]) -> Iterator[Layer]:
-        """The units, each while its parameters are there."""
-        for place, unit in enumerate(units):
+        """Yield the units, each while its parameters are gathered."""
+        for index, unit in enumerate(units):
             names = self._names[unit.name]
             self._parameters.use(names)
-            if place + 1 < len(units):
-                self._parameters.prefetch(self._names[units[place + 1].name])
+            if index + 1 < len(units):
+                self._parameters.prefetch(self._names[units[index + 1].name])
             yield unit
             self._parameters.release(names)

@@ -14,8 +14,8 @@ Array = Any
 class Embedding(Layer):
     """One row of a (count, width) table for each index.
 
-    Where the table is split by rows (`split` 0, Shoeybi et al., 2019) a rank gives zero for indices in the slices of
-    others, and the sum over the ranks is what was asked for; the sum is the caller's business.
+    If the table is split by rows (`split` 0, Shoeybi et al., 2019), a rank returns zeros for indices in the slices of
+    other ranks.  The caller takes the sum over the ranks.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class Embedding(Layer):
 
 
 class PositionEmbedding(Embedding):
-    """A learned row for each position of a sequence, added to what is there."""
+    """A learned row for each position of a sequence, added to an array."""
 
     def add_to(self, x_btc: Array) -> None:
         """``x[:, t] += weight[t]`` in place."""

@@ -1,4 +1,4 @@
-"""A decoder-only transformer in the manner of GPT-2, on one rank or on a mesh."""
+"""A decoder-only transformer like GPT-2, on one rank or on a mesh."""
 
 from __future__ import annotations
 
@@ -64,23 +64,24 @@ class GPT:
     dtype : dtype
         float32 or float64.
     seed : int
-        Of the initial values.
+        Seed of the initial values.
     tied : bool
         Whether the output head uses the table of the token embedding.
     mesh : Mesh, optional
         Default: one rank alone.
     sequence_parallel : bool
-        Split rows over the tensor axis between the parts that are split by columns: less memory for activations.
+        Split rows over the tensor axis between the layers that are split by columns, which needs less memory for
+        activations.
     schedule : str
         One of `mpishard.pipeline.schedule.SCHEDULES`.
     chunks : int
         Model chunks of a pipeline rank, for the interleaved schedule.
     microbatches : int, optional
-        Into how many micro-batches a batch is cut along its first dimension; some may be empty.  Default: 1, on a
-        pipeline 4 times the number of its ranks.
+        Number of micro-batches into which a batch is cut along its first dimension; some may be empty.  Default: 1; on
+        a pipeline 4 times the number of its ranks.
     stage_costs : "measured" or sequence of float, optional
-        How to cut the model into stages: by the time of each of its `Architecture.units`, measured on the mesh's
-        first rank, or given.  Default: blocks evenly.
+        The times of the `Architecture.units` by which the model is cut into stages, given or measured on the mesh's
+        first rank.  Default: blocks evenly.
     recompute : bool
         Keep only the inputs of blocks, and compute their activations again in the backward pass.
     storage_dtype : dtype, optional
@@ -103,9 +104,9 @@ class GPT:
         that is zero in exact arithmetic, see `CausalSelfAttention`.
     architecture : Architecture
     chunks : list of Chunk
-        What this rank runs.
+        The chunks of this rank.
     blocks : list of Block
-        Those in its chunks.
+        The blocks in these chunks.
     pipeline : Pipeline
 
     Raises
@@ -207,7 +208,7 @@ class GPT:
         axis = cast(Axis, _OnlyStage(Ledger())) if mesh is None else mesh.pipeline
         self.pipeline: Pipeline = Pipeline(axis, self.chunks, schedule, self.parameters, wire_dtype=wire_dtype)
         self._inputs = Pool()
-        # A scaled loss may overflow in half precision; optimizers look for that.
+        # A scaled loss may overflow in half precision; optimizers check for that.
         self._expected: dict[str, Any] = {} if compute_dtype is None else {"over": "ignore", "invalid": "ignore"}
         # Where they are computed with.
         self._moved_inputs = None if module is np else Pool(module)
@@ -267,7 +268,7 @@ class GPT:
         Parameters
         ----------
         prompt_tokens : sequence of int
-            At least one token; of more than ``context_length`` the last ones count.
+            At least one token; if longer than ``context_length``, only the last tokens count.
         count : int
             Tokens to add.
         temperature : float
@@ -338,7 +339,7 @@ class GPT:
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
-        """No backward pass will want what the forward passes in here leave."""
+        """A context for forward passes without a backward pass, which keep nothing."""
         self._keeping.keeps = False
         try:
             yield
@@ -346,7 +347,7 @@ class GPT:
             self._keeping.keeps = True
 
     def _from_last_stage(self, array: Array, label: str) -> Array:
-        """Copy an array of the last pipeline stage to all of them, in place."""
+        """Broadcast an array of the last pipeline stage to all stages, in place."""
         if self.mesh is not None and self.mesh.pipeline.size > 1:
             self.mesh.pipeline.broadcast(array, root=self.mesh.pipeline.size - 1, label=label)
         return array
@@ -361,7 +362,7 @@ def _sampled(logits_v: np.ndarray, temperature: float, random: np.random.Generat
 
 
 def _names_by_unit(architecture: Architecture, sequence_parallel: bool) -> list[list[str]]:
-    """Names of the tensors of each unit, a tied one with the first that uses it."""
+    """Names of the tensors of each unit; a tied tensor belongs to the first unit that uses it."""
     known: set[str] = set()
     names = []
     for name in architecture.units():

@@ -1,15 +1,15 @@
-"""Layers with forward and backward written by hand: what they have in common, and layer norm and GELU.
+"""Layers with forward and backward written by hand: their base class, layer norm and GELU.
 
-A layer knows its tensors by name in one ``FlatParameters``, and asks for them at every use.  ``forward`` leaves in a
-``Workspace`` what ``backward`` needs; ``backward`` takes the gradient of the (summed) loss by the layer's output,
-writes the gradients of the layer's tensors where ``FlatParameters.gradient`` says, announces each as finished, and
-returns the gradient by the input.
+A layer looks up its tensors by name in one ``FlatParameters`` at every use.  ``forward`` stores in a ``Workspace`` the
+arrays that ``backward`` needs.  ``backward`` takes the gradient of the (summed) loss by the layer's output.  It writes
+the gradients of the layer's tensors into the views of ``FlatParameters.gradient``, marks each ready, and returns the
+gradient of the input.
 
-Where a layer has weights its backward is two calls, ``input_gradient`` and ``weight_gradient``, of which only the
-first is on the way to the layer below; a workspace that defers puts off the second.
+The backward of a layer with weights is two calls, ``input_gradient`` and ``weight_gradient``.  The layer below needs
+only the first, and a workspace can defer the second.
 
-Sizes given to layers are those of the whole network.  On a tensor axis of several ranks each of them holds slices of
-the split tensors, and layers compute with the slices that they find.  Rows are tokens, n = b * t, those of this rank:
+Sizes given to layers are those of the whole network.  On a tensor axis with several ranks each rank holds slices of the
+split tensors, and layers compute with these slices.  Rows are tokens, n = b * t, those of this rank:
 all of them, or with sequence parallelism some.
 
 Arrays that a layer returns belong to the workspace and are overwritten by the next pass.
@@ -63,7 +63,7 @@ class Layer:
         self.children: tuple[Layer, ...] = tuple(children)
 
     def share_scratch(self, prefix: str) -> None:
-        """Drop `prefix` from the roles: several networks of one kind that run in turns then share scratch memory."""
+        """Drop `prefix` from the roles, so that several networks of one kind that run in turn share scratch memory."""
         self.role = self.role.removeprefix(prefix)
         for child in self.children:
             child.share_scratch(prefix)
@@ -91,7 +91,7 @@ class Layer:
             child.initialize(seed)
 
     def _draw(self, seed: int, name: str, shape: tuple[int, ...], scale: float) -> None:
-        """Normal numbers for a tensor of the global `shape`, drawn whole, so that any layout starts alike."""
+        """Fill a tensor with normal numbers, drawn for the whole global `shape`, so that all layouts start alike."""
         own = tuple(slice(*extent) for extent in self.parameters.box(name))
         self._assign(name, normal(seed, name, shape, scale, np.float64)[own])
 
@@ -109,7 +109,7 @@ class Layer:
         return view
 
     def _finished(self, name: str, work: Workspace) -> None:
-        """Announce the gradient of `name`, now or when `work` does what it put off."""
+        """Mark the gradient of `name` ready, now or with the deferred work of `work`."""
         if work.deferred is None:
             self.parameters.mark_ready(name)
         else:
@@ -196,7 +196,7 @@ class GELU(Layer):
         return y_nc
 
     def backward(self, dy_nc: Array, work: Workspace, dbias_c: Array | None = None) -> Array:
-        """Gradient by `x`, in place of `dy`; its column sums are added into `dbias`."""
+        """Return the gradient of `x`, which overwrites `dy`; add its column sums to `dbias`."""
         if dbias_c is None:
             dbias_c = work.scratch("no bias", (dy_nc.shape[1],), work.dtype)
             dbias_c.fill(0)

@@ -61,7 +61,7 @@ class Linear(Layer):
     def specs(self) -> list[ParameterSpec]:
         specs = [ParameterSpec(self.weight_name, (self.inputs, self.outputs), tensor_dim=self.split)]
         if self.bias_name:
-            # The rank that has an output adds its bias; behind a sum over ranks each adds it to the rows it holds.
+            # The rank with an output adds its bias; after a sum over ranks each adds the bias to its own rows.
             dim = 0 if self.split == 1 else None
             partial = self.sequence_parallel and self.split == 0
             specs.append(ParameterSpec(self.bias_name, (self.outputs,), tensor_dim=dim, partial=partial))
@@ -150,7 +150,7 @@ class Linear(Layer):
             self._finished(self.bias_name, work)
 
     def weight_gradient(self, x_ni: Array, dy_no: Array, work: Workspace) -> None:
-        """``x^T dy`` into the gradient buffer, or put off; `x` as for `forward`, and `dy` of all rows."""
+        """``x^T dy`` into the gradient buffer, or deferred; `x` as for `forward`, `dy` of all rows."""
         if work.deferred is None or not work.defers_products:
             self._add_product(x_ni, dy_no, work)
             self._finished(self.weight_name, work)
@@ -163,7 +163,7 @@ class Linear(Layer):
 
     def _add_product(self, x_ni: Array, dy_no: Array, work: Workspace) -> None:
         if self.split == 1:
-            # Kept are the own rows only, or sequence parallelism would save no memory here.
+            # Only the own rows are kept, or sequence parallelism would save no memory here.
             x_ni = self._all_rows(x_ni, work)
         view, accumulate = self.parameters.gradient(self.weight_name)
         self._product_into(x_ni, dy_no, view, accumulate, work)
@@ -203,7 +203,7 @@ class TiedLinear(Linear):
     def __init__(self, name: str, weight_name: str, inputs: int, outputs: int, *, scale: float = 0.02) -> None:
         super().__init__(name, inputs, outputs, scale=scale, bias=False, split=1)
         self.weight_name = weight_name
-        # Where the embedding is on the same rank, its backward comes last and announces the gradient of both.
+        # If the embedding is on the same rank, its backward comes last and marks the gradient of both ready.
         self.announces = True
 
     def specs(self) -> list[ParameterSpec]:

@@ -29,8 +29,8 @@ def cross_entropy(
     targets_n : int64 array
         Numbers of the right columns, of the whole vocabulary.
     tensor : TensorParallel
-        Where it has several ranks the call is collective: a maximum and two sums a row travel, never logits.  All of
-        them return the same loss.
+        With several ranks the call is collective: a maximum and two sums per row are reduced, never logits.  All ranks
+        return the same loss.
     first : int
         Number of this rank's first column.
     work : Workspace, optional

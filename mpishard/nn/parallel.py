@@ -1,4 +1,4 @@
-"""How rows and columns travel between the ranks of the tensor axis: pairs of operations that are each other's adjoint.
+"""Communication of rows and columns over the tensor axis: pairs of operations that are each other's adjoint.
 
 Shoeybi et al., "Megatron-LM" (2019), section 3, and for rows split over the ranks (sequence parallelism) Korthikanti
 et al. (2022), section 4.2.  An array over the axis is one of three things:
@@ -8,8 +8,8 @@ et al. (2022), section 4.2.  An array over the axis is one of three things:
 * *apart*: every rank computes with values of its own, such as the terms of a sum.
 
 The inner product of two arrays is that of one rank where both are replicated, and else the sum over the ranks.  With
-these, ``backward`` is the adjoint of ``forward`` for every pair here.  All of them are collective over the axis; with
-one rank they hand back what they were given.
+these, ``backward`` is the adjoint of ``forward`` for every pair here.  All are collective over the axis; with one rank
+they return their argument.
 
 `rows` is the number of rows of the whole array, and ``memory(*shape)`` gives the array for a result where one is
 needed.  Axes: n rows, c columns.
@@ -177,7 +177,7 @@ def _join_columns(pair: AdjointPair, cuts: Sequence[int], x_nc: Array, rows: int
 
 
 class TensorParallel:
-    """What layers need to know of the tensor axis.
+    """The tensor axis, as layers use it.
 
     Parameters
     ----------
@@ -191,9 +191,9 @@ class TensorParallel:
     rank, size : int
     splits_rows : bool
         Whether a rank holds some of the rows only.
-    enter : Pair
+    enter : AdjointPair
         From the rows of a rank to all rows, before a column-parallel layer.
-    leave : Pair
+    leave : AdjointPair
         From the terms of a row-parallel layer to the rows of a rank.
     """
 
@@ -207,7 +207,7 @@ class TensorParallel:
         self.leave: AdjointPair = ReduceScatterRows(axis) if self.splits_rows else Reduce(axis)
 
     def rows(self, rows: int) -> int:
-        """How many of so many rows this rank holds."""
+        """The number of `rows` rows that this rank holds."""
         return counts(split(rows, self.size))[self.rank] if self.splits_rows else rows
 
 

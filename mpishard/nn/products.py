@@ -44,7 +44,7 @@ def check_half(what: str, dtype: Any) -> np.dtype:
     """`dtype`, the argument named `what`, as a dtype; raises TypeError unless it is float16 or bfloat16."""
     try:
         half = np.dtype(dtype)
-    except TypeError:  # such as "bfloat16" before ml_dtypes has told NumPy of it
+    except TypeError:  # e.g. "bfloat16" before ml_dtypes has registered it with NumPy
         half = None
     if half is None or not is_half(half):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""How long the units of a model take, measured, so that a pipeline can be cut into stages of equal time."""
+"""Measures the times of a model's units, so that a pipeline can be cut into stages of equal time."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def measure_costs(
 ) -> list[float]:
     """Seconds that one sequence of `context_length` tokens spends in each unit, forward and backward.
 
-    Measured on rank 0 of `world`, which holds a stem, one block and a top for the moment, and told to the others, so
-    that all ranks cut the model alike; `compute_dtype` and `module` as for `GPT`.  Collective over `world`.
+    Rank 0 of `world` builds the embeddings, one block and an output head for the measurement, and broadcasts the times,
+    so that all ranks cut the model alike; `compute_dtype` and `module` as for `GPT`.  Collective over `world`.
     """
     seconds = np.zeros(3)
     if world is None or world.rank == 0:
         seconds[:] = _measure(architecture, dtype, compute_dtype, module)
     if world is not None:
         world.broadcast(seconds, label="control")
-    stem, block, top = (float(each) for each in seconds)
-    return [stem, *([block] * architecture.layers), top]
+    embedding, block, head = (float(each) for each in seconds)
+    return [embedding, *([block] * architecture.layers), head]
 
 
 def _measure(architecture: Architecture, dtype: Any, compute_dtype: Any, module: Any) -> list[float]:
     small = replace(architecture, layers=1)
     parameters = FlatParameters(small.specs(), dtype, module=module)
-    stem, block, top = (small.build(unit) for unit in small.units())
-    assert isinstance(stem, EmbeddingStage) and isinstance(block, Block) and isinstance(top, OutputHead)
-    for unit in (stem, block, top):
+    embedding, block, head = (small.build(unit) for unit in small.units())
+    assert isinstance(embedding, EmbeddingStage) and isinstance(block, Block) and isinstance(head, OutputHead)
+    for unit in (embedding, block, head):
         unit.bind(parameters, compute_dtype=compute_dtype)
         unit.initialize(0)
     work = Workspace(dtype, module)
@@ -57,16 +57,16 @@ def _measure(architecture: Architecture, dtype: Any, compute_dtype: Any, module:
     best = [float("inf")] * 3
     for _ in range(1 + _REPEATS):
         marks = [now()]
-        x_nc = stem.forward(work, batch)
+        x_nc = embedding.forward(work, batch)
         marks.append(now())
         x_nc = block.forward(x_nc, work, length)
         marks.append(now())
-        top.forward(x_nc, work, batch)
-        dx_nc = top.backward(work)
+        head.forward(x_nc, work, batch)
+        dx_nc = head.backward(work)
         marks.append(now())
         dx_nc = block.backward(dx_nc, work, length)
         marks.append(now())
-        stem.backward(dx_nc, work, batch)
+        embedding.backward(dx_nc, work, batch)
         marks.append(now())
         parameters.reset_gradients()
         spans = np.diff(marks)

@@ -58,7 +58,7 @@ class EmbeddingStage(Layer):
         shape = (batch.rows, self.width)
         terms_nc = work.borrow("terms", *shape) if self.tensor.splits_rows else work.save("stem.y", *shape)
         self.tokens.forward(batch.tokens_n, work, terms_nc)
-        # What is added to the term of one rank is in the sum once.  All ranks compute the whole gradient of it.
+        # Added on one rank only, the positions are in the sum once.  All ranks compute their whole gradient.
         if self.tensor.rank == 0:
             self.positions.add_to(terms_nc.reshape(-1, batch.length, self.width))
         return self.tensor.leave.forward(terms_nc, batch.rows, functools.partial(work.save, "stem.y"))
@@ -107,7 +107,7 @@ class OutputHead(Layer):
         return self.final_norm.backward(self.head.backward(dlogits_nv, work), work)
 
     def predict(self, x_nc: Array, work: Workspace, batch: Batch) -> Array:
-        """Logits of the whole vocabulary in a new array, on every tensor rank: a row a token, or a sequence."""
+        """Logits of the whole vocabulary in a new array, on every tensor rank: one row per token, or per sequence."""
         rows_nc = self.tensor.enter.forward(
             self.final_norm.forward(x_nc, work), batch.rows, functools.partial(work.borrow, "all rows")
         )

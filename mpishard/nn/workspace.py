@@ -1,4 +1,4 @@
-"""Memory that layers reuse from step to step: what a forward pass keeps for its backward pass, and scratch."""
+"""Memory that layers reuse from step to step: arrays kept for the backward pass, and scratch."""
 
 from __future__ import annotations
 
@@ -71,18 +71,18 @@ class Workspace:
     Attributes
     ----------
     saved : Pool
-        What a forward pass keeps for the backward pass of the same micro-batch.
+        Arrays that a forward pass keeps for the backward pass of the same micro-batch.
     scratch : Pool
-        What is dead when the call that asked for it, or the layer above that call, returns.
+        Arrays that are unused once the call that borrowed them, or the layer above it, returns.
     kept : dict
         By layer: arrays that its backward pass needs, such as its input.
     rows : int
         Tokens of the micro-batch, of which a rank may hold some only (sequence parallelism).
     deferred : list of callables, or None
-        What a backward pass puts off: announcements that gradients are finished, and products that give them.  None:
-        it puts off nothing.
+        Deferred work of a backward pass: marking gradients ready, and products for weight gradients.  None: nothing is
+        deferred.
     defers_products : bool
-        False: only announcements are put off.  The operands of the products are overwritten too soon.
+        False: products are not deferred, since their operands are overwritten too soon.
     """
 
     def __init__(self, dtype: Any, module: Any = np, sharing: Workspace | None = None) -> None:
@@ -101,7 +101,7 @@ class Workspace:
         return self.saved(name, shape, self.dtype)
 
     def save_statistics(self, name: str, *shape: int) -> Array:
-        """The same for few numbers of which many others depend, and that must not be rounded to be stored."""
+        """Like `save`, for few numbers on which many others depend, and which must not be stored rounded."""
         return self.saved(name, shape, self.dtype)
 
     def borrow(self, name: str, *shape: int) -> Array:
@@ -116,7 +116,7 @@ class Workspace:
         return part.follow(self)
 
     def follow(self, other: Workspace) -> Workspace:
-        """Serve the micro-batch that `other` serves; returns itself."""
+        """Use this workspace for the micro-batch of `other`; returns itself."""
         self.rows, self.deferred = other.rows, other.deferred
         return self
 
