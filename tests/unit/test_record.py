@@ -459,6 +459,11 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(
 class TestTop:
     """Looks at a run from its record; the processes of these are of no host."""
 
+    @pytest.fixture(autouse=True)
+    def on_a_wide_terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lines are not broken, however long the folder's path is."""
+        monkeypatch.setenv("COLUMNS", "300")
+
     @staticmethod
     def line(rank: int, step: int, steps: int, **more: Any) -> dict[str, Any]:
         axes = {"data": {"bytes": 10 * steps, "seconds": 0.02 * steps}}
