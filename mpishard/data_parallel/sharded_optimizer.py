@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +37,7 @@ from mpishard.data_parallel.validation import (
     tell_of_other_starts,
 )
 from mpishard.data_parallel.whole_state import State
+from mpishard.io import log
 from mpishard.layout.run_state import RunState, names_fact
 from mpishard.optim.loss_scale import LossScale
 from mpishard.optim.rules import Rule
@@ -493,16 +493,14 @@ class ShardedOptimizer:
         """Say on rank 0 which settings of the rule are others than those that the state was saved with."""
         changed = self.changed_numbers(facts)
         if changed and self.mesh.rank == 0:
-            print(f"mpishard: the saved state goes on with {', '.join(changed)}", file=sys.stderr, flush=True)
+            log.inform(f"the saved state goes on with {', '.join(changed)}")
 
     def tell_of_state(self) -> None:
         """Say on rank 0, the first time only, that a run does not start afresh."""
         if self.mesh.rank == 0 and not self._told:
-            print(
-                f"mpishard: this optimizer goes on after the {self.clock} steps that it has taken, with its state, the "
-                "learning rate's schedule and the samples that come next; make a new optimizer to start afresh",
-                file=sys.stderr,
-                flush=True,
+            log.inform(
+                f"this optimizer goes on after the {self.clock} steps that it has taken, with its state, the learning "
+                "rate's schedule and the samples that come next; make a new optimizer to start afresh"
             )
         self._told = True
 

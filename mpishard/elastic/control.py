@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mpishard.io import log
 from mpishard.io.atomic_json import read_note, remove_notes, write_note
 from mpishard.io.files import NotPrivateError, opened, warn_of_writers
 
@@ -159,10 +159,7 @@ class Control:
             return None
         except NotPrivateError as error:
             if not self._exchanged:
-                said = (
-                    f"mpishard: somebody has exchanged the folder for requests, which are not heard any more: {error}"
-                )
-                print(said, file=sys.stderr, flush=True)
+                log.warn(f"somebody has exchanged the folder for requests, which are not heard any more: {error}")
             self._exchanged = True
             return None
 

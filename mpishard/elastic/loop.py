@@ -40,6 +40,7 @@ from mpishard.elastic.recruiter import Recruiter
 from mpishard.elastic.transaction import Committed
 from mpishard.elastic.watch import Watch
 from mpishard.elastic.worker_target import WorkerTarget
+from mpishard.io import log
 from mpishard.launch.run_folder import RunFolder, RunLost
 from mpishard.layout.run_state import RunState
 from mpishard.training import Loop, OptimizationResult, Scaling
@@ -177,7 +178,7 @@ class ElasticLoop(Loop):
         leave_to_others(self.crew.rank > 0)
         self.crew.end()
         if not self.crew.works:
-            print(f"mpishard: process {self.crew.identity} is in no whole replica of the model and ends", flush=True)
+            log.inform(f"process {self.crew.identity} is in no whole replica of the model and ends")
             raise SystemExit(0)
         return self.result(self.reason)
 
@@ -394,7 +395,7 @@ class ElasticLoop(Loop):
         self._agree_as_crew()  # until all have what they shall have, nobody lets go of what was before
         self.committed = committed
         if crew.rank == 0 and self.shows and not self.reason and self.mesh.data.size != was:
-            print(f"mpishard: {was} -> {self.mesh.data.size} workers after step {self.done}", flush=True)
+            log.inform(f"{was} -> {self.mesh.data.size} workers after step {self.done}")
         self.whole = committed is not None
         if self.whole:
             self.pending_agreements.add(_WORKERS)
@@ -490,7 +491,7 @@ class ElasticLoop(Loop):
         self._note_healed(done)
         dead = [str(who) for who in before if who not in crew.identities]
         if crew.rank == 0:
-            print(f"mpishard: {_have(dead)} died; {crew.size} are left, step {done} is the last", flush=True)
+            log.warn(f"{_have(dead)} died; {crew.size} are left, step {done} is the last")
         if crew.able < self.worker_target.min_workers:
             raise RunLost(f"{crew.able} whole workers are left, and min_workers={self.worker_target.min_workers}")
         # A fault that comes with a step, or with every worker, would otherwise have new ones spawned for ever.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpishard.elastic.membership import Membership
 from mpishard.elastic.spawning import SpawnRequest
 from mpishard.elastic.worker_target import WorkerTarget
+from mpishard.io import log
 from mpishard.layout.local_layout import ModelParallelRank
 
 
@@ -66,7 +67,7 @@ class Recruiter:
 
     def say_none_come(self, problem: str) -> None:
         workers = self._crew.able
-        print(f"mpishard: the run goes on with {workers} workers, no more could be spawned: {problem}", flush=True)
+        log.warn(f"the run goes on with {workers} workers, no more could be spawned: {problem}")
 
     def _do_without(self, problem: str) -> None:
         """Want no more workers than there are, unless somebody has asked again since."""

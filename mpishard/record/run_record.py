@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import errno
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from mpishard.arguments import flag, integer, number, shown
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Span
 from mpishard.comm.mesh import Mesh
+from mpishard.io import log
 from mpishard.io.files import warn_of_writers
 from mpishard.record.events import Events, require_tensorboard
 from mpishard.record.lines import JsonLinesWriter, read_end, read_lines
@@ -157,7 +157,7 @@ class RunRecord:
                 )
             self._broken = True
             if self.mesh.rank == 0:
-                print(f"mpishard: {what}; training goes on without", file=sys.stderr, flush=True)
+                log.warn(f"{what}; training goes on without")
         self._start = self._last_step = 0
         self._leads, self._goes_on = False, True
         self._kept.clear()
@@ -303,7 +303,7 @@ class RunRecord:
 
     def _give_up(self, error: OSError) -> None:
         self._broken = True
-        print(f"mpishard: the record of the run ends here, training goes on: {error}", file=sys.stderr, flush=True)
+        log.warn(f"the record of the run ends here, training goes on: {error}")
 
     def _add_metrics(self, step: int, clock: float, metrics: Mapping[str, float]) -> None:
         self._metrics.add({"step": step, "start": self._number_of_start(), "time": clock, **metrics})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +15,7 @@ from mpishard.data.sampling import Sampler
 from mpishard.data_parallel.problem import OptimizationResult, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import tell_of_other_starts
+from mpishard.io import log
 from mpishard.launch.endings import note_run
 from mpishard.launch.interrupts import Interrupts
 from mpishard.layout.run_state import RunState, brief, whole_fact
@@ -118,7 +118,7 @@ class Loop:
             self.record.end(self.optimizer.clock, reason, way_on)
         note_run(stopped=reason == "signal" and self.stopped_by_user)
         if reason == "signal" and self.optimizer.mesh.rank == 0:
-            print(f"mpishard: stopped after step {self.optimizer.clock}; {self.way_on()}", file=sys.stderr, flush=True)
+            log.inform(f"stopped after step {self.optimizer.clock}; {self.way_on()}")
         return OptimizationResult(
             parameters=self.runner.values,
             loss_history=self.losses.to_array(),
@@ -340,10 +340,8 @@ class Loop:
         reason = self.stop.goal(len(self.losses), self.optimizer.gradient_norm if self.resumed else math.nan)
         if reason and self.resumed and self.checkpoints is not None and self.optimizer.mesh.rank == 0:
             goal = f"{reason}={getattr(self.problem, reason)}"
-            print(
-                f"mpishard: the run in {self.checkpoints.folder} had reached {goal} at step {self.optimizer.clock}: "
-                "nothing is left to do.  Ask for more, and it goes on from there",
-                file=sys.stderr,
-                flush=True,
+            log.inform(
+                f"the run in {self.checkpoints.folder} had reached {goal} at step {self.optimizer.clock}: nothing is "
+                "left to do.  Ask for more, and it goes on from there"
             )
         return reason

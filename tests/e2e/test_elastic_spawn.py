@@ -127,7 +127,7 @@ def test_training_goes_on_until_they_are_there(mpirun, script, tmp_path):
     done = mpirun(2, script, "grow", tmp_path, timeout=90)
     assert done.code == 0 and "same: True workers: 2 3 steps" in done.output, done.all
     assert "steps meanwhile: 0" not in done.output, done.all
-    assert "another" in done.output and "goes on with 3 workers" in done.output, done.all
+    assert "another" in done.output and "goes on with 3 workers" in done.all, done.all
     assert none_is_left(tmp_path)
 
 
@@ -143,8 +143,8 @@ def test_training_goes_on_until_they_are_there(mpirun, script, tmp_path):
 def test_the_run_does_not_need_those_who_do_not_come(mpirun, script, tmp_path, case, word):
     """It ends before they are there, their script fails, or who has called them leaves."""
     done = mpirun(2, script, case, tmp_path, timeout=90)
-    assert done.code == 0 and "same: True" in done.output and word in done.output, done.all
-    assert done.output.count("could be spawned") == case.startswith("failing"), done.all
+    assert done.code == 0 and "same: True" in done.output and word in done.all, done.all
+    assert done.all.count("could be spawned") == case.startswith("failing"), done.all
     assert "late" not in done.output, done.all
     assert none_is_left(tmp_path)
 

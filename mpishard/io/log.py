@@ -1,0 +1,42 @@
+"""What mpishard says of a run: by `logging`, under the name ``mpishard``, on stderr as ``mpishard: text``.
+
+Handlers that a script adds to ``logging.getLogger("mpishard")`` before the first message stand in for the one here.
+``setLevel(logging.WARNING)`` leaves out how a run goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+
+LOGGER = logging.getLogger("mpishard")
+
+
+class _ToStderr(logging.Handler):
+    """Writes to what `sys.stderr` is when a message comes, in one piece, so that lines of ranks do not mix."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone, of a file that is closed
+            sys.stderr.write(f"mpishard: {record.getMessage()}\n")
+            sys.stderr.flush()
+
+
+def inform(text: str) -> None:
+    """Say how a run goes."""
+    _prepared().info("%s", text)
+
+
+def warn(text: str) -> None:
+    """Say what a user should look at, though the run goes on."""
+    _prepared().warning("%s", text)
+
+
+def _prepared() -> logging.Logger:
+    """The logger, with a handler, unless the script has given it one."""
+    if not LOGGER.handlers:
+        LOGGER.addHandler(_ToStderr())
+        LOGGER.propagate = False  # or a script with handlers for all loggers would show each message twice
+    if LOGGER.level == logging.NOTSET:
+        LOGGER.setLevel(logging.INFO)
+    return LOGGER
