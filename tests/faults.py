@@ -36,7 +36,7 @@ import fault_run
 from fault_run import RECRUITING, SPAWNED, Case, Fault
 from launching import ULFM, execute, is_open_mpi, mpirun
 
-from mpishard.record.lines import read_lines
+from mpishard.record.json_lines import read_lines
 
 VICTIMS = ("first", "middle", "last", "spawned", "spare")
 PHASES = (

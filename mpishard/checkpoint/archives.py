@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from mpishard.checkpoint.atomic_write import published
 from mpishard.checkpoint.disk import unlinked
-from mpishard.checkpoint.publishing import published
 from mpishard.checkpoint.sources import Source, blocks, inside, total_bytes
 from mpishard.layout.boxes import Box
 from mpishard.layout.run_state import PARAMETERS, SLOT

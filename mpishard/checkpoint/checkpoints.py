@@ -20,8 +20,8 @@ from mpishard.checkpoint.faults import Fault
 from mpishard.checkpoint.folder import Unfinished
 from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.loading import load_newest
-from mpishard.checkpoint.pace import Pace
 from mpishard.checkpoint.pieces import COMPRESSIONS
+from mpishard.checkpoint.save_interval import Pace
 from mpishard.checkpoint.saver import Outcome, Task
 from mpishard.checkpoint.snapshot import Snapshot, live_parts
 from mpishard.comm.axis import Axis

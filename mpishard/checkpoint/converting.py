@@ -9,11 +9,11 @@ import h5py
 
 from mpishard.checkpoint import disk
 from mpishard.checkpoint import manifest as manifests
+from mpishard.checkpoint.atomic_write import provisional, published
 from mpishard.checkpoint.folder import Unfinished, named_step, publish
 from mpishard.checkpoint.index import Contents, write_index
 from mpishard.checkpoint.manifest import INDEX, FileEntry, Manifest
 from mpishard.checkpoint.pieces import BLOCK, Part, StoredPiece, new_file, pieces_file, stored, write_pieces
-from mpishard.checkpoint.publishing import provisional, published
 from mpishard.checkpoint.sources import Source, Stored, blocks, total_bytes
 from mpishard.layout.boxes import split
 from mpishard.layout.local_layout import WHOLE, LocalLayout, cut_holding

@@ -10,8 +10,8 @@ import typer
 
 from mpishard.cli.arguments import RunFolder
 from mpishard.cli.figure import write
-from mpishard.record.asking import ask_for_trace
 from mpishard.record.reading import check_record
+from mpishard.record.stack_requests import ask_for_trace
 from mpishard.record.trace import chrome_events, read_trace
 
 

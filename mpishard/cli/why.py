@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from mpishard.cli.arguments import RunFolder
-from mpishard.record.asking import ask
 from mpishard.record.diagnosis import Finding, diagnose
 from mpishard.record.reading import check_record
+from mpishard.record.stack_requests import ask
 
 _MOST = 16  # ranks of one kind told one by one
 

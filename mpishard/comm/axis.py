@@ -303,7 +303,7 @@ class Axis:
 
     def allgather_object(self, value: Any) -> list[Any]:
         """The small plain values (numbers, strings, tuples of them) of all ranks, by rank."""
-        call = self._begin(self._blocking, "exchange", _NOTHING, "control")
+        call = self._begin(self._blocking, "allgather_object", _NOTHING, "control")
         self.ledger.active = call
         try:
             values = self.comm.allgather(value)

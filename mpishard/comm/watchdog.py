@@ -28,8 +28,8 @@ from mpi4py import MPI
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.death_monitor import DeathMonitor, silence_death_monitors
 from mpishard.comm.ledger import Call, Ledger
-from mpishard.comm.tracebacks import describe
 from mpishard.launch.endings import INTERRUPTED
+from mpishard.launch.tracebacks import describe
 
 _ASK, _ASK_ALL, _ANSWER, _FAILED = 1, 2, 3, 4
 _POLL_S = 0.25

@@ -18,14 +18,14 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.comm.request import ChainedRequest, Request
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.replica_group import ReplicaGroup
+from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.slots import make_slots
 from mpishard.data_parallel.strategies import DataParallel, Strategy
 from mpishard.data_parallel.tensor_norms import Part
 from mpishard.layout.run_state import AVERAGE_ERRORS
 from mpishard.optim.rules import SGD, Rule
-from mpishard.parameters.buckets import Bucket
 from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.gradient_buckets import Bucket
 
 Array = Any
 
@@ -63,7 +63,7 @@ class LocalUpdates(DataParallel):
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
         super().__init__(config, parameters)
         # Of the ranks of a node each has the whole gradient of the worker: they need not ask each other.
-        self.team = ReplicaGroup(self.mesh)
+        self.team = ModelParallelGroup(self.mesh)
         self._within = None if self.hierarchical is None else self.hierarchical.within
         self.workers: int = self.axis.size // (1 if self._within is None else self._within.size)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpishard.parameters.buckets import Run
 from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.gradient_buckets import Run
 
 
 def bucket_layout(

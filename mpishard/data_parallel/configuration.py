@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from mpishard.arguments import flag, integer, number
 from mpishard.comm.mesh import Mesh
 from mpishard.compression import Int8Compressor, PieceCompressor, PowerSGDCompressor
-from mpishard.data_parallel.traffic import Traffic, gradient_traffic
+from mpishard.data_parallel.gradient_traffic import Traffic, gradient_traffic
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.hierarchical import nodes_of_data
 

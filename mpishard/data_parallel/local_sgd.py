@@ -15,8 +15,8 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.averages import Averages, LocalUpdates
 from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.optimizer_state import changed_numbers, shards
-from mpishard.data_parallel.replica_group import ReplicaGroup
 from mpishard.data_parallel.settings import settings_of_rule
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.slots import fill_slots, whole_slots
@@ -382,7 +382,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
     def _outer_name(self) -> str:
         return "" if self.outer is None else type(self.outer).__name__
 
-    def _who_agrees(self) -> Axis | ReplicaGroup:
+    def _who_agrees(self) -> Axis | ModelParallelGroup:
         if self._parameters is None or self._begins_and_ends:
             return self.world
         return self._strategy.team

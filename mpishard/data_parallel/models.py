@@ -7,15 +7,15 @@ from typing import Any, ClassVar, Unpack, overload
 from mpishard.backend import array as arrays
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ConfigurationOptions, ShardingConfiguration
-from mpishard.data_parallel.gather import gather_whole
+from mpishard.data_parallel.full_parameters import gather_whole
 from mpishard.data_parallel.optimizers import optimizer_of
-from mpishard.data_parallel.replicas import Replicas
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.data_parallel.shared_parameters import Replicas
 from mpishard.data_parallel.validation import check_place
 from mpishard.layout.boxes import split
 from mpishard.optim import Rule
-from mpishard.parameters.buckets import GradientBuckets
 from mpishard.parameters.flat import FlatParameters, Model
+from mpishard.parameters.gradient_buckets import GradientBuckets
 from mpishard.reduction.ordered import OrderedSums
 
 Array = Any

@@ -16,7 +16,7 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.replica_group import ReplicaGroup
+from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.optim.rules import Rule
 from mpishard.parameters.flat import FlatParameters
@@ -101,7 +101,7 @@ class Settings:
 
 
 def agree_on_settings(
-    ranks: Axis | ReplicaGroup,
+    ranks: Axis | ModelParallelGroup,
     settings: Mapping[str, str],
     problem: Exception | None = None,
     *,
@@ -125,7 +125,7 @@ def agree_on_settings(
 
 
 def differing(
-    ranks: Axis | ReplicaGroup, settings: Mapping[str, str], what: str = "settings", way_out: str = _WAY_OUT
+    ranks: Axis | ModelParallelGroup, settings: Mapping[str, str], what: str = "settings", way_out: str = _WAY_OUT
 ) -> ValueError:
     """The error for settings that differ between `ranks`.  Collective over them."""
     told = dict(zip(ranks.members, ranks.allgather_object(dict(settings)), strict=True))

@@ -16,10 +16,10 @@ from mpishard.backend.compiled import prepare
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.inspection import Inspection
+from mpishard.data_parallel.gradient_checks import Inspection
+from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.optimizer_state import changed_numbers, check_numbers, check_rule, facts_of, shards
-from mpishard.data_parallel.problem import OptimizationResult, P, Problem, TrainingState
-from mpishard.data_parallel.replica_group import ReplicaGroup
+from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
 from mpishard.data_parallel.settings import Settings, differing
 from mpishard.data_parallel.slots import fill_errors, fill_slots, make_slots, whole_errors, whole_slots
 from mpishard.data_parallel.strategies import Strategy
@@ -579,7 +579,7 @@ class ShardedOptimizer:
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
-    def _who_agrees(self) -> Axis | ReplicaGroup:
+    def _who_agrees(self) -> Axis | ModelParallelGroup:
         """The ranks that must agree on the arguments of `step` before it is taken."""
         return self.world
 

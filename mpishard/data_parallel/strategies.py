@@ -25,14 +25,14 @@ from mpishard.comm.request import ChainedRequest, Request
 from mpishard.compression import PowerSGDCompressor
 from mpishard.data_parallel.bucket_plan import bucket_layout
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.replica_group import ReplicaGroup
-from mpishard.data_parallel.replicas import Replicas
+from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
+from mpishard.data_parallel.shared_parameters import Replicas
 from mpishard.data_parallel.tensor_norms import Part, parts_of
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.run_state import GRADIENT_ERRORS
-from mpishard.parameters.buckets import Bucket, GradientBuckets
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.sharded import ShardedUnits
+from mpishard.parameters.gradient_buckets import Bucket, GradientBuckets
+from mpishard.parameters.zero3_units import ShardedUnits
 from mpishard.reduction.compressed import PieceSums
 from mpishard.reduction.error_feedback import CompressedSums
 from mpishard.reduction.hierarchical import HierarchicalSums, node_axes
@@ -79,7 +79,7 @@ class Strategy(ABC):
         self.mesh: Mesh
         self.mesh = mesh = config.mesh
         self.axis: Axis = mesh.data
-        self.team: Axis | ReplicaGroup = mesh.world
+        self.team: Axis | ModelParallelGroup = mesh.world
         self.overlap: bool = config.overlap_communication
         self.ordered: OrderedSums | None = OrderedSums(self.axis, parameters.like) if config.reproducible else None
         Replicas(mesh, parameters).spread()

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpishard.backend import exact_norm
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.replica_group import ReplicaGroup
+from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.layout.local_layout import Piece
 from mpishard.layout.specs import ParameterSpec
 
@@ -60,7 +60,7 @@ def spans_of(parts: Sequence[Part]) -> list[Span]:
 
 
 def norms(
-    axis: Axis | ReplicaGroup, specs: Sequence[ParameterSpec], parts: Sequence[Part], arrays: Sequence[Array]
+    axis: Axis | ModelParallelGroup, specs: Sequence[ParameterSpec], parts: Sequence[Part], arrays: Sequence[Array]
 ) -> list[float]:
     """The 2-norm of every tensor over all ranks, the same bits for any cut into parts.
 

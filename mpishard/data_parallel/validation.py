@@ -12,12 +12,12 @@ from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.replica_group import ReplicaGroup
-from mpishard.data_parallel.replicas import Replicas
+from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.settings import Settings, differing
+from mpishard.data_parallel.shared_parameters import Replicas
 from mpishard.data_parallel.strategies import Strategy
-from mpishard.parameters.buckets import GradientBuckets
 from mpishard.parameters.flat import FlatParameters, check_flat
+from mpishard.parameters.gradient_buckets import GradientBuckets
 
 Array = Any
 
@@ -117,7 +117,7 @@ def check_copies(replicas: Replicas, step: int) -> None:
 
 
 def agree_on_step(
-    ranks: Axis | ReplicaGroup,
+    ranks: Axis | ModelParallelGroup,
     parameters: FlatParameters | None,
     count: float | None,
     problem: Exception | None,

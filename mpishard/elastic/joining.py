@@ -21,7 +21,7 @@ from mpi4py import MPI
 from mpishard.backend.compiled import prepare
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.watchdog import fail_alone
-from mpishard.elastic.meeting import in_time
+from mpishard.elastic.guarded_calls import in_time
 from mpishard.elastic.spawning import CALL, COMES, FAILED, HELLO, HERE, NAP_S, WORD, meet, messages
 
 _LEAVE_S = 5.0

@@ -33,12 +33,12 @@ from mpishard.comm.watchdog import die, fail_alone
 from mpishard.data_parallel.optimizer_state import facts_of
 from mpishard.data_parallel.settings import agree_on_settings
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.elastic.committed_state import Committed
 from mpishard.elastic.completion import finalize_in_time, give_up, leave_to_others, note_training
+from mpishard.elastic.external_requests import Outside
 from mpishard.elastic.membership import Membership, Order, agree, is_newcomer
-from mpishard.elastic.outside import Outside
 from mpishard.elastic.recruiter import Recruiter
-from mpishard.elastic.transaction import Committed
-from mpishard.elastic.watch import Watch
+from mpishard.elastic.stopped_processes import Watch
 from mpishard.elastic.worker_target import WorkerTarget
 from mpishard.io import log
 from mpishard.launch.run_folder import RunFolder, RunLost

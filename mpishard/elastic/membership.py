@@ -21,10 +21,10 @@ from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh import newcomer_cell
 from mpishard.comm.watchdog import die
+from mpishard.elastic.guarded_calls import in_time
 from mpishard.elastic.joining import JoiningProcess
-from mpishard.elastic.meeting import in_time
 from mpishard.elastic.spawning import SpawnRequest, meet
-from mpishard.elastic.watch import Peer, this_process
+from mpishard.elastic.stopped_processes import Peer, this_process
 from mpishard.layout.local_layout import ModelParallelRank
 
 _ORDER = 1

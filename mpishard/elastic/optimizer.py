@@ -14,14 +14,14 @@ from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.optimizers import optimizer_of
-from mpishard.data_parallel.problem import OptimizationResult, P, TrainingState
+from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.settings import agree_on_settings
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import check_problem
+from mpishard.elastic.external_requests import Outside
 from mpishard.elastic.loop import Elasticity, ElasticLoop
 from mpishard.elastic.membership import is_newcomer
-from mpishard.elastic.outside import Outside
-from mpishard.elastic.watch import Watch
+from mpishard.elastic.stopped_processes import Watch
 from mpishard.elastic.worker_target import WorkerTarget
 from mpishard.launch.run_folder import RunFolder
 from mpishard.optim import Rule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpishard.arguments import integer
-from mpishard.elastic.outside import Outside
+from mpishard.elastic.external_requests import Outside
 
 _NUMBER = 2**24
 

@@ -11,7 +11,7 @@ from mpishard.estimate.layouts import Layout
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.nn.architecture import Architecture
-from mpishard.parameters.buckets import make_buckets, make_runs
+from mpishard.parameters.gradient_buckets import make_buckets, make_runs
 
 TABLE = "token_embedding.weight"
 

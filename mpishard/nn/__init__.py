@@ -13,7 +13,7 @@ from mpishard.nn.gpt import GPT
 from mpishard.nn.layers import GELU, Layer, LayerNorm
 from mpishard.nn.linear import Linear, TiedLinear
 from mpishard.nn.loss import cross_entropy
-from mpishard.nn.parallel import TensorParallel
+from mpishard.nn.tensor_parallel import TensorParallel
 from mpishard.nn.workspace import Workspace
 
 __all__ = [

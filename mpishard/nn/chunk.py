@@ -8,7 +8,7 @@ from typing import Any
 from mpishard.nn.activations import ActivationCheckpointing, KeepAll, Spot
 from mpishard.nn.block import Block
 from mpishard.nn.layers import Layer
-from mpishard.nn.parallel import TensorParallel
+from mpishard.nn.tensor_parallel import TensorParallel
 from mpishard.nn.units import Batch, EmbeddingStage, OutputHead
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters

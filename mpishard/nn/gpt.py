@@ -22,9 +22,9 @@ from mpishard.nn.block import Block
 from mpishard.nn.chunk import Chunk
 from mpishard.nn.layers import Layer
 from mpishard.nn.linear import TiedLinear
-from mpishard.nn.parallel import TensorParallel
 from mpishard.nn.products import check_compute_dtype, check_half, warn_if_slow
 from mpishard.nn.stage_costs import measure_costs
+from mpishard.nn.tensor_parallel import TensorParallel
 from mpishard.nn.units import Batch, OutputHead
 from mpishard.nn.workspace import Pool, Workspace
 from mpishard.parameters.flat import FlatParameters

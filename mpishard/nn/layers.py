@@ -27,8 +27,8 @@ from mpishard.backend.array import module_of
 from mpishard.backend.random import normal
 from mpishard.layout.specs import ParameterSpec
 from mpishard.nn import formulas, kernels
-from mpishard.nn.parallel import ALONE, TensorParallel
 from mpishard.nn.products import Matmul, make_matmul
+from mpishard.nn.tensor_parallel import ALONE, TensorParallel
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from mpishard.layout.specs import ParameterSpec
 from mpishard.nn.layers import Layer
-from mpishard.nn.parallel import Memory
 from mpishard.nn.products import Matmul, make_matmul
+from mpishard.nn.tensor_parallel import Memory
 from mpishard.nn.workspace import Workspace
 
 Array = Any

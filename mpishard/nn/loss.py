@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpishard.nn.layers import operations
-from mpishard.nn.parallel import ALONE, FORWARD, TensorParallel
+from mpishard.nn.tensor_parallel import ALONE, FORWARD, TensorParallel
 from mpishard.nn.workspace import Workspace
 
 Array = Any

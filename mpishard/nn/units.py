@@ -10,7 +10,7 @@ from mpishard.nn.embeddings import Embedding, PositionEmbedding
 from mpishard.nn.layers import Layer, LayerNorm
 from mpishard.nn.linear import Linear, TiedLinear
 from mpishard.nn.loss import cross_entropy
-from mpishard.nn.parallel import GatherColumns
+from mpishard.nn.tensor_parallel import GatherColumns
 from mpishard.nn.workspace import Workspace
 
 Array = Any

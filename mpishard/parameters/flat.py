@@ -17,8 +17,8 @@ from mpishard.deprecated import renamed_method
 from mpishard.layout.boxes import Box
 from mpishard.layout.local_layout import WHOLE, LocalLayout, ModelParallelRank
 from mpishard.layout.specs import ParameterSpec, merge_ties
-from mpishard.parameters.buckets import GradientBuckets, Run, make_runs
-from mpishard.parameters.sharded import ShardedUnits
+from mpishard.parameters.gradient_buckets import GradientBuckets, Run, make_runs
+from mpishard.parameters.zero3_units import ShardedUnits
 
 Array = Any
 

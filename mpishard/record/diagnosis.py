@@ -29,7 +29,7 @@ def diagnose(answers: Sequence[Mapping[str, Any]], silent: Mapping[int, str]) ->
     Parameters
     ----------
     answers : sequence of dict
-        From `mpishard.record.where.StackReporter.answer`, at most one per rank.
+        From `mpishard.record.stack_reporter.StackReporter.answer`, at most one per rank.
     silent : dict
         Ranks that do not answer, and the state of their process.
 

@@ -8,7 +8,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from mpishard.record.lines import read_lines
+from mpishard.record.json_lines import read_lines
 from mpishard.record.reading import (
     ENDS,
     LOGGED,

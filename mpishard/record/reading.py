@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.record.lines import read_lines
+from mpishard.record.json_lines import read_lines
 
 METRICS, LOGGED, STARTS, ENDS = "metrics.jsonl", "logged.jsonl", "starts.jsonl", "ends.jsonl"
 PROCESSES = "processes"

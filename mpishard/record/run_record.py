@@ -23,10 +23,10 @@ from mpishard.comm.mesh import Mesh
 from mpishard.io import log
 from mpishard.io.files import warn_of_writers
 from mpishard.record.events import Events, require_tensorboard
-from mpishard.record.lines import JsonLinesWriter, read_end, read_lines
+from mpishard.record.json_lines import JsonLinesWriter, read_end, read_lines
 from mpishard.record.reading import ENDS, LOGGED, METRICS, OWN, PROCESSES, STARTS, TRACE, own_metrics
+from mpishard.record.stack_reporter import StackReporter
 from mpishard.record.starts import plain, surroundings
-from mpishard.record.where import StackReporter
 
 # Largest number of files of processes: a hundred thousand in a folder would burden a file system.
 _MOST_PROCESSES = 1024

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpishard.record.lines import read_lines
+from mpishard.record.json_lines import read_lines
 from mpishard.record.reading import TRACE, process_files
 
 

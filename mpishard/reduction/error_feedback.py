@@ -11,7 +11,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
 from mpishard.comm.request import ChainedRequest
-from mpishard.parameters.buckets import Bucket
+from mpishard.parameters.gradient_buckets import Bucket
 
 Array = Any
 

@@ -17,7 +17,7 @@ from mpishard.comm.mesh import Mesh
 from mpishard.comm.request import ChainedRequest, Request
 from mpishard.compression import PieceCompressor
 from mpishard.layout.boxes import counts, split
-from mpishard.parameters.buckets import Bucket
+from mpishard.parameters.gradient_buckets import Bucket
 from mpishard.reduction.compressed import PieceSums
 from mpishard.reduction.error_feedback import CompressedSums
 

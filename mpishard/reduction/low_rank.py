@@ -14,7 +14,7 @@ from mpishard.backend.array import accumulate
 from mpishard.comm.request import ChainedRequest
 from mpishard.compression.power_sgd import PowerSGDCompressor, matrix_shape, orthonormal
 from mpishard.layout.local_layout import Piece
-from mpishard.parameters.buckets import Bucket
+from mpishard.parameters.gradient_buckets import Bucket
 from mpishard.reduction.error_feedback import CompressedSums
 
 Array = Any

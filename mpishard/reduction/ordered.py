@@ -16,7 +16,7 @@ from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
 from mpishard.comm.request import ChainedRequest
 from mpishard.layout.boxes import counts, split
-from mpishard.parameters.buckets import Bucket
+from mpishard.parameters.gradient_buckets import Bucket
 from mpishard.reduction.tree_sum import Node, TermAssignment, add_by_tree, nodes, tree_merges
 
 Array = Any

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from mpishard.data.sampling import Sampler
-from mpishard.data_parallel.problem import OptimizationResult, TrainingState
+from mpishard.data_parallel.results import OptimizationResult, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import tell_of_other_starts
 from mpishard.io import log
 from mpishard.launch.endings import note_run
 from mpishard.launch.interrupts import Interrupts
 from mpishard.layout.run_state import RunState, brief, whole_fact
+from mpishard.training.batch_scaling import Scaling
 from mpishard.training.loss_history import LossHistory
 from mpishard.training.objective import Objective
 from mpishard.training.options import RunOptions
 from mpishard.training.progress import Progress
-from mpishard.training.scaling import Scaling
 from mpishard.training.step_runner import StepRunner
 from mpishard.training.stopping import StopCondition, StopRequest
 from mpishard.training.sum_check import check_sums

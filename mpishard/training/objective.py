@@ -9,7 +9,7 @@ from typing import Any, Generic
 import numpy as np
 
 from mpishard.arguments import integer, number
-from mpishard.data_parallel.problem import P
+from mpishard.data_parallel.results import P
 from mpishard.parameters.flat import FlatParameters, check_flat
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mpishard.data_parallel.problem import TrainingState
+from mpishard.data_parallel.results import TrainingState
 from mpishard.record import RunRecord
 
 if TYPE_CHECKING:

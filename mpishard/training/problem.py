@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpishard.arguments import flag, shown
-from mpishard.data_parallel.problem import OptimizationResult, P, TrainingState
+from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.parameters.flat import FlatParameters, Model
 from mpishard.record import RunRecord

@@ -14,12 +14,12 @@ from mpishard.backend.array import aligned_copy
 from mpishard.backend.blas_threads import fix_blas_threads
 from mpishard.data.sampling import micro_batches, share
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.parameters.buckets import GradientBuckets
 from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.gradient_buckets import GradientBuckets
 from mpishard.reduction.ordered import OrderedSums
 from mpishard.reduction.tree_sum import TermAssignment
+from mpishard.training.input_checks import Untouched
 from mpishard.training.objective import Objective
-from mpishard.training.untouched import Untouched
 
 _NAMED = 5  # samples that a message lists
 

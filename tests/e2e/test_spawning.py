@@ -26,7 +26,7 @@ if spawned and case == "ends":
 import numpy as np
 from mpi4py import MPI
 from mpishard.elastic.joining import JoiningProcess
-from mpishard.elastic.meeting import in_time
+from mpishard.elastic.guarded_calls import in_time
 from mpishard.elastic.spawning import SpawnRequest, meet
 
 world = MPI.COMM_WORLD

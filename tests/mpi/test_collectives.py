@@ -352,7 +352,7 @@ def test_debug_names_calls_of_different_axes_on_every_rank(comm, later):
                     mesh.world.allgather_object("a value") if again == 0 else mesh.data.all_reduce(np.zeros(3))
         text = str(caught.value)
         assert "rank 0: all_reduce(3 x float64, sum) on axis 'data' called at" in text
-        assert "rank 1: exchange(0 x uint8) on axis 'world' called at" in text
+        assert "rank 1: allgather_object(0 x uint8) on axis 'world' called at" in text
         assert text.count("test_collectives.py:") == mesh.size
         assert len(set(comm.allgather(text))) == 1 and mesh.ledger.active is None
 

@@ -13,7 +13,7 @@ import mpishard
 from mpishard import AdamW, Checkpoints, DDPOptimizer, OptimizationProblem, RunRecord, ShardingConfiguration
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.record import Run
-from mpishard.record.lines import read_lines
+from mpishard.record.json_lines import read_lines
 from mpishard.record.summary import COMPUTATION, spent
 from mpishard.record.trace import read_trace
 

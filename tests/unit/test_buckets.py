@@ -9,8 +9,8 @@ from hypothesis import given
 
 from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.layout.specs import ParameterSpec
-from mpishard.parameters.buckets import GradientBuckets, Run, make_buckets
 from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.gradient_buckets import GradientBuckets, Run, make_buckets
 
 LIKE = np.zeros(1)
 

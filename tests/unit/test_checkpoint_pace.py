@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from mpishard.checkpoint.pace import Measured, Pace
+from mpishard.checkpoint.save_interval import Measured, Pace
 
 
 class Ranks:

@@ -17,7 +17,7 @@ from mpishard.elastic import control as controls
 from mpishard.elastic.control import Control, ControlFolder, request_resize
 from mpishard.elastic.discovery import Discovery, count_slots
 from mpishard.elastic.signals import Signals
-from mpishard.elastic.watch import Peer, Watch, this_process
+from mpishard.elastic.stopped_processes import Peer, Watch, this_process
 from mpishard.io.files import NotPrivateError
 
 LIMITS = 2, 6

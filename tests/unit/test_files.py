@@ -16,8 +16,8 @@ from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, RunRecord
 from mpishard.checkpoint import Checkpoints, saver
 from mpishard.io import files
 from mpishard.io.atomic_json import read_note, write_note
-from mpishard.record.lines import JsonLinesWriter
-from mpishard.record.where import StackReporter
+from mpishard.record.json_lines import JsonLinesWriter
+from mpishard.record.stack_reporter import StackReporter
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from PIL import Image
 from mpishard.cli import main
 from mpishard.record import Run
 from mpishard.record.following import Follower
-from mpishard.record.lines import JsonLinesWriter, read_lines
+from mpishard.record.json_lines import JsonLinesWriter, read_lines
 from mpishard.record.starts import plain
 from mpishard.record.summary import binned, spent
 from mpishard.record.trace import read_trace
@@ -73,7 +73,7 @@ class TestLines:
     def test_no_kill_leaves_more_than_one_line_torn(self, tmp_path: Path) -> None:
         """Killed at many moments, and appended to by the next one, every line that was flushed is there."""
         script = (
-            "import sys, itertools; from pathlib import Path; from mpishard.record.lines import JsonLinesWriter\n"
+            "import sys, itertools; from pathlib import Path; from mpishard.record.json_lines import JsonLinesWriter\n"
             "lines, start = JsonLinesWriter(Path(sys.argv[1])), int(sys.argv[2])\n"
             "for number in itertools.count(start):\n"
             "    lines.add({'number': number, 'padding': 'x' * 3000}); lines.flush(); print(number, flush=True)"

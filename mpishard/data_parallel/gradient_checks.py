@@ -12,8 +12,8 @@ from mpishard.backend import exact_norm
 from mpishard.comm.ledger import users_level
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.tensor_norms import spans_of
-from mpishard.parameters.buckets import Bucket
 from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.gradient_buckets import Bucket
 
 Array = Any
 # So many of the first steps are looked at even where nothing else asks for it.

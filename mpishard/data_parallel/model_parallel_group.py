@@ -9,7 +9,7 @@ from mpishard.comm.mesh import Mesh
 Array = Any
 
 
-class ReplicaGroup:
+class ModelParallelGroup:
     """The ranks of one data coordinate: has of `Axis` what agreements and norms need, without a communicator more.
 
     All methods, and creation, are collective over these ranks: first over the tensor axis, then the pipeline's.
@@ -31,7 +31,7 @@ class ReplicaGroup:
         return buffer
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """As `Axis.swap_external`, in the order of `members`."""
+        """As `Axis.allgather_object`, in the order of `members`."""
         told = [value]
         for axis in self._axes:
             told = [each for theirs in axis.allgather_object(tuple(told)) for each in theirs]

@@ -11,9 +11,9 @@ from typing import Any
 
 from mpishard.io.atomic_json import read_note, write_note
 from mpishard.record.following import Follower, state_here
-from mpishard.record.lines import read_lines
+from mpishard.record.json_lines import read_lines
 from mpishard.record.reading import PROCESSES, TRACE, Process
-from mpishard.record.where import REQUEST, TRACE_REQUEST, WHERE
+from mpishard.record.stack_reporter import REQUEST, TRACE_REQUEST, WHERE
 
 _POLL_S = 0.1
 # Time until all processes have seen a request: they look every second, and their lines are up to a second old.
@@ -29,7 +29,7 @@ class Asked:
     Parameters
     ----------
     answers : list of dict
-        By rank; see `mpishard.record.where.StackReporter.answer`.
+        By rank; see `mpishard.record.stack_reporter.StackReporter.answer`.
     silent : dict
         Ranks without an answer, and the state of their process.
     fresh : bool

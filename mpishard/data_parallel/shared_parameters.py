@@ -10,8 +10,8 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.local_layout import Piece
 from mpishard.layout.specs import ParameterSpec
-from mpishard.parameters.buckets import Bucket
 from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.gradient_buckets import Bucket
 
 Array = Any
 

@@ -15,8 +15,8 @@ from mpishard.data_parallel.bucket_plan import bucket_layout
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.local_layout import WHOLE, LocalLayout
 from mpishard.layout.specs import ParameterSpec
-from mpishard.parameters.buckets import Bucket, make_buckets
 from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.gradient_buckets import Bucket, make_buckets
 from mpishard.reduction.hierarchical import nodes_of_data
 
 Compressor = PieceCompressor | PowerSGDCompressor
