@@ -187,8 +187,8 @@ def test_a_set_up_is_waited_for_unless_nobody_is_at_work(tmp_path: Path, mpirun:
     script = tmp_path / "script.py"
     script.write_text(
         "import time, numpy as np, mpishard\n"
-        "from mpishard import guard\n"
-        "guard._LEAST_S = guard._LOOK_S = 1.0\n"
+        "from mpishard.comm import watchdog\n"
+        "watchdog._LEAST_S = watchdog._LOOK_S = 1.0\n"
         "with mpishard.Mesh() as mesh:\n"
         "    time.sleep(4 * (mesh.rank == 0))\n"
         "    mesh.world.barrier()\n"

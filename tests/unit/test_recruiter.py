@@ -94,4 +94,4 @@ def test_a_later_request_outlives_the_problem_of_one_before(made, crew, target):
 def test_nobody_can_come_to_another_run_of_the_process(made, crew, target, capsys):
     assert make(crew, target, first_run=False).recruit() == 0
     assert not made
-    assert "this is another" in capsys.readouterr().out
+    assert "this is another" in capsys.readouterr().err
