@@ -1,8 +1,8 @@
-"""The state that a run falls back on: what this rank had at the last committed step, and what its neighbour had.
+"""The committed state to which a run returns after a failure: this rank's arrays, and copies of its neighbour's.
 
-A step is a transaction: all it changes is copied before, so that a failure before the ranks have agreed leaves every
-survivor where it was.  What only one rank holds has a second copy at its *buddy*, another rank of the data axis, on
-another node where there is one.
+A step is a transaction: everything it changes is copied before.  If it fails before the ranks have agreed, every
+survivor returns to the state before the step.  An array that only one rank holds has a second copy at its *buddy*,
+another rank of the data axis, on another node where there is one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Array = Any
 
 
 class Committed:
-    """The last committed state of this rank, and of the rank before it.
+    """The last committed state of this rank and of its neighbour, the rank whose buddy it is.
 
     Creation is collective over the data axis.
 
@@ -32,11 +32,11 @@ class Committed:
     axis : Axis
         The data axis.
     identities : list of int
-        Of its processes, by rank.
+        Identities of the processes on the axis, by rank.
     nodes : list of str
-        Where they are.
+        Their nodes, by rank.
     state : RunState
-        The live arrays; those of which every rank holds all need no second copy.
+        The live arrays.  An array that every rank holds in full needs no second copy.
     """
 
     def __init__(self, axis: Axis, identities: list[int], nodes: list[str], state: RunState) -> None:
@@ -45,31 +45,34 @@ class Committed:
         self._before = [np.empty_like(shard.array) for shard in state.shards]
         self._facts: dict[str, Any] | None = None
         sizes = tuple(sum(piece.size for piece in shard.holding) for shard in state.shards)
-        told = axis.allgather_object((sizes, tuple(shard.holding for shard in state.shards)))
-        # By kind: whether some rank lacks what another has, so that its neighbour must keep a copy.
+        layouts = axis.allgather_object((sizes, tuple(shard.holding for shard in state.shards)))
+        # By kind of shard: whether the ranks hold different parts, so that the buddy must keep a copy.
         self._scattered = [
-            shard.required and any(each[kind] != told[0][1][kind] for _, each in told)
+            shard.required and any(each[kind] != layouts[0][1][kind] for _, each in layouts)
             for kind, shard in enumerate(state.shards)
         ]
         to = buddies(nodes)
         self._to, self._source = to[axis.rank], to.index(axis.rank)
         self.neighbour: int = identities[self._source]
-        self._theirs: list[LocalLayout] = list(told[self._source][1])
+        self._theirs: list[LocalLayout] = list(layouts[self._source][1])
         self._copies: list[list[Array]] = [
-            [np.empty(held, shard.array.dtype) for held, shard in zip(told[self._source][0], state.shards, strict=True)]
+            [
+                np.empty(size, shard.array.dtype)
+                for size, shard in zip(layouts[self._source][0], state.shards, strict=True)
+            ]
             for _ in range(2)
         ]
         self.send_copies()
         self.commit()
 
     def begin(self, facts: Mapping[str, Any]) -> None:
-        """Keep what the step is about to change.  Not collective."""
+        """Copy everything that the step is about to change.  Not collective."""
         for before, shard in zip(self._before, self.state.shards, strict=True):
             np.copyto(before, shard.array)
         self._facts = dict(facts)
 
     def send_copies(self) -> None:
-        """Give the neighbour what only this rank has, after an update.  Collective over the data axis."""
+        """Send the buddy the arrays that only this rank has, after an update.  Collective over the data axis."""
         axis, fresh = self._axis, self._copies[1]
         if axis.size == 1:
             return
@@ -82,18 +85,18 @@ class Committed:
             for each in pending:
                 each.wait()
         except MPI.Exception:
-            axis.revoke()  # or those that cannot end would be waited for
+            axis.revoke()  # or this rank would wait for transfers that cannot end
             for each in pending:
                 each.abandon()
             raise
 
     def commit(self) -> None:
-        """What is there now is the state to fall back on.  Not collective."""
+        """Make the present state the committed one.  Not collective."""
         self._copies.reverse()
         self._facts = None
 
     def roll_back(self) -> dict[str, Any] | None:
-        """Undo what happened to the arrays since `begin`; returns the facts of then, if anything did."""
+        """Restore the arrays as they were at `begin`; returns the facts of then, None if no step had begun."""
         facts, self._facts = self._facts, None
         if facts is not None:
             for before, shard in zip(self._before, self.state.shards, strict=True):
@@ -101,7 +104,7 @@ class Committed:
         return facts
 
     def source(self, alive: Collection[int]) -> RunState:
-        """What this rank can give to others: its own, and its neighbour's if that one has died."""
+        """The state that this rank can give to others: its own, and that of its neighbour if the neighbour has died."""
         if self.neighbour in alive:
             return self.state
         shards = []

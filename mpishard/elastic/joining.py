@@ -1,7 +1,8 @@
-"""A process that a run has spawned, until the run takes it in: it runs the script, and goes when it is not wanted.
+"""A spawned process until it has joined the run: it runs the script, and ends when the run no longer needs it.
 
-A thread listens to the leader of the run.  If that dies or lets this process go, it ends at once, whatever the script
-is doing; and a script that ends on its way ends no run.  `mpishard.elastic.spawning` is the other side.
+A thread listens to the leader of the run.  If the leader dies or dismisses this process, the process ends at once,
+whatever the script is doing.  If the script ends before the process has joined, the run goes on.
+`mpishard.elastic.spawning` is the other side.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mpishard.elastic.guarded_calls import in_time
 from mpishard.elastic.spawning import CALL, COMES, FAILED, HELLO, HERE, NAP_S, WORD, meet, messages
 
 _LEAVE_S = 5.0
-# How long the script's own thread may take to hear that it is to go, unless it is in the middle of MPI.
+# How long the script's own thread may take to notice that this process is to end, unless it is in a call of MPI.
 _HEARS_S = 1.0
 _LEAVE = signal.SIGRTMIN + 5
 _WORDS = 300
@@ -62,12 +63,12 @@ def _run(arguments: list[str]) -> None:
 
 
 class JoiningProcess:
-    """This process, on its way into the run that has spawned it.
+    """This process, until it has joined the run that has spawned it.
 
     Attributes
     ----------
     waits : bool
-        Whether the run has not taken it in yet.
+        Whether it has not joined yet.
     """
 
     this: ClassVar[JoiningProcess]
@@ -81,23 +82,23 @@ class JoiningProcess:
         self._listener = threading.Thread(target=self._listen, name="mpishard-newcomer", daemon=True)
         signal.signal(_LEAVE, lambda *_: self._leave())
         fail_alone(heals_in_place())
-        # Open MPI hears of the death of a process that it has exchanged a message with.
+        # Open MPI detects the death of a process only after a message has been exchanged with it.
         self._tell(HELLO)
         self._listener.start()
 
     def join(self) -> MPI.Intracomm:
-        """Wait until the run takes this process in; returns the communicator of all.
+        """Wait until this process has joined the run; returns the communicator of all processes.
 
-        Collective over those who were spawned together; they are the last in it, in the order that they have.
+        Collective over the processes that were spawned together; these are its last ranks, in their own order.
         """
-        prepare()  # or all would wait in the first step
+        prepare()  # compile now, or all processes would wait for that in the first step
         world = MPI.COMM_WORLD
         port = MPI.Open_port() if world.rank == 0 else ""
         self._tell(HERE, port)
         self._called.wait()
         self._tell(COMES)
         try:
-            crew = in_time(lambda: meet(world, port, newcomer=True), world.Iprobe)
+            merged = in_time(lambda: meet(world, port, newcomer=True), world.Iprobe)
         except MPI.Exception:
             _vanish()
         self.waits = False
@@ -105,10 +106,10 @@ class JoiningProcess:
         self._leader.Free()
         if port:
             MPI.Close_port(port)
-        return crew
+        return merged
 
     def fail(self, why: str) -> NoReturn:
-        """Say why this process does not come, and end once it is told to go, with all who were spawned with it."""
+        """Report why this process cannot join, and end when the leader orders it, as all that were spawned with it."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._tell(FAILED, why.splitlines()[0][:_WORDS])
@@ -134,7 +135,7 @@ class JoiningProcess:
             _vanish()
 
     def _mind_others(self) -> None:
-        """Tell the leader if one of those who were spawned together has died, of which it may not hear itself."""
+        """Inform the leader if a process spawned with this one has died; MPI may not inform the leader itself."""
         try:
             if not self._bereaved:
                 MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE)
@@ -145,7 +146,7 @@ class JoiningProcess:
     def _send_away(self) -> NoReturn:
         """End in order, whatever the script is doing.
 
-        In its thread, where that is possible: a call of MPI after Finalize would end the run.
+        If possible this is done in the script's thread: a call of MPI there after Finalize would end the run.
         """
         signal.pthread_kill(threading.main_thread().ident or 0, _LEAVE)
         time.sleep(_HEARS_S)
@@ -157,16 +158,16 @@ class JoiningProcess:
         self._leaves = True
         sys.stdout.flush()
         sys.stderr.flush()
-        # By the kernel: mpi4py keeps the interpreter's lock in Finalize, where those wait who are in the middle of MPI.
+        # A timer of the kernel: mpi4py keeps the interpreter's lock in Finalize, which waits if a peer is inside MPI.
         signal.setitimer(signal.ITIMER_REAL, _LEAVE_S)
         self._leader.Free()
         MPI.Finalize()
-        # By way of C, since MPICH tells its launcher in an exit handler that it has ended in order.
+        # C's exit runs the exit handlers of C, in which MPICH informs its launcher that the process ended in order.
         ctypes.PyDLL(None).exit(0)
         raise AssertionError
 
 
 def _vanish() -> NoReturn:
-    """End this process: it belongs to nobody.  MPI_Finalize would wait for the dead, and a code would end the run."""
+    """Kill this process, as its run is gone: MPI_Finalize would wait for the dead, an exit code end the run."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError

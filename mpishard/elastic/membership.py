@@ -1,8 +1,8 @@
-"""The processes of an elastic run: the workers, who train, and the spares, who wait without burning a core.
+"""The processes of an elastic run: the workers train, and the spares wait without keeping a core busy.
 
-One communicator holds them all, workers first.  It changes only when a process dies (ULFM: revoke and shrink); the
-mesh is split from its workers again and again.  Bland et al., "Post-failure recovery of MPI communication capability"
-(2013), for the calls.
+One communicator holds all of them.  It changes only when a process dies (ULFM: revoke and shrink) or spawned processes
+join.  For every new number of workers the mesh is split from it again.  The calls are those of Bland et al.,
+"Post-failure recovery of MPI communication capability" (2013).
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from mpishard.elastic.stopped_processes import Peer, this_process
 from mpishard.layout.local_layout import ModelParallelRank
 
 _ORDER = 1
-# How long a spare sleeps between two looks.
+# How long a spare sleeps between two checks for an order.
 _NAP_S = 0.002
 _END_NAP_S = 0.02
 
 
 def is_newcomer() -> bool:
-    """Whether this process was spawned by a run that wanted more workers, and has not been taken in yet."""
+    """Whether this process was spawned by a run that wanted more workers, and has not joined it yet."""
     return newcomer_cell() is not None and JoiningProcess.this.waits
 
 
 def agree(comm: MPI.Intracomm, sound: bool) -> None:
     """Return on all ranks if all are sound, and raise MPI.Exception on all otherwise, or if one has died.
 
-    Collective, over a revoked communicator too.  A rank that waits here is woken by nothing but the others coming here,
-    so that who fails on the way to an agreement must still take part in it.
+    Collective, over a revoked communicator too.  A rank that waits here goes on only when all others come here.  So a
+    rank that fails on the way to an agreement must still take part in it.
     """
     if heals_in_place() and not comm.Agree(int(sound)):
         raise MPI.Exception(MPI.ERR_PROC_FAILED)
 
 
 def _shared_axis(comm: MPI.Intracomm) -> Axis:
-    """The axis of a crew and its newcomers, on all of them or on none: MPI.Exception if one dies.  Collective."""
+    """Make the axis of a run and its joining processes; MPI.Exception on all of them if one dies.  Collective."""
     agree(comm, True)  # a communicator must not be revoked where it is still being made
     try:
         axis = Axis("crew", comm, Ledger())
@@ -62,14 +62,14 @@ def _shared_axis(comm: MPI.Intracomm) -> Axis:
 
 
 class Order(NamedTuple):
-    """How many workers there will be, and how many have been spawned for it and wait to be called in."""
+    """The next number of workers, and how many spawned workers wait to be called in for it."""
 
     workers: int
     recruits: int = 0
 
 
 class _Member(NamedTuple):
-    """What a process tells the others of itself: `post` numbers its place in a worker, identities are below `free`."""
+    """Facts of a process that all others get: `post` numbers its model-parallel rank; identities are below `free`."""
 
     identity: int | None
     free: int
@@ -82,34 +82,35 @@ class _Member(NamedTuple):
 
 
 class Membership:
-    """All processes of a run.  Creation is collective over them; a newcomer waits to be called in.
+    """All processes of a run.  Creation is collective over them; in a joining process it waits to be called in.
 
-    A *worker* is one replica of the model: a process, or a cell of tensor x pipeline processes.  For life a process
-    stays at one place in such a cell, since its arrays are cut for it, and any of its place can take over from it.
+    A *worker* is one replica of the model: a process, or a cell of tensor x pipeline processes.  A process keeps its
+    model-parallel rank for its whole life, since its arrays are cut for that rank.  Any process of the same
+    model-parallel rank can take over from it.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        All of them, of which it is a duplicate; a newcomer has only those with it who were spawned together.
-    place : Place
+        All processes of the run; the axis gets a duplicate.  In a joining process: those that were spawned with it.
+    place : ModelParallelRank
         Of this process.
     workers : int
-        How many of them train, the first ones.
+        How many workers train: the first ones.
 
     Attributes
     ----------
     axis : Axis
-        All of them; collectives over it need the spares too.
+        All processes; collectives over it need the spares too.
     cell : int
         Processes of a worker.
     workers : int
-        How many there are; `Mesh.rebind` wants the processes of these in the order that they have here.
+        How many workers there are; `Mesh.rebind` expects their processes in the order of `rank`.
     identities : list of int
-        By rank; a process keeps its own for the whole run, while its rank changes.
+        By `rank`.  A process keeps its identity for the whole run, while its rank changes.
     left : list of bool
-        By rank: who has been asked to leave, and waits for the end of the run.
-    fellows : list of Fellow
-        Processes of the crew.
+        By `rank`: whether the process has been asked to leave, and waits for the end of the run.
+    fellows : list of Peer
+        By `rank`: the operating system's facts of each process.
     """
 
     lost: ClassVar[bool] = False
@@ -125,8 +126,8 @@ class Membership:
         if is_newcomer():
             atexit.register(_leave)
             try:
-                met = JoiningProcess.this.join()
-                self.axis: Axis = in_time(lambda: _shared_axis(met))
+                merged = JoiningProcess.this.join()
+                self.axis: Axis = in_time(lambda: _shared_axis(merged))
             except MPI.Exception:
                 die("mpishard: another process has died while this one came to the run, which goes on without both")
             self.assign_roles(0)
@@ -136,28 +137,29 @@ class Membership:
             self.assign_roles(workers)
 
     def assign_roles(self, workers: int, ends: bool = False) -> None:
-        """Learn who is there and who leaves, and let so many be workers, or as many as there may be.  Collective.
+        """Choose the processes of `workers` workers, or of fewer if there are not enough processes.  Collective.
 
-        Those who have no identity get one that nobody has had, and take the number of workers from the others.  Who
-        leaves is a worker only if the run ends, as any of them says.
+        All processes first exchange their facts.  A process without an identity gets a new one, and takes the number of
+        workers from the others.  A process that leaves becomes part of a worker only if the run ends: if `ends` is true
+        on any process.
         """
         place = self._place
         post = place.pipeline_rank * place.tensor_size + place.tensor_rank
         own = _Member(self._identity, self._free, post, workers, self._leaves, ends, Membership.lost, this_process())
-        crew: list[_Member] = self.axis.allgather_object(own)
-        self._free = max(member.free for member in crew)
-        Membership.lost |= any(member.lost for member in crew)  # newcomers too must finalize in time
+        members: list[_Member] = self.axis.allgather_object(own)
+        self._free = max(member.free for member in members)
+        Membership.lost |= any(member.lost for member in members)  # joining processes too must finalize in time
         identities = []
-        for member in crew:
+        for member in members:
             identities.append(self._free if member.identity is None else member.identity)
             self._free += member.identity is None
         self._identity = identities[self.axis.rank]
 
-        ordered = sorted(range(len(crew)), key=lambda rank: crew[rank].leaves)
-        able = self._whole(member.post for member in crew if not member.leaves)
-        most = self._whole(member.post for member in crew)
-        self.workers = min(max(member.workers for member in crew), most if any(m.ends for m in crew) else able)
-        posts = [[rank for rank in ordered if crew[rank].post == post] for post in range(self.cell)]
+        ordered = sorted(range(len(members)), key=lambda rank: members[rank].leaves)
+        able = self._whole(member.post for member in members if not member.leaves)
+        most = self._whole(member.post for member in members)
+        self.workers = min(max(member.workers for member in members), most if any(m.ends for m in members) else able)
+        posts = [[rank for rank in ordered if members[rank].post == post] for post in range(self.cell)]
         chosen = [
             posts[stage * place.tensor_size + tensor][worker]
             for stage in range(place.pipeline_size)
@@ -165,30 +167,30 @@ class Membership:
             for tensor in range(place.tensor_size)
         ]
         self._ranks = chosen + [rank for rank in ordered if rank not in chosen]
-        self._posts = [crew[rank].post for rank in self._ranks]
+        self._posts = [members[rank].post for rank in self._ranks]
         self.identities: list[int] = [identities[rank] for rank in self._ranks]
-        self.left: list[bool] = [crew[rank].leaves for rank in self._ranks]
-        self.fellows = [crew[rank].fellow for rank in self._ranks]
+        self.left: list[bool] = [members[rank].leaves for rank in self._ranks]
+        self.fellows = [members[rank].fellow for rank in self._ranks]
 
     def _whole(self, posts: Iterable[int]) -> int:
-        """How many cells can be filled with processes of these posts."""
+        """How many complete cells processes of these posts make."""
         numbers = Counter(posts)
         return min(numbers[post] for post in range(self.cell))
 
     def let_go(self, leaves: list[bool]) -> None:
-        """All workers: these of their processes leave with the next `split`.  Not collective."""
+        """Mark processes that leave with the next `split`.  Called by all workers; not collective."""
         for rank, leaving in enumerate(leaves):
             self.left[rank] |= leaving
         self._leaves |= leaves[self.rank]
 
     @property
     def rank(self) -> int:
-        """Place in the crew: workers are before the others, whatever their rank on the axis is."""
+        """Number of this process among the members: the workers' processes come first, whatever their axis ranks."""
         return self._ranks.index(self.axis.rank)
 
     @property
     def identity(self) -> int:
-        """Of this process."""
+        """Number of this process that stays the same for the whole run."""
         return self.identities[self.rank]
 
     @property
@@ -197,12 +199,12 @@ class Membership:
 
     @property
     def able(self) -> int:
-        """How many workers there can be of processes that stay."""
+        """How many workers the processes that stay can make."""
         return self._whole(post for post, leaves in zip(self._posts, self.left, strict=True) if not leaves)
 
     @property
     def most(self) -> int:
-        """How many workers there can be of all processes."""
+        """How many workers all processes can make."""
         return self._whole(self._posts)
 
     @property
@@ -217,38 +219,39 @@ class Membership:
 
     @property
     def works(self) -> bool:
-        """Whether this process is one of them."""
+        """Whether this process is part of a worker."""
         return self.rank < self.working
 
     def order(self, order: Order) -> None:
-        """Rank 0: tell the spares what to do.  Not collective."""
-        told = np.array(order, np.int64)
+        """Send the spares an order.  Called by rank 0; not collective."""
+        numbers = np.array(order, np.int64)
         for spare in range(self.working, self.size):
-            self.axis.send(told, self._ranks[spare], _ORDER, label="control")
+            self.axis.send(numbers, self._ranks[spare], _ORDER, label="control")
 
     def wait_for_order(self) -> Order:
-        """A spare: sleep until rank 0 says what to do.  Raises MPI.Exception if somebody dies."""
+        """Sleep until rank 0 sends an order.  Called by spares; raises MPI.Exception if a process dies."""
         comm = self.axis.comm
         while not comm.Iprobe(self._ranks[0], _ORDER):
             time.sleep(_NAP_S)
-        told = np.empty(2, np.int64)
-        self.axis.recv(told, self._ranks[0], _ORDER, label="control")
-        return Order(*told.tolist())
+        numbers = np.empty(2, np.int64)
+        self.axis.recv(numbers, self._ranks[0], _ORDER, label="control")
+        return Order(*numbers.tolist())
 
     def call_in(self, recruitment: SpawnRequest | None) -> tuple[str, str]:
-        """Call in those whom rank 0 has recruited: the port where they are met, or why they do not come.  Collective.
+        """Call in the processes that rank 0 has spawned.  Collective.
 
-        `recruitment`: that of rank 0, None on the others.
+        Returns the port where they wait, empty if they do not join, and the reason for that.  `recruitment`: the
+        request of rank 0, None on the others.
         """
         port = "" if recruitment is None else recruitment.call()
         problem = "" if recruitment is None else recruitment.problem
-        told: tuple[str, str] = self.axis.allgather_object((port, problem))[self._ranks[0]]
-        return told
+        of_first: tuple[str, str] = self.axis.allgather_object((port, problem))[self._ranks[0]]
+        return of_first
 
     def take_in(self, port: str, workers: int, recruitment: SpawnRequest | None) -> None:
-        """Meet newcomers, who are the last of the crew from now on, and hear so from it.  Collective.
+        """Connect to the joining processes, which become the last ranks of the axis.  Collective over both.
 
-        If somebody dies meanwhile it raises MPI.Exception, and the crew stays what it was.  `recruitment`: see
+        If a process dies meanwhile, this raises MPI.Exception, and the members stay the same.  `recruitment`: see
         `call_in`.
         """
         before, root = self.axis, self._ranks[0]
@@ -263,10 +266,10 @@ class Membership:
         self.assign_roles(workers)
 
     def split(self, workers: int, leaves: bool, ends: bool) -> MPI.Intracomm | None:
-        """The communicator of so many workers, None on processes that are in none.  Collective.
+        """Make a communicator of the processes of `workers` workers; None on the other processes.  Collective.
 
-        Those who leave are in none unless the run ends, as some process knows; `leaves`: this process does, though it
-        was in none.
+        Processes that leave are not in it unless the run ends: `ends` is true on any process.  `leaves`: whether this
+        process leaves, for a spare that got a signal.
         """
         self._leaves |= leaves
         self.assign_roles(workers, ends)
@@ -277,15 +280,15 @@ class Membership:
         return part
 
     def agree(self, sound: bool = True) -> None:
-        """See `raise_if_any`, over all of the crew."""
+        """See the function `agree`; over all processes of the run."""
         agree(self.axis.comm, sound)
 
     def revoke(self) -> None:
-        """Wake all who wait in an operation of the crew.  Not collective."""
+        """Wake all processes that wait in an operation over the axis.  Not collective."""
         self.axis.revoke()
 
     def shrink(self) -> None:
-        """Go on without the dead.  Collective over the survivors; their order on the axis stays."""
+        """Remove the dead processes.  Collective over the survivors, whose order on the axis stays."""
         survivors = self.axis.comm.Shrink()
         assert isinstance(survivors, MPI.Intracomm)
         Membership.lost = True
@@ -293,23 +296,23 @@ class Membership:
         self.assign_roles(self.workers)
 
     def end(self) -> None:
-        """The run is over; processes that are in no worker end their scripts now, the others go on.  Collective."""
+        """End the run: processes that are in no worker end their scripts now, the others go on.  Collective."""
         if self.working < self.size:
             atexit.register(self._await_others)
         else:
             self.axis.free()
 
     def _await_others(self) -> None:
-        """Sleep until all have ended their scripts; MPI_Finalize would wait for them on a busy core."""
+        """Sleep until all processes have ended their scripts; MPI_Finalize would wait for them with a busy core."""
         try:
             barrier = self.axis.comm.Ibarrier()
             while not barrier.Test():
                 time.sleep(_END_NAP_S)
-        except MPI.Exception:  # somebody has died, which the others may not have seen
+        except MPI.Exception:  # a process has died, which the others may not have detected
             self.axis.revoke()
 
 
 def _leave() -> None:
-    """A script that ends where others wait for this process: not in MPI_Finalize, where it would wait for them."""
+    """End a joining process whose script ends early; in MPI_Finalize it and the run would wait for each other."""
     if heals_in_place():
         die("mpishard: this process leaves the run that it has come to, its script has ended")

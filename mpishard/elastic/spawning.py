@@ -1,20 +1,21 @@
-"""Processes that a run asks for while it goes on: they are spawned, run its script, and are taken in between two steps.
+"""Spawns processes for a run while it trains; they run its script and join it between two steps.
 
-One process of the crew, the leader, spawns them in a thread and hears from each; nothing of this holds the others up
-(under MPICH a spawn does, until the new processes have called MPI_Init, which is why that is the first they do).  Once
-all are here, the crew and they meet at a port.  `mpishard.elastic.joining` is their side.
+One process of the run, the leader, spawns them in a thread and receives a message from each.  The other processes go on
+training.  Under MPICH a spawn blocks all of them until the new processes have called MPI_Init, so a new process calls
+that first.  When all are ready, the run and the joining processes connect at a port.  `mpishard.elastic.joining` is the
+side of the joining processes.
 
 ==========  ==========================================================================================================
-on the way  MPI starts them, or they run the script up to `optimize`; each says hello as soon as it can
-here        all have said that they are there, and wait
-meeting     the leader has called them in; crew and newcomers make one communicator
-failed      they could not be started, or one of them has ended: the others are told to go, and the run is as it was
+on the way  MPI starts the processes, or they run the script up to `optimize`; each says hello as soon as it can
+here        all have reported that they are ready, and wait
+meeting     the leader has called them in; the run and the joining processes make one communicator
+failed      they could not be started, or one has ended: the others are ordered to end, and the run stays as it was
 ==========  ==========================================================================================================
 
-Of MPI's ways to one communicator this is the one by which Open MPI 5 tells all processes who shares memory with whom:
-with `Create_intercomm` over the leader they would not agree on that, and its coll/han would wait for ever.  Nothing
-wakes a process in `Connect`, `Accept` or `Merge` when another dies there, not even Revoke of ULFM; as a meeting takes
-milliseconds, who is in it much longer gives it up, see `meeting`.
+MPI has several ways to make one communicator.  With this one Open MPI 5 informs all processes who shares memory with
+whom.  With `Create_intercomm` over the leader they would not agree on that, and its coll/han would wait for ever.  If a
+process dies in `Connect`, `Accept` or `Merge`, nothing wakes the others there, not even Revoke of ULFM.  A meeting
+takes milliseconds; a process that is in it for much longer gives up, see `mpishard.elastic.guarded_calls`.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from mpi4py import MPI
 from mpishard.comm.mesh import NEWCOMER
 from mpishard.comm.watchdog import die
 
-# What newcomers say to the leader, and the leader to them.
+# Tags of the messages from joining processes to the leader, and WORD for the leader's; then the leader's two words.
 HELLO, HERE, FAILED, COMES, WORD = 1, 2, 3, 4, 5
 CALL, GO = b"call", b"go"
 NAP_S, _CALL_NAP_S = 0.02, 0.0005
-# From asking for processes until they have called MPI_Init, which takes seconds on a busy machine.
+# Limit from the spawn until the processes have called MPI_Init, which takes seconds on a busy machine.
 _START_S = 60
 _STARTING_S = 5.0
-# Until newcomers that live have been told, and from the call until all have answered.
+# Limits: for sending a word to the joining processes that live, and from the call until all have answered.
 _SAYING_S = 2.0
 _ANSWER_S = 10.0
-# MPI comes first: what is imported after it, and what the script does, holds nobody up.  If the leader dies meanwhile
+# MPI is started first, so that later imports and the script block no other process.  If the leader dies meanwhile
 # (ULFM), MPI_Init may wait for ever, and no thread of Python runs in it: then the kernel ends the process.
 BOOT = (
     "import os, signal; signal.alarm(20 * (os.environ.get('OMPI_MCA_mpi_ft_enable') == '1')); from mpi4py import MPI; "
@@ -59,7 +60,7 @@ class Message(NamedTuple):
 
 
 def messages(inter: MPI.Intercomm, tag: int = MPI.ANY_TAG) -> Iterator[Message]:
-    """What has come in by now.  Raises MPI.Exception if somebody at the other end has died (ULFM)."""
+    """Receive the messages that have arrived.  Raises MPI.Exception if a process at the other end has died (ULFM)."""
     status = MPI.Status()
     while inter.Iprobe(MPI.ANY_SOURCE, tag, status):
         buffer = bytearray(status.Get_count(MPI.BYTE))
@@ -68,19 +69,19 @@ def messages(inter: MPI.Intercomm, tag: int = MPI.ANY_TAG) -> Iterator[Message]:
 
 
 def command(argv: Sequence[str], cell: tuple[int, int]) -> list[str]:
-    """Arguments of Python that run the script of this process as a newcomer.
+    """Return the arguments with which Python runs the script of this process as a joining process.
 
     Parameters
     ----------
     argv : sequence of str
-        As ``sys.orig_argv`` of a process of the run, which may be a newcomer itself.
+        As ``sys.orig_argv`` of a process of the run, which may have joined it itself.
     cell : (int, int)
         Tensor and pipeline size of the run.
 
     Raises
     ------
     ValueError
-        If there is no script that could be run again.
+        If the script cannot be run again.
     """
     options, script = _parted(list(argv[1:]))
     if script[:2] == ["-c", BOOT]:
@@ -94,7 +95,7 @@ def command(argv: Sequence[str], cell: tuple[int, int]) -> list[str]:
 
 
 def _parted(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Options of the interpreter, and what it runs: ``-c ...``, ``-m ...`` or a path, and arguments of that."""
+    """Split into options of the interpreter, and ``-c ...``, ``-m ...`` or a path with the arguments of the script."""
     at = 0
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "-":
         runs = re.match(f"-({_FLAGS})([cm])(.*)", arguments[at], re.DOTALL)
@@ -108,22 +109,22 @@ def _parted(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 class SpawnRequest:
-    """Newcomers who are on their way.  Creation is not collective and returns at once.
+    """A request for processes that are spawned and will join the run.  Creation is not collective and returns at once.
 
     Parameters
     ----------
     processes : int
-        How many; they are one MPI_COMM_WORLD.
+        How many; they share one MPI_COMM_WORLD.
     cell : (int, int)
-        Tensor and pipeline size of the run; the `Mesh` of newcomers takes them.
+        Tensor and pipeline size of the run; the `Mesh` of the joining processes has the same.
 
     Attributes
     ----------
     processes : int
     here : bool
-        Whether all wait to be called in.
+        Whether all processes are ready and wait to be called in.
     problem : str
-        Why none will come, in a line; empty as long as they may.
+        Why none will join, in a line; empty as long as they may.
     """
 
     def __init__(self, processes: int, cell: tuple[int, int]) -> None:
@@ -147,13 +148,13 @@ class SpawnRequest:
 
     @property
     def is_new(self) -> bool:
-        """Whether they may still be starting up, which takes the cores; afterwards they are in the user's script."""
+        """Whether the processes may still be starting, which takes the cores; later they are in the user's script."""
         return time.monotonic() - self._began < _STARTING_S
 
     def call(self) -> str:
-        """Call the newcomers in once they are `here`; returns the port where they are met from now on.
+        """Call the joining processes in once they are `here`; returns the port where they now wait to be connected.
 
-        Not collective; takes milliseconds.  The port is empty if one of them has ended since: see `problem`.
+        Not collective; takes milliseconds.  The port is empty if one of the processes has ended since: see `problem`.
         """
         self._thread.join()
         inter, coming = self._inter, set[int]()
@@ -179,15 +180,15 @@ class SpawnRequest:
             raise MPI.Exception(MPI.ERR_PROC_FAILED)
 
     def close(self) -> None:
-        """The newcomers have been met.  Not collective among the crew."""
+        """Free the connection to the leader, once the processes have joined.  Not collective over the run."""
         assert self._inter is not None
         self._inter.Free()
         self._inter = None
 
     def give_up(self) -> None:
-        """Nobody is wanted any more: who is on the way is told to go.  Not collective.
+        """Cancel the request: the processes that are on the way are ordered to end.  Not collective.
 
-        Waits until they have been started, if they are about to be.
+        If a spawn is under way, this waits until it has returned.
         """
         self._end.set()
         if self._thread.ident is not None:
@@ -221,7 +222,7 @@ class SpawnRequest:
                         self._port = text or self._port
                 if self._have_failed(come):
                     return
-                # MPI would not hear of the death of one whose first message has not come.
+                # MPI does not detect the death of a process from which no message has come yet.
                 if len(heard) < self.processes and time.monotonic() > limit:
                     self._fail(f"{self.processes - len(heard)} of them have not said hello within {_START_S} s")
                     return
@@ -234,7 +235,7 @@ class SpawnRequest:
         self.here = True
 
     def _say(self, inter: MPI.Intercomm, word: bytes) -> None:
-        """Tell all newcomers that live; Open MPI would wait for ever for one that has just died."""
+        """Send a word to all joining processes that live; Open MPI would wait for ever for one that has just died."""
         dead, sends = _dead_ranks(inter), []
         for who in range(self.processes):
             if who not in dead:
@@ -248,7 +249,7 @@ class SpawnRequest:
             time.sleep(_CALL_NAP_S)
 
     def _have_failed(self, come: Iterable[Message]) -> bool:
-        """Whether one of them says so; then all are told to go."""
+        """Whether a joining process reports a failure; then all of them are ordered to end."""
         for who, tag, text in come:
             if tag == FAILED:
                 self._fail(f"number {who} of {self.processes}: {text.decode(errors='replace')}")
@@ -256,13 +257,13 @@ class SpawnRequest:
         return False
 
     def _not_started(self) -> None:
-        """MPI waits for processes that have ended before they called MPI_Init, and cannot be told not to."""
+        """Give up a spawn that does not return: MPI waits for processes that have ended before MPI_Init."""
         self.problem = f"they have not started within {_START_S} s"
         if MPI.get_vendor()[0] != "Open MPI":  # other threads cannot communicate meanwhile
             die(f"mpishard: spawned processes have not started within {_START_S} s; under this MPI all wait for that")
 
     def _fail(self, problem: str) -> None:
-        """Tell all to go: those that die from it or have died do not hear it."""
+        """Order all joining processes to end, and keep why; the dead do not receive the order."""
         inter, self._inter = self._inter, None
         assert inter is not None
         self._say(inter, GO)
@@ -272,23 +273,25 @@ class SpawnRequest:
 
 
 def meet(comm: MPI.Intracomm, port: str, root: int = 0, newcomer: bool = False) -> MPI.Intracomm:
-    """Make one communicator of the crew and the newcomers, who come last.  Collective over both; see `in_time`.
+    """Make one communicator of the run and the joining processes, which come last.  Collective over both.
+
+    It may wait for ever if a process dies meanwhile, so call it by way of `in_time`.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        The crew's; MPI_COMM_WORLD of the newcomers.
+        All processes of the run; on joining processes their MPI_COMM_WORLD.
     port : str
-        As `SpawnRequest.call` says; on rank `root`.
+        The one that `SpawnRequest.call` returned; on rank `root`.
     """
     bridge = comm.Accept(port, root=root) if newcomer else comm.Connect(port, root=root)
-    crew = bridge.Merge(high=newcomer)
+    merged = bridge.Merge(high=newcomer)
     bridge.Free()
-    return crew
+    return merged
 
 
 def _dead_ranks(inter: MPI.Intercomm) -> list[int]:
-    """Who has died at the other end, as far as this MPI tells."""
+    """The ranks at the other end that have died, as far as this MPI reports them."""
     with contextlib.suppress(MPI.Exception, NotImplementedError):
         return MPI.Group.Translate_ranks(inter.Get_failed(), None, inter.Get_remote_group())
     return []
@@ -299,7 +302,7 @@ def _dead(error: MPI.Exception) -> str:
 
 
 def _info() -> MPI.Info:
-    """How MPI is to start newcomers."""
+    """The MPI_Info with which joining processes are started."""
     if MPI.get_vendor()[0] == "Open MPI" and "OMPI_MCA_btl" not in os.environ:
         # Where btl/ofi finds no network of its own, it sleeps for a second in MPI_Init (Open MPI 5).
         return MPI.Info.Create({"PMIX_ENVAR": "OMPI_MCA_btl=^ofi"})
