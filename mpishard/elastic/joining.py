@@ -168,6 +168,6 @@ class JoiningProcess:
 
 
 def _vanish() -> NoReturn:
-    """Kill this process, as its run is gone: MPI_Finalize would wait for the dead, an exit code end the run."""
+    """Kill this process, since it cannot join: Finalize would wait for the dead, and an exit code would end the run."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError

@@ -1,17 +1,18 @@
-"""The training loop of an elastic run: steps that are transactions, and what happens between them.
+"""The training loop of an elastic run: steps that are transactions, and changes of the workers between two steps.
 
 ==========  ==========================================================================================================
-running     workers take steps, each of which ends in an agreement; spares wait; where processes are missing for the
-            workers that are wanted, rank 0 recruits some meanwhile
-resizing    all processes have heard of a new number of workers: recruits who are here are taken in, the mesh is split
-            again, and the committed state moves to its new places
-healing     somebody has died: survivors wake those who wait, shrink the crew, agree on the last committed step, and
-            resize to the workers that are left, with spares in the place of the dead; then others are recruited
-stopping    the run is over: all that live become workers once more, so that each has the result
+running     workers take steps, each of which ends in an agreement; spares wait; if there are too few processes for the
+            wanted number of workers, rank 0 spawns some meanwhile
+resizing    all processes know the new number of workers: spawned processes that are ready join, the mesh is split
+            again, and the committed state moves to the ranks that need it
+healing     a process has died: survivors wake the processes that wait, shrink the membership, agree on the last
+            committed step, and resize to the workers that are left, where spares replace the dead; then others are
+            spawned
+stopping    the run is over: all living processes become workers once more, so that each has the result
 ==========  ==========================================================================================================
 
-A step is committed when all workers have agreed that each has its part of the new state, and its neighbour a copy.
-The agreement of ULFM is uniform: if one survivor knows of it, all of them have what they agreed on.
+A step is committed when all workers have agreed that each has its part of the new state, and its buddy a copy of that.
+The agreement of ULFM is uniform: if one survivor has the result of an agreement, all survivors get the same result.
 """
 
 from __future__ import annotations
@@ -50,14 +51,15 @@ from mpishard.training.progress import Progress
 from mpishard.training.stopping import StopRequest
 
 _WORKERS, _CREW = "workers", "crew"
-# What MPI says where a process has died, or others have seen that one has.
+# Error classes of MPI after a death, or when a peer that has detected one has revoked the communicator.
 _DEATH = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
-# Steps' time that workers sleep for after each while others start on cores that they share, and its limit.
+# While spawned processes start on cores that workers share, workers sleep after a step for so many times its duration,
+# and for at most so many seconds.
 _GIVE_WAY, _GIVE_WAY_MOST_S = 3, 0.1
 
 
 class _Survivor(NamedTuple):
-    """What a process tells the others after a death; it `knows` if it has taken a part in the run yet."""
+    """Facts of a process that all others get after a death; `knows`: whether it has had a part of the state yet."""
 
     knows: bool
     done: int
@@ -70,18 +72,18 @@ class _Survivor(NamedTuple):
 
 @dataclass(frozen=True)
 class Elasticity:
-    """What an elastic run has beside the problem and the optimizer.
+    """Options of an elastic run beside the problem and the optimizer.
 
     Parameters
     ----------
     target : WorkerTarget
-        How many workers there shall be.
+        The wanted number of workers.
     outside : Outside
-        Signals, other shells and `discover`.
+        Requests by signals, from other shells and by `discover`.
     watch : Watch
         Ends processes of this host that are stopped.
     respawn : bool
-        Whether others are spawned for the dead.
+        Whether processes are spawned to replace the dead.
     scaling : str
         The policy of `Scaling`.
     """
@@ -94,10 +96,10 @@ class Elasticity:
 
 
 class ElasticLoop(Loop):
-    """One run of the training loop on workers that come and go."""
+    """One run of the training loop in which workers may join, leave and die."""
 
-    runs: ClassVar[int] = 0  # that this process has begun
-    meets_always: ClassVar[bool] = True  # in the agreement that ends a step
+    runs: ClassVar[int] = 0  # number of runs that this process has begun
+    meets_always: ClassVar[bool] = True  # every step ends with an agreement of all workers
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class ElasticLoop(Loop):
         optimizer: ShardedOptimizer,
         options: RunOptions,
     ) -> None:
-        # Alone until it meets the crew, which has the state, and shows how far it is.
+        # A joining process is alone until it has joined the run, which has the state and the progress bar.
         self.comes = newcomer = is_newcomer()
         self.begins = not newcomer
         fail_alone(newcomer and heals_in_place())
@@ -125,19 +127,19 @@ class ElasticLoop(Loop):
         self.watch.follow(self.crew.fellows)
         self.heals = heals_in_place()
         self.reason = self.what_was_reached()
-        # The last step that is committed, the loss of the one that is ready to be, and the last of which all know
-        # whether it ends the run.
+        # The last committed step; the loss of the step that is ready to be committed; and the last step after which
+        # all workers have decided whether the run stops.
         self.done = self.decided = self.optimizer.clock
         self.ready: float | None = None
         self.own_request: int = StopRequest.NONE
         self.recruiter = Recruiter(self.crew, self.worker_target, self.mesh.place, ElasticLoop.runs == 1)
-        # Known to all workers: how many have come and are taken in now, and whether some are starting up.
+        # The same on all workers: how many spawned workers are ready to join now, and whether some are still starting.
         self.recruits = 0
         self.awaited = False
-        self.last_disruption = -1  # the last step before somebody died or came
-        self.all_know = False  # that the run is over, spares too
-        self.saved = bool(self.reason)  # what there is at the end of the run
-        # The agreements that others may be waiting in, which this process takes part in before it heals.
+        self.last_disruption = -1  # the last step before a process died or joined
+        self.all_know = False  # whether all processes know that the run is over, spares too
+        self.saved = bool(self.reason)  # whether the last checkpoint of the run is written
+        # Agreements in which others may be waiting: this process takes part in them before it heals.
         self.pending_agreements = {_WORKERS, _CREW}
         self.whole = True
         self.committed: Committed | None = None
@@ -174,7 +176,7 @@ class ElasticLoop(Loop):
             finalize_in_time()
         note_training(
             False, tells=Membership.lost or self.crew.rank == 0
-        )  # after a death the first may die before it has
+        )  # after a death all report, since the first process may die before it has
         leave_to_others(self.crew.rank > 0)
         self.crew.end()
         if not self.crew.works:
@@ -183,7 +185,7 @@ class ElasticLoop(Loop):
         return self.result(self.reason)
 
     def _leave(self) -> None:
-        """A script that ends in the middle of the run: not in MPI_Finalize, where it would wait for the others."""
+        """End a process whose script ends in the middle of the run; MPI_Finalize would wait for the others."""
         if self.heals:
             give_up()
             die(f"mpishard: process {self.crew.identity} leaves the run, its script has ended")
@@ -195,7 +197,7 @@ class ElasticLoop(Loop):
         return self.all_know or crew.working == crew.size
 
     def _take_turn(self) -> Order | None:
-        """A worker: take a step, unless the run is over; returns what is to change."""
+        """Take a step, unless the run is over, and return the next change.  Called by workers."""
         if not self.reason:
             self._step()
         if self.reason and not self.saved:
@@ -206,14 +208,14 @@ class ElasticLoop(Loop):
         if order is not None:
             if self.optimizer.prepares_saves:
                 self._prepare_move()
-            self._agree()  # all workers go on to the resizing, or none
+            self._agree()  # either all workers go on to the resizing, or none
             self.pending_agreements = {_CREW}
             if self.crew.rank == 0:
                 self.crew.order(order)
         return order
 
     def _prepare_move(self) -> None:
-        """Commit a state in which no worker has anything that only it needs."""
+        """Commit a state in which no worker has data for its own use only (error feedback), so that it can move."""
         committed = self._committed()
         committed.begin(self.optimizer.run_state().facts)
         self.optimizer.prepare_save()
@@ -222,7 +224,7 @@ class ElasticLoop(Loop):
         committed.commit()
 
     def _change(self) -> Order | None:
-        """What brings the workers to the number that is wanted; the same on all of them."""
+        """The order that changes the workers to the wanted number, None without a change; the same on all workers."""
         crew = self.crew
         if self.reason:
             done = crew.workers == crew.most and crew.working == crew.size
@@ -237,7 +239,7 @@ class ElasticLoop(Loop):
     def _step(self) -> None:
         """Take one step and commit it."""
         committed, step = self._committed(), self.done + 1
-        if self.decided < self.done:  # the workers that were to decide have not come to it
+        if self.decided < self.done:  # a death came between the commit of this step and the decision after it
             self._decide()
             return
         began = time.perf_counter()
@@ -254,32 +256,32 @@ class ElasticLoop(Loop):
             self._give_way(time.perf_counter() - began)
 
     def refuse_misuse(self) -> None:
-        """Raise here: workers who meet for the first time may have taken different numbers of steps."""
+        """Raise on this rank only: workers that meet for the first time may have taken different numbers of steps."""
         if self.runner.misuse is not None:
             raise self.runner.misuse
 
     def _give_way(self, seconds: float) -> None:
-        """After a step of so many seconds: where workers share cores, leave these to those who start there.
+        """Sleep after a step of `seconds` s if workers share their cores with processes that start there.
 
-        That is no loss: the cores have as much to do in all, and those who start come in sooner.
+        Nothing is lost: the cores have the same work in all, and the starting processes join sooner.
         """
         if self.awaited and self.mesh.node.size > len(own_cores()):
             time.sleep(min(_GIVE_WAY * seconds, _GIVE_WAY_MOST_S))
 
     def _agree(self) -> None:
-        """Return when all workers are here; if one survivor does, all of them know that all were."""
+        """Return when all workers have come here; if it returns on one survivor, it returns on all."""
         self.pending_agreements.remove(_WORKERS)
         agree(self.mesh.world.comm, sound=True)
         self.pending_agreements.add(_WORKERS)
 
     def _agree_as_crew(self) -> None:
-        """Return when all of the crew are here, and if one survivor does, all do."""
+        """Return when all processes have come here; if it returns on one survivor, it returns on all."""
         self.pending_agreements.remove(_CREW)
         self.crew.agree()
         self.pending_agreements.add(_CREW)
 
     def _settle(self) -> None:
-        """Tell those who wait in an agreement that there is none."""
+        """Take part in all pending agreements with a no, so that they fail on the processes that wait in them."""
         for scope, comm in ((_WORKERS, self.mesh.world.comm), (_CREW, self.crew.axis.comm)):
             if scope in self.pending_agreements:
                 with contextlib.suppress(MPI.Exception):
@@ -287,23 +289,23 @@ class ElasticLoop(Loop):
         self.pending_agreements = {_CREW}
 
     def _decide(self) -> None:
-        """Hear whether any worker wishes to stop or leaves, or wants another number of workers."""
+        """Agree with all workers on stopping, on processes that leave, and on the wanted number of workers."""
         target, outside, world = self.worker_target, self.outside, self.mesh.world
-        come = 0
+        ready = 0
         if world.rank == 0:
             target.look_outside(outside, self.mesh.data.size, self.done)
-            come = self.recruiter.recruit()
+            ready = self.recruiter.recruit()
         asked = outside.signals.report()
-        awaited = not come and self.recruiter.is_starting
+        awaited = not ready and self.recruiter.is_starting
         discovered = outside.discovered if world.rank == 0 else -1
         changed = self.optimizer.settings.changed
-        own = [self.own_request, target.request, asked, -asked, come, awaited, discovered, changed]
-        heard = world.all_reduce(np.array(own, np.int64), op="max", label="control").tolist()
-        stop_request, request, most, least, come, awaited, outside.discovered, changed = heard
+        own = [self.own_request, target.request, asked, -asked, ready, awaited, discovered, changed]
+        agreed = world.all_reduce(np.array(own, np.int64), op="max", label="control").tolist()
+        stop_request, request, most, least, ready, awaited, outside.discovered, changed = agreed
         if changed:  # by a callback
             self.optimizer.settings.agree()
         target.adopt_request(request)
-        self.recruits, self.awaited = come, bool(awaited)
+        self.recruits, self.awaited = ready, bool(awaited)
         self.reason = self.why_stop(stop_request) or ("signal" if -least > 0 else "")
         if most == 2 and not self.reason:
             self.crew.let_go(world.allgather_object(asked > 0))
@@ -336,12 +338,16 @@ class ElasticLoop(Loop):
     # -- between steps ----------------------------------------------------------------------------------------------
 
     def _regroup(self, order: Order) -> None:
-        """Let so many of the crew be the workers, with the committed state.  Collective over the crew."""
+        """Give the run the number of workers of an order, and them the committed state.  Collective over all processes.
+
+        Spawned processes join first, if the order says so.  Then the mesh is split again, the optimizer makes its state
+        for the new mesh, and the committed state and the facts of the run are sent to it.
+        """
         crew, optimizer = self.crew, self.optimizer
-        self.pending_agreements = {_CREW}  # in that of the workers nobody is
+        self.pending_agreements = {_CREW}  # nobody waits in that of the workers
         was = self.mesh.data.size
         if self.record is not None:
-            self.record.flush()  # another rank may be the first, which writes what is not there
+            self.record.flush()  # rank 0 writes the record, and another process may become rank 0
         if order.recruits:
             self._take_in(order.workers)
         self._check_scripts()
@@ -361,7 +367,7 @@ class ElasticLoop(Loop):
         self.whole = False
         comm = crew.split(order.workers, self.outside.signals.came and not crew.works, bool(self.reason))
         self.watch.follow(crew.fellows)
-        self._agree_as_crew()  # who waits on a communicator that another one has not got could not be woken
+        self._agree_as_crew()  # a process could not be woken on a communicator that another one failed to make
         if comm is not None:
             self.mesh.rebind(comm)
             if self.checkpoints is not None:
@@ -373,43 +379,43 @@ class ElasticLoop(Loop):
             target = optimizer.run_state()
         if self.optimizer.config.hierarchical:
             self._agree_as_crew()  # the same: sums by nodes have communicators of their own
-        heard = self._reshard(source, target)
-        self.reason, self.saved = heard["reason"], heard["saved"]
-        self.outside.discovered = heard["discovered"]
+        restored = self._reshard(source, target)
+        self.reason, self.saved = restored["reason"], restored["saved"]
+        self.outside.discovered = restored["discovered"]
         if self.checkpoints is not None:
-            self.checkpoints.own = heard["checkpoints"]
+            self.checkpoints.own = restored["checkpoints"]
         self.all_know = bool(self.reason)
         committed = None
         if comm is not None:
-            optimizer.restore(heard)
+            optimizer.restore(restored)
             optimizer.resync()
-            self.losses.restore(heard["loss"])
-            self.done, self.decided = heard["done"], heard["decided"]
-            self.before, self.position = heard["before"], heard["position"]
-            self.skipped_before, self.resumed = heard["skipped_before"], heard["resumed"]
-            self.scaling = replace(self.scaling, first=heard["first"])
-            self.worker_target.adopt_request(heard["request"])
+            self.losses.restore(restored["loss"])
+            self.done, self.decided = restored["done"], restored["decided"]
+            self.before, self.position = restored["before"], restored["position"]
+            self.skipped_before, self.resumed = restored["skipped_before"], restored["resumed"]
+            self.scaling = replace(self.scaling, first=restored["first"])
+            self.worker_target.adopt_request(restored["request"])
             if self.mesh.rank == 0 and not self.progress.shown:
                 self.progress = Progress(self.problem.steps, shown=self.shows, done=len(self.losses))
             committed = self._commit_anew()
-        self._agree_as_crew()  # until all have what they shall have, nobody lets go of what was before
+        self._agree_as_crew()  # nobody drops its old committed state before all have the new one
         self.committed = committed
         if crew.rank == 0 and self.shows and not self.reason and self.mesh.data.size != was:
             log.inform(f"{was} -> {self.mesh.data.size} workers after step {self.done}")
         self.whole = committed is not None
         if self.whole:
             self.pending_agreements.add(_WORKERS)
-        if crew.rank:  # another one is now
+        if crew.rank:  # another process may have become rank 0, which spawns
             self.recruiter.dismiss()
 
     def _take_in(self, workers: int) -> None:
-        """Let those into the crew who were recruited and are here, if they still are.  Collective over the crew."""
+        """Let the spawned processes that are ready join, if they still live.  Collective over all processes."""
         recruitment, self.recruits = self.recruiter.hand_over(), 0
         self.last_disruption = self.done
         try:
             port, problem = self.crew.call_in(recruitment)
             if port:
-                self._agree_as_crew()  # who meets them alone, after a death, could not be woken
+                self._agree_as_crew()  # after a death, a process that connects to them alone could not be woken
                 self.crew.take_in(port, workers, recruitment)
         except MPI.Exception:
             if recruitment is not None:
@@ -423,7 +429,7 @@ class ElasticLoop(Loop):
                 self.recruiter.say_none_come(problem)
 
     def _check_scripts(self) -> None:
-        """Raise on all of the crew if those who have come have another model or problem.  Collective."""
+        """Raise on all processes if those that have joined have another model or problem.  Collective."""
         parameters = self.runner.parameters
         model = f"{parameters.description} ({parameters.fingerprint:x})"
         own = {"model": model, **self.problem.settings, "scaling": self.scaling.policy}
@@ -436,7 +442,7 @@ class ElasticLoop(Loop):
         )
 
     def _reshard(self, source: RunState | None, target: RunState | None) -> Mapping[str, Any]:
-        """Move the committed state to its new places; returns its facts.  Collective over the crew."""
+        """Move the committed state to the new workers; returns its facts.  Collective over all processes."""
         try:
             return reshard_state(self.crew.axis, source, target)
         except ValueError:
@@ -451,7 +457,7 @@ class ElasticLoop(Loop):
         return Committed(self.mesh.data, identities, nodes, self.optimizer.run_state())
 
     def _heal(self, error: MPI.Exception) -> Order:
-        """Go on without the dead, from the last committed step; returns how many workers there will be."""
+        """Remove the dead processes and return to the last committed step; returns the order for the next workers."""
         while True:
             try:
                 return self._shrink(error)
@@ -473,8 +479,8 @@ class ElasticLoop(Loop):
         knows = self.committed is not None
         agreed = self.worker_target.agreed
         own = _Survivor(knows, self.done, self.decided, self.reason, self.saved, agreed, self.last_disruption)
-        told: list[_Survivor] = crew.axis.allgather_object(own)
-        known = [each for each in told if each.knows]
+        survivors: list[_Survivor] = crew.axis.allgather_object(own)
+        known = [each for each in survivors if each.knows]
         if not known:
             raise RunLost("all workers have died; start the run again from its newest checkpoint")
         done = max(each.done for each in known)
@@ -494,14 +500,14 @@ class ElasticLoop(Loop):
             log.warn(f"{_have(dead)} died; {crew.size} are left, step {done} is the last")
         if crew.able < self.worker_target.min_workers:
             raise RunLost(f"{crew.able} whole workers are left, and min_workers={self.worker_target.min_workers}")
-        # A fault that comes with a step, or with every worker, would otherwise have new ones spawned for ever.
-        if not self.respawn or done <= max(each.last_disruption for each in told):
+        # A fault that recurs at one step, or kills every new worker, would otherwise spawn new ones for ever.
+        if not self.respawn or done <= max(each.last_disruption for each in survivors):
             self.worker_target.cap_workers(crew.able)
         self.last_disruption, self.recruits, self.awaited = done, 0, False
         return Order(crew.most if self.reason else min(self.worker_target.agreed_size, crew.able))
 
     def _note_healed(self, step: int) -> None:
-        """Let the supervisor know that a step is to follow on this one, after a death."""
+        """Inform the supervisor that the run has survived a death and goes on after this step."""
         folder = RunFolder.from_environment()
         if folder is not None:
             with contextlib.suppress(OSError):
@@ -509,7 +515,7 @@ class ElasticLoop(Loop):
 
 
 def _have(dead: list[str]) -> str:
-    """Who has died, in words; nobody of the crew if it was one on the way to it."""
+    """Subject and verb of a message on the dead; "one has" if only a joining process has died."""
     if not dead:
         return "one has"
     return f"process {dead[0]} has" if len(dead) == 1 else f"processes {', '.join(dead)} have"

@@ -1,4 +1,4 @@
-"""An optimizer whose workers come and go."""
+"""An optimizer whose workers may join, leave and die during a run."""
 
 from __future__ import annotations
 
@@ -33,61 +33,63 @@ if TYPE_CHECKING:
 
 
 class ElasticOptimizer:
-    """Wraps a rule or an optimizer so that a run goes on when workers leave, come back or die.
+    """Wraps a rule or an optimizer so that a run goes on when workers leave, join or die.
 
     Creation is collective over the mesh.
 
     Parameters
     ----------
     optimizer : Rule or ShardedOptimizer
-        A rule becomes what `as_distributed` makes of it, with ``reproducible=True`` where `config` is a mesh.
+        A rule is wrapped as by `as_distributed`, with ``reproducible=True`` if `config` is a mesh.
     config : ShardingConfiguration or Mesh, optional
-        For a rule.
+        Required with a rule; leave it out with an optimizer.
     min_workers, max_workers : int
-        Fewer workers than the one end the run; more than the other never train.  A worker is one replica of the model:
-        a process, or ``tensor * pipeline`` of them, and their number is the size of the data axis.
+        With fewer workers than `min_workers` the run ends; more than `max_workers` never train.  A worker is one
+        replica of the model: a process, or ``tensor * pipeline`` processes.  The number of workers is the size of the
+        data axis.
     folder : path, optional
         Where ``mpishard resize FOLDER N`` finds the run: a folder that all processes see.  Default: that of the
         checkpoints given to `optimize`, else the one of `mpishard run`.
     discover : callable or path, optional
-        Says how many workers there shall be; asked about every second, and a number outside of the limits counts as
-        the nearer limit.  A function without arguments, called in a thread; a file that holds one number, or a host a
+        Source of the wanted number of workers, asked about every second.  A number outside of the limits counts as the
+        nearer limit.  A function without arguments, called in a thread; a file that holds one number, or one host per
         line as ``NAME``, ``NAME:SLOTS`` or ``NAME slots=SLOTS``; or an executable file that prints one of these.
     failure_timeout : float
-        Seconds after which a process that is stopped (SIGSTOP) counts as failed and is ended by those on its host,
-        where deaths are survived in place.
+        Seconds after which a process that is stopped (SIGSTOP) counts as failed and is killed by a process on its host;
+        only where the run survives deaths in place.
     respawn : bool
-        After a death, with no spare left, whether another process is spawned while the others go on; not if they have
-        taken no step since the last death or arrival.  Without, the run also lets those go who are on their way.
+        Whether a process is spawned after a death if no spare is left, while the others go on; not if the run has taken
+        no step since the last death or arrival.  If False, a death also cancels processes that are still starting.
     scaling : {"constant", "linear", "square_root"}
-        What a step is with other workers than the run began with.  By default the same: the global batch and the
-        learning rate stay.  Else the batch is in proportion to the workers (with c of n at the beginning:
-        ``batch_size * c // n`` samples), and the learning rate, a number or a schedule, to the batch ("linear", Goyal
-        et al. 2017) or to its square root (Krizhevsky 2014; for Adam Malladi et al. 2022).  A step takes the samples
-        that come next, every one once an epoch, at the end of which a batch is cut short.  Checkpoints know how far a
-        run is; another run of the optimizer begins where batches of `batch_size` would have come to.
+        How batch and learning rate follow the number of workers.  "constant": the global batch and the learning rate
+        stay the same.  Else the batch is proportional to the workers: with c workers in a run that began with n,
+        ``batch_size * c // n`` samples.  The learning rate, a number or a schedule, is proportional to the batch
+        ("linear", Goyal et al. 2017) or to its square root (Krizhevsky 2014; for Adam Malladi et al. 2022).  Each step
+        takes the next samples of the epoch, each sample once per epoch, and the last batch of an epoch may be shorter.
+        Checkpoints store the position in the epoch; another run of the optimizer begins at the position that batches
+        of `batch_size` would have reached.
 
     Notes
     -----
-    SIGTERM or SIGUSR1 to one process: it leaves the run in order, and waits for its end.  To all processes that train,
-    as launchers pass it on, or Ctrl-C: the run saves a checkpoint and stops with ``result.stop_reason == "signal"``.
-    For a batch script to see that, let the training script end with::
+    A process that gets SIGTERM or SIGUSR1 alone leaves the run in order, and waits for the end of the run.  If all
+    processes that train get one, as launchers pass signals on, or on Ctrl-C, the run saves a checkpoint and stops with
+    ``result.stop_reason == "signal"``.  To report that to a batch script, end the training script with::
 
         if result.stop_reason == "signal":
             sys.exit(os.EX_TEMPFAIL)  # 75
 
-    Open MPI's own launcher kills the ranks a second after it was sent SIGTERM; SIGUSR1 leaves them the time, and
-    `mpishard run` sends that.
+    Open MPI's own launcher kills the ranks a second after it got SIGTERM.  After SIGUSR1 it does not, so `mpishard run`
+    sends SIGUSR1.
 
-    The processes of the job that do not train are spares: they wait, and take the place of those that die.  With tensor
-    or pipeline ranks each process stays at its place in a replica, and a spare takes over from one of the same place;
-    where none is left, the replica's other processes become spares, and those that are in no whole replica at the end
-    of the run end their scripts there, with exit code 0.  Deaths are survived in place under Open MPI's
+    Processes of the job that do not train are spares: they wait, and replace processes that die.  With tensor or
+    pipeline ranks each process keeps its model-parallel rank, and a spare replaces a process of the same one.  If there
+    is no such spare, the other processes of the replica become spares.  Processes that are in no whole replica at the
+    end of the run end their scripts there, with exit code 0.  A run survives deaths in place under Open MPI's
     ``mpirun --with-ft ulfm``; under other MPIs `mpishard run --elastic` starts the job again from the newest
     checkpoint.  With ``reproducible=True`` the run has the same bits whatever happens to its workers.
 
-    Where fewer workers are left each computes more of a batch: ``micro_batch_size`` of the problem limits how much at a
-    time, and so the memory that it takes.
+    With fewer workers each computes more of a batch.  ``micro_batch_size`` of the problem limits how much a worker
+    computes at a time, and so its memory.
     """
 
     scaling: str
@@ -136,7 +138,7 @@ class ElasticOptimizer:
         failure_timeout = number("failure_timeout", failure_timeout, above=0, finite=False)
         first = 0 if is_newcomer() else min(max_workers, there)
         self._target = WorkerTarget(first, min_workers, max_workers)
-        # A script may change its directory.
+        # Absolute, since the script may change its directory.
         self.folder: Path | None = None if folder is None else Path(folder).absolute()
         self.discover = discover
         self.failure_timeout = failure_timeout
@@ -169,7 +171,7 @@ class ElasticOptimizer:
 
     @property
     def current_workers(self) -> int:
-        """How many train now."""
+        """Number of workers that train now."""
         return self.mesh.data.size
 
     @property
@@ -183,22 +185,23 @@ class ElasticOptimizer:
         return self.current_workers > self.min_workers
 
     def resize(self, workers: int) -> None:
-        """Train with so many workers; not collective, the last request counts.
+        """Request a number of workers; not collective, the last request counts.
 
-        From the next step on, as far as there are processes; others are spawned, which takes seconds, and come in
-        between two steps once all of them are there.  If they cannot, the run says why and wants no more than it has.
-        They run the script from its beginning, and can come to its first call of `optimize` only.
+        The change comes at the next step, as far as there are processes.  Missing processes are spawned, which takes
+        seconds; they join between two steps once all of them are ready.  If they cannot, the run reports why and goes
+        on with the workers that it has.  They run the script from its beginning, and can only join its first call of
+        `optimize`.
 
         Raises
         ------
         ValueError
-            If it is below `min_workers` or above `max_workers`, or would leave some workers without a sample.
+            If `workers` is below `min_workers` or above `max_workers`, or some workers would have no sample.
         """
         self._target.resize(workers)
 
     @property
     def agreed_size(self) -> int:
-        """How many workers there shall be."""
+        """The wanted number of workers, on which all ranks have agreed."""
         return self._target.agreed_size
 
     def optimize(
@@ -213,13 +216,13 @@ class ElasticOptimizer:
     ) -> OptimizationResult[P]:
         """Minimise a problem; the options are those of `ShardedOptimizer.optimize`.
 
-        Every process of the job takes part.  At its end all processes that live are workers again, and have the result.
-        While it runs, SIGTERM and SIGUSR1 are its own; their handlers before are put back.
+        Every process of the job takes part.  At the end of the run all living processes are workers again, and have the
+        result.  During the run it handles SIGTERM and SIGUSR1; at its end the handlers from before are restored.
 
         Raises
         ------
         ValueError, OSError
-            On every rank, if the run's folder cannot hold a ``control`` folder that is the user's own.
+            On every rank, if the run's folder cannot hold a ``control`` folder that belongs to the user.
         """
         check_problem(problem)
         own = {name: str(getattr(self, name)) for name in ("min_workers", "max_workers", "respawn", "scaling")}
@@ -247,7 +250,7 @@ class ElasticOptimizer:
             )
 
     def _folder(self, checkpoints: Checkpoints | None) -> Path | None:
-        """Where the run is found from other shells."""
+        """The folder in which other shells find the run."""
         folder: Path | None = self.folder or getattr(checkpoints, "folder", None)
         if folder is not None:
             return folder
