@@ -1,11 +1,11 @@
-"""Runs that outlive the loss of workers.
+"""Runs that survive the loss of workers.
 
-Within a job: `ElasticOptimizer`, its loop (transactions, healing, resizing), the crew of processes and those who are
-spawned for it, the committed state and its copies, and what asks for changes from outside.  Around a job: the
-supervisor, which starts it again.
+Within a job: `ElasticOptimizer`, its loop (transactions, healing, resizing), the processes of the run and those that
+are spawned for it, the committed state and its copies, and requests from outside.  Around a job: the supervisor, which
+starts the job again.
 
-What ends a job, to be started again from its newest checkpoint: the death of a process and of its buddy at once, or of
-any where there is one worker, which has no buddy; a death before `optimize` has begun to train.  A newcomer that is
-stopped (SIGSTOP) before the run has taken it in is not watched.  A death while newcomers and the run meet, which takes
-milliseconds, costs two seconds, since nothing wakes the others there.
+These deaths end a job, which must be started again from its newest checkpoint: of a process and of its buddy at once;
+of any process if there is only one worker, which has no buddy; and of any process before `optimize` has begun to train.
+A spawned process that is stopped (SIGSTOP) before it has joined the run is not watched.  A death while spawned
+processes and the run connect, which takes milliseconds, costs two seconds, since nothing wakes the others there.
 """

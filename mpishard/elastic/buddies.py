@@ -1,4 +1,7 @@
-"""Who keeps the copy of whose state: on another node where there is one, so that the loss of a node loses no state."""
+"""Chooses the rank that keeps a copy of each rank's state, on another node if possible.
+
+Then the loss of a node loses no state.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,21 @@ from collections.abc import Sequence
 
 
 def buddies(nodes: Sequence[str]) -> list[int]:
-    """By rank, the rank that keeps its copy; a permutation.
+    """For each rank, the rank that keeps the copy of its state: a permutation.
 
-    With the ranks in a row, node by node and the node of most ranks first, it is the one so many places on as that node
-    has ranks, round the end: no rank's is on its own node, unless more than half of all ranks are there.
+    The ranks are sorted by node, the node with the most ranks first.  A rank's buddy is as many positions further in
+    this row as that first node has ranks, counted round the end.  So no buddy is on the rank's own node, unless more
+    than half of all ranks are there.
 
     Parameters
     ----------
     nodes : sequence of str
-        Where each rank is.
+        The node of each rank.
     """
     numbers = Counter(nodes)
     row = sorted(range(len(nodes)), key=lambda rank: (-numbers[nodes[rank]], nodes.index(nodes[rank])))
     shift = max(numbers.values(), default=0) if len(numbers) > 1 else 1
     found = [0] * len(nodes)
-    for place, rank in enumerate(row):
-        found[rank] = row[(place + shift) % len(row)]
+    for position, rank in enumerate(row):
+        found[rank] = row[(position + shift) % len(row)]
     return found

@@ -1,6 +1,6 @@
-"""What a process of a supervised job tells its supervisor: how its script ended, why it failed, and where it is.
+"""Reports of a process of a supervised job to its supervisor: its step, why its script failed, and how it ended.
 
-Ended in order has a script that ran to its end or called ``sys.exit``; not one that raised an exception or was killed.
+A script has ended in order if it ran to its end or called ``sys.exit``, not if it raised an exception or was killed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mpishard.launch.run_folder import Ended, Failure, RunFolder, RunLost
 
 _POLL_S = 0.25
 _FINALIZE_S = 3.0
-# Where Python and its packages are, this one, and what was made of a text.
+# Prefixes of files that are not the user's: Python, installed packages, this package, code compiled from a string.
 _NOT_THE_USERS = (*(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),)
 _NOT_THE_USERS += (str(Path(__file__).parents[1]) + os.sep, "<")
 
 
 def watch_script() -> None:
-    """Tell the supervisor of this job, if it has one, how the script of this process goes.  Not collective.
+    """Report the progress and the end of this process's script to the supervisor, if there is one.  Not collective.
 
-    Importing mpishard does this; an atexit function that was registered before runs after the script's end was noted.
+    Importing mpishard calls this.  An atexit function registered before that runs after the end has been reported.
     """
     run = RunFolder.from_environment()
     if run is not None:
@@ -41,13 +41,13 @@ def watch_script() -> None:
 
 
 def leave_to_others(silent: bool = True) -> None:
-    """Whether from now on others speak for the job, if it has healed.  Not collective."""
+    """Set whether only other processes report for the job from now on, if it has healed.  Not collective."""
     if Completion.this is not None:
         Completion.this.is_silent = silent
 
 
 def note_training(under_way: bool, tells: bool) -> None:
-    """An elastic run of the script begins here, or has ended; `tells`: this process tells the supervisor.
+    """Note that an elastic run begins or has ended; `tells`: whether this process informs the supervisor.
 
     Not collective.
     """
@@ -56,16 +56,16 @@ def note_training(under_way: bool, tells: bool) -> None:
 
 
 def give_up() -> None:
-    """Note the exit code of the script, which has ended in the middle of a run, if it is another than 0."""
+    """Report the exit code of a script that has ended in the middle of a run, unless the code is 0."""
     if Completion.this is not None:
         Completion.this.give_up()
 
 
 class Completion:
-    """Notes of this process in the folder of the run.
+    """Writes the reports of this process to the folder of the run.
 
-    Rank 0 of the founders speaks for the job; once that has healed, every rank does, since rank 0 may be gone, until
-    they have come to the end of the run together: then the first of them does.
+    Rank 0 of the first processes reports for the job.  After the job has healed every rank reports, since rank 0 may be
+    gone.  After they have reached the end of the run together, the first of them reports.
     """
 
     this: ClassVar[Completion | None] = None
@@ -91,7 +91,7 @@ class Completion:
         return not self.is_silent if self._run.healed else self._is_first
 
     def _note_failure(self, error: BaseException, step: int) -> None:
-        # An error of MPI is what others see of a death.  An interrupt comes from outside.
+        # No failures of this script: a death elsewhere causes errors of MPI, and an interrupt comes from outside.
         if os.getpid() != self._process or isinstance(error, MPI.Exception | RunLost):
             return
         if not isinstance(error, Exception):
@@ -106,12 +106,12 @@ class Completion:
                 self._run.note_aborted()
 
     def _follow(self) -> None:
-        """Note the step under way, and end this process once it is nobody's."""
+        """Report the current step, and end this process when its run is over."""
         noted = 0
         while not self._stop.wait(_POLL_S):
             step = _step()
-            with contextlib.suppress(OSError):  # of a disk that comes back
-                if self._run.is_over:  # on a host that was cut off, where nobody could end it
+            with contextlib.suppress(OSError):  # a shared disk may fail for a while
+                if self._run.is_over:  # this host was cut off, and the supervisor could not end the process
                     end_with_daemon()
                 if step > noted:
                     noted = step
@@ -119,7 +119,7 @@ class Completion:
                         self._run.note_step(step)
 
     def _end(self) -> None:
-        """At the end of the script, after those who were registered later."""
+        """Report the end of the script; runs after all atexit functions that were registered later."""
         if os.getpid() != self._process:  # a fork
             return
         self._stop.set()
@@ -147,13 +147,13 @@ class Completion:
 
 
 def _step() -> int:
-    """The training step under way, as this package's excepthook knows it; 0 without."""
+    """The current training step, from the ledger of this package's excepthook; 0 without one."""
     ledger = getattr(sys.excepthook, "ledger", None)
     return 0 if ledger is None else ledger.step
 
 
 def _where(error: BaseException) -> str:
-    """``file:line`` where an exception rose, in the user's code if that is on the way."""
+    """``file:line`` where an exception was raised: the innermost line of the user's code in its traceback, if any."""
     place, trace = "?", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -164,9 +164,9 @@ def _where(error: BaseException) -> str:
 
 
 def finalize_in_time() -> None:
-    """From now on MPI_Finalize has limited time: after a death that of Open MPI 5 may wait for ever.
+    """Limit the time of MPI_Finalize from now on: in Open MPI 5 it may wait for ever after a death.
 
-    The process then ends without it; the launcher has the code of the dead to report in any case.
+    After that time the process ends without it; the launcher reports the exit code of the dead process in any case.
     """
     _Finalize.limited = True
 
@@ -178,15 +178,15 @@ class _Finalize:
     def in_time(cls) -> None:
         if cls.limited and not MPI.Is_finalized():
             sys.stdout.flush()
-            # By the kernel, since mpi4py keeps the interpreter's lock meanwhile and no thread of Python runs.
+            # A timer of the kernel: mpi4py keeps the interpreter's lock in Finalize, so that no thread of Python runs.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, _FINALIZE_S)
             try:
                 MPI.Finalize()
-            except MPI.Exception:  # others have ended without it, and it would not come to its end
+            except MPI.Exception:  # others have ended without Finalize, so that it could not complete
                 os.kill(os.getpid(), signal.SIGALRM)
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-# Registered when ranks import mpishard, it runs after whatever is registered later, as the note of the script's end is.
+# Registered on import of mpishard, so that it runs after everything registered later, such as the report of the end.
 atexit.register(_Finalize.in_time)

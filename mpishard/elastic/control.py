@@ -1,9 +1,10 @@
 """Requests from another shell to an elastic run: small files in a folder that only its owner can open.
 
-``control`` in the run's folder is made when the run begins and removed when it ends.  The run writes ``run`` there: its
-limits, its workers, and what came of the last request.  Who wants another number of workers writes ``request``; the run
-looks for it between steps and removes it with its answer.  Whoever may write into the run's folder can exchange this
-one, so that its owner and mode are looked at whenever it is used.  Nothing here needs MPI.
+The folder ``control`` in the run's folder is made when the run begins and removed when it ends.  The run writes the
+file ``run`` there: its limits, its workers, and its answer to the last request.  To request another number of workers,
+write the file ``request``.  The run looks for it between steps and removes it with its answer.  Anybody who may write
+into the run's folder can replace the control folder, so its owner and mode are checked at each use.  Nothing here needs
+MPI.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _WAIT_POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of the request `id`: the workers before and after, or why it was refused."""
+    """The answer to the request `id`: the workers before and after, or why the request was refused."""
 
     id: str
     before: int
@@ -37,7 +38,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a run says of itself; `taken` is the id of the request that it carries out, as soon as workers come."""
+    """State of a run as its file shows it; `taken`: id of the accepted request that still waits for workers to join."""
 
     min_workers: int
     max_workers: int
@@ -47,20 +48,20 @@ class Standing:
 
 
 class ControlFolder:
-    """The control folder of a run, as both sides see it."""
+    """The control folder of a run, for the run and for other shells."""
 
     def __init__(self, run: Path) -> None:
         self.path: Path = run.absolute() / "control"
 
     def make(self) -> None:
-        """Make it, with its run's folder, or take what an earlier run left.
+        """Make the folder and the run's folder, or clear the folder that an earlier run left.
 
         Raises
         ------
         ValueError
-            If it is not the user's own, or others may open it.
+            If the folder is not the user's own, or others may open it.
         OSError
-            With word of what is to be done.
+            If the folder cannot be made; the message names a way out.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,12 +76,12 @@ class ControlFolder:
         warn_of_writers(self.path.parent)
 
     def check(self) -> None:
-        """Raise ValueError if somebody else could write there, FileNotFoundError if there is nothing."""
+        """Raise ValueError if another user could write into the folder, FileNotFoundError if there is none."""
         with opened(self.path, private=True):
             pass
 
     def remove(self) -> None:
-        """The run has ended."""
+        """Remove the folder, at the end of the run."""
         with contextlib.suppress(OSError, NotPrivateError):
             remove_notes(self.path)
             self.path.rmdir()
@@ -93,7 +94,7 @@ class ControlFolder:
 
     @property
     def request(self) -> tuple[str, int | None] | None:
-        """Id and number of the request that is there; no number if it is not one."""
+        """Id and number of workers of the present request, None without one; an unreadable request has no number."""
         try:
             found = self._read("request")
         except NotPrivateError:
@@ -107,7 +108,7 @@ class ControlFolder:
         return str(found.get("id")), found["workers"]
 
     def take_back(self, id: str) -> None:
-        """Remove the request, unless another one is there by now."""
+        """Remove the request `id`, unless another one has replaced it."""
         request = self.request
         if request is not None and request[0] == id:
             with contextlib.suppress(FileNotFoundError), opened(self.path, private=True) as folder:
@@ -115,7 +116,7 @@ class ControlFolder:
 
     @property
     def standing(self) -> Standing | None:
-        """What the run says of itself; None if there is no run."""
+        """The state of the run; None if there is no run."""
         found = self._read("run")
         if found is None:
             return None
@@ -124,30 +125,30 @@ class ControlFolder:
 
 
 class Control:
-    """The run's side: only the rank that leads it calls `poll`, between two steps.
+    """The run's side of a control folder; only the first worker calls `poll`, between two steps.
 
     Parameters
     ----------
     folder : ControlFolder
     min_workers, max_workers : int
-        What may be asked for.
+        Limits of a request.
     """
 
     def __init__(self, folder: ControlFolder, min_workers: int, max_workers: int) -> None:
         self._folder = folder
         self._limits = min_workers, max_workers
         self._standing: Standing | None = None
-        # Id of the request that the run has taken over, and the workers of then.
+        # Id of the request that the run has accepted, and the number of workers at that time.
         self._taken: tuple[str, int] | None = None
         self._next = 0.0
-        self._exchanged = False  # has been told of
+        self._exchanged = False  # whether a warning about a replaced folder was given
 
     def poll(self, workers: int, step: int, waits: bool = False) -> int | None:
-        """Say how many workers there are after this step, and return how many are asked for, if it is news.
+        """Write how many workers there are after this step, and return the number of a new request, else None.
 
-        A request is answered by a poll after the one that returned it, when the run has had its chance to change, and
-        no longer waits for workers to come, unless another one has come meanwhile.  It stays until then, so that it is
-        not lost if this rank dies.
+        A poll that returns a request does not answer it.  A later poll does, when the run has had its chance to change
+        and waits for no more workers (`waits`).  If another request comes while it waits, that one replaces the first.
+        The request file stays until the answer, so that it is not lost if this rank dies.
         """
         now = time.monotonic()
         if (waits or self._taken is None) and now < self._next:
@@ -155,7 +156,7 @@ class Control:
         self._next = now + _POLL_S
         try:
             return self._poll(workers, step, waits)
-        except OSError:  # of a disk that comes back, or of a folder removed by its owner
+        except OSError:  # a shared disk may fail for a while, and the owner may remove the folder
             return None
         except NotPrivateError as error:
             if not self._exchanged:
@@ -175,7 +176,7 @@ class Control:
                 self._folder.take_back(id)
         elif request is not None:
             id, wanted = request
-            if answer is not None and answer.id == id:  # answered, and then it could not be removed
+            if answer is not None and answer.id == id:  # the request was answered, but could not be removed then
                 self._folder.take_back(id)
                 wanted = None
             elif wanted is None or not self._limits[0] <= wanted <= self._limits[1]:
@@ -193,17 +194,20 @@ class Control:
         return wanted
 
     def close(self) -> None:
-        """The run has ended."""
+        """Remove the folder, at the end of the run."""
         self._folder.remove()
 
 
 def request_resize(run: Path, workers: int, wait: float) -> Answer:
-    """Ask the run in a folder for another number of workers and return what came of it.
+    """Request another number of workers from the run in a folder, and return the answer.
 
     Parameters
     ----------
+    run : path
+        The folder of the run.
+    workers : int
     wait : float
-        Most seconds until the run has taken it over; it does so between two steps.
+        Longest time in seconds until the run answers; it does so between two steps.
 
     Raises
     ------
@@ -212,8 +216,8 @@ def request_resize(run: Path, workers: int, wait: float) -> Answer:
     ValueError
         If the folder is another user's, or the run cannot have so many workers.
     TimeoutError
-        If it has not been taken over in time; the request is taken back.  Or if it has, and the workers that it needs
-        have not come yet.
+        If the run has not accepted the request in time, which is then taken back.  Or if it has, and the workers that
+        it needs have not joined yet.
     """
     folder = ControlFolder(run)
     try:

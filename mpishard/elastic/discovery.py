@@ -1,4 +1,4 @@
-"""How many workers there shall be, as a file, a program or a function says that is asked again and again."""
+"""Asks a file, a program or a function again and again for the wanted number of workers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Discovery:
     Parameters
     ----------
     source : callable or path
-        A function without arguments that returns the number; a file that holds it, or the hosts with their slots whose
-        sum it is, see `count_slots`; or, if the file is executable, the program that prints one of these.
+        A function without arguments that returns the number; a file with the number, or with hosts whose slots add up
+        to it, see `count_slots`; or an executable file that prints one of these.
     """
 
     def __init__(self, source: Callable[[], int] | str | os.PathLike[str]) -> None:
@@ -31,14 +31,14 @@ class Discovery:
         else:
             path = Path(source).absolute()  # a script may change its directory
             self._ask = lambda: _ask_file(path)
-        self.known: int = -1  # what the run has heard already
+        self.known: int = -1  # the last number that the run has got
         self._news: int | None = None
         self._lock = threading.Lock()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
     def news(self) -> int | None:
-        """A number that is another one than before, once.  The first call begins to ask.  Not collective."""
+        """The number, once after each change; else None.  The first call starts the thread.  Not collective."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mpishard-discovery", daemon=True)
             self._thread.start()
@@ -49,7 +49,7 @@ class Discovery:
         return news
 
     def close(self) -> None:
-        """Ask no more; an answer under way is not waited for."""
+        """Stop asking, without waiting for an answer that is under way."""
         self._end.set()
 
     def _run(self) -> None:
@@ -57,7 +57,7 @@ class Discovery:
         while not self._end.is_set():
             try:
                 found = int(self._ask())
-            except Exception as error:  # whatever it is, the run can do without the answer
+            except Exception as error:  # any failure: the run can go on without the answer
                 if str(error) != problem:
                     problem = str(error)
                     sys.stderr.write(f"mpishard: discover failed, the workers stay as they are: {error}\n")
@@ -71,14 +71,15 @@ class Discovery:
 
 
 def count_slots(text: str) -> int:
-    """The number of workers that a host file stands for.
+    """The number of workers that a host file asks for.
 
-    One number; or a host a line, as ``NAME``, ``NAME:SLOTS`` or ``NAME slots=SLOTS``, of which the slots are added up.
-    Empty lines and what follows a ``#`` do not count.
+    The file has one number; or one host per line, as ``NAME``, ``NAME:SLOTS`` or ``NAME slots=SLOTS``, and the number
+    is the sum of the slots.  Empty lines and text after a ``#`` are ignored.
 
     Raises
     ------
     ValueError
+        If a line has another form.
     """
     lines = [line.partition("#")[0].strip().replace(" slots=", ":") for line in text.splitlines()]
     lines = [line for line in lines if line]

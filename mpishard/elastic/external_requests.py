@@ -1,4 +1,4 @@
-"""What changes an elastic run from outside of its script: signals, another shell, and what is asked again and again."""
+"""Requests to an elastic run from outside of its script: signals, other shells, and `discover`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpishard.elastic.signals import Signals
 
 
 class Outside:
-    """Listens while it is entered as a context manager.  Creation is collective over the axis.
+    """Receives requests while it is entered as a context manager.  Creation is collective over the axis.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ class Outside:
         All processes of the run.
     min_workers, max_workers : int
     folder : Path or None
-        Of the run, for requests from other shells.
+        Folder of the run, for requests from other shells.
     discover : callable or path or None
         See `Discovery`.
 
@@ -69,12 +69,12 @@ class Outside:
             self._discovery.close()
         if self._control is None or self._axis.rank or is_newcomer():
             return
-        if kind is None or not heals_in_place():  # else the others go on
+        if kind is None or not heals_in_place():  # after an error here the other processes go on and need the folder
             self._control.close()
 
     @property
     def discovered(self) -> int:
-        """The last number that `discover` gave and the run has heard of, -1 if none; who asks next must know it."""
+        """The last number that the run got from `discover`, -1 if none; another rank that asks next must have it."""
         return -1 if self._discovery is None else self._discovery.known
 
     @discovered.setter
@@ -83,9 +83,9 @@ class Outside:
             self._discovery.known = number
 
     def wanted(self, workers: int, step: int, waits: bool) -> int | None:
-        """How many workers there shall be, if that is news.  The first worker asks, after each step.
+        """The number of workers of a new request, None without one.  The first worker calls this after each step.
 
-        `waits`: whether workers are on their way.
+        `waits`: whether the run waits for workers to join.
         """
         found = None if self._discovery is None else self._discovery.news()
         if found is not None:

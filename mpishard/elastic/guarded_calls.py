@@ -1,4 +1,4 @@
-"""Operations of MPI from which nothing wakes a process when another dies: they are done in a thread, and watched."""
+"""Runs operations of MPI that may wait for ever after a death in a thread, with a time limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpi4py import MPI
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.watchdog import die
 
-# They take milliseconds.  Whoever can end will have ended so long after a death was heard of; the others never do.
+# The operations take milliseconds.  After a death is known, those that can end will have ended within the grace time.
 _GRACE_S = 2.0
 _LIMIT_S = 20.0
 _NAP_S = 0.001
@@ -24,10 +24,10 @@ Result = TypeVar("Result")
 
 
 def in_time(work: Callable[[], Result], check: Callable[[], object] = lambda: None) -> Result:
-    """What `work` returns or raises.  It ends this process if it takes much longer than it can.
+    """Call `work` and return its result or raise its error; end this process if the call exceeds the time limit.
 
-    With ULFM, `check` is called meanwhile, and raises MPI.Exception if somebody has died.  So does this then, if `work`
-    does not end; its thread stays where it is.
+    With ULFM, `check` is called meanwhile, and raises MPI.Exception if a process has died.  If `work` then does not end
+    within the grace time, this function raises that error too, and leaves the thread of `work` where it waits.
     """
     if not heals_in_place():
         late = threading.Timer(_LIMIT_S, die, [_LATE])

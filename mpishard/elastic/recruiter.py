@@ -1,4 +1,4 @@
-"""What the first of the workers does where there are fewer than are wanted: it has processes spawned."""
+"""Spawns processes from the first worker if there are fewer workers than wanted."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mpishard.layout.local_layout import ModelParallelRank
 
 
 class Recruiter:
-    """Owns the request for processes that are on the way; on other ranks than the first there is none.
+    """Owns the request for processes that are being spawned; only the first worker has one.
 
-    Nothing of it is collective.
+    None of its methods is collective.
 
     Parameters
     ----------
     crew : Membership
     target : WorkerTarget
     place : ModelParallelRank
-        Its tensor and pipeline size are those of the processes that are spawned.
+        The spawned processes get its tensor and pipeline size.
     first_run : bool
-        Whether this is the first run of the process; to another one nobody can come.
+        Whether this is the first run of the process; spawned processes can join no other one.
     """
 
     def __init__(self, crew: Membership, target: WorkerTarget, place: ModelParallelRank, first_run: bool) -> None:
@@ -33,11 +33,11 @@ class Recruiter:
 
     @property
     def is_starting(self) -> bool:
-        """Whether some are on the way that may still be starting up, which takes the cores."""
+        """Whether spawned processes may still be starting, which takes the cores."""
         return self._request is not None and self._request.is_new
 
     def recruit(self) -> int:
-        """See to it that processes come where workers are missing; how many workers wait to be taken in."""
+        """Request processes if workers are missing, and return how many spawned workers are ready to join."""
         crew, request = self._crew, self._request
         missing = self._target.agreed_size - crew.able
         if missing <= 0:
@@ -55,12 +55,12 @@ class Recruiter:
         return 0
 
     def hand_over(self) -> SpawnRequest | None:
-        """The request of those who are here, which is the caller's from now on."""
+        """Return the request whose processes are ready; the caller owns it from now on."""
         request, self._request = self._request, None
         return request
 
     def dismiss(self) -> None:
-        """Nobody is to come any more."""
+        """Cancel the request, if there is one."""
         if self._request is not None:
             self._request.give_up()
             self._request = None
@@ -70,7 +70,7 @@ class Recruiter:
         log.warn(f"the run goes on with {workers} workers, no more could be spawned: {problem}")
 
     def _do_without(self, problem: str) -> None:
-        """Want no more workers than there are, unless somebody has asked again since."""
+        """Report the problem and request no more workers than there are, unless a newer request has come."""
         self.say_none_come(problem)
         if self._target.request <= self._target.agreed:
             self._target.resize(self._crew.able)

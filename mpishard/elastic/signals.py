@@ -1,4 +1,4 @@
-"""What SIGTERM, SIGUSR1 and Ctrl-C ask of a process of an elastic run: to leave it, or to stop it if all are asked."""
+"""SIGTERM, SIGUSR1 and Ctrl-C in an elastic run: one process that gets one leaves the run; if all do, the run stops."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 from mpishard.launch.interrupts import Interrupts
 
 _HEARD = (signal.SIGTERM, signal.SIGUSR1)
-# A launcher passes a signal on to all ranks, which do not see it at the same moment.
+# A launcher passes a signal on to all ranks, which get it at different moments, at most so far apart.
 _SKEW_S = 1.0
 
 
 class Signals:
-    """As a context manager it takes SIGTERM and SIGUSR1, and puts back at its end what handled them before.
+    """A context manager that handles SIGTERM and SIGUSR1, and restores the earlier handlers at its end.
 
-    It takes Ctrl-C too, unless somebody else does; the second one ends the process.
+    It handles Ctrl-C too, unless the script has its own handler; a second Ctrl-C ends the process.
 
-    Outside of the main thread, where Python does not let anybody do so, it takes none.  `came` says whether one has
-    come to this process.
+    Outside of the main thread Python allows no signal handlers, so there it handles none.  `came`: whether this process
+    has got a signal.
 
-    As a callback of a run that is not elastic it stops the run with a last checkpoint once a signal has come to any
-    rank, and then ``result.stop_reason == "callback"`` on all of them::
+    As a callback of a run that is not elastic it stops the run with a last checkpoint after any rank has got a signal;
+    then ``result.stop_reason == "callback"`` on all ranks::
 
         with mpishard.Signals() as signals:
             result = optimizer.optimize(problem, callback=signals, checkpoints=checkpoints, resume=True)
         if result.stop_reason == "callback":
             sys.exit(os.EX_TEMPFAIL)  # 75
 
-    An elastic run takes the signals itself (see `ElasticOptimizer`), and this sees none of them meanwhile.
+    An elastic run handles the signals itself (see `ElasticOptimizer`), and this object gets none of them meanwhile.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Signals:
             ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
             for number in (*_HEARD, signal.SIGINT) if ctrl_c else _HEARD:
                 before = signal.signal(number, self._note)
-                # None: a handler that is not Python's and that Python cannot put back.
+                # None: a handler that Python has not installed and cannot restore.
                 self._before[number] = signal.SIG_DFL if before is None else before
         return self
 
@@ -57,13 +57,14 @@ class Signals:
         self._before.clear()
 
     def __call__(self, state: object = None) -> bool:
-        """Whether one has come, whatever the state of the run is."""
+        """Whether this process has got a signal; `state` is ignored."""
         return self.came
 
     def report(self) -> int:
-        """0: none has come.  1: one has, and the others may have had it too.  2: they would have said so by now.
+        """This process's value for an agreement of the workers; call it once for each agreement.
 
-        For the workers to agree on: call it once for every agreement.
+        0: this process has got no signal.  1: it has got one, and the others may still get it.  2: it has got one, and
+        others that got it too would have reported it by now.
         """
         if not self.came:
             return 0
@@ -74,7 +75,7 @@ class Signals:
 
     @property
     def by_user(self) -> bool:
-        """Whether Ctrl-C has come to this process, or whatever `mpishard run`, which was to end, has sent it."""
+        """Whether this process got Ctrl-C, or a signal that `mpishard run` sent because the user ended it."""
         ends = Interrupts.is_ending
         return self._interrupted or (self.came and ends is not None and ends())
 

@@ -1,8 +1,8 @@
-"""Ends processes of the run that have been stopped (SIGSTOP) for too long: to MPI they are alive, and all would wait.
+"""Kills processes of the run that are stopped (SIGSTOP) for too long: MPI counts them as alive, so all would wait.
 
-Every process of an elastic run watches those on its own host in ``/proc``, in a thread that makes no call of MPI, and
-kills one that stays stopped; then ULFM does what it does for any other death.  A host whose processes are all stopped
-has nobody left who could.  A process under a debugger counts as running.  Linux only.
+Every process of an elastic run watches its peers on the same host in ``/proc``, in a thread that makes no call of MPI,
+and kills a peer that stays stopped.  ULFM then handles this death like any other.  If all processes of a host are
+stopped, none is left to kill them.  A process under a debugger counts as running.  Linux only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _POLL_S = 0.25
 
 
 class Peer(NamedTuple):
-    """A process of the run; `host` and `started` tell it from others of its number."""
+    """A process of the run; `host` and `started` distinguish it from others with the same process id, `number`."""
 
     host: str
     number: int
@@ -30,9 +30,9 @@ class Peer(NamedTuple):
 
 
 def this_process() -> Peer:
-    """What others need to know of this process to watch it."""
+    """The identification of this process by which peers watch it."""
     host = ""
-    with contextlib.suppress(OSError):  # where there is no /proc nobody is watched
+    with contextlib.suppress(OSError):  # without /proc no process is watched
         host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return Peer(host, os.getpid(), _look(os.getpid())[1])
 
@@ -43,7 +43,7 @@ class Watch:
     Parameters
     ----------
     limit : float
-        Seconds that one may be stopped.
+        Seconds for which a process may be stopped.
     """
 
     def __init__(self, limit: float) -> None:
@@ -54,7 +54,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="mpishard-watch", daemon=True)
 
     def follow(self, fellows: Iterable[Peer]) -> None:
-        """Watch these from now on, as far as they are on this host."""
+        """Replace the watched processes by those of `fellows` that are on this host."""
         own = self._own
         self._fellows = tuple(each for each in fellows if own.host and each.host == own.host and each != own)
 
@@ -75,7 +75,7 @@ class Watch:
         while not self._end.wait(poll):
             now = time.monotonic()
             if now - last > 4 * poll:
-                # This process did not run itself: perhaps the whole job was stopped, and goes on now.
+                # This process itself did not run: perhaps the whole job was stopped and has just been continued.
                 since.clear()
             last = now
             stopped = [each for each in self._fellows if _look(each.number) == ("T", each.started)]
@@ -85,16 +85,16 @@ class Watch:
                     _end(each, now - began)
 
 
-def _end(fellow: Peer, seconds: float) -> None:
+def _end(peer: Peer, seconds: float) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(fellow.number, signal.SIGKILL)
-        sys.stderr.write(f"mpishard: process {fellow.number} has been stopped for {seconds:.1f} s and is ended\n")
+        os.kill(peer.number, signal.SIGKILL)
+        sys.stderr.write(f"mpishard: process {peer.number} has been stopped for {seconds:.1f} s and is ended\n")
 
 
 def _look(number: int) -> tuple[str, str]:
-    """State of a process ("T": stopped) and when it was started, in ticks since the boot; empty if it is gone."""
+    """State of a process ("T": stopped), and its start in clock ticks since the boot; empty if it is gone."""
     try:
-        # The name of the program, in brackets, may hold anything.
+        # The fields follow the program's name, which is in brackets and may contain any character.
         fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "", ""

@@ -1,4 +1,4 @@
-"""How many workers an elastic run shall have: what its ranks request, and what they have agreed on."""
+"""The wanted number of workers of an elastic run: each rank's request, and the number that all have agreed on."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ _NUMBER = 2**24
 
 
 class WorkerTarget:
-    """The number of workers that a run is on its way to, within limits; the last request of any rank counts.
+    """The wanted number of workers, within limits; the last request of any rank counts.
 
     Parameters
     ----------
     workers : int
-        Wanted at the beginning; 0 for a process that comes to a run, and hears there.
+        Number at the beginning; 0 in a joining process, which gets the number from the run.
     min_workers, max_workers : int
-        Limits of what `resize` can ask for.
+        Limits of `resize`.
 
     Attributes
     ----------
     request, agreed : int
-        This rank's last request, and the last that all ranks know of: a number of workers with that of the request
-        before it, so that the largest of all ranks' requests is the last one.
+        This rank's last request, and the last one that all ranks know.  A request is an integer: the number of the
+        request in the high bits, the number of workers in the low ones.  So the largest of all requests is the last.
     most : int
-        How many of `max_workers` the batches of the run have a sample for.
+        Limit of the workers: `max_workers`, or fewer if a batch has fewer samples.
     """
 
     def __init__(self, workers: int, min_workers: int, max_workers: int) -> None:
@@ -35,11 +35,11 @@ class WorkerTarget:
 
     @property
     def agreed_size(self) -> int:
-        """How many workers there shall be."""
+        """The number of workers on which all ranks have agreed."""
         return self.agreed % _NUMBER
 
     def resize(self, workers: int) -> None:
-        """Ask for so many workers, see `ElasticOptimizer.resize`; not collective."""
+        """Request a number of workers, see `ElasticOptimizer.resize`; not collective."""
         workers = integer("workers", workers)
         if not self.min_workers <= workers <= self.max_workers:
             raise ValueError(
@@ -49,21 +49,21 @@ class WorkerTarget:
             raise ValueError(
                 f"resize({workers}): batch_size={self.most} gives some of them no sample; ask for at most {self.most}"
             )
-        # Requests are numbered, so that the last one counts, whichever rank it came from; in even numbers, so that one
-        # from before deaths is not taken for older than what the run settles for after them.
+        # Requests are numbered, so that the last one counts, whichever rank made it.  The numbers of requests are even,
+        # so that a request made before a death is newer than the smaller (odd) number that `cap_workers` sets after it.
         self.request = (max(self.request, self.agreed) // _NUMBER // 2 + 1) * 2 * _NUMBER + int(workers)
 
     def adopt_request(self, request: int) -> None:
-        """Take note of a request that all ranks have agreed on."""
+        """Set the number of workers to a request that all ranks have agreed on."""
         self.agreed = max(request, self.agreed)
 
     def cap_workers(self, processes: int) -> None:
-        """Want no more workers than there are processes, after deaths; `resize` may ask for more."""
+        """Lower the number of workers to `processes`, after deaths; `resize` may request more again."""
         if processes < self.agreed_size:
             self.agreed = (self.agreed // _NUMBER + 1) * _NUMBER + processes
 
     def look_outside(self, outside: Outside, workers: int, step: int) -> None:
-        """Take over what is wanted from outside of the script.  The first of the workers does, after each step."""
+        """Make a request from outside of the script this rank's.  The first worker calls this after each step."""
         wanted = outside.wanted(workers, step, self.agreed_size > workers)
         if wanted is not None:
             self.resize(wanted)
