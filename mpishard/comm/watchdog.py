@@ -1,12 +1,13 @@
-"""End the job when a rank fails, so that no rank waits for ever, and name the culprit.
+"""Ends the job when a rank fails, so that no rank waits for ever, and reports which rank failed.
 
-An uncaught exception on any rank prints that rank's traceback and aborts the job.  A watchdog thread on every rank
-notices a collective that waits past the time limit, asks all ranks where they are, prints who waits where and who is
-missing, and aborts.  The threads have a communicator of their own.  A death monitor names the rank that is killed.
+If any rank raises an uncaught exception, that rank prints its traceback and aborts the job.  On every rank a watchdog
+thread detects a collective that exceeds the time limit.  The thread asks all ranks where they are, prints where each
+rank waits and which ranks are missing, and aborts the job.  The threads have a communicator of their own.  A death
+monitor reports the rank that is killed.
 
-Under Open MPI's ULFM ``MPI_Abort`` ends its caller only, and the other ranks are not informed (5.0.11, 4 ranks); nor of
-a rank that ends with an exit code other than 0.  They are informed of a death by a signal.  So there a rank that aborts
-the job kills itself, and the ranks that are informed do the same.
+Under Open MPI's ULFM, ``MPI_Abort`` ends only the rank that calls it, and MPI does not inform the other ranks (5.0.11,
+4 ranks).  Nor does MPI inform them of a rank that ends with an exit code other than 0.  MPI does inform them of a rank
+that a signal kills.  So under ULFM a rank that aborts the job kills itself, and the informed ranks do the same.
 """
 
 from __future__ import annotations

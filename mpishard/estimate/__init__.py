@@ -1,4 +1,4 @@
-"""What a layout costs before it is run: bytes a rank, bytes sent, bubble, and the time of a step.
+"""Estimates the cost of a layout without running it: memory per rank, bytes sent, bubble, and time per step.
 
 >>> from mpishard.estimate import estimate
 >>> from mpishard.nn.architecture import Architecture

@@ -1,8 +1,9 @@
-"""Elements of activations that a rank keeps for the backward pass, and of the scratch memory beside them.
+"""Counts the elements of activations that a rank keeps for the backward pass, and of scratch memory.
 
-What `mpishard.nn` keeps, array by array; the count of Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models" (2022), section 4, for layers that never store attention scores.  With c channels, h heads and t
-tensor ranks a block keeps a token ``4 c + 4 + (12 c + h) / t`` elements, or with sequence parallelism a t-th of all.
+The arrays are those that `mpishard.nn` keeps.  The count follows Korthikanti et al., "Reducing Activation Recomputation
+in Large Transformer Models" (2022), section 4, for layers that never store attention scores.  With c channels, h heads
+and t tensor ranks a block keeps ``4 c + 4 + (12 c + h) / t`` elements per token, or with sequence parallelism
+``(16 c + 4 + h) / t``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mpishard.nn.attention import BLOCK, GROUP_SCORES
 
 @dataclass(frozen=True)
 class Activations:
-    """Sizes of activations in elements, of the ranks of one tensor axis.
+    """Sizes of activations in elements per rank, for the ranks of one tensor axis.
 
     Parameters
     ----------
@@ -32,19 +33,19 @@ class Activations:
     length: int
 
     def share(self, size: int) -> int:
-        """The largest tensor rank's part of so many columns, or rows."""
+        """The largest part that a tensor rank gets of `size` columns or rows."""
         return -(-size // self.layout.tensor)
 
     def own_rows(self, rows: int) -> int:
-        """Rows that a rank holds between the parts of a block."""
+        """Rows that a rank holds between attention and MLP: a part of `rows` with sequence parallelism."""
         return self.share(rows) if self.layout.sequence_parallel else rows
 
     def passed(self, rows: int) -> int:
-        """What goes from unit to unit and from stage to stage."""
+        """Elements of the activation passed from unit to unit and from stage to stage."""
         return self.own_rows(rows) * self.architecture.width
 
     def of_block(self, rows: int) -> int:
-        """What one block keeps, without its input."""
+        """Elements that one block keeps, without its input."""
         width, heads = self.architecture.width, self.architecture.heads
         norms = 2 * (self.passed(rows) + 2 * self.own_rows(rows))
         attention = rows * (4 * self.share(width) + heads // self.layout.tensor)
@@ -52,21 +53,21 @@ class Activations:
         return norms + attention + hidden + 2 * self.passed(rows)
 
     def of_top(self, rows: int) -> int:
-        """The last norm, and the logits that become their gradient."""
+        """Elements that the output head keeps: its norm, and the logits, whose memory their gradient reuses."""
         return self.passed(rows) + 2 * self.own_rows(rows) + rows * self.share(self.architecture.vocabulary_size)
 
     def put_off(self, part: Part, rows: int) -> int:
-        """Gradients by the outputs of all products, kept until the weight gradients are due (zb-h1)."""
+        """Elements of the outputs' gradients of all products, kept until the weight gradients are computed (zb-h1)."""
         if self.layout.schedule != "zb-h1":
             return 0
         width = self.architecture.width
-        # Blocks that are computed again have no memory of their own in which operands could wait.
+        # Recomputed blocks have no memory of their own in which operands could be kept.
         blocks = 0 if self.layout.recompute else part.blocks
         block = rows * (2 * width + self.share(3 * width) + self.share(4 * width))
         return blocks * block + part.top * rows * self.share(self.architecture.vocabulary_size)
 
     def in_flight(self, part: Part, rows: int) -> int:
-        """What a micro-batch of so many tokens keeps in one model chunk while it is in flight."""
+        """Elements that a micro-batch of `rows` tokens keeps in one model chunk while it is in flight."""
         if rows == 0:
             return 0
         received = (not part.stem) + (not part.top)
@@ -82,7 +83,7 @@ class Activations:
         return kept + self.put_off(part, rows)
 
     def scratch(self, parts: tuple[Part, ...], rows: int, microbatches: int) -> int:
-        """Memory that all micro-batches and chunks of a rank use in turns."""
+        """Elements of memory that all micro-batches and chunks of a rank use in turns."""
         if rows == 0:
             return 0
         architecture = self.architecture
@@ -99,7 +100,7 @@ class Activations:
         if top:
             needed += rows * width + own + (3 * rows if self.layout.tensor > 1 else 0)
         if self.layout.sequence_parallel:
-            # All rows of what is kept by rows, terms of sums over the ranks, and gradients of the own rows.
+            # Gathered activations with all rows, terms of sums over the ranks, and gradients of this rank's rows.
             needed += 2 * rows * width + (2 * blocks + top) * own
         if microbatches > 1:
             needed += max(

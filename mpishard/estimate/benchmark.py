@@ -1,4 +1,4 @@
-"""Measures a `MachineProfile`: every rank computes and communicates at the same time, and medians count."""
+"""Measures a `MachineProfile`: all ranks compute and communicate at the same time, and each figure is a median."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SMALL_CALLS = 50
 def measure(mesh: Mesh) -> MachineProfile:
     """Measure the machine that a mesh runs on, in some ten seconds; collective, the same profile on every rank.
 
-    With several nodes the links between them are measured by ranks that differ in their node only, all at once, as the
-    data axis of a mesh with one tensor group a node would use them.
+    The links between several nodes are measured by groups of one rank per node, all groups at once.  The data axis of a
+    mesh with one tensor group per node would use the links in this way.
     """
     world = mesh.world
     ranks_per_node = int(world.all_reduce(np.array([mesh.node.size]), op="max", label="control")[0])
@@ -55,7 +55,7 @@ def measure(mesh: Mesh) -> MachineProfile:
 
 
 def _seconds(world: Axis, call: Callable[[], object], calls: int = 1) -> float:
-    """Median seconds of one call, of the slowest rank each time; the first time warms up."""
+    """Median over repeats of the seconds of one call on the slowest rank; the first repeat is a warm-up."""
     times = []
     for _ in range(_REPEATS + 1):
         world.barrier()
@@ -68,7 +68,7 @@ def _seconds(world: Axis, call: Callable[[], object], calls: int = 1) -> float:
 
 
 def _products(world: Axis, size: int) -> float:
-    """Operations a second of (rows, 4 size) times (4 size, size)."""
+    """Operations per second of a product of shapes (rows, 4 size) and (4 size, size)."""
     x = np.ones((_ROWS, 4 * size), np.float32)
     weight = np.ones((4 * size, size), np.float32)
     out = np.empty((_ROWS, size), np.float32)
@@ -78,19 +78,19 @@ def _products(world: Axis, size: int) -> float:
 
 
 def _memory_bandwidth(world: Axis) -> float:
-    """Bytes a second of an addition of two arrays far larger than the caches (two reads and a write)."""
+    """Bytes per second of an addition of two arrays far larger than the caches (two reads and a write)."""
     one, other, out = (np.ones(2**23, np.float32) for _ in range(3))
     return 3 * out.nbytes / _seconds(world, lambda: np.add(one, other, out=out))
 
 
 def _exponentials(world: Axis) -> float:
-    """GELUs with their derivatives a second, in cache."""
+    """GELUs per second, with their derivatives, of arrays in cache."""
     x, y, bias = (np.zeros((256, 256), np.float32) for _ in range(3))
     return x.size / _seconds(world, lambda: kernels.gelu(x, bias[0], y), 8)
 
 
 def _efficiency(world: Axis, profile: MachineProfile) -> float:
-    """Predicted to measured time of a small transformer that each rank has for itself."""
+    """Ratio of predicted to measured time of a small transformer; each rank runs one of its own."""
     model = GPT(vocabulary_size=256, context_length=128, width=192, layers=2, heads=6)
     tokens = np.random.default_rng(0).integers(0, 256, (_ROWS // 128, 128))
     predicted = estimate(model.architecture, batch=len(tokens), profile=profile).compute
@@ -98,7 +98,7 @@ def _efficiency(world: Axis, profile: MachineProfile) -> float:
 
 
 def _links(axis: Axis, world: Axis) -> dict[str, Link]:
-    """Links of all operations over the axes of this name, all of them at once; figures are those of the largest."""
+    """Links of all operations over all axes of this name at once; the figures are for the largest axis."""
     ranks = int(world.all_reduce(np.array([axis.size]), op="max", label="control")[0])
     partner = axis.rank ^ 1
     received = np.empty(LARGE, np.float32)
@@ -109,7 +109,7 @@ def _links(axis: Axis, world: Axis) -> dict[str, Link]:
             axis.recv(received[: buffer.size], partner)
             pending.wait()
 
-    # The operation, and the part of the buffer that a rank sends in it.
+    # Each operation, and the fraction of the buffer that a rank sends in it.
     share = (ranks - 1) / ranks
     operations: dict[str, tuple[Callable[[np.ndarray], object], float]] = {
         "all_reduce": (axis.all_reduce, 2 * share),
@@ -121,7 +121,7 @@ def _links(axis: Axis, world: Axis) -> dict[str, Link]:
     links = {}
     for operation, (call, sent) in operations.items():
         latency = _seconds(world, functools.partial(call, small), _SMALL_CALLS)
-        # The latency is a small part of this, and its noise on a busy machine is not.
+        # The latency is not subtracted: it is a small part of this time, but its noise on a busy machine is large.
         moving = _seconds(world, functools.partial(call, large), 2)
         rounds = 1.0 if operation == "send" else math.log2(ranks)
         links[operation] = Link(latency / rounds, sent * large.nbytes / moving)

@@ -1,4 +1,4 @@
-"""Times collectives of an axis by size, in turn with the same calls of bare mpi4py."""
+"""Times the collectives of an axis by size, and in turn the same operations by mpi4py alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpishard.comm.mesh import Mesh
 
 SIZES = tuple(4**exponent for exponent in range(5, 13))  # bytes; 1 KiB to 16 MiB
 _REPEATS = 9
-_LEAST_S = 2e-3  # of calls in a row that are timed together
+_LEAST_S = 2e-3  # shortest series of calls that are timed together
 _MOST_CALLS = 50
 
 Call = Callable[[], object]
@@ -23,18 +23,18 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """One collective at one size.
+    """Time of one collective at one size.
 
     Parameters
     ----------
     axis : str
     ranks : int
-        Of the axis.
+        Size of the axis.
     operation : str
     nbytes : int
-        Of the whole buffer on one rank.
+        Bytes of the whole buffer on one rank.
     seconds, bare : float
-        Of one call by mpishard and by mpi4py alone: medians of the slowest rank's times.
+        Times of one call by mpishard and by mpi4py alone: medians of the slowest rank's times.
     sent : int
         Bytes that a rank sends in a ring.
     """
@@ -54,9 +54,9 @@ class Timing:
 
 
 def measure_collectives(mesh: Mesh, sizes: Sequence[int] = SIZES) -> list[Timing]:
-    """All collectives over all axes of the mesh that have several ranks.  Collective; the same result on every rank.
+    """Time all operations over all axes with several ranks.  Collective; the same result on every rank.
 
-    All communicators of an axis work at once, as they do in training.
+    All communicators of an axis are in use at once, as in training.
     """
     return [
         _timing(mesh.world, axis, operation, nbytes)
@@ -75,7 +75,7 @@ def _timing(world: Axis, axis: Axis, operation: str, nbytes: int) -> Timing:
     _together(world, bare, 1)
     times: tuple[list[float], list[float]] = [], []
     for repeat in range(_REPEATS):
-        # Who is first changes, so that neither always finds the caches as the other has left them.
+        # The order alternates, so that neither always runs with the caches that the other has left.
         for which in (0, 1) if repeat % 2 else (1, 0):
             times[which].append(_together(world, (ours, bare)[which], calls))
     share = axis.size - 1
@@ -85,7 +85,7 @@ def _timing(world: Axis, axis: Axis, operation: str, nbytes: int) -> Timing:
 
 
 def _together(world: Axis, call: Call, calls: int) -> float:
-    """Seconds of one call, of the slowest rank."""
+    """Seconds of one call on the slowest rank."""
     world.barrier()
     began = time.perf_counter()
     for _ in range(calls):
@@ -95,7 +95,7 @@ def _together(world: Axis, call: Call, calls: int) -> float:
 
 
 def _calls(axis: Axis, operation: str, count: int) -> tuple[Call, Call]:
-    """The call by mpishard, and what one would write with mpi4py."""
+    """The call by mpishard, and the same operation by mpi4py."""
     buffer = np.zeros(count, np.float32)
     piece = count // axis.size
     comm, kept = axis.comm, np.zeros(piece, np.float32)

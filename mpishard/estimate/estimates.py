@@ -1,4 +1,4 @@
-"""The whole estimate of one layout, and the table over all layouts of a number of ranks."""
+"""The estimate of one layout, and a table of the estimates of many layouts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mpishard.nn.architecture import Architecture
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout costs.
+    """Cost of a layout.
 
     Parameters
     ----------
     layout : Layout
     batch, length, microbatches : int
-        Sequences of a data rank and step, tokens of each, and micro-batches.
+        Sequences per data rank and step, tokens per sequence, and number of micro-batches.
     stages : tuple of StageEstimate
         By pipeline rank.
     compute, communication, update : float
         Seconds of a step: in the pipeline (with its bubble and the communication inside), between data ranks, and in
-        the optimizer.  Nothing is taken to overlap.
+        the optimizer.  No overlap is assumed.
     bubble_fraction : float
-        Part of the time in the pipeline in which ranks are idle.
+        Fraction of the time in the pipeline in which ranks are idle.
     """
 
     layout: Layout
@@ -47,12 +47,12 @@ class Estimate:
 
     @property
     def step_time(self) -> float:
-        """Seconds."""
+        """Seconds per step."""
         return self.compute + self.communication + self.update
 
     @cached_property
     def memory(self) -> Memory:
-        """Of the stage that needs most."""
+        """Memory per rank of the stage that needs most."""
         return max((stage.memory for stage in self.stages), key=lambda memory: memory.total)
 
     @cached_property
@@ -69,7 +69,7 @@ class Estimate:
         return by_axis
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON."""
+        """The estimate as plain numbers, for JSON."""
         return {
             **asdict(self.layout),
             "ranks": self.layout.ranks,
@@ -116,7 +116,7 @@ def estimate(
     minimum_parameter_group_size: int = 1024,
     profile: MachineProfile = TYPICAL,
 ) -> Estimate:
-    """Say what training a model in a layout costs, without any rank or memory.
+    """Estimate the cost of training a model in a layout; needs neither the ranks nor the memory.
 
     Parameters
     ----------
@@ -128,15 +128,15 @@ def estimate(
     length : int, optional
         Tokens of a sequence; default the context length.
     microbatches : int, optional
-        Default as in `mpishard.nn.GPT`: 1 without a pipeline, else 4 a pipeline rank.
+        Default as in `mpishard.nn.GPT`: 1 without a pipeline, else 4 per pipeline rank.
     itemsize : int
-        Bytes of a parameter, gradient, activation and number of the optimizer's state: 4 for float32.
+        Bytes of each element of parameters, gradients, activations and optimizer state: 4 for float32.
     slots : int
-        Numbers of state a parameter: 2 for Adam.
+        Elements of optimizer state per parameter: 2 for Adam.
     minimum_parameter_group_size : int
         As in `mpishard.ShardingConfiguration`.
     profile : MachineProfile
-        For the times.
+        Speeds of the machine.
 
     Returns
     -------
@@ -145,7 +145,7 @@ def estimate(
     Raises
     ------
     ValueError
-        If the model cannot be laid out so.
+        If the model does not allow this layout, or a number is too small.
     """
     layout = Layout(data, tensor, pipeline, zero_stage, schedule, chunks, sequence_parallel and tensor > 1, recompute)
     length = architecture.context_length if length is None else length
@@ -195,15 +195,16 @@ def table(
     batch: int,
     **options: Any,
 ) -> list[Estimate]:
-    """Estimates of many layouts, the fastest first.
+    """Estimate many layouts and sort them, the fastest first.
 
     Parameters
     ----------
     candidates : iterable of Layout
-        As from `layouts`.
+        For example from `layouts`.
     architecture : Architecture
     batch : int
-        Sequences a step over all data ranks, the same for all layouts; the data rank with most of them counts.
+        Sequences per step over all data ranks, the same for all layouts.  The estimate is that of the data rank that
+        has most of them.
     options
         As for `estimate`: length, microbatches, itemsize, slots, profile.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline stage hold, without a list of ranks: stages that are alike are looked at once."""
+"""Local layouts of the ranks of a pipeline stage; stages with the same units share one result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLE = "token_embedding.weight"
 
 
 class Part(NamedTuple):
-    """The units of one virtual stage: the stem, some blocks, the top."""
+    """The units of one virtual stage: the embedding (`stem`), some blocks, the output head (`top`)."""
 
     stem: bool
     blocks: int
@@ -25,14 +25,14 @@ class Part(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor as the ranks of one place in the pipeline hold it.
+    """A tensor as the ranks of one pipeline stage hold it.
 
     Parameters
     ----------
     size : int
-        Elements on tensor rank 0, which never has fewer than others.
+        Elements on tensor rank 0, which never has fewer than the others.
     everywhere : int
-        Elements on all tensor ranks together, replicas included.
+        Elements on all tensor ranks together, copies included.
     partial : bool
         Whether its gradients are summed over the tensor axis.
     tied : bool
@@ -54,7 +54,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Holding:
-    """What the ranks of a place in the pipeline hold, in flat order."""
+    """The local layout of the ranks of one pipeline stage; `tensors` are in flat order."""
 
     parts: tuple[Part, ...]
     tensors: tuple[Tensor, ...]
@@ -65,7 +65,7 @@ class Holding:
         return sum(tensor.size for tensor in self.tensors)
 
     def units(self) -> list[int]:
-        """Elements of each unit that ZeRO-3 gathers at a time."""
+        """Elements of each unit that ZeRO-3 gathers at once."""
         sizes: dict[tuple[int, int, int], int] = {}
         for index, tensor in enumerate(self.tensors):
             key = tensor.stage, tensor.unit, index if tensor.tied else -1
@@ -73,7 +73,7 @@ class Holding:
         return list(sizes.values())
 
     def twice(self) -> int:
-        """Elements, on all tensor ranks together, of the unit that a pass uses twice: that of a table tied here."""
+        """Elements, on all tensor ranks together, of the unit that a pass uses twice: the one with a shared table."""
         shared = next((tensor for tensor in self.tensors if tensor.shared), None)
         if shared is None:
             return 0
@@ -82,7 +82,7 @@ class Holding:
         return sum(t.everywhere for t in self.tensors if t is shared or (not alone and (t.stage, t.unit) == unit))
 
     def buckets(self, minimum: int, by_unit: bool) -> list[int]:
-        """Elements of each gradient bucket, of at least `minimum` or with `by_unit` one a unit; ties are alone."""
+        """Elements of each gradient bucket: at least `minimum`, or with `by_unit` one unit; a tied tensor is alone."""
         runs = make_runs((t.stage, (t.stage, t.unit) if by_unit else t.stage, t.tied) for t in self.tensors)
         found = make_buckets(self.tensors, max(1, self.size) if by_unit else minimum, runs)  # type: ignore[arg-type]
         return [bucket.size for bucket in found]
@@ -94,7 +94,7 @@ def parts_of(architecture: Architecture, layout: Layout) -> list[tuple[Part, ...
     Raises
     ------
     ValueError
-        If the model cannot be laid out so.
+        If the model does not allow this layout.
     """
     architecture.check(layout.tensor, layout.pipeline * layout.chunks)
     by_stage = [
@@ -106,7 +106,7 @@ def parts_of(architecture: Architecture, layout: Layout) -> list[tuple[Part, ...
 
 @functools.lru_cache(maxsize=1024)
 def holding(architecture: Architecture, parts: tuple[Part, ...], tensor: int, sequence_parallel: bool) -> Holding:
-    """What a rank holds that runs `parts`, on an axis of `tensor` ranks."""
+    """The local layout of a rank that runs `parts`, on a tensor axis of `tensor` ranks."""
     whole = len(parts) == 1 and parts[0].stem and parts[0].top
     both = any(part.stem for part in parts) and any(part.top for part in parts)
     tensors: list[Tensor] = []
@@ -119,7 +119,7 @@ def holding(architecture: Architecture, parts: tuple[Part, ...], tensor: int, se
                 if not (used_twice and kind == "top"):
                     tensors.append(found)
                 elif not both:
-                    # The specs of a model list a tied table where it is used first.
+                    # The specs of a model list a tied table at its first use.
                     tensors.insert(0, found)
     return Holding(parts, tuple(tensors))
 

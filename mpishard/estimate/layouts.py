@@ -1,4 +1,4 @@
-"""The ways to lay out a model over a number of ranks."""
+"""Layouts of a model over a number of ranks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Layout:
     data, tensor, pipeline : int
         Sizes of the axes of the mesh.
     zero_stage : int
-        0 to 3: what the data axis shards.
+        0 to 3: which arrays are sharded over the data axis.
     schedule : str
         One of `mpishard.pipeline.schedule.SCHEDULES`.
     chunks : int
-        Model chunks a pipeline rank; above 1 for "interleaved" only.
+        Model chunks per pipeline rank; above 1 for "interleaved" only.
     sequence_parallel : bool
         Whether norms and residuals are split over the tensor axis by rows.
     recompute : bool
-        Whether a block keeps its input only, and runs again before its backward.
+        Whether a block keeps its input only, and recomputes its activations before its backward.
 
     Raises
     ------
     ValueError
-        For sizes below 1, a stage or schedule that is not there, or chunks that the schedule cannot use.
+        For sizes below 1, an unknown stage or schedule, or a number of chunks that the schedule cannot use.
     """
 
     data: int = 1
@@ -60,9 +60,9 @@ class Layout:
         return self.data * self.tensor * self.pipeline
 
     def span(self, axis: str) -> int:
-        """Consecutive ranks of the world among which a rank of this layout finds its neighbours on `axis`.
+        """Length of the range of consecutive world ranks with all ranks that one rank communicates with on `axis`.
 
-        Tensor varies fastest, then data, then pipeline.  Of the pipeline only neighbours exchange messages.
+        Tensor varies fastest, then data, then pipeline.  In the pipeline only neighbours exchange messages.
         """
         return {
             "tensor": self.tensor,
@@ -84,7 +84,7 @@ def layouts(
     sequence_parallel: bool = False,
     recompute: bool = False,
 ) -> Iterator[Layout]:
-    """Every layout of so many ranks that the model allows, without those that differ from another in name only.
+    """Yield every layout of `ranks` ranks that the model allows, without layouts that equal another in effect.
 
     Parameters
     ----------
@@ -92,13 +92,13 @@ def layouts(
     architecture : Architecture
         The tensor size must divide its heads; every (virtual) stage needs a layer.
     data, tensor, pipeline : int, optional
-        Only layouts of this size.
+        Only layouts with this size of the axis.
     zero_stages, schedules : sequence
-        Only these; with one data rank all ZeRO stages are stage 0, and with one pipeline rank all schedules "1f1b".
+        Only layouts with these.  With one data rank only stage 0 is listed, with one pipeline rank only "1f1b".
     chunks : int
-        Chunks a rank of "interleaved", at least 2 if that is one of the schedules.
+        Chunks per rank for "interleaved", at least 2 if that is one of the schedules.
     sequence_parallel, recompute : bool
-        Of all layouts; the first of those with a tensor axis.
+        For all layouts; `sequence_parallel` for those with several tensor ranks only.
     """
     if ranks < 1:
         raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")

@@ -1,4 +1,4 @@
-"""How many micro-batches a pipeline rank has in flight, how long it is idle, and how long a step takes."""
+"""Micro-batches in flight on a pipeline rank, time of all micro-batches in the pipeline, and idle time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import functools
 
 from mpishard.pipeline.schedule import SCHEDULES, make_schedule, simulate
 
-# Actions of all ranks up to which a schedule is simulated; beyond, the papers' formulas serve.
+# Most actions of all ranks for which a schedule is simulated; for more the papers' formulas are used.
 _SIMULATED = 1024
 
 
 @functools.lru_cache(maxsize=4096)
 def peak_in_flight(schedule: str, stages: int, microbatches: int, chunks: int, rank: int) -> tuple[int, ...]:
-    """By chunk: most micro-batches whose activations `rank` keeps at once."""
+    """By chunk: the largest number of micro-batches whose activations `rank` keeps at once."""
     live, peak = [0] * chunks, [0] * chunks
     for action in SCHEDULES[schedule](rank, stages, microbatches, chunks):
         if action.kind == "F":
@@ -33,17 +33,17 @@ def makespan(
     backward: tuple[float, ...],
     transfer: float = 0.0,
 ) -> tuple[float, float]:
-    """Seconds of all micro-batches through the pipeline, and the fraction of them that ranks are idle.
+    """Seconds that all micro-batches take in the pipeline, and the fraction of that time in which ranks are idle.
 
     Parameters
     ----------
     schedule : str
     stages, microbatches, chunks : int
-        Pipeline ranks, micro-batches, chunks a rank.
+        Pipeline ranks, micro-batches, chunks per rank.
     forward, backward : tuple of float
-        Seconds of one micro-batch by virtual stage; zb-h1 does half of a backward first and half of it later.
+        Seconds of one micro-batch by virtual stage; zb-h1 does one half of a backward first and the other half later.
     transfer : float
-        Seconds of a message between stages.
+        Seconds per message between stages.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""What a machine can do, as far as a step's time depends on it: measured by ``mpishard bench``, or given by hand."""
+"""Speeds of a machine that determine the time of a step: measured by ``mpishard bench``, or given by hand."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Link:
-    """Time of one communication: `latency` for each of the ``log2`` rounds that it needs at least, and the bytes.
+    """Time of one communication: `latency` for each of its at least ``log2(ranks)`` rounds, and bytes / `bandwidth`.
 
     Parameters
     ----------
     latency : float
         Seconds.
     bandwidth : float
-        Bytes that a rank sends a second, counted as in `mpishard.comm.ledger`: those of the ring algorithm.
+        Bytes that a rank sends per second, counted as in `mpishard.comm.ledger`: those of the ring algorithm.
     """
 
     latency: float
@@ -35,32 +35,32 @@ class Link:
             raise ValueError(f"the bandwidth of a link is {self.bandwidth:g} bytes/s; it must be above 0")
 
     def seconds(self, ranks: int, sent: float, calls: float = 1) -> float:
-        """Seconds for `calls` communications among `ranks`, in which a rank sends `sent` bytes altogether."""
+        """Seconds for `calls` communications among `ranks` ranks, in which a rank sends `sent` bytes in all."""
         return calls * self.latency * math.log2(max(ranks, 2)) + sent / self.bandwidth if ranks > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """Speeds of one rank while all ranks of its node are as busy as it is.
+    """Speeds of one rank while all ranks of its node are equally busy.
 
     Parameters
     ----------
     products : tuple of (int, float)
-        Floating-point operations a second of float32 matrix products, by the smaller of the two extents of the weight.
+        Floating-point operations per second of float32 matrix products, by the smaller of the weight's two extents.
     memory_bandwidth : float
-        Bytes read or written a second by passes over large arrays; infinite: they cost nothing.
+        Bytes read or written per second by passes over large arrays; infinite: these passes cost nothing.
     exponentials : float
-        Activation functions (GELU and its derivative) a second; infinite: they cost nothing.
+        Activation functions (GELU and its derivative) per second; infinite: they cost nothing.
     efficiency : float
-        Part of these speeds that a whole transformer reaches, whose operands come from everywhere in memory.
+        Fraction of these speeds that a whole transformer reaches, whose operands are spread over memory.
     node : dict of str to Link
-        By operation (`OPERATIONS`), between ranks of one node; empty if it is not known.
+        Links between ranks of one node, by operation (`OPERATIONS`); empty if they are not known.
     network : dict of str to Link
-        The same between nodes; empty: as within a node.
+        Links between nodes, by operation; empty: as within a node.
     ranks_per_node : int
         Ranks that share a node; 0: all.
     name : str
-        Where it was measured.
+        The machine on which the profile was measured.
     """
 
     products: tuple[tuple[int, float], ...]
@@ -90,7 +90,7 @@ class MachineProfile:
         latency: float,
         memory_bandwidth: float = math.inf,
     ) -> MachineProfile:
-        """One speed for all products, and one link for all operations; see `with_network`."""
+        """A profile with one speed for all products, and one link for all operations; see `with_network`."""
         return cls(
             ((1, flops),),
             memory_bandwidth,
@@ -99,19 +99,19 @@ class MachineProfile:
         )
 
     def with_network(self, latency: float, bandwidth: float, ranks_per_node: int) -> MachineProfile:
-        """The same machine as one node of many, with this link between them for all operations."""
+        """A profile of many such machines as nodes, with one link between nodes for all operations."""
         if ranks_per_node < 1:
             raise ValueError(f"ranks_per_node={ranks_per_node} must be at least 1")
         network = dict.fromkeys(OPERATIONS, Link(latency, bandwidth))
-        # A profile of one rank knows no link within its node, and with one rank a node there is none.
+        # A profile measured on one rank has no link within its node; with one rank per node there is none.
         return replace(self, node=self.node or network, network=network, ranks_per_node=ranks_per_node)
 
     def within_node(self, span: int) -> bool:
-        """Whether so many consecutive ranks of the world are on one node."""
+        """Whether `span` consecutive ranks of the world are on one node."""
         return not (self.network and 0 < self.ranks_per_node < span)
 
     def flops(self, size: float) -> float:
-        """Operations a second of products with `size` as the smaller extent of the weight; linear in between."""
+        """Operations per second of products whose weight has `size` as the smaller extent; interpolated linearly."""
         products = sorted(self.products)
         place = bisect_left(products, (size, 0.0))
         if place == 0:
@@ -128,7 +128,7 @@ class MachineProfile:
         Raises
         ------
         ValueError
-            If the profile knows no links.
+            If the profile has no links.
         """
         links = self.node if self.within_node(span) else self.network
         if not links:

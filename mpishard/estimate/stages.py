@@ -13,25 +13,25 @@ from mpishard.estimate.times import Times
 from mpishard.estimate.traffic import Sent, data_traffic, pipeline_traffic, replica_traffic, tensor_traffic
 from mpishard.nn.architecture import Architecture
 
-# Blocks of memory of the size of the largest: one bucket is filled while another travels, one unit is used while the
-# next is gathered.  The table of a tied model is a third.
+# Blocks of memory, each of the size of the largest bucket or unit: one bucket is filled while another is sent, one unit
+# is used while the next is gathered.  The table of a tied model needs a third one.
 _BLOCKS = 2
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a rank, the one of its pipeline stage that needs most.
+    """Bytes on the rank of a pipeline stage that needs most.
 
     Parameters
     ----------
     parameters, gradients, state : int
-        What stays: parameters, gradients and optimizer state, or the rank's share of them.
+        Permanent arrays: parameters, gradients and optimizer state, or the rank's shard of them.
     gathered : int
-        Units of parameters that exist for as long as they are used (ZeRO-3).
+        Units of parameters that are gathered for use and then freed (ZeRO-3).
     buckets : int
-        Gradients on their way to their owners (ZeRO-2 and 3).
+        Gradients until they have been reduced to their owners (ZeRO-2 and 3).
     activations : int
-        Of all micro-batches in flight.
+        Activations of all micro-batches in flight.
     scratch : int
         Memory that layers use in turns.
     """
@@ -46,24 +46,24 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all kinds."""
         return sum(asdict(self).values())
 
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """What the ranks of one pipeline stage hold and send.
+    """Memory, traffic and times of the ranks of one pipeline stage.
 
     Parameters
     ----------
     rank : int
-        On the pipeline axis.
+        Rank on the pipeline axis.
     parameters : int
         Number of parameters on a rank.
     memory : Memory
-        Of the rank that needs most.
+        Memory of the rank that needs most.
     sent : Counter
-        Bytes a step by (axis, label), as in the ledger, summed over all ranks of the stage.
+        Bytes sent per step by (axis, label), as in the ledger, summed over all ranks of the stage.
     forward, backward : tuple of float
         Seconds of one micro-batch by chunk.
     """
@@ -77,7 +77,7 @@ class StageEstimate:
 
 
 class Seconds(NamedTuple):
-    """Of a rank: by chunk for a micro-batch, and of the data axis and the update for a step."""
+    """Seconds of a rank: (forward, backward) of a micro-batch by chunk; data axis and update per step."""
 
     chunks: list[tuple[float, float]]
     data: float
@@ -105,7 +105,7 @@ class Plan:
     minimum: int
 
     def held(self, parts: tuple[Part, ...]) -> Holding:
-        """What the ranks that run `parts` hold."""
+        """The local layout of the ranks that run `parts`."""
         return holding(self.architecture, parts, self.layout.tensor, self.layout.sequence_parallel)
 
     def buckets(self, parts: tuple[Part, ...]) -> list[int]:
@@ -115,7 +115,7 @@ class Plan:
         return buckets_of(self.architecture, parts, *sizes, layout.zero_stage == 3)
 
     def seconds(self, times: Times, parts: tuple[Part, ...], rows: int) -> Seconds:
-        """Times of ranks that run `parts`, with micro-batches of so many tokens."""
+        """Times of ranks that run `parts`, with micro-batches of `rows` tokens."""
         held, microbatches = self.held(parts), len(self.rows)
         sent = data_traffic(held, self.layout, microbatches, self.itemsize)
         return Seconds(
@@ -142,7 +142,7 @@ class Plan:
         )
 
     def memory(self, rank: int, parts: tuple[Part, ...]) -> Memory:
-        """Bytes of rank 0 of the tensor and data axes, which never holds less than others."""
+        """Bytes on rank 0 of the tensor and data axes, which never holds less than the others."""
         held, layout, microbatches = self.held(parts), self.layout, len(self.rows)
         buckets, units = self.buckets(parts), held.units()
         owned = sum(-(-size // layout.data) for size in (units if layout.zero_stage == 3 else buckets))
@@ -170,8 +170,8 @@ class Plan:
         return Memory(**memory)
 
     def largest_rows(self, flights: int) -> list[int]:
-        """Most tokens that the memory of each of so many micro-batches in flight ever holds.
+        """The largest number of tokens that each memory block of `flights` micro-batches in flight ever holds.
 
-        What was released last is used again first, so that from step to step the order turns around.
+        The block released last is reused first, so the order of the blocks is reversed from step to step.
         """
         return [max(self.rows[index], self.rows[flights - 1 - index]) for index in range(flights)]

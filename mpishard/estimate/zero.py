@@ -1,4 +1,4 @@
-"""What the stages of ZeRO leave on a rank, for a number of parameters and nothing else.
+"""Memory per rank for each stage of ZeRO, from the number of parameters alone.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), figure 1 and table 1.
 """
@@ -19,7 +19,7 @@ def model_state_bytes(
     gradient_bytes: float = 2,
     state_bytes: float = 12,
 ) -> float:
-    """Bytes a rank for parameters, gradients and optimizer state, without activations and buffers.
+    """Bytes per rank for parameters, gradients and optimizer state, without activations and buffers.
 
     With P parameters, N ranks and 2, 2 and 12 bytes (half precision, and a float32 copy, momentum and variance) these
     are 16 P, 4 P + 12 P / N, 2 P + 14 P / N and 16 P / N for the stages 0 to 3.
@@ -33,7 +33,7 @@ def model_state_bytes(
     zero_stage : int
         0: nothing is sharded, 1: optimizer state, 2: gradients too, 3: parameters too.
     parameter_bytes, gradient_bytes, state_bytes : float
-        Bytes a parameter of each kind.
+        Bytes per parameter of each kind.
 
     Raises
     ------
