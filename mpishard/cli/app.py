@@ -1,4 +1,4 @@
-"""What all commands share: their list, and errors that are one line."""
+"""The command line: the list of commands, and errors as one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from mpishard.version import VERSION
 
-# The module of each command, and what the list of commands says of it.  A module is imported when its command is run:
+# The module of each command, and its line in the list of commands.  A module is imported when its command is run:
 # the list opens no files that it does not need, and starts no MPI.
 _COMMANDS = {
     "info": ("info", "Show what this MPI and this machine can do, and what is wrong."),
@@ -35,8 +35,8 @@ _COMMANDS = {
     "import": ("checkpoint", "Make a checkpoint of safetensors or of a NumPy archive."),
     "diff": ("checkpoint", "Show how far two checkpoints are apart, tensor by tensor."),
 }
-# Those that talk to other ranks, or ask MPI what it can do.  The others load it at most, for what they share with
-# training: Open MPI leaves a folder behind where it was started without its mpirun, and a segment of shared memory.
+# Commands that communicate with other ranks, or ask MPI what it can do.  The others at most load MPI, for code
+# that they share with training: Open MPI started without its mpirun leaves a folder and a segment of shared memory behind.
 _WITH_MPI = ("info", "bench")
 # The shells that typer knows, and what it does for them.
 _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
@@ -63,7 +63,7 @@ class _Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        # Commands of which nothing but what the list says is known: none of their modules is imported.
+        # Commands with a name and a line of help only: none of their modules is imported.
         listed: Any = {name: TyperCommand(name, help=summary) for name, (_, summary) in _COMMANDS.items()}
         command, ctx.command = ctx.command, TyperGroup(commands=listed)
         try:
@@ -100,14 +100,14 @@ def _of_all(
 
 
 def _nearest(word: str) -> str:
-    """The commands that somebody who typed this may have meant, in words."""
+    """The part of a message that names the commands nearest to a misspelled word."""
     begun = [name for name in _COMMANDS if word and name.startswith(word)]
     found = begun or difflib.get_close_matches(word.lower(), _COMMANDS)
     return f"did you mean {' or '.join(found)}?  Or " if found else ""
 
 
 def _complete(option: str, shell: str) -> None:
-    """Install or show the completion of a shell that was named, which typer's own options do not look at."""
+    """Install or show the completion of a named shell; typer's own options ignore the name."""
     if shell not in _SHELLS:
         raise ValueError(f"{option} has no shell {shell!r}; choose one of {', '.join(_SHELLS)}, or name none: it looks")
     completion = import_module("typer.completion")
@@ -120,7 +120,7 @@ def _complete(option: str, shell: str) -> None:
 
 
 def _place() -> tuple[int, int]:
-    """Rank and number of ranks of this process; only ranks have MPI started when mpishard is imported."""
+    """Rank and number of ranks of this process; only in a rank has the import of mpishard started MPI."""
     mpi = sys.modules.get("mpi4py.MPI")
     return (0, 1) if mpi is None or not mpi.Is_initialized() else (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
 
@@ -134,10 +134,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     alike = True
     rank, ranks = _place()
     if ranks > 1:
-        # Open MPI gives its ranks a terminal even where their output ends in a file: no colours there.
+        # No colours: Open MPI gives its ranks a terminal even if their output goes to a file.
         os.environ["TERM"] = "dumb"
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments is None:  # this process is nothing but a command
+    if arguments is None:  # this process runs only the command
         name = next((word for word in given if not word.startswith("-")), "")
         mpi4py.rc.initialize = name in _WITH_MPI and "--help" not in given
     try:

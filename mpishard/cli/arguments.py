@@ -1,4 +1,4 @@
-"""What several commands take."""
+"""Arguments that several commands have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mpishard bench``: measure what this machine can do, for ``mpishard estimate``."""
+"""``mpishard bench``: measure the speeds of this machine, for ``mpishard estimate``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def bench(
 
 
 def _check_writable(mesh: Mesh, path: Path | None, picture: bool) -> None:
-    """Raise now, on all ranks, what would go wrong at the end; one line of rank 0 is enough."""
+    """Raise on all ranks, before the measurement, if its result cannot be written; only rank 0 prints the error."""
     problem: Exception | None = None
     if mesh.rank == 0 and path is not None:
         try:

@@ -12,7 +12,7 @@ _STYLES = [(BLUE, "o"), (RED, "s"), (GREEN, "^"), (PINK, "D"), (ORANGE, "v")]
 
 
 def draw(timings: Sequence[Timing], path: Path) -> None:
-    """One panel an axis: time over size, whole lines for mpishard, dotted ones for mpi4py alone."""
+    """Draw one panel per axis: time over size, solid lines for mpishard, dotted ones for mpi4py alone."""
     from matplotlib.figure import Figure
 
     axes = list(dict.fromkeys(timing.axis for timing in timings))
@@ -30,6 +30,6 @@ def draw(timings: Sequence[Timing], path: Path) -> None:
         panel.set(xscale="log", yscale="log")
         panel.grid(alpha=0.3)
         (alone,) = panel.plot([], [], "0.3", ls=":", lw=1.2, label="mpi4py alone")
-    drawn = [*panel.get_lines()[:-1:2], alone]  # all panels have the same
+    drawn = [*panel.get_lines()[:-1:2], alone]  # all panels have the same lines
     figure.legend(handles=drawn, fontsize=8, frameon=False, ncols=3, loc="outside lower center")
     save(figure, path)

@@ -190,7 +190,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _newest_whole(path: Path) -> Examination:
-    """The checkpoint that is meant; says which where the path leaves it open."""
+    """The checkpoint at a path, or the newest whole one of a run, whose name is then printed."""
     chosen = newest_whole(path)
     if chosen.folder != path.absolute():
         typer.echo(plain(f"{path}: taking {chosen.folder.name}"))

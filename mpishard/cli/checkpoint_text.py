@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as tables."""
+"""The contents of a checkpoint as tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CORNER = 6  # entries of a tensor printed along each dimension
 
 
 def show_facts(contents: Contents) -> None:
-    """Print what a checkpoint says of its run."""
+    """Print the facts of the run in a checkpoint."""
     made = new_table("fact", "value", left=2)
     made.columns[1].no_wrap = False
     made.add_row("generation", f"{contents.generation} (id {contents.id})")
@@ -39,7 +39,7 @@ def show_facts(contents: Contents) -> None:
 
 
 def show_kinds(contents: Contents) -> None:
-    """Print the kinds of arrays that a checkpoint has, one value of each an element of the model."""
+    """Print the kinds of arrays in a checkpoint; each kind has one value per element of the model."""
     elements = sum(map(prod, contents.tensors.values()))
     pieces = Counter(piece.kind for piece in contents.pieces)
     made = new_table("kind", "dtype", "pieces", "bytes", left=2)
@@ -104,10 +104,10 @@ def _short(value: Any) -> str:
 
 
 def plain(text: str) -> str:
-    """Text of which nothing steers a terminal: names and values come from files."""
+    """Replace control characters, which could change a terminal: names and values come from files."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _cell(text: str, style: str = "") -> Text:
-    # A Text, since brackets in a string would be taken for markup.
+    # A Text, since rich reads brackets in a string as markup.
     return Text(plain(text), style)

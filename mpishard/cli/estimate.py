@@ -1,4 +1,4 @@
-"""``mpishard estimate``: what each layout of a model would cost."""
+"""``mpishard estimate``: the cost of each layout of a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ZERO = {
 }
 
 
-# What --parameters, which stands for a whole model and all ZeRO stages, leaves to say.
+# Options allowed beside --parameters, which replaces those of the model and lists all ZeRO stages.
 _WITH_PARAMETERS = {"parameters", "ranks", "memory_limit", "as_json"}
 
 
@@ -148,14 +148,14 @@ _MEASURE = "; measure yours: mpirun -n N mpishard bench --output FILE, then --pr
 
 
 def _given(context: typer.Context) -> list[tuple[str, str]]:
-    """Name and spelling of the options that were given."""
+    """Name and spelling of each option that was given."""
     options = {str(each.name): each.opts[0] for each in context.command.params}
     sources = {name: context.get_parameter_source(name) for name in options}
     return [(name, options[name]) for name, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
 def parse_bytes(text: str) -> float:
-    """``4GB`` or ``500 MB`` or ``1e9`` as a number of bytes; factors are powers of 1000, or of 1024 with an i (GiB)."""
+    """Parse ``4GB``, ``500 MB`` or ``1e9`` as bytes; factors are powers of 1000, or of 1024 with an i (GiB)."""
     plain = text.strip().lower().removesuffix("b")
     binary = plain.endswith("i")
     plain = plain.removesuffix("i")
@@ -196,7 +196,7 @@ def _machine(
 
 
 def _networked(machine: MachineProfile, given: dict[str, float | None]) -> MachineProfile:
-    """The machine with the network between nodes that was given, if one was."""
+    """The machine, with the given network between nodes if there is one."""
     ranks_per_node, bandwidth, latency = given.values()
     if ranks_per_node is None and bandwidth is None and latency is None:
         return machine

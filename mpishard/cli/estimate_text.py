@@ -27,13 +27,13 @@ _MEMORY = {
 
 
 def console() -> Console:
-    """As wide as the terminal; 120 columns where there is none, as in a log file; no line ends with blanks."""
+    """A console as wide as the terminal, or 120 columns wide without one, as in a log file; no trailing blanks."""
     file: Any = sys.stdout if sys.stdout.isatty() else _Trimmed(sys.stdout)
     return Console(width=shutil.get_terminal_size((120, 24)).columns, highlight=False, file=file)
 
 
 class _Trimmed:
-    """A file that leaves out the blanks with which a table fills its last column."""
+    """A file that removes the trailing blanks with which a table fills its last column."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -54,7 +54,7 @@ def new_table(*columns: str, left: int = 1) -> Table:
 
 
 def print_table(output: Console, made: Table) -> None:
-    """Print a table without cutting any of its figures: in a terminal too narrow for it, lines wrap."""
+    """Print a table without cutting any figure: in a terminal that is too narrow, lines wrap."""
     needed = Measurement.get(output, output.options.update(max_width=10_000), made).maximum
     before, output.width = output.width, max(output.width, needed)
     output.print(made)
@@ -78,7 +78,7 @@ def seconds(time: float) -> str:
 
 
 def overview(found: Sequence[Estimate], limit: float, shown: int, tokens: int) -> None:
-    """Print layouts, one a line, with those marked that need more than `limit` bytes a rank.
+    """Print one line per layout; those that need more than `limit` bytes per rank are marked.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def _overview_row(each: Estimate, limit: float, tokens: int) -> dict[str, str]:
 
 
 def _fitting(rows: Sequence[dict[str, str]], width: int) -> list[str]:
-    """The columns for a terminal of `width`: some that are dispensable go where there is no room for all."""
+    """The columns for a terminal of `width`: without room for all, optional columns are left out."""
     columns = list(rows[0])
     widths = {column: 2 + max(map(len, (*column.split("\n"), *(row[column] for row in rows)))) for column in columns}
     for column in ("activ.", "model", "tensor\nsends", "pipe\nsends", "data\nsends"):
@@ -173,7 +173,7 @@ def details(found: Estimate, tokens: int, machine: MachineProfile) -> None:
     for stage in found.stages:
         rows.setdefault(_memory_row(stage.parameters, stage.memory), []).append(stage.rank)
     output.print("\nmemory of a rank", style="bold")
-    # What no stage needs has no column: all others fit a terminal.
+    # A kind of memory that no stage needs has no column, so that the others fit a terminal.
     used = [place for place, cells in enumerate(zip(*rows, strict=True)) if set(cells) != {"-"}]
     names = ["tensors", *_MEMORY.values()]
     made = new_table("stage", *(names[place] for place in used))
@@ -196,7 +196,7 @@ def details(found: Estimate, tokens: int, machine: MachineProfile) -> None:
 
 
 def _links(found: Estimate, machine: MachineProfile) -> Table:
-    """What each axis of a layout goes over, and its speed for the operation that it needs most."""
+    """For each axis of a layout: its link, and the speed of its most important operation."""
     layout = found.layout
     operations = {
         "tensor": "all_gather" if layout.sequence_parallel else "all_reduce",

@@ -1,4 +1,4 @@
-"""What pictures have in common: colours that everybody can tell apart, and a file that is there whole or not at all."""
+"""Code that all pictures share: colours that everybody can distinguish, and atomic writing of the file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Colours of Okabe and Ito, and of Tol, which colour-blind readers can tell apart; each axis has one.
+# Colours of Okabe and Ito, and of Tol, which colour-blind readers can distinguish; each axis has one.
 BLUE, SKY, GREEN, ORANGE, RED, PINK = "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7"
 YELLOW = "#f0e442"
 ACTIONS = {"F": SKY, "B": GREEN, "I": ORANGE, "W": PINK}  # of a pipeline
@@ -19,7 +19,7 @@ AXES = {"data": RED, "tensor": "#999933", "pipeline": "#332288", "world": BLUE, 
 
 
 def check_format(path: Path) -> None:
-    """Raise ValueError if no picture can have this name."""
+    """Raise ValueError if the name is not one of a picture."""
     from matplotlib.figure import Figure
 
     known = Figure().canvas.get_supported_filetypes()
@@ -55,7 +55,7 @@ def _with_palette(drawn: io.BytesIO) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file beside `path` and rename it, so that a full disk leaves what was there.
+    """Write a file beside `path` and rename it, so that a full disk leaves the old file.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""``mpishard info``: what this MPI and this machine can do, and what is wrong with them."""
+"""``mpishard info``: capabilities and problems of this MPI and this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def info(
     """
     world = MPI.COMM_WORLD
     launch = launch_of(launches(os.environ), world.size)
-    # Each rank may be alone in its world, and then the launcher alone knows which of them is the first.
+    # If MPI is broken each rank may be alone in its world; then only the launcher knows which rank is the first.
     if world.size == 1 and launch is not None and launch.rank > 0:
         return
     _meet(world)
@@ -54,7 +54,7 @@ def info(
 
 
 def _meet(world: MPI.Intracomm) -> None:
-    """Wait for all ranks, but not for ever: ranks that cannot talk are what this command is asked about."""
+    """Wait for all ranks with a time limit: this command must work if ranks cannot communicate."""
 
     def give_up() -> None:
         abort(

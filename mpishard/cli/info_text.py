@@ -1,4 +1,4 @@
-"""What ranks found out about MPI and machine, as one screen."""
+"""Facts about MPI and the machine, collected by the ranks, as one screen."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def rows(facts: Sequence[Facts]) -> list[tuple[str, str]]:
 
 
 def _build(text: str) -> str:
-    """What tells one build of an MPI from another: MPICH says it in a line of many, others in the first."""
+    """Text that identifies the build of an MPI: one line of many under MPICH, the first line under others."""
     device = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("MPICH Device")]
     return f"device {device[0]}" if device else text.partition("\n")[0]
 
@@ -115,9 +115,9 @@ def _node(node: Sequence[Facts]) -> str:
 
 
 def _print_columns(lines: Sequence[tuple[str, str]]) -> None:
-    """Names and values, wrapped to the terminal; what someone may copy is never cut."""
+    """Print names and values, wrapped to the terminal; no value is cut, so that it can be copied."""
     indent = max((len(name) for name, _ in lines), default=0) + 2
-    # Under mpirun the output is a pipe even where it ends in a terminal, which may be a narrow one.
+    # Under mpirun the output is a pipe even if it ends in a terminal, which may be narrow.
     width = shutil.get_terminal_size((80, 24)).columns
     for name, value in lines:
         wrapped = textwrap.wrap(value, max(width - indent, 20), break_long_words=False, break_on_hyphens=False)

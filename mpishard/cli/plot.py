@@ -42,7 +42,7 @@ def plot(
 
 
 def _data(run: Run) -> dict[str, dict[str, Any]]:
-    """By step; JSON has no NaN."""
+    """All series by step; NaN becomes null, as JSON has no NaN."""
     used = spent(run)
     tables = {"metrics": run.metrics, "phases": {"step": used.steps, **used.phases}}
     tables["sent"] = {"step": used.steps, **used.sent}

@@ -1,4 +1,4 @@
-"""The picture of a run: its loss and other series, speed, workers, what was sent and what time went into."""
+"""The picture of a run: its loss and other series, speed, workers, bytes sent, and time by phase."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mpishard.record import Run
 from mpishard.record.reading import began_after
 from mpishard.record.summary import COMPUTATION, binned, spent
 
-_POINTS = 400  # in a line; more cannot be told apart
-_FEW = 60  # points of a line, which are marked
+_POINTS = 400  # of a line; more cannot be distinguished
+_FEW = 60  # points of a line up to which each is marked
 _ROW = 2.47  # inches
 _LETTERS = 26  # of a label in a line
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
@@ -42,7 +42,7 @@ def draw(run: Run, path: Path, *, log: bool = False) -> None:
     """
     from matplotlib.figure import Figure
 
-    # One that is a loss, too, can be compared with the loss; any other has a scale of its own.
+    # A logged series that is a loss shares the panel of the loss; any other has a scale of its own.
     further = run.further
     losses = {name: series for name, series in further.items() if name.endswith("loss")}
     others = {name: series for name, series in further.items() if name not in losses}
@@ -50,7 +50,7 @@ def draw(run: Run, path: Path, *, log: bool = False) -> None:
     small = {f"series {name}": (name, *series) for name, series in (own | others).items()}
     names = list(small)
     pairs = [names[first : first + 2] for first in range(0, len(names), 2)]
-    # An odd one out has a row to itself.
+    # With an odd number of panels the last one has its own row.
     rows: list[Any] = [pair if len(pair) == 2 else pair * 2 for pair in pairs]
     rows = [["loss", "loss"], *rows, ["speed", "workers"], ["phases", "sent"]]
     figure = Figure(figsize=(8, _ROW * len(rows)), layout="constrained")
@@ -61,7 +61,7 @@ def draw(run: Run, path: Path, *, log: bool = False) -> None:
         axes[panel].set(ylabel=textwrap.fill(name.replace("_", " "), _LETTERS))
     _draw_speed(run, axes)
     _draw_spent(run, axes)
-    # All panels over the same steps, which are whole numbers.
+    # All panels have the same range of steps, which are integers.
     told = np.concatenate([run.metrics["step"], *(steps for steps, _ in further.values())])
     margin = max(1.0, 0.02 * float(np.ptp(told)))
     for axis in axes.values():
@@ -95,19 +95,19 @@ def _draw_loss(run: Run, axis: Any, others: dict[str, tuple[np.ndarray, np.ndarr
 
 
 def _draw_series(axis: Any, steps: np.ndarray, values: np.ndarray, **style: Any) -> None:
-    """A line, or where values are few and apart their places too."""
+    """Draw a line, and mark its points if they are few and not at consecutive steps."""
     marker = "o" if len(steps) <= _FEW and (len(steps) == 1 or np.diff(steps).max(initial=0) > 1) else None
     at, mean = binned(steps.astype(float), _POINTS), binned(values, _POINTS)
     axis.plot(at, mean, lw=1.2, marker=marker, ms=4, **style)
 
 
 def _shows_anything(axis: Any) -> bool:
-    own = [line for line in axis.lines if line.get_transform() == axis.transData]  # without marks of starts
+    own = [line for line in axis.lines if line.get_transform() == axis.transData]  # without the marks of starts
     return bool(axis.collections) or any(np.isfinite(line.get_ydata()).any() for line in own)
 
 
 def _metric(run: Run, name: str) -> np.ndarray:
-    """A series of the run itself by step, NaN where it has none."""
+    """A series of the run by step, NaN for steps without a value."""
     found: np.ndarray = run.metrics.get(name, np.full(len(run.metrics["step"]), np.nan))
     return found
 
@@ -115,7 +115,7 @@ def _metric(run: Run, name: str) -> np.ndarray:
 def _draw_speed(run: Run, axes: dict[str, Any]) -> None:
     steps = run.metrics["step"]
     every = binned(steps.astype(float), _POINTS)
-    # A run of one step is a point, which no line shows.
+    # A run of one step needs a marker, since a line of one point is invisible.
     style: dict[str, Any] = {"lw": 1.2, "marker": "o" if len(steps) == 1 else None, "ms": 4}
     tokens, speed = run.tokens_per_step, axes["speed"]
     with np.errstate(divide="ignore"):
@@ -139,12 +139,12 @@ def _draw_spent(run: Run, axes: dict[str, Any]) -> None:
     }
     if layers:
         colours = [_colour(name) for name in layers]
-        # One step alone is as wide as its place.
+        # A single step has a width of one step.
         ends = every if len(every) > 1 else every + np.array([-0.5, 0.5])
         values = [np.broadcast_to(layer, ends.shape) for layer in layers.values()]
         axes["phases"].stackplot(ends, *values, labels=layers, lw=0, colors=colours)
         axes["phases"].legend(**_LEGEND)
-        # The first step compiles and connects; it would press all others flat.
+        # The first step compiles and connects; on its scale all others would be invisible.
         highest = 1.4 * float(np.percentile(sum(layers.values()), 95))
         axes["phases"].set_ylim(0, highest or None)
     axes["phases"].set(ylabel="ms / step, mean of ranks")
@@ -165,7 +165,7 @@ def _colour(name: str) -> str:
 
 
 def _place(name: str) -> tuple[int, str]:
-    """Where a phase or an axis comes in a legend, whatever came first in this run."""
+    """Position of a phase or an axis in a legend, independent of the order in this run."""
     known = list(_COLOURS)
     bare = name.removesuffix(" axis")
     return known.index(bare) if bare in known else len(known), name

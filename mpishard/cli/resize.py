@@ -1,4 +1,4 @@
-"""``mpishard resize``: another number of workers for a run that is under way."""
+"""``mpishard resize``: request another number of workers for a run in progress."""
 
 from __future__ import annotations
 

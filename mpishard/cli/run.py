@@ -83,13 +83,13 @@ def run(
         probe_every,
         probe_limit,
     )
-    # The supervisor takes the place of this process, without MPI, which is started where a launcher started this.
+    # The supervisor replaces this process: it runs without MPI, which may be running here if a launcher started this.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         mpi.Finalize()
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup had it, before MPI took the signal
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup set it, before MPI installed a handler
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     sys.stdout.flush()
     sys.stderr.flush()
     arguments = [sys.executable, "-I", supervisor_main.__file__, json.dumps(asdict(job))]
-    os.execve(sys.executable, arguments, os.environ)  # which has nothing of what an MPI library may have set
+    os.execve(sys.executable, arguments, os.environ)  # an MPI library's own variables are not in os.environ

@@ -117,7 +117,7 @@ def _headline(made: Schedule) -> str:
 
 
 def _summary(timeline: Timeline, blocking_sends: bool) -> dict[str, str]:
-    # `simulate` refuses a schedule that deadlocks: to have come here is to have the proof.
+    # `simulate` raises for a schedule that deadlocks, so this line is a proof that it does not.
     lines = {
         "time": f"{timeline.makespan:.6g}",
         "bubble": f"{timeline.bubble_fraction:.1%} of the time; {timeline.bubble_over_ideal:.1%} of the time computing",

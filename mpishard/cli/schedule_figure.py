@@ -1,4 +1,4 @@
-"""A timeline as a picture: a Gantt chart with a row a stage."""
+"""A timeline as a picture: a Gantt chart with one row per stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def save_figure(timeline: Timeline, file: Path) -> None:
     OSError
         If the file cannot be written.
     """
-    # Takes a second to import, and most commands draw nothing.
+    # Imported here: it takes a second, and most commands draw nothing.
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -1,4 +1,4 @@
-"""A timeline as text: one line a stage, time to the right."""
+"""A timeline as text: one line per stage, time to the right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BACKGROUNDS = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow"}
 Name = Callable[[Event], str]
 
 _CUT = " ~ "
-_LONGEST = 50  # screens of text from which on a picture is squeezed instead of cut
+_LONGEST = 50  # screens of text; a longer picture is compressed instead of cut
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Row:
 
 
 def draw(timeline: Timeline, width: int) -> list[str]:
-    """Lines of at most `width` columns: a ruler, a line a stage, what the letters mean and what had to be left out.
+    """Lines of at most `width` columns: a ruler, a line per stage, a legend, and a note on what was left out.
 
     In the plainest form that fits: with micro-batch numbers; without them; without the middle of the time; squeezed.
     """
@@ -88,7 +88,7 @@ def draw(timeline: Timeline, width: int) -> list[str]:
 
 
 def _scale(timeline: Timeline, columns_for: Callable[[Event], int]) -> float:
-    """Columns a unit of time so that each action gets its columns; a whole number where times are."""
+    """Columns per unit of time, so that each action gets enough columns; an integer if the times are."""
     lengths = [(event, event.stop - event.start) for event in timeline.events]
     scale = max((columns_for(event) / length for event, length in lengths if length > 0), default=1.0)
     whole = all(float(event.stop).is_integer() for event in timeline.events)
@@ -96,7 +96,7 @@ def _scale(timeline: Timeline, columns_for: Callable[[Event], int]) -> float:
 
 
 def _stage(timeline: Timeline, rank: int, scale: float, names: list[Name]) -> _Row:
-    """The line of a stage; an action goes by the first of its names that fits."""
+    """The line of a stage; an action is labelled with the first of its names that fits."""
     columns = round(timeline.makespan * scale)
     row = _Row(f"stage {rank} ", ["."] * columns, [""] * columns)
     for event in timeline.events:

@@ -19,12 +19,13 @@ from mpishard.record.reading import Process
 
 _RECENT = 20  # steps that figures are means of
 _MOST_REMARKS, _MOST_RANKS, _MOST_LOGGED = 3, 8, 8
-# Without a line of a process, or a step of the run, more of both is worth a word, beside what waits to be written.
+# A remark is shown if no line of a process (_SILENT_S), or no step of the run (_LATE_S), has come for so many seconds
+# and for _SILENT_STEPS steps' time, both beyond the interval between two writes of the record.
 _SILENT_S, _LATE_S, _SILENT_STEPS = 10.0, 2.0, 5
 
 
 def screen(run: Follower, rows: int) -> Group:
-    """How the run stands now, with at most so many rows of ranks: those that compute longest come first."""
+    """The current state of the run, with at most `rows` rows of ranks: those that compute longest come first."""
     processes = run.processes
     parts: list[Any] = [_headline(run), *_logged(run), *_remarks(run, processes)]
     if processes:
@@ -87,13 +88,13 @@ def _headline(run: Follower) -> Text:
 
 
 def _step_s(run: Follower) -> float:
-    """Seconds that a step of this start takes; 0 before that is known."""
+    """Median seconds per step since the last start; 0 before any is known."""
     recent = [line["seconds"] for line in run.own_metrics[-_RECENT:] if line.get("seconds")]
     return statistics.median(recent) if recent else 0.0
 
 
 def _logged(run: Follower) -> list[Text]:
-    """The newest value of each series that the script logs, in lines of a few."""
+    """The newest value of each series that the script logs, a few per line."""
     told = [
         f"{name} {'NaN' if value is None else f'{value:.4g}'} at step {step}"
         for name, (step, value) in run.logged.items()
@@ -161,7 +162,7 @@ class _Recent:
 
 
 def _recent(process: Process) -> _Recent:
-    """A line tells of all its steps together: of the last lines so many that they have `_RECENT` steps."""
+    """Sum up the last lines that together have `_RECENT` steps; a line holds several steps."""
     steps = seconds = busy = sent = 0
     axes: dict[str, float] = {}
     for line in reversed(process.lines):

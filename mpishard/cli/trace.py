@@ -1,4 +1,4 @@
-"""``mpishard trace``: what every rank did when, for Perfetto and as a picture."""
+"""``mpishard trace``: a timeline of all ranks, for Perfetto and as a picture."""
 
 from __future__ import annotations
 

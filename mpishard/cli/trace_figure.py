@@ -1,4 +1,4 @@
-"""A trace as a Gantt chart: a row a rank."""
+"""A trace as a Gantt chart with one row per rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpishard.cli.figure import ACTIONS, AXES, save
 from mpishard.record.trace import Traced
 
 _MOST_ROWS = 64
-# What lies on top of what: calls interrupt everything, and a pipeline's actions are inside the function.
+# Drawing order: calls interrupt everything, and the actions of a pipeline are inside the function.
 _LAYERS = {"step": 0, "phase": 1, "function": 1, "F": 2, "B": 2, "I": 2, "W": 2}
 _COLOURS = {"step": "0.9", "phase": "0.6", "function": "#cfe3f2", **ACTIONS, **AXES}
 _WORDS = {
@@ -22,7 +22,7 @@ _WORDS = {
     "I": "input gradient",
     "W": "weight gradient",
 }
-_MOST_NUMBERS = 12  # of steps, beside each other
+_MOST_NUMBERS = 12  # numbers of steps along the axis
 
 
 def draw(spans: Sequence[Traced], path: Path) -> int:

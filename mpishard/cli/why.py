@@ -14,7 +14,7 @@ from mpishard.record.diagnosis import Finding, diagnose
 from mpishard.record.reading import check_record
 from mpishard.record.stack_requests import ask
 
-_MOST = 16  # ranks of one kind told one by one
+_MOST = 16  # ranks of one kind that are listed one by one
 
 
 def why(

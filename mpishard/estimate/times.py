@@ -1,4 +1,4 @@
-"""Seconds that a rank computes and communicates, from the speeds in a `MachineProfile`.  Nothing overlaps."""
+"""Times of computation and communication of a rank, from the speeds in a `MachineProfile`; no overlap is assumed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Times:
     length : int
         Tokens of a sequence.
     itemsize : int
-        Bytes of a number.
+        Bytes of an element.
     """
 
     architecture: Architecture
@@ -45,7 +45,7 @@ class Times:
     itemsize: int
 
     def of_part(self, part: Part, rows: int) -> tuple[float, float]:
-        """Forward and backward of a micro-batch of so many tokens in one model chunk, communication included."""
+        """Forward and backward of a micro-batch of `rows` tokens in one model chunk, with communication."""
         block_forward, block_backward = self._block(rows)
         top_forward, top_backward = self._top(rows)
         forward = part.blocks * block_forward + part.top * top_forward + part.stem * self._passes(rows, 4, 0)
@@ -60,19 +60,19 @@ class Times:
         return forward, backward
 
     def message(self, rows: int) -> float:
-        """A message from stage to stage."""
+        """Time of a message from stage to stage."""
         if self.layout.pipeline == 1:
             return 0.0
         sent = Activations(self.architecture, self.layout, self.length).passed(rows) * self.itemsize
         return self.profile.link("send", self.layout.span("pipeline")).seconds(2, sent)
 
     def update(self, holding: Holding, slots: int) -> float:
-        """The optimizer's passes over what a rank owns: gradients twice, parameters and slots read and written."""
+        """Time of the optimizer: over its own shard a rank passes gradients twice, and reads and writes the rest."""
         owned = holding.size / (self.layout.data if self.layout.zero_stage else 1)
         return owned * (4 + 2 * slots) * self.itemsize / self.profile.memory_bandwidth
 
     def data(self, holding: Holding, sent: Sent, buckets: int, microbatches: int) -> float:
-        """All communication over the data axis."""
+        """Time of all communication over the data axis in a step."""
         layout = self.layout
         if layout.data == 1:
             return 0.0
@@ -101,7 +101,7 @@ class Times:
             + self._product(rows, width, size.share(4 * width))
             + self._product(rows, size.share(4 * width), width)
         )
-        # Blocks of queries skip most of the scores that the mask hides.
+        # Queries are computed in blocks, which skip most of the masked scores.
         seen = min(1.0, (1 + BLOCK / self.length) / 2)
         head_width = width // self.architecture.heads
         attention = 2 * 2 * rows * seen * self.length * split / self.profile.flops(head_width)
@@ -109,7 +109,7 @@ class Times:
         softmax = _SOFTMAX * scores / self.profile.exponentials
         gelu = rows * size.share(4 * width) / self.profile.exponentials
         forward = products + attention + softmax + gelu + self._passes(rows, _WHOLE_FORWARD, _SPLIT_FORWARD)
-        # Scores are computed again, and then their gradient, and those of queries, keys and values.
+        # The backward recomputes the scores, then computes the gradients of scores, queries, keys and values.
         backward = 2 * products + 2.5 * attention + softmax + self._passes(rows, _WHOLE_BACKWARD, _SPLIT_BACKWARD)
         return forward, backward
 
@@ -122,7 +122,7 @@ class Times:
         return product + loss + logits + self._passes(rows, 2, 0), 2 * product + self._passes(rows, 4, 0)
 
     def _tensor(self, part: Part, rows: int) -> tuple[float, float]:
-        """Communication on the tensor axis, forward and backward; kinds of collectives are taken alike by bytes."""
+        """Time on the tensor axis, forward and backward; each kind of collective is assumed to send as many bytes."""
         layout, span = self.layout, self.layout.span("tensor")
         sent = tensor_traffic(self.architecture, (part,), layout, rows, self.itemsize)
         total = sum(sent.values()) / (layout.tensor * layout.data)

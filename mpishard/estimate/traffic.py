@@ -1,4 +1,4 @@
-"""Bytes that a step sends, by axis and purpose, counted like the ledger does: those of the ring algorithms.
+"""Bytes sent in a step by axis and purpose, counted as in the ledger: those of the ring algorithms.
 
 Every figure is the sum over all ranks of one pipeline stage.  Sums are exact for any sizes: over n ranks the ring
 all-reduce of e elements sends 2 (n - 1) e, all-gather and reduce-scatter (n - 1) e.
@@ -16,15 +16,15 @@ Sent = Counter[tuple[str, str]]
 
 
 def passes_of(layout: Layout, microbatches: int) -> int:
-    """How often a step reduces its gradients: ZeRO-2 and 3 have no memory to add up those of all micro-batches."""
+    """Reductions of each gradient per step: ZeRO-2 and 3 have no memory to accumulate those of all micro-batches."""
     return microbatches if layout.zero_stage >= 2 else 1
 
 
 def data_traffic(holding: Holding, layout: Layout, microbatches: int, itemsize: int) -> Sent:
-    """Over the data axis: gradients, and parameters where they are sharded.
+    """Traffic over the data axis: gradients, and parameters if the update is sharded.
 
-    With P parameters and n ranks, 2 (n - 1) / n P a rank for the stages 0 to 2 and 3 (n - 1) / n P for stage 3
-    (Rajbhandari et al. 2020, section 7), if there is one micro-batch a step.  A tied table is reduced once.
+    With P parameters and n ranks a rank sends 2 (n - 1) / n P elements for the stages 0 to 2 and 3 (n - 1) / n P for
+    stage 3 (Rajbhandari et al. 2020, section 7), with one micro-batch per step.  A tied table is reduced once.
     """
     sent: Sent = Counter()
     tied = sum(tensor.everywhere for tensor in holding.tensors if tensor.tied)
@@ -42,11 +42,11 @@ def data_traffic(holding: Holding, layout: Layout, microbatches: int, itemsize: 
 def tensor_traffic(
     architecture: Architecture, parts: tuple[Part, ...], layout: Layout, rows: int, itemsize: int
 ) -> Sent:
-    """Over the tensor axis, for `rows` tokens a data rank: sums of activations and of their gradients.
+    """Traffic over the tensor axis, for `rows` tokens per data rank: sums of activations and of their gradients.
 
-    Two all-reduces forward and two backward a block (Shoeybi et al. 2019, section 3); with sequence parallelism each of
-    them is an all-gather and a reduce-scatter, and the inputs of two products are gathered once more for their weight
-    gradients (Korthikanti et al. 2022, section 4.2.2).
+    A block has two all-reduces forward and two backward (Shoeybi et al. 2019, section 3).  With sequence parallelism
+    each of them is an all-gather and a reduce-scatter, and the inputs of two products are gathered once more for their
+    weight gradients (Korthikanti et al. 2022, section 4.2.2).
     """
     sent: Sent = Counter()
     ring = (layout.tensor - 1) * rows * layout.data * itemsize
@@ -69,13 +69,13 @@ def tensor_traffic(
 
 
 def replica_traffic(holding: Holding, layout: Layout, microbatches: int, itemsize: int) -> Sent:
-    """Gradients of replicas whose tensor ranks have terms of a sum each, and of tables tied over two stages."""
+    """Traffic of gradients that are sums over the tensor ranks, and of gradients of tables tied over two stages."""
     sent: Sent = Counter()
     partial = sum(tensor.size for tensor in holding.tensors if tensor.partial)
     passes = passes_of(layout, microbatches)
     sent["tensor", "gradients"] = 2 * (layout.tensor - 1) * partial * passes * layout.data * itemsize
     tied = sum(tensor.everywhere for tensor in holding.tensors if tensor.tied)
-    # Both holders are in the sum: each of them sends half of 2 (2 - 1).
+    # The sum is over two ranks: each of them sends half of 2 (2 - 1).
     sent["ties", "gradients"] = tied * layout.data * itemsize if layout.pipeline > 1 else 0
     return sent
 
@@ -83,9 +83,10 @@ def replica_traffic(holding: Holding, layout: Layout, microbatches: int, itemsiz
 def pipeline_traffic(
     architecture: Architecture, parts: tuple[Part, ...], layout: Layout, rank: int, rows: int, itemsize: int
 ) -> Sent:
-    """Over the pipeline axis, from stage `rank`, for `rows` tokens a data rank: activations on, gradients back.
+    """Traffic that stage `rank` sends over the pipeline axis, for `rows` tokens per data rank.
 
-    Without sequence parallelism every tensor rank sends them whole.
+    Activations go to the next stage, their gradients to the previous one.  Without sequence parallelism every tensor
+    rank sends all of their elements.
     """
     sent: Sent = Counter()
     if layout.pipeline == 1:
@@ -100,7 +101,7 @@ def pipeline_traffic(
 
 
 def messages(part: Part, layout: Layout) -> tuple[int, int]:
-    """Collectives on the tensor axis that one micro-batch needs in a part: forward, and backward."""
+    """Numbers of collectives on the tensor axis for one micro-batch in a part: forward, and backward."""
     again = 2 if layout.recompute else 1
     if layout.tensor == 1:
         return 0, 0
