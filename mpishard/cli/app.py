@@ -35,8 +35,8 @@ _COMMANDS = {
     "import": ("checkpoint", "Make a checkpoint of safetensors or of a NumPy archive."),
     "diff": ("checkpoint", "Show how far two checkpoints are apart, tensor by tensor."),
 }
-# Commands that communicate with other ranks, or ask MPI what it can do.  The others at most load MPI, for code
-# that they share with training: Open MPI started without its mpirun leaves a folder and a segment of shared memory behind.
+# Commands that communicate with other ranks, or ask MPI what it can do.  The others at most load MPI, for code that
+# they share with training: Open MPI started without its mpirun leaves a folder and a segment of shared memory behind.
 _WITH_MPI = ("info", "bench")
 # The shells that typer knows, and what it does for them.
 _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
