@@ -1,12 +1,12 @@
 """How gradients and optimizer state are spread over a mesh.
 
-A strategy says which ranges of this place's flat parameters this rank updates (`own`), reduces the gradients (`reduce`
-a bucket, then `wait_all`), and makes the new parameters known to all (`all_gather_parameters`).  Rajbhandari et al.,
-"ZeRO" (2020), section 5, for the stages.  Every strategy sums; the optimizer divides.
+A strategy chooses the ranges of the flat parameters that this rank updates (`own`), reduces the gradients (`reduce` for
+each bucket, then `wait_all`), and sends the new parameters to the other ranks (`all_gather_parameters`).  The stages
+are those of Rajbhandari et al., "ZeRO" (2020), section 5.  A strategy only sums gradients; the optimizer divides.
 
-Gradients are summed in this order: micro-batches in the gradient buffer, then copies within one data coordinate
-(`Replicas`), then the data axis.  With `reproducible`, copies come first, then micro-batches and the data axis along
-the tree of `mpishard.reduction.tree_sum`, and `OrderedSums` stands for the reductions.
+Order of summation: first the micro-batches, in the gradient buffer; then the copies of a tensor within one data
+coordinate (`Replicas`); then the data axis.  With `reproducible`, the copies come first; `OrderedSums` then sums over
+micro-batches and the data axis along the tree of `mpishard.reduction.tree_sum`.
 """
 
 from __future__ import annotations
@@ -44,30 +44,31 @@ Range = tuple[int, int]
 
 
 class Strategy(ABC):
-    """One optimizer's way over one mesh.  Methods are collective over it, in the same order on all ranks.
+    """How one optimizer communicates over one mesh.
 
-    Creation makes all copies of the parameters alike.
+    Methods are collective over the mesh, in the same order on all ranks.  The constructor makes all copies of the
+    parameters equal.
 
     Parameters
     ----------
     config : ShardingConfiguration
     parameters : FlatParameters
-        Gets the gradient buckets of this strategy.
+        The parameters to train; they use the gradient buckets of this strategy.
 
     Attributes
     ----------
     ordered : OrderedSums or None
-        What sums over the data axis in the order of a fixed tree over the step's micro-batches, if it is to.
+        Sums over the data axis along a fixed tree over the step's micro-batches; None unless `reproducible`.
     compressed : CompressedSums or None
-        What sends gradients compressed, if they are to be.
+        Sums gradients over the data axis in compressed form; None without compression.
     compresses : bool
-        Whether those of this step are.
-    team : Axis or Team
-        The ranks that take a step together: between them they have every element of the model once in `counted_parts`.
+        Whether the gradients of this step are compressed.
+    team : Axis or ModelParallelGroup
+        The ranks that take a step together.  Every element of the model is in `counted_parts` of exactly one of them.
     own : list of (start, stop)
-        Ranges of the flat parameters that this rank updates, ascending; its state arrays are these ranges end to end.
+        Ranges of the flat parameters that this rank updates, ascending.  A state array holds these ranges end to end.
     counted : list of (start, stop)
-        The part of each of these that this rank stands for among the ranks of the data axis.
+        The part of each range in `own` that this rank contributes to sums, where other data ranks update it too.
     """
 
     errors_kind: ClassVar[str] = GRADIENT_ERRORS
@@ -109,7 +110,7 @@ class Strategy(ABC):
             self.buckets.on_reset.append(self.compressed.reset)
 
     def _make_compressed(self, config: ShardingConfiguration, parameters: FlatParameters) -> CompressedSums | None:
-        """What sums compressed gradients, if anything is to.  Collective over the data axis."""
+        """The sums of compressed gradients, or None without compression.  Collective over the data axis."""
         compressor = config.compressor
         layout: dict[str, Any] = {"axis": self.axis, "buckets": self.buckets.buckets, "counts": self._counts}
         layout |= {"like": parameters.like, "scale": parameters.loss_scale}
@@ -119,11 +120,11 @@ class Strategy(ABC):
 
     @classmethod
     def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
-        """The strategy to use for these parameters where this one was asked for."""
+        """The strategy to use for these parameters when this one is requested."""
         return cls
 
     def attach(self, parameters: FlatParameters) -> None:
-        """Go on with these parameters, which are laid out like those before."""
+        """Use these parameters from now on; their layout is that of the previous ones."""
         self.parameters = parameters
         self.replicas: Replicas = Replicas(self.mesh, parameters)
 
@@ -133,7 +134,7 @@ class Strategy(ABC):
         return sum(stop - start for start, stop in self.own)
 
     def reduce(self, bucket: Bucket, gradient: Array) -> None:
-        """Sum the gradient of a bucket over what is inside a data coordinate, and start to over the data axis."""
+        """Sum a bucket's gradient within the data coordinate, then start its sum over the data axis."""
         if self.ordered is None:
             self.reduce_within_replica(bucket, gradient)
         for _, earlier in self._pending:
@@ -143,11 +144,11 @@ class Strategy(ABC):
             self.wait_all()
 
     def reduce_within_replica(self, bucket: Bucket, gradient: Array) -> None:
-        """Sum the gradient of a bucket over what is inside a data coordinate."""
+        """Sum a bucket's gradient over the copies of its tensors within one data coordinate."""
         self.replicas.sum(bucket, gradient)
 
     def start(self, bucket: Bucket, gradient: Array) -> Request | ChainedRequest:
-        """Start to sum the gradient of a bucket over the data axis."""
+        """Start the sum of a bucket's gradient over the data axis."""
         pieces = self._counts[bucket.index]
         if self.ordered is not None:
             partial = [*self.buckets.earlier(bucket), gradient]
@@ -158,27 +159,27 @@ class Strategy(ABC):
 
     @abstractmethod
     def start_plain(self, bucket: Bucket, gradient: Array) -> Request:
-        """The same by the one collective of MPI that does so."""
+        """Start that sum with one MPI collective: neither ordered nor compressed."""
 
     @abstractmethod
     def target(self, bucket: Bucket, gradient: Array) -> Array:
-        """Where an ordered or compressed sum of this rank's part of a bucket goes, which may lie in `gradient`."""
+        """The array that receives this rank's part of an ordered or compressed sum; it may be a view of `gradient`."""
 
     def wait_all(self) -> None:
-        """Wait until no reduction is under way."""
+        """Wait for all pending reductions."""
         for bucket, pending in self._pending:
             self.arrived(bucket, pending.wait())
             self.buckets.release(bucket)
         self._pending.clear()
 
     def abandon(self) -> None:
-        """Forget the transfers under way, over communicators that were revoked.  Not collective."""
+        """Drop the pending reductions, whose communicators were revoked.  Not collective."""
         for _, pending in self._pending:
             pending.abandon()
         self._pending.clear()
 
     def arrived(self, bucket: Bucket, result: Array) -> None:
-        """Take in what the reduction of a bucket returned; here it may stay in the gradient buffer."""
+        """Store the result of a bucket's reduction.  Here it stays in the gradient buffer."""
         return
 
     @abstractmethod
@@ -191,36 +192,36 @@ class Strategy(ABC):
 
     @abstractmethod
     def all_gather_parameters(self) -> None:
-        """Make each rank's own parameters known to those who keep a copy."""
+        """Send each rank's own parameters to the ranks that keep a copy of them."""
 
     @abstractmethod
     def resync(self, slot: Array) -> None:
-        """Make all copies of a state array alike, as `Replicas.spread` does with the parameters."""
+        """Make all copies of a state array equal, as `Replicas.spread` does for the parameters."""
 
     def state_views(self, slot: Array) -> list[Array]:
         """The parts of a state array that belong to the ranges in `own`."""
-        views, place = [], 0
+        views, offset = [], 0
         for start, stop in self.own:
-            views.append(slot[place : place + stop - start])
-            place += stop - start
+            views.append(slot[offset : offset + stop - start])
+            offset += stop - start
         return views
 
     def counted_views(self, owned: Sequence[Array]) -> list[Array]:
-        """Of arrays that belong to the ranges in `own` the parts that belong to those in `counted`."""
+        """Cut arrays that cover the ranges in `own` down to the ranges in `counted`."""
         ranges = zip(owned, self.own, self.counted, strict=True)
         return [array[start - origin : stop - origin] for array, (origin, _), (start, stop) in ranges]
 
     @property
     def error_ranges(self) -> list[Range]:
-        """Ranges of the flat parameters that ``compressed.owned`` is of, end to end."""
+        """Ranges of the flat parameters that ``compressed.owned`` covers, end to end."""
         return self.counted
 
     def error_scale(self, loss_scale: float) -> float:
-        """What multiplies the errors where gradients are multiplied by this."""
+        """The factor on the compression errors when gradients are multiplied by `loss_scale`."""
         return loss_scale
 
     def keep_errors(self) -> None:
-        """The step is taken, and what compression has left of it goes into the next."""
+        """After a step, keep what compression left out of it; the next step sends it."""
         if self.compressed is not None and self.compresses:
             self.compressed.keep()
 
@@ -231,9 +232,9 @@ class Strategy(ABC):
 
     @functools.cached_property
     def counted_parts(self) -> list[Part]:
-        """What this rank contributes to sums over the model: every logical element is on one rank of the team."""
-        specs, place = self.parameters.specs, self.parameters.place
-        return [part for part in self._parts(self.counted) if place.counts(specs[part.tensor])]
+        """This rank's parts in sums over the model: each logical element is on exactly one rank of the team."""
+        specs, model_rank = self.parameters.specs, self.parameters.place
+        return [part for part in self._parts(self.counted) if model_rank.counts(specs[part.tensor])]
 
     def _parts(self, ranges: Sequence[Range]) -> list[Part]:
         number = {spec.name: index for index, spec in enumerate(self.parameters.specs)}
@@ -242,13 +243,13 @@ class Strategy(ABC):
 
     @property
     def gradient_bytes(self) -> int:
-        """Most bytes of gradient memory that this rank has held."""
+        """Peak bytes of gradient memory on this rank."""
         kept = self.ordered or self.compressed
         return self.buckets.peak_bytes + (0 if kept is None else kept.nbytes)
 
 
 class DataParallel(Strategy):
-    """DDP: every rank of the data axis holds everything; gradients are all-reduced."""
+    """DDP: every data rank holds all parameters and state; gradients are all-reduced."""
 
     gathers_gradients = True
 
@@ -293,7 +294,7 @@ class DataParallel(Strategy):
         self._pending.clear()
 
     def complete(self, pending: Sequence[tuple[Bucket, Array, Request | ChainedRequest]]) -> None:
-        """Finish the sums that `start` began, of a bucket and its gradient each, in the gradients."""
+        """Finish the sums that `start` began: wait for each, and write the whole sum into the bucket's gradient."""
         arrived = [(bucket, gradient, transfer.wait()) for bucket, gradient, transfer in pending]
         if self.hierarchical is not None:
             self.hierarchical.complete(arrived, compresses=self.compresses)
@@ -311,7 +312,7 @@ class DataParallel(Strategy):
         return [self.buckets.of_bucket(bucket) for bucket in self.buckets.buckets]
 
     def all_gather_parameters(self) -> None:
-        """Nothing to tell: every rank has updated all of it."""
+        """Send nothing: every data rank has updated all parameters."""
 
     def resync(self, slot: Array) -> None:
         self.axis.broadcast(slot, label="state")
@@ -321,7 +322,8 @@ class DataParallel(Strategy):
 class ShardedState(Strategy):
     """ZeRO-1: optimizer state is sharded.  Gradients are reduce-scattered, updated parameters all-gathered.
 
-    A rank owns an even part of every bucket, which arrives at the front of the bucket's place in the gradient buffer.
+    Each data rank owns one share of every bucket; the shares are even.  The reduced share arrives at the front of the
+    bucket's range in the gradient buffer.
     """
 
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
@@ -358,7 +360,7 @@ class ShardedState(Strategy):
                 view[...] = flat[start:stop]
 
     def _gather(self, flat: Array, label: str) -> None:
-        """Fill a flat array in which each rank of the data axis has its own ranges."""
+        """All-gather a flat array in which each data rank has filled its own ranges."""
         pending = [
             self.axis.start_all_gather(flat[bucket.start : bucket.stop], counts=pieces, label=label)
             for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True)
@@ -368,7 +370,7 @@ class ShardedState(Strategy):
 
 
 class ShardedGradients(ShardedState):
-    """ZeRO-2: gradients are sharded too.  A bucket is reduced to its owners and its memory is used again."""
+    """ZeRO-2: gradients are sharded too.  A bucket is reduced to its owners, and its memory is then reused."""
 
     gradients_on_demand = True
 
@@ -379,7 +381,7 @@ class ShardedGradients(ShardedState):
         self.buckets.on_reset.append(self._summed.clear)
 
     def reduce(self, bucket: Bucket, gradient: Array) -> None:
-        # One bucket travels while the next is filled, and no more: their number is what ZeRO-2 saves.
+        # At most one bucket is in flight while the next is filled: ZeRO-2 saves memory by having few buckets at a time.
         self.wait_all()
         super().reduce(bucket, gradient)
 
@@ -407,21 +409,21 @@ class ShardedGradients(ShardedState):
 class ShardedParameters(ShardedGradients):
     """ZeRO-3: parameters are sharded too, unit by unit, and each unit is a bucket of gradients.
 
-    A model gathers a unit before it uses it, in the forward and again in the backward pass, and frees it after; so
-    there is nothing to publish.
+    A model gathers a unit before each use, in the forward and again in the backward pass, and frees it afterwards.  The
+    update therefore sends no parameters.
     """
 
     shards_parameters = True
 
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
-        # As large as can be: a bucket then is a whole unit, and its owners are the unit's.
+        # With the largest possible group size a bucket is a whole unit, so that bucket and unit have the same owners.
         whole = max(1, sum(spec.size for spec in parameters.specs))
         super().__init__(replace(config, minimum_parameter_group_size=whole), parameters)
         assert self.sharded.own == self.own
 
     @classmethod
     def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
-        """A flat array of the caller's must stay whole: it gets ZeRO-2, which gathers it after the update."""
+        """ZeRO-2 for a caller's flat array, which must stay whole; ZeRO-2 gathers it after the update."""
         return ShardedGradients if parameters.lent else cls
 
     def attach(self, parameters: FlatParameters) -> None:
@@ -441,5 +443,5 @@ class ShardedParameters(ShardedGradients):
         return self.sharded.shares
 
     def all_gather_parameters(self) -> None:
-        """Nothing to tell; what is still gathered is of before the update."""
+        """Send nothing, and free the units still gathered, which hold values from before the update."""
         self.sharded.drop()
