@@ -1,4 +1,4 @@
-"""An optimizer is a rule and a strategy: reduce gradients, update what this rank owns, publish it."""
+"""An optimizer joins an update rule and a strategy: reduce gradients, update the owned ranges, gather parameters."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ _CLIP_EPSILON = 1e-6
 
 
 class ShardedOptimizer:
-    """Base of the optimizers; they differ in their `strategy` only.
+    """Base of the optimizers, which differ only in their `strategy`.
 
-    Every method is collective over ``config.mesh`` unless it says otherwise.
+    Every method is collective over ``config.mesh`` unless its docstring says otherwise.
 
     Parameters
     ----------
@@ -63,20 +63,20 @@ class ShardedOptimizer:
         The update rule, e.g. ``AdamW(lr=1e-3)``.
     config : ShardingConfiguration or Mesh
         Gradients are reduced over the data axis of the mesh.  On a mesh with tensor or pipeline ranks, parameters are a
-        FlatParameters laid out for ``mesh.place``, as models made for that mesh have them.
+        FlatParameters laid out for ``mesh.place``; models made for that mesh have such parameters.
 
     Attributes
     ----------
     steps : int
-        Updates done; the clock of learning-rate schedules and bias corrections.
+        Updates taken; learning-rate schedules and bias corrections count these.
     skipped_steps : int
         Steps left out because of NaN or infinite gradients.
     measure_norm : bool
-        Find `gradient_norm` even where clipping does not need it (one more pass over the gradients).
+        Compute `gradient_norm` even where clipping does not need it (one more pass over the gradients).
     scaling : LossScale
-        Finds `loss_scale`.
+        Chooses `loss_scale`.
     settings : Settings
-        What all ranks have compared.
+        The settings that all ranks compare.
     gradient_norm : float
         Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured.
     """
@@ -100,7 +100,7 @@ class ShardedOptimizer:
                     "micro-batches cannot be told apart; use ZeRO-1 or DDP there"
                 )
             fix_blas_threads()
-        prepare()  # not in the first step
+        prepare()  # here, so that the first step does not pay for it
         if self.config.compressor is not None and self.strategy.shards_parameters:
             raise ValueError(
                 f"gradient compression is for DDP, ZeRO-1 and ZeRO-2, not for {type(self).__name__}, which sends "
@@ -122,7 +122,7 @@ class ShardedOptimizer:
         self._restored: State | None = None
         self._accumulated: Array | None = None
         self._passes = 0
-        self._told = False  # that a run goes on with the state of another
+        self._told = False  # whether `tell_of_state` has reported that a run continues with existing state
 
     @property
     def mesh(self) -> Mesh:
@@ -131,17 +131,17 @@ class ShardedOptimizer:
 
     @property
     def parameters(self) -> FlatParameters | None:
-        """What it trains, by name; None before the first step."""
+        """The parameters that the optimizer trains; None before the first step."""
         return self._parameters
 
     @property
     def loss_scale(self) -> float:
-        """What gradients are expected to arrive multiplied by; models find it in ``parameters.loss_scale``."""
+        """The factor that gradients must already contain; models read it from ``parameters.loss_scale``."""
         return self.scaling.value
 
     @property
     def clock(self) -> int:
-        """Steps behind us, updates and skipped ones: the number of the last step's batch of samples."""
+        """Steps so far, both taken and skipped: the number of the last step's batch of samples."""
         return self.steps + self.skipped_steps
 
     # -- steps ------------------------------------------------------------------------------------------------------
@@ -151,29 +151,30 @@ class ShardedOptimizer:
     ) -> None:
         """Take one step: average the gradients of all ranks and update the parameters, in place, on every rank.
 
-        The first call makes the optimizer state, and all copies of parameters those of data rank 0, of tensor rank 0
-        and of the stages that own ties.  With
-        ``auto_sync_gradients=False`` it only adds this rank's gradient to those before, without communication from the
-        second call on, and `synchronize_optimizer_state` takes the step.  Under ZeRO-2 and 3 a backward pass may wait
-        for the other ranks: call this before any other collective.
+        The first call creates the optimizer state.  It also sets all copies of parameters to those of data rank 0,
+        tensor rank 0 and the stages that own ties.  With ``auto_sync_gradients=False`` a call only adds this rank's
+        gradient to the earlier ones, without communication from the second call on, and `synchronize_optimizer_state`
+        takes the step.  Under ZeRO-2 and 3 a backward pass may wait for the other ranks: call `step` before any other
+        collective.
 
         Parameters
         ----------
         parameters : 1-D array or FlatParameters
             The current parameters, float32 or float64, the same on every rank.
         gradients : 1-D array
-            This rank's gradient, of the shape, dtype and device of `parameters`, times `loss_scale`; used as the buffer
-            of the reduction, so that its content is undefined afterwards.  A FlatParameters brings its own.
+            This rank's gradient, of the shape, dtype and device of `parameters`, times `loss_scale`.  The reduction
+            uses the array as its buffer, so that its content is undefined afterwards.  A FlatParameters has its own
+            gradients.
         count : float, optional
-            What to divide the sum of all ranks' gradients by, the same on all ranks: the global number of samples where
-            gradients are sums over samples.  Default: the number of data-parallel ranks, for the mean of theirs.
-            A call that only adds does not use it.
+            The divisor of the sum of all ranks' gradients, the same on all ranks: the global number of samples where
+            gradients are sums over samples.  Default: the number of data-parallel ranks, which gives the mean over
+            ranks.  A call that only adds does not use it.
 
         Raises
         ------
         ValueError, TypeError
-            On every rank if any rank's arguments do not fit, or differ between ranks, or if rules or configurations do;
-            nothing has changed then.
+            On every rank, if any rank's arguments are invalid, or if arguments, rules or configurations differ between
+            ranks.  Nothing has changed then.
         FloatingPointError
             On every rank if any gradient is NaN or infinite (see `nonfinite_gradients`); parameters and state are
             unchanged.
@@ -181,7 +182,7 @@ class ShardedOptimizer:
         automatic = self.config.auto_sync_gradients
         synchronized = isinstance(parameters, FlatParameters) and parameters.gradients.reduced
         if self._parameters is parameters and gradients is None and not synchronized:
-            # A rank that ran no backward pass catches up with the reductions the others have started in theirs.
+            # The other ranks have started reductions in their backward pass; a rank without one starts them here.
             self._strategy.buckets.end_pass(last=automatic)
         named, problem = self._checked(parameters, gradients, count)
         if automatic or synchronized or self._parameters is None:
@@ -206,18 +207,18 @@ class ShardedOptimizer:
     def synchronize_optimizer_state(self) -> None:
         """Bring all ranks to one state.
 
-        With ``auto_sync_gradients=False`` this takes the one step that the accumulated gradients stand for: along
-        their mean over all calls of `step` on all data ranks, of which a rank may have made more than another.
-        Otherwise ranks agree already; parameters and state of which several ranks keep copies are copied again from
-        data rank 0, tensor rank 0 and the stages that own ties, which mends copies that something else has changed.
+        With ``auto_sync_gradients=False`` this takes one step along the mean of the accumulated gradients, over all
+        calls of `step` on all data ranks; ranks may differ in their number of calls.  Otherwise ranks agree already.
+        Parameters and state with copies on several ranks are then copied again from data rank 0, tensor rank 0 and the
+        stages that own ties, which repairs copies that other code has changed.
         """
-        told = self.world.allgather_object((self._parameters is not None, self.settings.fingerprint))
-        unbound = [rank for rank, (bound, _) in enumerate(told) if not bound]
+        states = self.world.allgather_object((self._parameters is not None, self.settings.fingerprint))
+        unbound = [rank for rank, (bound, _) in enumerate(states) if not bound]
         if unbound:
-            if len(unbound) < len(told):
+            if len(unbound) < len(states):
                 raise ValueError(f"ranks {unbound} have not called step() yet")
             return
-        if len(set(told)) > 1:
+        if len(set(states)) > 1:
             raise differing(self.world, self.settings.by_name())
         calls = self._calls()
         if calls:
@@ -239,10 +240,10 @@ class ShardedOptimizer:
         resume: bool = False,
         record: RunRecord | None = None,
     ) -> OptimizationResult[P]:
-        """Minimise a problem: take its steps, or go on with a run that has taken some.
+        """Minimise a problem: take its steps, or continue a run that has taken some.
 
-        As with the optimizers of PyTorch, another call goes on with the state that the one before has left: slots,
-        steps, and with them the learning rate's schedule and the samples that come next.  That is said once.  A new
+        As with the optimizers of PyTorch, another call continues with the state of the previous one: slots and steps,
+        and hence the position in the learning rate's schedule and in the samples.  A message reports this once.  A new
         optimizer starts afresh.
 
         Parameters
@@ -253,15 +254,16 @@ class ShardedOptimizer:
         progress : bool
             Show progress on stderr of rank 0.
         checkpoints : Checkpoints, optional
-            Save there as ``checkpoints.every`` says, and after the last step.
+            Save checkpoints there every ``checkpoints.every`` steps, and after the last step.
         resume : bool
-            Go on from the newest whole one of `checkpoints`, at whatever number of ranks and in whatever layout it was
-            written, or begin if there is none: with its parameters and state, at its step, with its samples.  The steps
-            of the run before count as steps of this one, and its losses come first in `loss_history`: NaN if another
-            loop wrote the checkpoint without.  A run that had reached its steps or its tolerance takes no more.  The
-            learning rate and the other settings are those of this optimizer's rule, and which differ is said.
+            Continue from the newest complete checkpoint of `checkpoints`, with its parameters and state, at its step
+            and its position in the samples; start a new run if there is none.  The number of ranks and the layout may
+            differ from those that wrote it.  Steps of the earlier run count as steps of this one, and its losses come
+            first in `loss_history`, as NaN if the loop that wrote the checkpoint saved no losses.  A run that had
+            reached its number of steps or its tolerance takes no more steps.  The learning rate and the other settings
+            are those of this optimizer's rule; a message names those that differ from the checkpoint's.
         record : RunRecord, optional
-            Write there how the run goes, for ``mpishard plot`` and others.
+            Write the course of the run there, for ``mpishard plot`` and other tools.
 
         Returns
         -------
@@ -271,8 +273,8 @@ class ShardedOptimizer:
         ------
         ValueError
             On every rank and before the first step, if the problem or the settings differ between ranks, nothing would
-            stop the loop, checkpoints cannot hold `facts`, or the checkpoint is of other tensors, another rule or other
-            samples.
+            stop the loop, checkpoints cannot hold the `facts`, or the checkpoint has other tensors, another rule or
+            other samples.
         """
         check_problem(problem)
         self.begin_run()
@@ -281,18 +283,18 @@ class ShardedOptimizer:
         )
 
     def begin_run(self) -> None:
-        """Make the state of all ranks one before `optimize` takes steps.  Collective."""
+        """Bring all ranks to one state before `optimize` takes steps.  Collective."""
 
     def bind(self, parameters: FlatParameters) -> Strategy:
-        """Make the state for these parameters, or go on with them where it is made; `step` does this by itself.
+        """Create the state for these parameters, or attach them to existing state; `step` does this by itself.
 
-        Collective at the first call, which makes all copies of the parameters alike.
+        Collective at the first call, which makes all copies of the parameters equal.
 
         Raises
         ------
         ValueError
-            If they are not laid out for this mesh, or not those that the state is of; on all ranks at the first call,
-            and there also if rules or configurations differ between ranks.
+            If the parameters are not laid out for this mesh, or do not match the state.  At the first call on all
+            ranks, also if rules or configurations differ between ranks.
         """
         problem = None
         try:
@@ -325,12 +327,25 @@ class ShardedOptimizer:
     def update(
         self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "", interrupted: bool = False
     ) -> bool:
-        """Finish the reductions and update with the sum over `count`; False if the step was skipped.
+        """Finish the reductions and update along the summed gradient divided by `count`.
 
-        The rule's learning rate is multiplied by `rate_factor`.  What is NaN or infinite in this rank's loss, in words,
-        counts as such a gradient does.  `interrupted` of any rank is told to all, where they agree in `update`.
+        `step` and training loops call this last.
 
-        `step` and training loops end in this.
+        Parameters
+        ----------
+        count : float
+            As for `step`.
+        rate_factor : float
+            Multiplies the rule's learning rate.
+        nonfinite_loss : str
+            A description of what is NaN or infinite in this rank's loss, if anything is; it counts as a NaN gradient.
+        interrupted : bool
+            Whether this rank was interrupted; all ranks learn of it if they agree in `update` (`agrees_in_update`).
+
+        Returns
+        -------
+        bool
+            False if the step was skipped.
         """
         assert self._parameters is not None
         strategy, config = self._strategy, self.config
@@ -367,12 +382,12 @@ class ShardedOptimizer:
 
     @property
     def gradient_bytes(self) -> int:
-        """Most bytes of gradient memory that the optimizer held on this rank.  Not collective."""
+        """Peak bytes of the optimizer's gradient memory on this rank.  Not collective."""
         return self._strategy.gradient_bytes if self._parameters is not None else 0
 
     def serialize(self) -> bytes:
-        """The whole state as an HDF5 image, the same bytes on every rank, for `deserialize` in any layout."""
-        from mpishard.data_parallel import state_file  # with h5py, which no other method needs
+        """The whole state as an HDF5 file image, the same bytes on every rank; `deserialize` reads it in any layout."""
+        from mpishard.data_parallel import state_file  # imports h5py, which only this method and `deserialize` need
 
         if self._parameters is None:
             if self._restored is not None:
@@ -382,15 +397,15 @@ class ShardedOptimizer:
         return state_file.encode(self._whole_state(self._parameters))
 
     def deserialize(self, data: bytes) -> None:
-        """Take over the state that `serialize` returned, from this or another number of ranks, mesh or strategy.
+        """Restore the state that `serialize` returned, from this or another number of ranks, mesh or strategy.
 
-        Before the first step the names and shapes of the parameters are not known yet; they are compared then.
+        Before the first step the names and shapes of the parameters are unknown; the first step compares them.
 
         Raises
         ------
         ValueError, TypeError
-            On every rank if the bytes of any are truncated, damaged, foreign, of another rule or of other parameters,
-            or if ranks have different ones; the optimizer is as it was.
+            On every rank, if any rank's bytes are truncated, damaged, of another format, of another rule or of other
+            parameters, or if ranks have different bytes.  The optimizer is unchanged then.
         """
         from mpishard.data_parallel import state_file
 
@@ -402,8 +417,8 @@ class ShardedOptimizer:
                 state.check_parameters(self._parameters.specs, self._parameters.dtype)
         except (ValueError, TypeError) as error:
             problem = error
-        told = None if state is None else state_file.told(state, data)
-        self.settings.agree(told, problem, what="settings and state")
+        further = None if state is None else state_file.told(state, data)
+        self.settings.agree(further, problem, what="settings and state")
         assert state is not None
         self.tell_of_changes({"rule.json": state.configuration})
         self.steps, self.skipped_steps = state.steps, state.skipped_steps
@@ -415,14 +430,14 @@ class ShardedOptimizer:
             self._prepare_step()
 
     def prepare_save(self) -> None:
-        """Make the state one that can be saved, or go on on other ranks: no rank has anything that only it needs.
+        """Prepare the state for a save or for a move to other ranks: no rank keeps anything that only it needs.
 
-        Call it before `run_state` where that is for a save.  Collective.
+        Call this before `run_state` when saving.  Collective.
 
         Raises
         ------
         ValueError
-            On every rank, if a backward pass has begun to send compressed gradients of which no step was taken.
+            On every rank, if a backward pass has begun to send compressed gradients and no step has used them yet.
         """
         if self._parameters is not None and self._strategy.compressed is not None:
             compressed, problem = self._strategy.compressed, None
@@ -435,7 +450,7 @@ class ShardedOptimizer:
             compressed.fold()
 
     def resync(self) -> None:
-        """Make alike what should be alike on all ranks, after they have moved.  Collective."""
+        """Make all copies equal again after the mesh has moved to other ranks.  Collective."""
 
     @property
     def synchronizes_next_step(self) -> bool:
@@ -444,13 +459,13 @@ class ShardedOptimizer:
 
     @property
     def agrees_in_update(self) -> bool:
-        """Whether all ranks agree on something in each update.  The same on all ranks."""
+        """Whether each update contains an agreement of all ranks.  The same on all ranks."""
         config = self.config
         return config.nonfinite_gradients != "ignore" or config.max_gradient_norm is not None or self.measure_norm
 
     @property
     def interrupted(self) -> bool:
-        """Whether any rank was interrupted, by the last update; the same on all ranks if they agree in it."""
+        """Whether any rank was interrupted, as of the last update; the same on all ranks if `agrees_in_update`."""
         return self._inspection.interrupted
 
     @property
@@ -459,7 +474,7 @@ class ShardedOptimizer:
         return self.config.compressor is not None
 
     def run_state(self) -> RunState:
-        """What the run needs to go on: the live arrays, and the numbers.  Not collective.
+        """The state that the run needs to continue: the live arrays, and the numbers.  Not collective.
 
         Raises
         ------
@@ -472,31 +487,31 @@ class ShardedOptimizer:
 
     @property
     def further_facts(self) -> dict[str, Any]:
-        """What `run_state` tells besides what all optimizers do."""
+        """Facts in `run_state` besides those that every optimizer has."""
         return {}
 
     @property
     def further_settings(self) -> dict[str, Any]:
-        """What decides its steps besides the rule and the configuration."""
+        """Settings that decide the steps besides the rule and the configuration."""
         return {}
 
     def check_facts(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError unless this optimizer can go on with the state that these facts belong to."""
+        """Raise ValueError unless this optimizer can continue from the state that these facts describe."""
         check_rule(self.rule, facts.get("rule", "none"), names_fact(facts, "slots.json"))
         check_numbers(facts)
 
     def changed_numbers(self, facts: Mapping[str, Any]) -> list[str]:
-        """Which settings of the rule are others than in these facts, in words."""
+        """Descriptions of the rule's settings that differ from these facts."""
         return changed_numbers(self.rule, facts.get("rule.json"))
 
     def tell_of_changes(self, facts: Mapping[str, Any]) -> None:
-        """Say on rank 0 which settings of the rule are others than those that the state was saved with."""
+        """Report on rank 0 the settings of the rule that differ from those in the saved state."""
         changed = self.changed_numbers(facts)
         if changed and self.mesh.rank == 0:
             log.inform(f"the saved state goes on with {', '.join(changed)}")
 
     def tell_of_state(self) -> None:
-        """Say on rank 0, the first time only, that a run does not start afresh."""
+        """Report on rank 0, the first time only, that a run does not start afresh."""
         if self.mesh.rank == 0 and not self._told:
             log.inform(
                 f"this optimizer goes on after the {self.clock} steps that it has taken, with its state, the learning "
@@ -505,7 +520,7 @@ class ShardedOptimizer:
         self._told = True
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Go on from these facts of `run_state`, once its arrays are filled.  Not collective."""
+        """Continue from these facts of `run_state`, once its arrays are filled.  Not collective."""
         assert self._parameters is not None
         self.steps, self.skipped_steps = int(facts["steps"]), int(facts["skipped_steps"])
         self.gradient_norm = float(facts.get("gradient_norm", math.nan))
@@ -519,16 +534,16 @@ class ShardedOptimizer:
             self._parameters.sharded.drop()
 
     def rebuild_state(self, parameters: FlatParameters) -> None:
-        """Begin with new state for its parameters on the mesh as it is now, which has moved to other ranks.
+        """Create new state for the parameters after the mesh has moved to other ranks.
 
-        The arrays that `run_state` told before stay as they are.  Collective.
+        Arrays of an earlier `run_state` stay unchanged.  Collective.
         """
         self._parameters = None
         parameters.renew()
         self.bind(parameters)
 
     def abandon(self) -> None:
-        """Let go of reductions that can never end, since a rank has died.  Not collective."""
+        """Drop pending reductions, which cannot finish after a rank has died.  Not collective."""
         if self._parameters is not None:
             self._strategy.abandon()
 
@@ -552,7 +567,7 @@ class ShardedOptimizer:
         fill_errors(self._strategy, state.others)
 
     def _whole_state(self, parameters: FlatParameters) -> State:
-        """All of the state, on every rank.  Collective."""
+        """The whole state, on every rank.  Collective."""
         return State(
             rule=type(self.rule).__name__,
             configuration=self.rule.configuration(),
@@ -566,7 +581,7 @@ class ShardedOptimizer:
         )
 
     def _prepare_step(self) -> None:
-        """Let those who make and sum the gradients of the next step know what it takes."""
+        """Set the loss scale of the parameters, and the compression of the strategy, for the next step."""
         assert self._parameters is not None
         self._parameters.loss_scale = self.loss_scale
         self._strategy.compresses = self.steps >= self.config.compress_after
@@ -580,17 +595,17 @@ class ShardedOptimizer:
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def _who_agrees(self) -> Axis | ModelParallelGroup:
-        """The ranks that must agree on the arguments of `step` before it is taken."""
+        """The ranks that compare their arguments of `step` before taking it."""
         return self.world
 
     def _check_state(self, state: State) -> None:
-        """Raise ValueError unless this optimizer can go on with a state."""
+        """Raise ValueError unless this optimizer can continue from a state."""
         check_rule(self.rule, state.rule, state.slots)
 
     def _checked(
         self, parameters: Array | FlatParameters, gradients: Array | None, count: float | None
     ) -> tuple[FlatParameters | None, Exception | None]:
-        """The parameters by name, or what is wrong with this rank's arguments of `step`."""
+        """The arguments of `step` as FlatParameters, or None and the error in this rank's arguments."""
         named = parameters if isinstance(parameters, FlatParameters) else None
         try:
             if named is None:
@@ -608,13 +623,13 @@ class ShardedOptimizer:
                 check_no_gradients(parameters)
             check_count(count)
             self._check_model(named)
-            self.rule.learning_rate(self.steps + 1)  # a schedule that fails shall fail before anything changes
-        except Exception as error:  # whatever it is, all ranks hear of it
+            self.rule.learning_rate(self.steps + 1)  # a schedule that raises must do so before anything changes
+        except Exception as error:  # of any kind: all ranks must learn of it
             return None, error
         return named, None
 
     def _check_model(self, parameters: FlatParameters) -> None:
-        """Raise unless this optimizer can go on with these parameters."""
+        """Raise unless this optimizer can train these parameters."""
         check_layout(parameters, self.mesh, self.strategy)
         was = self._parameters
         if was is not None and was is not parameters:
@@ -624,22 +639,22 @@ class ShardedOptimizer:
         check_reducer(parameters, None if was is None else self._strategy.buckets)
 
     def _calls(self) -> int:
-        """Calls of `step` that only accumulated, on all data ranks together since the last update."""
+        """Number of calls of `step` that only accumulated since the last update, over all data ranks."""
         if self.config.auto_sync_gradients:
             return 0
         calls = int(self.axis.all_reduce(np.array([self._passes]), label="control")[0])
         if self.axis.size < self.world.size:
-            told = self.world.allgather_object(calls)
-            if len(set(told)) > 1:
-                raise ValueError(f"tensor and pipeline ranks must call step() equally often; calls by rank: {told}")
+            by_rank = self.world.allgather_object(calls)
+            if len(set(by_rank)) > 1:
+                raise ValueError(f"tensor and pipeline ranks must call step() equally often; calls by rank: {by_rank}")
         return calls
 
     def _check_copies(self) -> None:
-        """Debug: raise on all ranks if copies of parameters are no longer the same."""
+        """Debug mode: raise on all ranks if copies of parameters differ."""
         check_copies(self._strategy.replicas, self.steps)
 
     def _gradients_are_usable(self, divisor: float) -> bool:
-        """Agree on whether to take the step, and find the gradient's norm where it is wanted."""
+        """Agree on whether to take the step; compute the gradient's norm if clipping or `measure_norm` needs it."""
         mode, limit = self.config.nonfinite_gradients, self.config.max_gradient_norm
         self.gradient_norm = math.nan
         measure = limit is not None or self.measure_norm
