@@ -1,9 +1,9 @@
-"""Workers that go their own ways, and what they come to on average.
+"""Averages of the parameters of workers that take steps by themselves.
 
-The *anchor* is where all workers were when they last agreed.  Each has since moved on by itself; the mean over workers
-of ``anchor - parameters`` is a gradient for the anchor, along which an outer rule moves it (Douillard et al., "DiLoCo",
-2023, algorithm 1).  Without one the anchor becomes the mean of the workers (Stich, "Local SGD converges fast and
-communicates little", 2019).
+The *anchor* holds the parameters of the last average, which were the same on all workers.  Each worker has since taken
+its own steps.  The mean of ``anchor - parameters`` over the workers serves as a gradient for the anchor, and an outer
+rule moves the anchor along it (Douillard et al., "DiLoCo", 2023, algorithm 1).  Without an outer rule the anchor
+becomes the mean of the workers (Stich, "Local SGD converges fast and communicates little", 2019).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from mpishard.parameters.gradient_buckets import Bucket
 
 Array = Any
 
-_MEAN = SGD(lr=1.0)  # along the mean distance from the anchor: to the mean
+_MEAN = SGD(lr=1.0)  # a full step along the mean difference from the anchor ends at the mean
 
 
 @arrays.elementwise
 def _lag(out, anchor, own, /, workers):  # type: ignore[no-untyped-def]
-    """``out = (anchor - own) / workers``: a term of the mean, whatever their number is later"""
+    """``out = (anchor - own) / workers``: this worker's term of the mean; the number of workers is that of the start"""
     out = (anchor - own) / workers
     return out
 
@@ -47,22 +47,22 @@ def _follow(own, anchor, then, /):  # type: ignore[no-untyped-def]
 
 
 class LocalUpdates(DataParallel):
-    """Every data coordinate is a worker, which updates its own copy of the model by its own gradient.
+    """Every data coordinate is a worker, which updates its own copy of the model with its own gradient.
 
-    With sums by nodes the data ranks of a node are one worker, and sum their gradients every step.  What `start` sums,
-    over all workers, are differences from the anchor.
+    With sums by nodes, the data ranks of a node form one worker and sum their gradients every step.  `start` sums
+    differences from the anchor, over all workers.
 
     Attributes
     ----------
     workers : int
-        How many there are.
+        Number of workers.
     """
 
     errors_kind = AVERAGE_ERRORS
 
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
         super().__init__(config, parameters)
-        # Of the ranks of a node each has the whole gradient of the worker: they need not ask each other.
+        # Each rank of a node has the worker's whole gradient, so that the ranks of a node need no agreement.
         self.team = ModelParallelGroup(self.mesh)
         self._within = None if self.hierarchical is None else self.hierarchical.within
         self.workers: int = self.axis.size // (1 if self._within is None else self._within.size)
@@ -92,14 +92,14 @@ class LocalUpdates(DataParallel):
         self.hierarchical.complete(arrived, compresses=True, shared=True)
 
     def error_scale(self, loss_scale: float) -> float:
-        """Errors are of parameters, whose gradients are divided by the loss scale before they move."""
+        """1: the errors are differences of parameters, which contain no loss scale."""
         return 1.0
 
     def keep_errors(self) -> None:
-        """A step of a worker sends nothing, so nothing was left of it."""
+        """Do nothing: a worker's own step compresses nothing."""
 
     def keep_bucket(self, bucket: Bucket) -> None:
-        """An average is taken in, and what compression has left of it goes into the next."""
+        """After an average of a bucket, keep what compression left out of it; the next average sends it."""
         if self.hierarchical is not None:
             self.hierarchical.keep_bucket(bucket)
         elif self.compressed is not None:
@@ -107,15 +107,17 @@ class LocalUpdates(DataParallel):
 
     @cached_property
     def counted_parts(self) -> list[Part]:
-        specs, place = self.parameters.specs, self.parameters.place
-        return [part for part in self.owned_parts if place.counts(specs[part.tensor])]
+        specs, model_rank = self.parameters.specs, self.parameters.place
+        return [part for part in self.owned_parts if model_rank.counts(specs[part.tensor])]
 
 
 @dataclass
 class _Round:
-    """One part on its way to its average: begun after step `begun`, with what had gone wrong on this rank by then.
+    """The pending average of one part.
 
-    `then` are the parameters of that step, bucket by bucket.
+    It started after step `begun`.  `problem` is this rank's error up to then, and `trouble` the request that finds out
+    whether any rank has one.  `sums` has, for each bucket, the difference from the anchor and the request that sums it.
+    `then` has the parameters of step `begun`, bucket by bucket.
     """
 
     part: int
@@ -127,26 +129,26 @@ class _Round:
 
 
 class Averages:
-    """The anchor of one model, and the averages of its parts that are under way.
+    """The anchor of one model, and the pending averages of its parts.
 
-    Methods are collective over the data axis unless they say otherwise.
+    Methods are collective over the data axis unless their docstrings say otherwise.
 
     Parameters
     ----------
     strategy : LocalUpdates
     outer : Rule or None
-        Moves the anchor; by default it goes to the mean.
+        Moves the anchor; without it the anchor becomes the mean.
     parts : int
-        Into how many parts the buckets are dealt out.
+        Number of parts into which the buckets are divided.
     lasting : bool
-        Whether workers may move on between the start of an average and its end.
+        Whether workers may take steps between the start of an average and its end.
 
     Attributes
     ----------
     slots : dict of 1-D arrays
         State of the outer rule, in flat order; the same on all workers.
     steps : list of int
-        Steps that the anchor has taken, by part.
+        Steps that the anchor has taken, for each part.
     """
 
     def __init__(self, strategy: LocalUpdates, outer: Rule | None, parts: int, lasting: bool) -> None:
@@ -157,7 +159,7 @@ class Averages:
         self._parts = [strategy.buckets.buckets[part::parts] for part in range(parts)]
         self._anchor = arrays.empty(parameters.size, parameters.dtype, like=parameters.like)
         self._rounds: list[_Round] = []
-        self._begun = [0] * parts  # after which step the last average was
+        self._begun = [0] * parts  # for each part, the step after which its last average started
         self.slots: dict[str, Array] = make_slots(rule, parameters.size, parameters.dtype, like=parameters.like)
         self.steps: list[int] = [0] * parts
 
@@ -167,25 +169,25 @@ class Averages:
         return sum(int(array.nbytes) for array in (self._anchor, *self.slots.values()))
 
     def begin(self) -> None:
-        """All workers are at one place: the anchor.  Not collective."""
+        """Set the anchor to the parameters, which are the same on all workers now.  Not collective."""
         self._anchor[...] = self._strategy.parameters.flat
         self._begun = [0] * len(self._parts)
 
     def lacks(self, part: int, now: int) -> bool:
-        """Whether workers differ after step `now`, once all that was begun is taken in.  Not collective."""
+        """Whether workers still differ in a part after step `now` and all pending averages.  Not collective."""
         return self._begun[part] < now
 
     def ends(self, latest: int) -> bool:
-        """Whether one is under way that was begun after step `latest` or before.  Not collective."""
+        """Whether an average is pending that started after step `latest` or before.  Not collective."""
         return any(each.begun <= latest for each in self._rounds)
 
     def start(self, part: int, now: int, problem: Exception | None) -> None:
-        """Start to average a part as it is now, after step `now`.
+        """Start the average of a part, after step `now`.
 
         Parameters
         ----------
         problem : Exception or None
-            What this rank wants all to hear of when the average is taken in.
+            This rank's error; all ranks learn of it when the average finishes.
         """
         strategy, flat = self._strategy, self._strategy.parameters.flat
         trouble = np.array([problem is not None], np.int64)
@@ -201,22 +203,22 @@ class Averages:
         self._begun[part] = now
 
     def progress(self) -> None:
-        """Let MPI move what is under way, which it does only while it is called.  Not collective."""
+        """Let MPI progress the pending averages; it moves data only while it is called.  Not collective."""
         for each in self._rounds:
             for _, _, transfer in each.sums:
                 transfer.test()
 
     def take_in(self, now: int, latest: int) -> tuple[int | None, bool, Exception | None]:
-        """Move the anchor, and with it each worker, by the averages that were begun after step `latest` or before.
+        """Finish the averages that started after step `latest` or before; move the anchor and the workers by them.
 
         Returns
         -------
         staleness : int or None
-            How many steps before `now` the last of them was begun; None if there was none.
+            Steps between the start of the last of these averages and `now`; None if there was none.
         trouble : bool
-            Whether a worker told of a problem.
+            Whether any worker reported a problem.
         problem : Exception or None
-            This rank's own.
+            This rank's own problem.
         """
         due = [each for each in self._rounds if each.begun <= latest]
         self._rounds = [each for each in self._rounds if each.begun > latest]
@@ -246,14 +248,14 @@ class Averages:
                 _follow(own, anchor, then)
 
     def discard(self) -> None:
-        """Wait for what is under way, and take none of it in: all state is replaced by another."""
+        """Wait for the pending averages and drop their results, because other state replaces all of it."""
         for each in self._rounds:
             for pending in (each.trouble, *(transfer for _, _, transfer in each.sums)):
                 pending.wait()
         self._rounds.clear()
 
     def abandon(self) -> None:
-        """Let go of averages that can never end, since a rank has died.  Not collective."""
+        """Drop pending averages, which cannot finish after a rank has died.  Not collective."""
         for each in self._rounds:
             for pending in (each.trouble, *(transfer for _, _, transfer in each.sums)):
                 pending.abandon()

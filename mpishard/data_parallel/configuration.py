@@ -16,7 +16,7 @@ NONFINITE = ("raise", "skip", "ignore")
 
 
 class ConfigurationOptions(TypedDict, total=False):
-    """Settings of a `ShardingConfiguration` by name, for those who hand them on."""
+    """Settings of a `ShardingConfiguration` by name, for functions that pass them on."""
 
     auto_sync_gradients: bool
     minimum_parameter_group_size: int
@@ -39,52 +39,54 @@ class ShardingConfiguration:
     Parameters
     ----------
     mesh : Mesh
-        Where it runs; gradients are reduced over ``mesh.data``, after the copies of a parameter on other axes.
+        The mesh of the run.  Gradients are reduced over copies of a parameter on other axes, then over ``mesh.data``.
     auto_sync_gradients : bool
-        True: every `step` reduces gradients and updates.  False: `step` only adds this rank's gradient to what is
-        there, with no communication, until `synchronize_optimizer_state` (or a model's `synchronize_gradients`).
+        True: every `step` reduces gradients and updates.  False: `step` only adds this rank's gradient to the earlier
+        ones, with no communication, until `synchronize_optimizer_state` (or a model's `synchronize_gradients`).
     minimum_parameter_group_size : int
-        Least number of elements in a communication bucket: consecutive tensors travel together until there are that
-        many.  Large buckets cost fewer messages, small ones can travel earlier.
+        Minimum number of elements in a communication bucket; consecutive tensors form a bucket once they have as many.
+        Large buckets need fewer messages, small buckets can be sent earlier.
     overlap_communication : bool
         Reduce a bucket while the backward pass still computes the next ones.  Both settings give the same bits.
     max_gradient_norm : float, optional
         Scale the averaged gradient down to this global 2-norm where it is larger.
     nonfinite_gradients : {"raise", "skip", "ignore"}
-        What all ranks do if a gradient is NaN or infinite on any of them, or in `optimize` a loss: raise
-        FloatingPointError that names tensor or samples and rank, leave parameters and state as they are and count the
-        step as skipped, or go on.
+        What all ranks do if a gradient is NaN or infinite on any rank, or in `optimize` a loss.  "raise": raise
+        FloatingPointError with the tensor or samples, and the rank.  "skip": leave parameters and state unchanged and
+        count the step as skipped.  "ignore": take the step.
     loss_scale : float or "dynamic", optional
-        Gradients arrive multiplied by this, so that small ones survive half precision: models multiply the gradient of
-        their loss by ``parameters.loss_scale``, whose effect the optimizer divides out.  "dynamic": 2**16 at first;
-        where a gradient overflows on any rank all skip the step and it halves, after 2000 steps without it doubles.
-        What overflows at 1 still is treated as `nonfinite_gradients` says.
+        Factor on the gradients, so that small ones survive half precision.  Models multiply the gradient of their loss
+        by ``parameters.loss_scale``, and the optimizer divides by it.  "dynamic": starts at 2**16; if a gradient
+        overflows on any rank, all ranks skip the step and the factor halves; after 2000 steps without an overflow it
+        doubles.  `nonfinite_gradients` decides about overflows at a factor of 1.
     reproducible : bool
-        Sum gradients over the data axis along a fixed binary tree over the step's micro-batches, which are the same on
-        any number of ranks.  A run of `optimize` then gives the same bits, parameters and losses, on any number of data
-        ranks, under DDP and ZeRO-1 to 3 and with any MPI, if its function does so for one micro-batch.  For that, BLAS
-        gets one thread a rank unless the environment says otherwise, and a problem without ``micro_batch_size`` has 16
-        micro-batches.  In a loop of one's own, `step` takes each rank's gradient as one micro-batch: the same bits on
-        the same number of ranks, with any MPI.  Sums inside a data coordinate, over tensor ranks and over the stages of
-        a tie, stay the MPI's own: the same bits on the same tensor and pipeline sizes where it adds alike, as it must
-        with two ranks.  What a model makes of one micro-batch, as a pipeline does, adds up as it comes.
+        Sum gradients over the data axis along a fixed binary tree over the step's micro-batches, which do not depend on
+        the number of ranks.  A run of `optimize` then gives the same bits, in parameters and losses, on any number of
+        data ranks, under DDP and ZeRO-1 to 3 and with any MPI, provided that its function gives the same bits for one
+        micro-batch.  For that, BLAS gets one thread per rank unless the environment says otherwise, and a problem
+        without ``micro_batch_size`` has 16 micro-batches.  In a training loop of your own, `step` counts each rank's
+        gradient as one micro-batch, which gives the same bits on the same number of ranks, with any MPI.  MPI still
+        does the sums within a data coordinate, over tensor ranks and over the stages of a tie: they give the same bits
+        for the same tensor and pipeline sizes if that MPI always adds in one order, as it must with two ranks.
+        Gradients that a model computes within one micro-batch, as a pipeline does, are added as they come.
     enable_gradient_compression : bool
-        Send gradients over the data axis compressed, with error feedback: DDP, ZeRO-1 and ZeRO-2.  What is left over is
-        state: a save or a resize hands it to the ranks that own it, uncompressed, and so takes the time of about half a
-        step without compression.  A death in an elastic run may lose it.
+        Send gradients over the data axis compressed, with error feedback: DDP, ZeRO-1 and ZeRO-2.  The remaining
+        errors are state.  A save or a resize sends them uncompressed to the ranks that own them, which takes about half
+        the time of a step without compression.  A death in an elastic run may lose them.
     gradient_compressor : PieceCompressor or PowerSGDCompressor, optional
-        What compresses them, of `mpishard.compression`; given, it is used.  Default: `Int8Compressor`.
+        A compressor of `mpishard.compression`; setting one enables compression.  Default: `Int8Compressor`.
     compress_after : int
-        Updates that send gradients as they are before compression begins.  Rules that divide by the size of gradients
-        need them: what a compressor sends is rare and large, or the same for all of a block, until it has sent enough.
-        Not for `LocalSGDOptimizer`, where compression comes after the rule.
+        Number of updates that send uncompressed gradients before compression begins.  Rules that divide by the size of
+        gradients need them: at first a compressor sends rare and large values, or one value for a whole block.  No
+        effect on `LocalSGDOptimizer`, which compresses after the rule.
     hierarchical : bool or int
-        Sum by nodes, so that gradients cross the network once a node, compressed only there: DDP and Local SGD, where
-        all nodes have equally many data ranks, and more than one.  A number: so many neighbours on the data axis count
-        as a node, such as those on one socket.  `PowerSGDCompressor` sums what little there is over all ranks at once.
+        Sum within nodes first, so that gradients cross the network once per node, and compress only between nodes.  For
+        DDP and Local SGD, if all nodes have equally many data ranks, and more than one.  A number: groups of so many
+        neighbours on the data axis, such as the ranks of one socket, count as nodes.  `PowerSGDCompressor` sums its
+        small factors over all ranks at once.
     sync_every : int
-        Steps between two averages of `LocalSGDOptimizer`, unless it is given another number; above 1, `as_distributed`
-        makes that of a rule.
+        Steps between two averages of `LocalSGDOptimizer`, unless its own argument is given.  If above 1,
+        `as_distributed` turns a rule into a `LocalSGDOptimizer`.
     """
 
     mesh: Mesh
@@ -154,28 +156,29 @@ class ShardingConfiguration:
 
     @property
     def compressor(self) -> PieceCompressor | PowerSGDCompressor | None:
-        """What makes gradients smaller on their way, if anything does."""
+        """The compressor of the gradients, or None without compression."""
         if self.gradient_compressor is not None:
             return self.gradient_compressor
         return Int8Compressor() if self.enable_gradient_compression else None
 
     def describe(self, parameters: FlatParameters | int | None = None) -> str:
-        """What will happen with gradients, in words.  Not collective.
+        """How gradients will be summed and sent, in words.  Not collective.
 
         Parameters
         ----------
         parameters : FlatParameters or int, optional
-            Of a model, or how many float32 values there are: then also how many bytes a step will cost this rank.
+            The parameters of a model, or a number of float32 values.  With it, the text includes the bytes that a step
+            sends from this rank.
         """
         return "\n".join([*_in_words(self), *_costs(self, parameters)])
 
     def gradient_traffic(self, parameters: FlatParameters | int) -> Traffic:
-        """What one sum of the gradients of these parameters sends under DDP.  Not collective.
+        """Bytes that this rank sends for one sum of the gradients of these parameters under DDP.  Not collective.
 
         Parameters
         ----------
         parameters : FlatParameters or int
-            Of a model, or how many float32 values there are.
+            The parameters of a model, or a number of float32 values.
         """
         return gradient_traffic(
             parameters,
@@ -186,26 +189,26 @@ class ShardingConfiguration:
         )
 
     def settings(self) -> dict[str, Any]:
-        """All but the mesh, as plain values."""
+        """All settings except the mesh, as plain values."""
         plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "mesh"}
         compressor = self.gradient_compressor
         return plain | {"gradient_compressor": None if compressor is None else repr(compressor)}
 
     @classmethod
     def create_for_high_bandwidth(cls, mesh: Mesh, **options: Unpack[ConfigurationOptions]) -> ShardingConfiguration:
-        """For shared memory and fast interconnects.
+        """The preset for shared memory and fast interconnects.
 
-        Gradients are summed every step as they are, in buckets of 2**18 elements, while the backward pass still runs.
+        Gradients are summed every step, uncompressed, in buckets of 2**18 elements, while the backward pass still runs.
         """
         return replace(cls(mesh, minimum_parameter_group_size=2**18), **options)
 
     @classmethod
     def create_for_low_bandwidth(cls, mesh: Mesh, **options: Unpack[ConfigurationOptions]) -> ShardingConfiguration:
-        """For networks that are slower than the model, such as Ethernet, where each message costs.
+        """The preset for networks that are slower than the model, such as Ethernet, where each message is expensive.
 
-        Few messages, in buckets of 2**23 elements after the backward pass; compressed to 8 bits, between nodes only
-        where these have equally many data ranks; and for `LocalSGDOptimizer`, which `as_distributed` makes of a rule
-        with this, every 8 steps.
+        Gradients are sent in few messages, as buckets of 2**23 elements after the backward pass, compressed to 8 bits.
+        If all nodes have equally many data ranks, only the sums between nodes are compressed.  With this preset
+        `as_distributed` turns a rule into a `LocalSGDOptimizer` that averages every 8 steps.
         """
         preset = cls(
             mesh,
@@ -219,7 +222,7 @@ class ShardingConfiguration:
 
     @classmethod
     def of(cls, mesh_or_config: Mesh | ShardingConfiguration) -> ShardingConfiguration:
-        """A configuration as it is, or the default one of a mesh."""
+        """Return a configuration unchanged, or the default configuration of a mesh."""
         if isinstance(mesh_or_config, ShardingConfiguration):
             return mesh_or_config
         if isinstance(mesh_or_config, Mesh):
@@ -228,33 +231,35 @@ class ShardingConfiguration:
 
 
 def _in_words(config: ShardingConfiguration) -> list[str]:
-    """What happens with gradients."""
+    """Sentences on how gradients are summed and sent."""
     axis, compressor = config.mesh.data, config.compressor
     if axis.size == 1:
         return ["One data rank: gradients are not sent."]
     when = "while the backward pass still runs" if config.overlap_communication else "after the backward pass"
-    told = [
+    sentences = [
         f"{axis.size} data ranks sum gradients in buckets of {config.minimum_parameter_group_size:,} elements or more, "
         f"{when}."
     ]
     if not config.auto_sync_gradients:
-        told.append("Steps only add up gradients until synchronize_optimizer_state().")
+        sentences.append("Steps only add up gradients until synchronize_optimizer_state().")
     if config.reproducible:
-        told.append("The sum is taken in an order that does not depend on the number of ranks.")
+        sentences.append("The sum is taken in an order that does not depend on the number of ranks.")
     nodes = nodes_of_data(config.mesh, config.hierarchical)
     if any(nodes) and not isinstance(compressor, PowerSGDCompressor):
-        told.append(f"DDP and Local SGD sum by nodes: within each of the {max(nodes) + 1}, then between them.")
+        sentences.append(f"DDP and Local SGD sum by nodes: within each of the {max(nodes) + 1}, then between them.")
     elif config.hierarchical is not False:
-        told.append("They are summed over all ranks at once" + _why_not_by_nodes(config) + ".")
+        sentences.append("They are summed over all ranks at once" + _why_not_by_nodes(config) + ".")
     if compressor is not None:
         where = " between nodes" if any(nodes) and isinstance(compressor, PieceCompressor) else ""
-        told.append(f"What travels{where} is compressed by {compressor}; what that leaves out goes into later steps.")
+        sentences.append(
+            f"What travels{where} is compressed by {compressor}; what that leaves out goes into later steps."
+        )
     if config.sync_every > 1:
-        told.append(
+        sentences.append(
             f"LocalSGDOptimizer, which as_distributed() makes of a rule, takes {config.sync_every} steps on each rank, "
             "or node, and then averages the parameters in this way."
         )
-    return told
+    return sentences
 
 
 def _why_not_by_nodes(config: ShardingConfiguration) -> str:
@@ -264,7 +269,7 @@ def _why_not_by_nodes(config: ShardingConfiguration) -> str:
 
 
 def _costs(config: ShardingConfiguration, parameters: FlatParameters | int | None) -> list[str]:
-    """What a step sends, where that is known: the sums of a reproducible one depend on its micro-batches."""
+    """Sentences on the bytes of a step; none for a reproducible one, whose bytes depend on its micro-batches."""
     if parameters is None or config.reproducible or config.mesh.data.size == 1:
         return []
     without = gradient_traffic(parameters, config.mesh, config.minimum_parameter_group_size)
@@ -275,8 +280,8 @@ def _costs(config: ShardingConfiguration, parameters: FlatParameters | int | Non
         text += f", {traffic.between_nodes:,} of them to other nodes"
     if traffic != without:
         text += f"; without compression and nodes it would send {without.sent:,}"
-    told = [f"{text}."]
+    sentences = [f"{text}."]
     if config.sync_every > 1:
         sent, where = (traffic.between_nodes, " to other nodes") if traffic.between_nodes else (traffic.sent, "")
-        told.append(f"LocalSGDOptimizer sends {sent / config.sync_every:,.0f} bytes a step{where}.")
-    return told
+        sentences.append(f"LocalSGDOptimizer sends {sent / config.sync_every:,.0f} bytes a step{where}.")
+    return sentences

@@ -1,4 +1,4 @@
-"""Local SGD: workers take steps by themselves, and agree on an average every so many of them."""
+"""Local SGD: each worker takes steps independently; every `sync_every` steps the workers average their parameters."""
 
 from __future__ import annotations
 
@@ -39,61 +39,62 @@ def _divide(total, /, count):  # type: ignore[no-untyped-def]
 
 
 class LocalSGDOptimizer(ShardedOptimizer):
-    """Local SGD and DiLoCo: each worker takes `sync_every` steps by itself, then all take the average.
+    """Local SGD and DiLoCo: each worker takes `sync_every` steps by itself, then all workers take the average.
 
-    A worker is one data coordinate, or with ``hierarchical=True`` in the configuration one node, inside of which
-    gradients are summed every step.  It holds parameters and state whole, as under `DDPOptimizer`, and updates them by
-    the gradient of its own samples; `sync_every` steps send over the data axis what one step of DDP does.
+    A worker is one data coordinate.  With ``hierarchical=True`` in the configuration a worker is one node, whose ranks
+    sum their gradients every step.  A worker holds whole parameters and state, as under `DDPOptimizer`, and updates
+    them with the gradient of its own samples.  `sync_every` steps send as much over the data axis as one step of DDP.
 
     Parameters
     ----------
     rule : Rule
-        Of the workers' steps.  Its state stays with the worker, and is averaged where the state is saved only.
+        The rule of the workers' own steps.  Its state belongs to the worker; only a save averages it over workers.
     config : ShardingConfiguration or Mesh
-        With a compressor, averages travel compressed, with error feedback.
+        With a compressor, averages are sent compressed, with error feedback.
     sync_every : int
-        Steps from one average of a parameter to its next; default that of the configuration if it has one, else 8.
+        Steps between two averages of the same parameter.  Default: `sync_every` of the configuration if it is above 1,
+        else 8.
     outer : Rule, optional
-        Takes a step from where the workers last agreed, along the mean way from there that they have come since; e.g.
-        ``SGD(lr=0.7, momentum=0.9, nesterov=True)`` (Douillard et al., "DiLoCo", 2023).  Default: the workers agree on
+        Takes a step from the parameters of the last average, along the mean of the workers' changes since then; e.g.
+        ``SGD(lr=0.7, momentum=0.9, nesterov=True)`` (Douillard et al., "DiLoCo", 2023).  Default: the workers take
         their mean (Stich, "Local SGD converges fast and communicates little", 2019).
     parts : int
-        Buckets are dealt out into so many parts, which take turns: each is averaged every `sync_every` steps, at steps
-        that are spread evenly over them (Douillard et al., "Streaming DiLoCo", 2025).
+        Number of parts into which the buckets are divided.  Each part is averaged every `sync_every` steps, and the
+        parts' averages are spread evenly over these steps (Douillard et al., "Streaming DiLoCo", 2025).
     delay : int
-        An average is taken in so many steps after it was begun, and travels meanwhile; what a worker has done since is
-        kept.  At most `sync_every`; with ``sync_every=1, delay=1`` averages are one step behind.
+        Steps between the start of an average and its use; it is sent meanwhile, and the worker's updates since the
+        start are kept.  At most `sync_every`; with ``sync_every=1, delay=1`` averages are one step behind.
 
     Attributes
     ----------
     staleness : int
-        How many steps old the last average was when it was taken in.
+        Steps between the start of the last average and its use.
     gradient_norm : float
-        Of this worker's gradient; where `measure_norm` asks for it, the largest of all workers', which costs 8 bytes a
-        step over the data axis.
+        Norm of this worker's gradient.  With `measure_norm` it is the largest norm of all workers, which costs 8 bytes
+        a step over the data axis.
 
     Raises
     ------
     ValueError, TypeError
-        If the numbers do not fit, or the configuration asks for what only optimizers that sum gradients every step can
-        do.  At the first step, on all ranks, if `parts` are more than there are buckets, or ranks differ in these.
+        If a number is invalid, or the configuration has a setting that needs a sum of gradients in every step.  At the
+        first step, on all ranks, if there are fewer buckets than `parts`, or ranks differ in these arguments.
 
     Notes
     -----
-    Between averages no rank waits for another worker, but in elastic runs, whose steps all agree on.  Nor does it in
-    `step`, whose arguments are compared inside a worker then, and over all ranks where an average without delay
-    follows.  A worker that refuses its arguments in between raises alone, unchanged; the others wait for it at the next
-    average, so it must repeat the call or the job end.
+    Between averages no rank waits for another worker, except in elastic runs, where all ranks agree on every step.
+    `step` compares its arguments within a worker between averages, and over all ranks in a step that starts an average
+    without delay.  A worker that rejects its arguments between averages raises alone and is unchanged.  The other
+    workers wait for it at the next average, so either it repeats the call or the job must end.
 
-    Clipping, NaN checks and a dynamic loss scale are the worker's own too.  One with a NaN gradient leaves its step
-    out.  With ``nonfinite_gradients="raise"`` all ranks then raise FloatingPointError once the next average has been
-    taken in: they can go on from there.
+    Each worker also clips, checks for NaN and adjusts a dynamic loss scale by itself.  A worker with a NaN gradient
+    skips its step.  With ``nonfinite_gradients="raise"`` all ranks raise FloatingPointError after the next average;
+    they can continue from there.
 
-    Saving, `serialize` and `synchronize_optimizer_state` bring all workers to one state first: what is under way is
-    taken in, the rest is averaged, the workers' state as well (where they have skipped steps, the most that one has
-    counts for all), and steps until the next average count from there.  `OptimizationProblem` does so at its end.  A
-    run that goes on and one that is resumed from there take the same steps.  End a loop of your own with
-    `synchronize_optimizer_state`: its workers differ before, and an average may be under way.
+    Saving, `serialize` and `synchronize_optimizer_state` first bring all workers to one state.  They finish the pending
+    averages, average the remaining parts and the workers' state, and set the number of skipped steps to the largest of
+    any worker.  Steps until the next average count from there.  `OptimizationProblem` does this at its end.  A run that
+    continues and one that is resumed from there take the same steps.  End a loop of your own with
+    `synchronize_optimizer_state`: until then workers differ, and an average may be pending.
     """
 
     strategy: type[Strategy] = LocalUpdates
@@ -153,13 +154,13 @@ class LocalSGDOptimizer(ShardedOptimizer):
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def begin_run(self) -> None:
-        """What workers have done by themselves until now becomes one state."""
+        """Bring the workers, which have taken steps by themselves, to one state."""
         self.prepare_save()
 
     def update(
         self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "", interrupted: bool = False
     ) -> bool:
-        """Take this worker's own step, along its gradient over its share of `count`; average what is due."""
+        """Take this worker's own step, dividing its gradient by its share of `count`; then average the parts due."""
         self.resync()
         if self._local == 0:
             self._averages.begin()
@@ -186,12 +187,13 @@ class LocalSGDOptimizer(ShardedOptimizer):
         self._mend()
 
     def prepare_save(self) -> None:
-        """Bring all workers to one state; see the notes of the class.  After it, the next average counts from here.
+        """Bring all workers to one state; see the notes of the class.  Steps until the next average count from here.
 
         Raises
         ------
         FloatingPointError
-            On every rank if any worker had a NaN or infinite gradient and is to raise; they are in one state then too.
+            On every rank, if any worker had a NaN or infinite gradient that it must raise for.  All workers are in one
+            state then too.
         """
         self.resync()
         if self._local:
@@ -211,7 +213,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     @property
     def _begins_and_ends(self) -> bool:
-        """Whether the next step takes an average that is begun in it."""
+        """Whether the next step both starts and finishes an average."""
         return self.delay == 0 and bool(self._due(self._local + 1))
 
     @property
@@ -223,12 +225,15 @@ class LocalSGDOptimizer(ShardedOptimizer):
         return True
 
     def _due(self, now: int) -> list[int]:
-        """The parts of which an average begins after step `now`."""
+        """The parts whose average starts after step `now`."""
         parts, every = self.parts, self.sync_every
         return [part for part in range(parts) if (now + part * every // parts) % every == 0]
 
     def _average(self, due: list[int], *, all_of_it: bool = False) -> None:
-        """Take in what was begun `delay` steps ago, or with `all_of_it` at any time; then begin these parts."""
+        """Finish averages that started `delay` steps ago, or with `all_of_it` all of them; start those of `due`.
+
+        Averages that are due as soon as they start finish here too.
+        """
         now, averages = self._local, self._averages
         latest = now if all_of_it else now - self.delay
         found = [averages.take_in(now, latest)]
@@ -243,10 +248,10 @@ class LocalSGDOptimizer(ShardedOptimizer):
             self.axis.raise_together(found[0][2] or found[1][2])
 
     def _level(self) -> None:
-        """Make the state of the rule, and its numbers, one for all workers, which have the same parameters."""
+        """Average the rule's state over the workers, and make its numbers equal; the parameters already are."""
         axis = self.axis
         for slot in self._slots.values():
-            mean = slot.copy()  # a worker that dies meanwhile shall not leave half a sum behind
+            mean = slot.copy()  # if a worker dies during the sum, the slot must not hold half of it
             axis.all_reduce(mean, label="state")
             _divide(mean, axis.size)
             slot[...] = mean
@@ -264,7 +269,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
             super()._check_copies()
 
     def _restart(self) -> None:
-        """All workers are in one state: begin to count."""
+        """Restart the count of local steps; all workers are in one state."""
         self._local = 0
         self._problem = None
 
@@ -273,7 +278,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
             self._mend()
 
     def _mend(self) -> None:
-        """Make all copies those of the first worker."""
+        """Set all copies to those of the first worker."""
         self._may_differ = False
         super().synchronize_optimizer_state()
         if self._parameters is not None:
@@ -281,7 +286,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
                 self._strategy.resync(slot)
 
     def _share_norm(self) -> None:
-        """Let all workers have the largest norm, of which some may not be finite: NaN then."""
+        """Set the norm to the largest of all workers, or to NaN if any worker's norm is not finite."""
         norm = np.array([math.inf if math.isnan(self.gradient_norm) else self.gradient_norm])
         self.axis.all_reduce(norm, op="max", label="control")
         self.gradient_norm = float(norm[0]) if math.isfinite(norm[0]) else math.nan
@@ -290,12 +295,12 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of state on this rank: of both rules, and of where the workers last agreed.  Not collective."""
+        """Bytes of state on this rank: state of both rules, and the anchor of the averages.  Not collective."""
         return super().state_bytes + (0 if self._parameters is None else self._averages.nbytes)
 
     @property
     def outer_steps(self) -> int:
-        """Most steps that the outer rule, or the mean, has taken of a part."""
+        """Averages so far of the part that has had most of them."""
         return 0 if self._parameters is None else max(self._averages.steps)
 
     def run_state(self) -> RunState:
@@ -336,7 +341,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     def rebuild_state(self, parameters: FlatParameters) -> None:
         super().rebuild_state(parameters)
-        # After a death no worker could be asked for an average, and what each had come to by itself is what there is.
+        # After a death no average was possible, so that each worker still has its own parameters and state.
         self._may_differ = True
 
     def abandon(self) -> None:
@@ -359,7 +364,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     def _restore(self, state: State) -> None:
         self._averages.discard()
-        self._may_differ = True  # a state of the optimizer says nothing of the parameters
+        self._may_differ = True  # the optimizer's state does not contain the parameters
         super()._restore(state)
         slots = self._averages.slots
         fill_slots(self._strategy, slots, {name: state.others[_OUTER + name] for name in slots})
@@ -374,7 +379,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     def _prepare_step(self) -> None:
         super()._prepare_step()
-        self._strategy.compresses = True  # no rule divides averages by their size
+        self._strategy.compresses = True  # `compress_after` is for rules that divide by the size of what is compressed
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
@@ -403,8 +408,8 @@ class LocalSGDOptimizer(ShardedOptimizer):
             )
 
     def _check_parts(self) -> None:
-        """Raise on all ranks unless there are buckets for each part.  Collective."""
-        # A stage of the pipeline may have fewer than others, or none.
+        """Raise on all ranks unless each part gets a bucket on some rank.  Collective."""
+        # A pipeline stage may have fewer buckets than another, or none.
         most = max(self.world.allgather_object(len(self._strategy.buckets.buckets)))
         if most < self.parts and self.parts > 1:
             raise ValueError(

@@ -254,7 +254,7 @@ class ShardedOptimizer:
         progress : bool
             Show progress on stderr of rank 0.
         checkpoints : Checkpoints, optional
-            Save checkpoints there every ``checkpoints.every`` steps, and after the last step.
+            Save the run there, as often as ``checkpoints.every`` says, and after the last step.
         resume : bool
             Continue from the newest complete checkpoint of `checkpoints`, with its parameters and state, at its step
             and its position in the samples; start a new run if there is none.  The number of ranks and the layout may
