@@ -1,1 +1,1 @@
-"""Optimizers that spread the work of an update rule over the data axis: DDP, ZeRO, local SGD."""
+"""Optimizers that distribute an update rule over the data axis: DDP, ZeRO, local SGD."""

@@ -1,4 +1,4 @@
-"""Where the buckets of a model are cut, by those that sum them and by those that count what that sends."""
+"""Where the buckets of a model are cut; used to sum gradients, and to count the bytes of such sums."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def bucket_layout(
     ----------
     parameters : FlatParameters
     compressed : bool
-        Whether anything compresses the gradients.  On a mesh with tensor ranks, a bucket then has either tensors that
-        all of these hold whole, or none.
+        Whether gradients are compressed.  On a mesh with tensor ranks, either all tensors of a bucket are then whole on
+        every tensor rank, or none is.
     by_unit : bool
-        No bucket spans two units of ``parameters.units``.
+        Whether to cut buckets at the units of ``parameters.units``.
     """
     apart = compressed and parameters.place.tensor_size > 1
-    # Slices of an uneven cut differ in size between tensor ranks, which sum partial gradients bucket by bucket: all of
-    # them cut buckets by the slices of the first.
+    # With an uneven cut, slices differ in size between tensor ranks.  Tensor ranks sum partial gradients bucket by
+    # bucket and need the same cuts, so that all of them use the sizes of tensor rank 0.
     first = replace(parameters.place, tensor_rank=0).holding(parameters.specs)
     return parameters.gradient_runs(by_unit=by_unit, replicas_apart=apart), [piece.size for piece in first]

@@ -1,4 +1,4 @@
-"""Whole tensors out of what the ranks of a mesh hold of them, and back: flat arrays in the order of the specs."""
+"""Whole tensors from the parts on the ranks of a mesh, and back: flat arrays in the order of the specs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def gather_whole(world: Axis, parameters: FlatParameters, ranges: Sequence[Range
     Parameters
     ----------
     parameters : FlatParameters
-        Say what this rank's place in the mesh holds.
+        Their `pieces` are this rank's local layout.
     ranges : sequence of (start, stop)
-        Ascending ranges of its flat order that this rank contributes: between them, the ranks of a data axis name
+        Ascending ranges of this rank's flat order that it contributes; the ranges of all ranks of a data axis contain
         every element once.
     values : 1-D array
-        These ranges end to end.
+        The values of these ranges, end to end.
 
     Returns
     -------
@@ -43,22 +43,22 @@ def gather_whole(world: Axis, parameters: FlatParameters, ranges: Sequence[Range
         piece for piece in cut_holding(parameters.pieces, ranges) if parameters.place.counts(specs[number[piece.name]])
     ]
     own = np.concatenate([values[:0], *(values[piece.start : piece.start + piece.size] for piece in pieces)])
-    told = world.allgather_object(tuple((number[piece.name], piece.box) for piece in pieces))
-    counts = [sum(_size(box) for _, box in boxes) for boxes in told]
+    layouts = world.allgather_object(tuple((number[piece.name], piece.box) for piece in pieces))
+    counts = [sum(_size(box) for _, box in boxes) for boxes in layouts]
     joined = world.all_gather(np.empty(sum(counts), values.dtype), own, counts, label="state")
     whole = np.empty(sum(spec.size for spec in specs), values.dtype)
     tensors = _tensors(whole, specs)
-    place = 0
-    for boxes in told:
+    offset = 0
+    for boxes in layouts:
         for tensor, box in boxes:
             target = tensors[tensor][_slices(box)]
-            target[...] = joined[place : place + _size(box)].reshape(target.shape)
-            place += _size(box)
+            target[...] = joined[offset : offset + _size(box)].reshape(target.shape)
+            offset += _size(box)
     return whole
 
 
 def cut_whole(whole: np.ndarray, parameters: FlatParameters, ranges: Sequence[Range]) -> np.ndarray:
-    """What `ranges` of this rank's flat order, end to end, hold of a flat array of the whole model."""
+    """The values of `ranges` of this rank's flat order, end to end, from a flat array of the whole model."""
     tensors = dict(zip((spec.name for spec in parameters.specs), _tensors(whole, parameters.specs), strict=True))
     pieces = cut_holding(parameters.pieces, ranges)
     return np.concatenate([whole[:0], *(tensors[piece.name][_slices(piece.box)].reshape(-1) for piece in pieces)])

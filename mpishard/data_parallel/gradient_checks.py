@@ -1,4 +1,4 @@
-"""Whether the loss and the gradients of a step can be used, what on which rank spoils them, and the global norm."""
+"""Checks that the loss and the gradients of a step are finite, names those that are not, and finds the global norm."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_buckets import Bucket
 
 Array = Any
-# So many of the first steps are looked at even where nothing else asks for it.
+# The number of first steps that are checked even if no setting requires it.
 _FIRST_STEPS = 3
 
 
 class Inspection:
-    """Looks at the gradients of one optimizer, before and after they are summed over ranks.
+    """Checks the gradients of one optimizer, before and after they are summed over ranks.
 
     Parameters
     ----------
@@ -32,11 +32,11 @@ class Inspection:
     Attributes
     ----------
     nonfinite_loss : str
-        What is NaN or infinite in the loss of this rank, in words; whoever computes a loss writes it before `norm`.
+        Description of what is NaN or infinite in this rank's loss; `ShardedOptimizer.update` sets it before `norm`.
     finite_loss : bool
-        Whether the losses of all ranks were finite, by the last call of `norm`.
+        Whether the losses of all ranks were finite at the last call of `norm`.
     interrupted : bool
-        Before `norm`: whether this rank wishes to stop; after it: whether any of the team does.
+        Before `norm`: whether this rank requests to stop.  After it: whether any rank of the team does.
     """
 
     nonfinite_loss: str
@@ -58,7 +58,7 @@ class Inspection:
         strategy.buckets.on_reset.append(self.forget)
 
     def forget(self) -> None:
-        """The next gradients are of another step."""
+        """Forget what was found; the next gradients belong to another step."""
         self._nonfinite = self.nonfinite_loss = ""
 
     @property
@@ -67,7 +67,7 @@ class Inspection:
         return self._first_steps > 0
 
     def look(self, bucket: Bucket, gradient: Array) -> None:
-        """Remember the first tensor of this rank whose gradient is NaN or infinite, before it is mixed with others."""
+        """Remember this rank's first tensor with a NaN or infinite gradient, before the sum with other ranks."""
         if self._nonfinite or math.isfinite(exact_norm.largest(gradient)):
             return
         start = 0
@@ -78,19 +78,19 @@ class Inspection:
             start += piece.size
 
     def norm(self, measure: bool) -> float:
-        """Agree on whether the summed gradients are finite, and the losses, and on whether to stop.  Collective.
+        """Agree on whether the summed gradients and the losses are finite, and on whether to stop.  Collective.
 
         Returns
         -------
         float
-            Infinite if they are not; their 2-norm over the team, every logical element counted once, if `measure`;
-            else NaN.
+            Infinity if the gradients are not finite.  Otherwise, if `measure`, their 2-norm over the team, which counts
+            every logical element once; else NaN.
         """
         gradients = self._strategy.gradients()
         counted = [gradients[owned][start:stop] for owned, start, stop in self._spans]
         tops = [exact_norm.largest(part) for part in counted]
         finite = not self._nonfinite and all(map(math.isfinite, tops))
-        # Maximum and NaN do not go together in MPI: infinity stands for both.
+        # MPI leaves the maximum with a NaN undefined, so that infinity stands for NaN too.
         shared = np.array([max(tops, default=0.0) if finite else math.inf, bool(self.nonfinite_loss), self.interrupted])
         self._team.all_reduce(shared, op="max", label="control")
         top, nonfinite_loss, interrupted = shared.tolist()
@@ -108,12 +108,12 @@ class Inspection:
         return exact_norm.norm(squares, top)
 
     def culprits(self, step: int) -> str:
-        """What was not finite, of which tensors and samples and on which ranks, in words.  Collective."""
-        told = list(
+        """A message that names the tensors and samples that were not finite, and their ranks.  Collective."""
+        found = list(
             zip(self._team.members, self._team.allgather_object((self.nonfinite_loss, self._nonfinite)), strict=True)
         )
-        losses = [f"{loss} on rank {rank}" for rank, (loss, _) in told if loss]
-        tensors = [f"{name!r} on rank {rank}" for rank, (_, name) in told if name]
+        losses = [f"{loss} on rank {rank}" for rank, (loss, _) in found if loss]
+        tensors = [f"{name!r} on rank {rank}" for rank, (_, name) in found if name]
         if not losses:
             where = ", ".join(tensors) or "the sum over ranks overflowed, each rank's own was finite"
             return f"NaN or infinite gradient at step {step}: {where}"

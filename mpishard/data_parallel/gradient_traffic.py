@@ -29,7 +29,7 @@ class Traffic(NamedTuple):
     ----------
     sent : int
     between_nodes : int
-        Those of them that sums by nodes send to other nodes; 0 where sums do not go by nodes.
+        The part of `sent` that goes to other nodes in sums by nodes; 0 without sums by nodes.
     """
 
     sent: int
@@ -44,17 +44,17 @@ def gradient_traffic(
     compressor: Compressor | None = None,
     hierarchical: bool | int = False,
 ) -> Traffic:
-    """What one sum of the gradients of these parameters sends under DDP.  Not collective.
+    """Bytes that this rank sends for one sum of the gradients of these parameters under DDP.  Not collective.
 
     Parameters
     ----------
     parameters : FlatParameters or int
-        Or the number of elements of a flat float32 array.
+        The parameters of a model, or the number of elements of a flat float32 array.
     mesh : Mesh
     minimum : int
-        Least number of elements in a bucket.
+        Minimum number of elements in a bucket.
     compressor : PieceCompressor or PowerSGDCompressor, optional
-        What compresses them.
+        The compressor of the gradients.
     hierarchical : bool or int
         Whether to sum by nodes, as in a `ShardingConfiguration`.
     """
@@ -89,15 +89,15 @@ def _of_bucket(
     if not any(nodes):
         return Traffic(_sum_bytes(bucket.size, axis.size, axis.rank, compressor, dtype), 0)
     ranks, number = nodes.count(0), max(nodes) + 1
-    place = nodes[: axis.rank].count(nodes[axis.rank])
+    local_rank = nodes[: axis.rank].count(nodes[axis.rank])
     parts = counts(split(bucket.size, ranks))
-    within = sum(ring_elements(op, parts, place) for op in ("reduce_scatter", "all_gather")) * dtype.itemsize
-    across = _sum_bytes(parts[place], number, nodes[axis.rank], compressor, dtype)
+    within = sum(ring_elements(op, parts, local_rank) for op in ("reduce_scatter", "all_gather")) * dtype.itemsize
+    across = _sum_bytes(parts[local_rank], number, nodes[axis.rank], compressor, dtype)
     return Traffic(within + across, across)
 
 
 def _sum_bytes(size: int, ranks: int, rank: int, compressor: PieceCompressor | None, dtype: np.dtype) -> int:
-    """Bytes that a rank sends for a sum of so many elements that all ranks get."""
+    """Bytes that a rank sends for a sum of `size` elements over `ranks` ranks, if all ranks get the result."""
     if compressor is None:
         return all_reduce_elements(size, ranks, rank) * dtype.itemsize
     sizes = [compressor.nbytes(count, dtype) for count in counts(split(size, ranks))]

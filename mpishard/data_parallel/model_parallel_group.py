@@ -1,4 +1,4 @@
-"""The ranks that hold one copy of a model between them, as one axis."""
+"""The ranks that together hold one copy of a model, as one axis."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ Array = Any
 
 
 class ModelParallelGroup:
-    """The ranks of one data coordinate: has of `Axis` what agreements and norms need, without a communicator more.
+    """The ranks of one data coordinate, with the methods of `Axis` that agreements and norms need.
 
-    All methods, and creation, are collective over these ranks: first over the tensor axis, then the pipeline's.
+    It needs no communicator of its own: each method runs over the tensor axis, then over the pipeline axis.  All
+    methods and the constructor are collective over these ranks.
 
     Attributes
     ----------
     members : list of int
-        Ranks of the whole mesh that are in it.
+        World ranks of the group.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -32,17 +33,17 @@ class ModelParallelGroup:
 
     def allgather_object(self, value: Any) -> list[Any]:
         """As `Axis.allgather_object`, in the order of `members`."""
-        told = [value]
+        values = [value]
         for axis in self._axes:
-            told = [each for theirs in axis.allgather_object(tuple(told)) for each in theirs]
-        return told
+            values = [each for theirs in axis.allgather_object(tuple(values)) for each in theirs]
+        return values
 
     def raise_together(self, problem: Exception | None) -> None:
         """As `Axis.raise_together`."""
         for axis in self._axes:
             try:
                 axis.raise_if_any(problem)
-            except Exception as error:  # of this rank or of another: those on the next axis hear of it too
+            except Exception as error:  # of this rank or of another; ranks of the next axis must learn of it too
                 problem = error
         assert problem is not None
         raise problem

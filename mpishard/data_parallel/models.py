@@ -1,4 +1,4 @@
-"""One line makes a model or an update rule distributed."""
+"""`as_distributed` and the models that it returns."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Array = Any
 
 
 class ShardedModel:
-    """A model on data-parallel ranks: it starts with the same parameters on all, and its gradients are summed.
+    """A model on data-parallel ranks: all ranks start with the same parameters, and gradients are summed over ranks.
 
-    Creation is collective over the mesh and copies the parameters of data rank 0 to the others.
+    The constructor is collective over the mesh and copies the parameters of data rank 0 to the other data ranks.
 
     Parameters
     ----------
     model : object
-        Has ``parameters``, a FlatParameters, and ``loss_and_gradient(*batch)``, which writes into its gradients.
+        Has ``parameters``, a FlatParameters, and ``loss_and_gradient(*batch)``, which writes into their gradients.
     config : ShardingConfiguration or Mesh
 
     Raises
     ------
     TypeError
-        If it is no such model.
+        If `model` has no such ``parameters``.
     ValueError
-        If its parameters are not laid out for this rank's place in the mesh.
+        If the parameters are not laid out for this rank's tensor and pipeline rank in the mesh.
     """
 
     splits: ClassVar[bool] = False
@@ -69,7 +69,7 @@ class ShardedModel:
 
     @property
     def parameters(self) -> FlatParameters:
-        """The model's parameters; give them to `step` of an optimizer."""
+        """The model's parameters; pass them to `step` of an optimizer."""
         return self.model.parameters
 
     @property
@@ -79,16 +79,16 @@ class ShardedModel:
 
     @property
     def world_size(self) -> int:
-        """Ranks on the data axis."""
+        """Number of ranks on the data axis."""
         return self._axis.size
 
     @property
     def local_parameter_shard(self) -> Array:
-        """View of this data rank's even share of the flat parameters (1-D); under ZeRO-3 of those of each unit."""
+        """View of this data rank's even share of the flat parameters (1-D); under ZeRO-3, its share of each unit."""
         return self._shards()[1]
 
     def gather_full_parameters(self) -> Array:
-        """A new flat array of all parameters of the whole model, each share taken from its rank.  Collective."""
+        """A new flat array of all parameters of the model; each share comes from its own rank.  Collective."""
         mesh, parameters = self.config.mesh, self.parameters
         if parameters.sharded is None and mesh.data.size == mesh.size:
             whole = parameters.flat.copy()
@@ -102,7 +102,7 @@ class ShardedModel:
         return whole
 
     def _shards(self) -> tuple[list[tuple[int, int]], Array]:
-        """Ranges of this place's flat order that are this data rank's share, and their values end to end."""
+        """This data rank's share: its ranges of the flat parameters, and their values end to end."""
         sharded = self.parameters.sharded
         if sharded is not None:
             return sharded.own, sharded.shard
@@ -111,18 +111,18 @@ class ShardedModel:
         return [(start, stop)], self.parameters.flat[start:stop]
 
     def loss_and_gradient(self, *batch: Any) -> float:
-        """Summed loss of this data rank's batch; adds its gradient.
+        """The summed loss of this data rank's batch; adds the gradient to the parameters' gradients.
 
-        Where an optimizer has taken a step with these parameters before, its reduction starts while this still runs;
-        under ZeRO-2 and 3 this may then wait for other ranks, so let no other collective come between this and `step`.
+        After an optimizer's first step with these parameters, the reduction starts while this method still runs.  Under
+        ZeRO-2 and 3 this method may then wait for other ranks: call no other collective between it and `step`.
         """
         return self.model.loss_and_gradient(*batch)
 
     def synchronize_gradients(self) -> None:
         """Sum the gradients over the data axis; `step` of an optimizer does this by itself.  Collective.
 
-        Before that, those of copies within a data coordinate are summed.  Afterwards every rank's gradients are the sum
-        (under ZeRO its own part of the sum), until the next step or ``parameters.reset_gradients()``.
+        Gradients of copies within a data coordinate are summed first.  Afterwards every rank's gradients hold the sum
+        (under ZeRO this rank's part of it), until the next step or ``parameters.reset_gradients()``.
         """
         gradients: GradientBuckets = self.parameters.gradients
         if gradients.reduced:
@@ -140,7 +140,7 @@ class ShardedModel:
 
 
 class HybridShardedModel(ShardedModel):
-    """A model that tensor and pipeline ranks hold together, on data-parallel ranks: a `ShardedModel` for any mesh."""
+    """A `ShardedModel` for any mesh: tensor and pipeline ranks split the model, data ranks split the batch."""
 
     splits = True
 
@@ -161,9 +161,9 @@ def as_distributed(
     Parameters
     ----------
     model_or_rule : Rule or model
-        A rule such as ``AdamW(lr=1e-3)`` becomes a `DDPOptimizer`, or with a configuration whose `sync_every` is above
-        1 a `LocalSGDOptimizer`; a model becomes a `ShardedModel`, or on a mesh with tensor or pipeline ranks a
-        `HybridShardedModel`.
+        A rule such as ``AdamW(lr=1e-3)`` becomes a `DDPOptimizer`, or a `LocalSGDOptimizer` if the configuration's
+        `sync_every` is above 1.  A model becomes a `ShardedModel`, or a `HybridShardedModel` on a mesh with tensor or
+        pipeline ranks.
     mesh_or_config : Mesh or ShardingConfiguration
 
     Returns
@@ -173,7 +173,7 @@ def as_distributed(
     Raises
     ------
     TypeError
-        If it is neither a rule nor a model.
+        If `model_or_rule` is neither a rule nor a model.
     """
     config = ShardingConfiguration.of(mesh_or_config)
     if isinstance(model_or_rule, Rule):
@@ -199,7 +199,7 @@ def as_distributed_for_high_bandwidth(
 def as_distributed_for_high_bandwidth(
     model_or_rule: Rule | Model, mesh: Mesh, **options: Unpack[ConfigurationOptions]
 ) -> ShardedOptimizer | ShardedModel:
-    """`as_distributed` with `ShardingConfiguration.create_for_high_bandwidth`, which gets the options."""
+    """`as_distributed` with ``ShardingConfiguration.create_for_high_bandwidth(mesh, **options)``."""
     return as_distributed(model_or_rule, ShardingConfiguration.create_for_high_bandwidth(mesh, **options))
 
 
@@ -218,5 +218,5 @@ def as_distributed_for_low_bandwidth(
 def as_distributed_for_low_bandwidth(
     model_or_rule: Rule | Model, mesh: Mesh, **options: Unpack[ConfigurationOptions]
 ) -> ShardedOptimizer | ShardedModel:
-    """`as_distributed` with `ShardingConfiguration.create_for_low_bandwidth`, which gets the options."""
+    """`as_distributed` with ``ShardingConfiguration.create_for_low_bandwidth(mesh, **options)``."""
     return as_distributed(model_or_rule, ShardingConfiguration.create_for_low_bandwidth(mesh, **options))

@@ -1,4 +1,4 @@
-"""The state of a run as its optimizer holds it: parameters, slots and numbers, ready to be saved or moved."""
+"""The state of a run in its optimizer: parameters, slots and numbers, ready to be saved or moved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Range = tuple[int, int]
 
 
 class Stepping(Protocol):
-    """An optimizer as far as its state has it in numbers."""
+    """The parts of an optimizer that `facts_of` reads."""
 
     @property
     def rule(self) -> Rule: ...
@@ -53,16 +53,18 @@ class Stepping(Protocol):
 
 
 def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
-    """Parameters and slots of this rank, and what compression has left over of the sums that it owns."""
+    """Parameters and slots of this rank, and the compression errors of the sums that it owns."""
     parameters = strategy.parameters
     own = cut_holding(parameters.pieces, strategy.own)
     pairs = zip(strategy.own, strategy.counted, _starts(strategy.own), strict=True)
-    counted = _counted(parameters, strategy.counted, [place + first - start for (start, _), (first, _), place in pairs])
+    counted = _counted(
+        parameters, strategy.counted, [offset + first - start for (start, _), (first, _), offset in pairs]
+    )
     if parameters.sharded is not None:
         values = Shard(PARAMETERS, parameters.sharded.shard, own, counted)
     else:
-        places = [start for start, _ in strategy.counted]
-        values = Shard(PARAMETERS, parameters.flat, parameters.pieces, _counted(parameters, strategy.counted, places))
+        starts = [start for start, _ in strategy.counted]
+        values = Shard(PARAMETERS, parameters.flat, parameters.pieces, _counted(parameters, strategy.counted, starts))
     found = [values, *(Shard(SLOT.format(name), slot, own, counted) for name, slot in slots.items())]
     if strategy.compressed is not None:
         ranges = strategy.error_ranges
@@ -73,7 +75,7 @@ def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
 
 
 def facts_of(optimizer: Stepping) -> dict[str, Any]:
-    """Its settings, for people, and the numbers that `ShardedOptimizer.restore` goes on from."""
+    """The optimizer's settings, for people to read, and the numbers that `ShardedOptimizer.restore` needs."""
     facts = {
         "optimizer": type(optimizer).__name__,
         "rule": type(optimizer.rule).__name__,
@@ -94,7 +96,7 @@ def facts_of(optimizer: Stepping) -> dict[str, Any]:
 
 
 def check_numbers(facts: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `ShardedOptimizer.restore` can go on from the numbers among these facts."""
+    """Raise ValueError unless the numbers among these facts are valid for `ShardedOptimizer.restore`."""
     for name in ("steps", "skipped_steps"):
         whole_fact(facts, name)
     for name in ("good_steps", "outer_steps"):
@@ -105,7 +107,7 @@ def check_numbers(facts: Mapping[str, Any]) -> None:
 
 
 def check_rule(rule: Rule, saved: str, saved_slots: Collection[str]) -> None:
-    """Raise ValueError unless state that was saved is of a rule of this name with these slots."""
+    """Raise ValueError unless the saved state is of a rule with the name and the slots of `rule`."""
     if (saved, sorted(saved_slots)) != (type(rule).__name__, sorted(rule.slots)):
         theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, rule.slots))
         raise ValueError(
@@ -116,7 +118,7 @@ def check_rule(rule: Rule, saved: str, saved_slots: Collection[str]) -> None:
 
 
 def changed_numbers(rule: Rule, saved: Any, of: str = "") -> list[str]:
-    """Which settings of a rule are others than in the `configuration` that was saved with its state, in words."""
+    """Descriptions of a rule's settings that differ from the `configuration` in its saved state."""
     if not isinstance(saved, Mapping):
         return []
     changed = [(name, value, saved[name]) for name, value in rule.configuration().items() if name in saved]
@@ -124,11 +126,11 @@ def changed_numbers(rule: Rule, saved: Any, of: str = "") -> list[str]:
 
 
 def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
-    """The parameters of a model that no optimizer trains; the ranks of the data axis divide the work evenly."""
+    """The state of a model without an optimizer: its parameters, divided evenly among the ranks of the data axis."""
     if parameters.sharded is not None:
         own = parameters.sharded.own
-        holding = cut_holding(parameters.pieces, own)
-        shard = Shard(PARAMETERS, parameters.sharded.shard, holding, _counted(parameters, own, _starts(own)))
+        layout = cut_holding(parameters.pieces, own)
+        shard = Shard(PARAMETERS, parameters.sharded.shard, layout, _counted(parameters, own, _starts(own)))
     else:
         cuts = split(parameters.size, axis.size)
         start, stop = cuts[axis.rank], cuts[axis.rank + 1]
@@ -138,7 +140,7 @@ def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
 
 
 def _starts(ranges: Sequence[Range]) -> list[int]:
-    """Where each range begins if they lie end to end."""
+    """The start of each range when the ranges lie end to end."""
     return [0, *accumulate(stop - start for start, stop in ranges)][:-1]
 
 

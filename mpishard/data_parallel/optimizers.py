@@ -1,4 +1,4 @@
-"""The optimizers by name: an update rule, and a strategy that spreads its work over a mesh."""
+"""The named optimizers: an update rule with a strategy that distributes its work over a mesh."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from mpishard.optim.rules import Rule
 
 
 class DDPOptimizer(ShardedOptimizer):
-    """Distributed data parallel: every rank holds parameters, gradients and state; gradients are all-reduced."""
+    """Distributed data parallel: every rank holds all parameters, gradients and state; gradients are all-reduced."""
 
     strategy: type[Strategy] = DataParallel
 
@@ -20,17 +20,17 @@ class DDPOptimizer(ShardedOptimizer):
 class ZeRO1Optimizer(ShardedOptimizer):
     """ZeRO stage 1: each rank holds 1/N of the optimizer state and updates that part of the parameters.
 
-    Sends what `DDPOptimizer` sends: a reduce-scatter of gradients and an all-gather of parameters.
+    A step sends as many bytes as with `DDPOptimizer`: a reduce-scatter of gradients and an all-gather of parameters.
     """
 
     strategy: type[Strategy] = ShardedState
 
 
 class ZeRO2Optimizer(ShardedOptimizer):
-    """ZeRO stage 2: gradients are sharded as well; besides its part a rank holds the bucket in the making.
+    """ZeRO stage 2: gradients are sharded as well; besides its part a rank holds only the bucket being filled.
 
-    With several micro-batches a step, each of them is reduced: gradients travel once a micro-batch, not once a step.
-    Where a model makes micro-batches itself, every rank must call it equally often, with an empty batch if need be.
+    With several micro-batches in a step, gradients are reduced once per micro-batch, not once per step.  If a model
+    makes micro-batches itself, every rank must call it equally often, with an empty batch if it has no samples.
     """
 
     strategy: type[Strategy] = ShardedGradients
@@ -39,21 +39,21 @@ class ZeRO2Optimizer(ShardedOptimizer):
 class ZeRO3Optimizer(ShardedOptimizer):
     """ZeRO stage 3: parameters are sharded as well, and a model gathers each unit of them while it uses it.
 
-    Sends 3 (N - 1) / N of the parameters' bytes where the others send 2: a gather in the forward pass, one in the
-    backward pass, and the reduce-scatter of the gradients.  Since passes communicate, every rank must call the model
-    equally often, with an empty batch where it has no samples.  A plain flat array must stay whole for its owner, so it
-    is trained as by `ZeRO2Optimizer`.
+    A step sends 3 (N - 1) / N of the parameters' bytes; the other stages send 2 (N - 1) / N.  It has an all-gather in
+    the forward pass, one in the backward pass, and the reduce-scatter of the gradients.  Since passes communicate,
+    every rank must call the model equally often, with an empty batch if it has no samples.  A plain flat array must
+    stay whole for the caller, and is trained as by `ZeRO2Optimizer`.
     """
 
     strategy: type[Strategy] = ShardedParameters
 
 
 def optimizer_of(rule: Rule, config: ShardingConfiguration) -> ShardedOptimizer:
-    """What a rule becomes with a configuration, where nobody has said more."""
+    """The default optimizer for a rule and a configuration."""
     return (LocalSGDOptimizer if config.sync_every > 1 else DDPOptimizer)(rule, config)
 
 
-# By ZeRO stage.
+# Index: ZeRO stage.
 STRATEGIES = (DataParallel, ShardedState, ShardedGradients, ShardedParameters)
 
 
@@ -64,22 +64,22 @@ class HybridShardedOptimizer(ShardedOptimizer):
     ----------
     rule : Rule
     config : ShardingConfiguration or Mesh
-        With all sizes at their defaults its mesh is used as it is.  Otherwise it must have these sizes, or be purely
-        data-parallel: then its ranks are arranged anew, in a mesh that is freed with it.
+        With all sizes at their defaults, its mesh is used unchanged.  Otherwise the mesh must have these sizes, or be
+        purely data-parallel: its ranks then form a new mesh, which is freed together with the given one.
     pipeline_parallel_size, tensor_parallel_size, data_parallel_size : int
         Ranks on each axis; -1 is inferred.
     zero_stage : int
-        What data ranks shard: 0 nothing, 1 the state, 2 gradients too, 3 parameters too.
+        Sharding over data ranks: 0 nothing, 1 the state, 2 also gradients, 3 also parameters.
 
     Raises
     ------
     ValueError
-        On every rank, if the sizes do not multiply out to the number of ranks, the mesh is split in another way, or
-        there is no such `zero_stage`.
+        On every rank, if the product of the sizes is not the number of ranks, the mesh has other sizes, or `zero_stage`
+        is invalid.
 
     Notes
     -----
-    Build models on `mesh` of the optimizer, and wrap them with its `config`.
+    Build models on the optimizer's `mesh`, and wrap them with its `config`.
     """
 
     def __init__(

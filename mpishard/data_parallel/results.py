@@ -1,4 +1,4 @@
-"""What `optimize` takes, what a callback sees meanwhile, and what comes of it."""
+"""The problem, the callback's argument and the result of `ShardedOptimizer.optimize`."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
     from mpishard.record import RunRecord
 
-# What a run starts from, and what it returns: an array or a FlatParameters.
+# Type of a run's start and of its final parameters: an array or a FlatParameters.
 P = TypeVar("P")
 
 
 @dataclass(frozen=True)
 class TrainingState(Generic[P]):
-    """What a callback sees after a step.
+    """The argument of a callback after a step.
 
     Attributes
     ----------
     step : int
-        Steps that the optimizer has behind it; they go on where a restored state stopped, and so do the samples.
+        Steps of the optimizer so far, including those before a restored state; samples continue in the same way.
     loss : float
-        Mean loss over the samples of this step, before its update; in steps in which ranks do not meet, as between the
-        averages of `LocalSGDOptimizer`, over those of this rank.
+        Mean loss over the samples of this step, before its update.  In steps without synchronization, as between the
+        averages of `LocalSGDOptimizer`, the mean is over this rank's samples.
     learning_rate : float
-        Of this step.
+        Learning rate of this step.
     gradient_norm : float
-        Of the averaged gradient, before clipping; NaN unless clipping or a tolerance needs it.
+        2-norm of the averaged gradient, before clipping; NaN unless clipping or a tolerance needs it.
     samples : int
         Samples that this run has used so far, over all ranks.
     seconds : float
-        Since the loop began.
+        Time since the loop began.
     parameters : array or FlatParameters
         The current parameters, not a copy.
     """
@@ -50,29 +50,29 @@ class TrainingState(Generic[P]):
 
 @dataclass(frozen=True)
 class OptimizationResult(Generic[P]):
-    """What came of an optimization, the same on every rank but for `communication`.
+    """The result of an optimization, the same on every rank except for `communication`.
 
     Attributes
     ----------
     parameters : array or FlatParameters
-        The final parameters, as they were given: an array for an array, or the FlatParameters that was trained, whose
-        tensors have their names: ``result.parameters["bias"]``.  Of a model that is spread over ranks (ZeRO-3, tensor
-        or pipeline ranks) each rank has its part, and ``HybridShardedModel.gather_full_parameters`` makes one array.
+        The final parameters, in the form of the start: an array for an array, or the FlatParameters that was trained,
+        with tensors by name: ``result.parameters["bias"]``.  If a model is split over ranks (ZeRO-3, tensor or pipeline
+        ranks), each rank has its part, and ``HybridShardedModel.gather_full_parameters`` makes one array.
     loss_history : ndarray, float64 (steps,)
         Mean loss of each step's samples, before its update.
     steps, samples : int
-        Steps done and samples used, over all ranks, from the beginning of the run on.
+        Steps taken and samples used, over all ranks, from the beginning of the run on, including resumed steps.
     resumed_steps : int
-        Those of the steps that lay behind the checkpoint from which it went on; 0 for a run from the beginning.
+        Steps before the checkpoint from which the run resumed; 0 without one.
     skipped_steps : int
-        Steps whose gradients were not finite and were left out, since it went on.
+        Steps left out for gradients that were not finite, without those before the checkpoint.
     seconds : float
-        Since it went on.
+        Duration, without the time before the checkpoint.
     stop_reason : str
-        ``"steps"``, ``"tolerance"``, ``"seconds"`` or ``"callback"``; ``"signal"`` after Ctrl-C, of an elastic run also
-        after other signals.
+        ``"steps"``, ``"tolerance"``, ``"seconds"`` or ``"callback"``; ``"signal"`` after Ctrl-C, and in an elastic run
+        also after other signals.
     communication : dict
-        What this rank communicated over all axes since the mesh was made: calls, bytes sent and seconds by kind.
+        Communication of this rank over all axes since the mesh was made: calls, bytes sent and seconds, by kind.
     """
 
     parameters: P
@@ -87,7 +87,7 @@ class OptimizationResult(Generic[P]):
 
 
 class Problem(Protocol[P]):
-    """What `optimize` can minimise: an `OptimizationProblem`."""
+    """The interface that `optimize` needs, as of an `OptimizationProblem`."""
 
     def minimize(
         self,

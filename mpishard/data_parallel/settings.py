@@ -1,6 +1,7 @@
-"""What decides the steps of an optimizer, as text by name, and whether it is the same on all ranks.
+"""The settings that decide an optimizer's steps, as text by name, and the check that they are the same on all ranks.
 
-Ranks whose settings differ take different steps: their replicas drift apart, or they wait in different collectives.
+Ranks with different settings take different steps: their copies of the model diverge, or they wait in different
+collectives.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from mpishard.optim.rules import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.version import VERSION
 
-# The steps at which schedules are compared: each up to 10, then each a fifth further than the one before.
+# The steps at which schedules are compared: all steps up to 10, then steps that grow by a factor of 1.2.
 _STEPS = sorted({*range(1, 11), *(int(1.2**power) for power in range(13, 76))})
 _MOST_SHOWN = 4
 _WAY_OUT = "give the same on every rank"
 
 
 class Configured(Protocol):
-    """What decides the steps of an optimizer, and the ranks that take them."""
+    """The settings that decide an optimizer's steps, and the ranks that take the steps."""
 
     @property
     def rule(self) -> Rule: ...
@@ -46,7 +47,7 @@ class Configured(Protocol):
 
 
 class Settings:
-    """The settings of one optimizer, and a number for them, found anew where its rule or configuration is another."""
+    """The settings of one optimizer and their fingerprint, computed again if its rule or configuration is replaced."""
 
     def __init__(self, optimizer: Configured) -> None:
         self._optimizer = optimizer
@@ -56,7 +57,7 @@ class Settings:
 
     @property
     def changed(self) -> bool:
-        """Whether the optimizer has another rule or configuration than when they were last looked at."""
+        """Whether the optimizer's rule or configuration was replaced since the last comparison or fingerprint."""
         return self._optimizer.rule is not self._rule or self._optimizer.config is not self._config
 
     @property
@@ -67,7 +68,7 @@ class Settings:
         return self._fingerprint
 
     def by_name(self) -> dict[str, str]:
-        """All that decides the steps of the optimizer but the parameters, for every rank to have the same."""
+        """All settings that decide the steps of the optimizer; every rank must have the same.  Without parameters."""
         optimizer = self._optimizer
         config = {field.name: getattr(optimizer.config, field.name) for field in fields(optimizer.config)}
         del config["mesh"]
@@ -76,7 +77,7 @@ class Settings:
         return kinds | described | settings_of_rule(optimizer.rule)
 
     def of_state(self, parameters: FlatParameters) -> dict[str, str]:
-        """What decides how the state for these parameters is made and used, besides `by_name`."""
+        """Further settings that decide how the state for these parameters is created and used."""
         return {
             "measure_norm": str(self._optimizer.measure_norm),
             "strategy": self._optimizer.strategy.fitting(parameters).__name__,
@@ -87,7 +88,7 @@ class Settings:
     def agree(
         self, further: Mapping[str, str] | None = None, problem: Exception | None = None, what: str = "settings"
     ) -> None:
-        """Raise on all ranks unless the optimizer has the same settings on all, and `further` ones are the same too.
+        """Raise on all ranks unless the optimizer's settings, and the `further` ones, are the same on all ranks.
 
         Collective.  The other parameters are those of `agree_on_settings`.
         """
@@ -113,7 +114,7 @@ def agree_on_settings(
     Raises
     ------
     ValueError
-        That tells which settings differ, and on whom.
+        With the settings that differ, and the ranks that have each value.
     """
     number = fingerprint(settings)
     facts = np.array([problem is not None, number, -number], np.int64)
@@ -128,52 +129,52 @@ def differing(
     ranks: Axis | ModelParallelGroup, settings: Mapping[str, str], what: str = "settings", way_out: str = _WAY_OUT
 ) -> ValueError:
     """The error for settings that differ between `ranks`.  Collective over them."""
-    told = dict(zip(ranks.members, ranks.allgather_object(dict(settings)), strict=True))
+    by_rank = dict(zip(ranks.members, ranks.allgather_object(dict(settings)), strict=True))
     found: dict[str, str] = {}
-    for name in dict.fromkeys(name for each in told.values() for name in each):
+    for name in dict.fromkeys(name for each in by_rank.values() for name in each):
         holders: dict[str, list[int]] = {}
-        for rank, each in told.items():
+        for rank, each in by_rank.items():
             holders.setdefault(each.get(name, "not there"), []).append(rank)
         if len(holders) > 1:
             shown = [f"{value} on {_ranks(members)}" for value, members in holders.items()]
             more = f" and {len(shown) - _MOST_SHOWN} more values" if len(shown) > _MOST_SHOWN else ""
-            # Of a schedule the first step says enough.
+            # For a schedule, the first step that differs is enough.
             found.setdefault(name.partition("(")[0], f"{name} is {', '.join(shown[:_MOST_SHOWN])}{more}")
-    shown = [text for name, text in found.items() if not name.endswith("scalars")]  # which follow from the others
+    shown = [text for name, text in found.items() if not name.endswith("scalars")]  # they follow from other settings
     shown = shown or list(found.values())
     more = f"; and {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""
     return ValueError(f"all ranks must have the same {what}, but {'; '.join(shown[:_MOST_SHOWN])}{more}: {way_out}")
 
 
 def fingerprint(settings: Mapping[str, str]) -> int:
-    """A number of 62 bits that depends on all settings, in whatever order."""
+    """A number of 62 bits that depends on all settings, and not on their order."""
     text = repr(sorted(settings.items()))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 
 def settings_of_rule(rule: Rule, of: str = "") -> dict[str, str]:
-    """All that decides the steps of a rule; its functions of the step by their values."""
-    told = {"rule": type(rule).__qualname__}
-    told |= {field.name: _text(getattr(rule, field.name)) for field in fields(rule) if field.compare}
-    told.pop("lr", None)  # a number and a schedule may be the same
-    told["slots"] = ", ".join(f"{slot} from {_text(rule.initial(slot))}" for slot in rule.slots)
-    told["formula"] = f"{rule.kernel.name} {fingerprint({'': rule.kernel.c_body}):x}"
-    told |= {f"lr({step})": _value(rule.learning_rate, step) for step in _STEPS}
-    told |= {f"scalars({step})": _value(rule.scalars, step) for step in _STEPS}
-    return {f"{of}{name}": text for name, text in told.items()}
+    """All settings that decide the steps of a rule; a function of the step appears as its values."""
+    settings = {"rule": type(rule).__qualname__}
+    settings |= {field.name: _text(getattr(rule, field.name)) for field in fields(rule) if field.compare}
+    settings.pop("lr", None)  # compared by value below: a number and a schedule may give the same rates
+    settings["slots"] = ", ".join(f"{slot} from {_text(rule.initial(slot))}" for slot in rule.slots)
+    settings["formula"] = f"{rule.kernel.name} {fingerprint({'': rule.kernel.c_body}):x}"
+    settings |= {f"lr({step})": _value(rule.learning_rate, step) for step in _STEPS}
+    settings |= {f"scalars({step})": _value(rule.scalars, step) for step in _STEPS}
+    return {f"{of}{name}": text for name, text in settings.items()}
 
 
 def _value(function: Callable[[int], Any], step: int) -> str:
-    """What a function of the step gives, to nine digits: processors may differ in the last; or how it fails there."""
+    """A function's value at a step, to nine digits since processors may differ in the last; or its error's name."""
     try:
         found = function(step)
         return f"({', '.join(f'{value:.9g}' for value in found)})" if isinstance(found, tuple) else f"{found:.9g}"
-    except Exception as error:  # a schedule may have no more steps than the run
+    except Exception as error:  # a schedule may end with the run, before the last of the compared steps
         return type(error).__name__
 
 
 def _text(value: Any) -> str:
-    """A value as text that is the same in every process; of functions and objects their name only."""
+    """A value as text that is the same in every process; functions and objects appear by name only."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and value.is_integer():

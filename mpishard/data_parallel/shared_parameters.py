@@ -1,4 +1,4 @@
-"""Parameters that several ranks hold: copies on the data axis, replicas on the tensor axis, ties between stages."""
+"""Parameters with copies on several ranks: on the data axis, on the tensor axis, and as ties between stages."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ Array = Any
 
 
 class Replicas:
-    """What keeps the copies of one model's parameters the same.
+    """Keeps the copies of one model's parameters equal.
 
-    All methods, and creation, are collective over the mesh.
+    All methods and the constructor are collective over the mesh, unless a docstring says otherwise.
 
     Parameters
     ----------
     mesh : Mesh
     parameters : FlatParameters
-        Laid out for this rank's place in the mesh.
+        Laid out for this rank's tensor and pipeline rank in the mesh.
     """
 
     def __init__(self, mesh: Mesh, parameters: FlatParameters) -> None:
         self._mesh = mesh
         self._parameters = parameters
         self._tensors: list[tuple[ParameterSpec, Piece]] = list(zip(parameters.local, parameters.pieces, strict=True))
-        # By name of a tied tensor: the stages' ranks that hold it, and which of them is the owner.
+        # By name of a tied tensor: the axis of the pipeline ranks that hold it, and the owner's rank on that axis.
         self._ties: dict[str, tuple[Axis, int]] = {}
-        place = mesh.place
+        model_rank = mesh.place
         for spec in parameters.specs:
-            holders = place.holders(spec)
+            holders = model_rank.holders(spec)
             if len(holders) > 1:
                 axis = mesh.pipeline.subgroup(f"ties {'+'.join(map(str, holders))}", holders)
                 if axis is not None:
-                    self._ties[spec.name] = axis, holders.index(place.runner(spec.stage))
+                    self._ties[spec.name] = axis, holders.index(model_rank.runner(spec.stage))
 
     @property
     def inside(self) -> bool:
-        """Whether there are copies within one data coordinate: replicas on the tensor axis, or ties."""
+        """Whether there are copies within one data coordinate: on the tensor axis, or as ties."""
         return bool(self._ties) or self._mesh.tensor.size > 1
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def sum(self, bucket: Bucket, gradient: Array) -> None:
-        """Sum the gradient of a bucket, in place: partial ones over the tensor axis, then ties over their stages."""
+        """Sum a bucket's gradient in place: partial gradients over the tensor axis, then ties over their stages."""
         if self._mesh.tensor.size > 1:
             self._sum_partial(bucket, gradient)
         if bucket.tied:
@@ -72,18 +72,18 @@ class Replicas:
             self._mesh.tensor.all_reduce(gradient[start:stop], label="gradients")
         elif runs:
             packed = arrays.empty(sum(stop - start for start, stop in runs), gradient.dtype, like=gradient)
-            place = 0
+            offset = 0
             for start, stop in runs:
-                packed[place : place + stop - start] = gradient[start:stop]
-                place += stop - start
+                packed[offset : offset + stop - start] = gradient[start:stop]
+                offset += stop - start
             self._mesh.tensor.all_reduce(packed, label="gradients")
-            place = 0
+            offset = 0
             for start, stop in runs:
-                gradient[start:stop] = packed[place : place + stop - start]
-                place += stop - start
+                gradient[start:stop] = packed[offset : offset + stop - start]
+                offset += stop - start
 
     def zero_duplicates(self, flat: Array) -> None:
-        """Make terms of a sum that all ranks hold: zero it wherever another rank has the same.  Not collective."""
+        """Turn a gradient that is already summed into terms of a sum: zero all copies but one.  Not collective."""
         if self._mesh.data.rank:
             flat[...] = 0
         for spec, piece in self._tensors:
@@ -94,7 +94,7 @@ class Replicas:
     # -- values -----------------------------------------------------------------------------------------------------
 
     def spread(self) -> None:
-        """Make all copies of the parameters those of data rank 0, of tensor rank 0 and of the owners of ties."""
+        """Set all copies of the parameters to those of data rank 0, tensor rank 0 and the owners of ties."""
         parameters = self._parameters
         if parameters.sharded is None:
             self._mesh.data.broadcast(parameters.flat, label="parameters")
@@ -103,9 +103,9 @@ class Replicas:
             parameters.sharded.rewrite(self.spread_inside)
 
     def spread_inside(self, flat: Array, first: int = 0, last: int | None = None) -> None:
-        """The same within each data coordinate, for a flat array like this place's parameters, or like some of them.
+        """Set all copies within each data coordinate to those of tensor rank 0 and the owners of ties.
 
-        `first` and `last` (exclusive) number the tensors that `flat` holds.
+        `flat` is laid out like this rank's flat parameters, or like its tensors number `first` to `last` (exclusive).
         """
         tensors = self._tensors[first:last]
         for spec, piece in tensors:
@@ -118,25 +118,25 @@ class Replicas:
                 axis.broadcast(values, owner, label="parameters")
 
     def find_divergent(self) -> dict[int, int]:
-        """World ranks whose copy of something differs from the first copy, and the rank that holds that one."""
+        """World ranks that have a copy that differs from the first copy, with the rank of that first copy."""
         mesh, parameters = self._mesh, self._parameters
         flat = arrays.to_host(parameters.flat if parameters.sharded is None else parameters.gather())
         stage, data, tensor = (mesh.coordinates[name] for name in ("pipeline", "data", "tensor"))
-        replicas, told = hashlib.sha256(), []
+        unsplit, digests = hashlib.sha256(), []
         for spec, piece in self._tensors:
             values = flat[piece.start : piece.start + piece.size].data
             if spec.tensor_dim is None:
-                replicas.update(values)
+                unsplit.update(values)
             if spec.name in self._ties:
-                told.append(((spec.name, data, tensor), hashlib.sha256(values).digest()))
-        told.append((("replicas", stage, data), replicas.digest()))
+                digests.append(((spec.name, data, tensor), hashlib.sha256(values).digest()))
+        digests.append((("replicas", stage, data), unsplit.digest()))
         if parameters.sharded is None:
-            told.append((("copies", stage, tensor), hashlib.sha256(flat.data).digest()))
+            digests.append((("copies", stage, tensor), hashlib.sha256(flat.data).digest()))
         first: dict[Any, tuple[int, bytes]] = {}
-        strayed: dict[int, int] = {}
-        for rank, facts in enumerate(mesh.world.allgather_object(tuple(told))):
+        divergent: dict[int, int] = {}
+        for rank, facts in enumerate(mesh.world.allgather_object(tuple(digests))):
             for what, digest in facts:
                 holder, theirs = first.setdefault(what, (rank, digest))
                 if theirs != digest:
-                    strayed.setdefault(rank, holder)
-        return strayed
+                    divergent.setdefault(rank, holder)
+        return divergent

@@ -1,4 +1,4 @@
-"""State arrays on this rank, by slot of their rule: made, gathered to the whole model, and filled from it again."""
+"""State arrays on this rank, by slot of their rule: create them, gather them to the whole model, and fill them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = Any
 
 
 def make_slots(rule: Rule, size: int, dtype: np.dtype, *, like: Array) -> dict[str, Array]:
-    """New state of a rule for so many elements, on the device of `like`."""
+    """New state of a rule for `size` elements, on the device of `like`."""
     slots: dict[str, Array] = {}
     for name in rule.slots:
         slots[name] = arrays.zeros(size, dtype, like=like)
@@ -38,13 +38,13 @@ def _whole_slot(world: Axis, strategy: Strategy, slot: Array) -> np.ndarray:
 
 
 def fill_slots(strategy: Strategy, slots: Mapping[str, Array], whole: Mapping[str, np.ndarray]) -> None:
-    """Fill the slots from those of the whole model, of the same names.  Not collective."""
+    """Fill this rank's slots from those of the whole model.  Not collective."""
     for name, slot in slots.items():
         _fill(strategy, strategy.own, slot, whole[name])
 
 
 def whole_errors(world: Axis, strategy: Strategy) -> dict[str, np.ndarray]:
-    """What compression has left over of the whole model, by its kind, if anything compresses.  Collective."""
+    """The compression errors of the whole model, by kind; empty without compression.  Collective."""
     if strategy.compressed is None:
         return {}
     left = arrays.to_host(strategy.compressed.owned) / strategy.compressed.scale
@@ -52,7 +52,7 @@ def whole_errors(world: Axis, strategy: Strategy) -> dict[str, np.ndarray]:
 
 
 def fill_errors(strategy: Strategy, whole: Mapping[str, np.ndarray]) -> None:
-    """Go on with what compression had left over, by its kind; with nothing if it is not there.  Not collective."""
+    """Set this rank's compression errors from those of the whole model, or to zero without them.  Not collective."""
     if strategy.compressed is None:
         return
     left = strategy.compressed.owned
@@ -64,7 +64,7 @@ def fill_errors(strategy: Strategy, whole: Mapping[str, np.ndarray]) -> None:
 
 
 def _fill(strategy: Strategy, ranges: Sequence[tuple[int, int]], target: Array, whole: np.ndarray) -> None:
-    """Fill a state array, which has these ranges of the flat parameters, from one of the whole model."""
+    """Fill a state array, which covers `ranges` of the flat parameters, from an array of the whole model."""
     own = cut_whole(whole, strategy.parameters, ranges)
     if arrays.is_device(target):
         arrays.copy_to_device(own, target)

@@ -1,9 +1,9 @@
-"""Optimizer state as bytes: an HDF5 image that is checked before HDF5 opens it.
+"""Optimizer state as bytes: an HDF5 file image, checked before HDF5 opens it.
 
-The first 512 bytes are HDF5's user block, where readers of HDF5 do not look: a mark, the length of the image and the
-SHA-256 of all its other bytes.  A truncated or altered image is refused by these, since a corrupt file can hang or
-crash the HDF5 library.  Inside, every state array is stored whole, by tensor name, so that any layout can read it.
-Nothing is pickled.
+The first 512 bytes are HDF5's user block, which HDF5 readers ignore.  It has a magic number, the length of the image
+and the SHA-256 of all other bytes of the image.  `decode` uses them to refuse a truncated or altered image, since a
+corrupt file can hang or crash the HDF5 library.  The image stores every state array whole, by tensor name, so that any
+layout can read it.  Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _MARK = b"mpishard optimizer state\0"
 _VERSION = 1
 _BLOCK = 512
 _HEADER = struct.Struct(f"<{len(_MARK)}sIQ")
-_MOST_DIMENSIONS, _LONGEST = 32, 2**60  # HDF5 has no more, and no more can be counted
+_MOST_DIMENSIONS, _LONGEST = 32, 2**60  # the limit of HDF5; longer tensors would overflow 64-bit sizes
 _DIGEST = slice(_HEADER.size, _HEADER.size + 32)
 
 
 def told(state: State, data: bytes) -> dict[str, str]:
-    """What all ranks must agree on of a state that was read from these bytes."""
+    """The facts of a state, read from `data`, that must be the same on all ranks."""
     numbers = {"steps": state.steps, "skipped_steps": state.skipped_steps, "loss_scale": state.loss_scale}
-    told = {f"{name} of the state": str(value) for name, value in numbers.items()}
-    return told | {"SHA-256 of the state": f"{bytes(data[_DIGEST]).hex()[:16]}..."}
+    facts = {f"{name} of the state": str(value) for name, value in numbers.items()}
+    return facts | {"SHA-256 of the state": f"{bytes(data[_DIGEST]).hex()[:16]}..."}
 
 
 def encode(state: State) -> bytes:
-    """Write a state as an HDF5 image."""
+    """Encode a state as an HDF5 file image."""
     file = io.BytesIO()
     with h5py.File(file, "w", userblock_size=_BLOCK) as h5:
         h5.attrs["format"] = "mpishard optimizer state"
@@ -81,14 +81,14 @@ def _digest(image: bytes | bytearray | memoryview) -> bytes:
 
 
 def decode(data: bytes) -> State:
-    """Read what `encode` wrote.
+    """Decode a file image of `encode`.
 
     Raises
     ------
     TypeError
         If `data` is not bytes.
     ValueError
-        If they are not a state, cut short, altered, or of a later version.
+        If the bytes are not a state, or are truncated, altered or of another version.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise TypeError(f"deserialize takes the bytes that serialize returned, got {type(data).__name__}")
@@ -104,10 +104,10 @@ def decode(data: bytes) -> State:
     try:
         with h5py.File(io.BytesIO(data), "r") as h5:
             return _read(h5, len(data))
-    except Exception as error:  # h5py raises errors of many kinds for content that is absurd
-        # Its bytes are those that were written, so whoever wrote them was not `encode`.
-        told = brief(str(error) or type(error).__name__)
-        raise ValueError(f"these bytes are no optimizer state that this mpishard understands: {told}") from None
+    except Exception as error:  # h5py raises errors of many kinds for invalid content
+        # The SHA-256 is right, so that the bytes are not damaged: another program than `encode` wrote them.
+        reason = brief(str(error) or type(error).__name__)
+        raise ValueError(f"these bytes are no optimizer state that this mpishard understands: {reason}") from None
 
 
 def _read(h5: h5py.File, length: int) -> State:
@@ -141,13 +141,13 @@ def _read(h5: h5py.File, length: int) -> State:
 
 
 def _texts(h5: h5py.File, name: str, length: int) -> list[str]:
-    """The texts in a data set, which are no longer than the image between them, whatever it claims."""
+    """The texts in a data set; raises ValueError if their total length is more than the image's."""
     dataset = hdf5.open_plain(h5, name)
     if dataset.ndim != 1 or h5py.check_string_dtype(dataset.dtype) is None:
         raise ValueError(f"{name} is {dataset.dtype} {dataset.shape}, not texts")
     found: list[str] = []
-    for place in range(len(dataset)):  # one at a time: all may refer to one long text
-        found.append(dataset[place].decode())
+    for index in range(len(dataset)):  # one at a time: all may refer to one long text
+        found.append(dataset[index].decode())
         length -= len(found[-1])
         if length < 0:
             raise ValueError(f"{name} is longer than the image")
@@ -155,7 +155,7 @@ def _texts(h5: h5py.File, name: str, length: int) -> list[str]:
 
 
 def _children(h5: h5py.File, name: str) -> dict[str, h5py.Group]:
-    """The groups in a group that may be missing, none of them in another file."""
+    """The groups in the group `name`; empty if it is missing.  Raises for links to other files."""
     if name not in h5:
         return {}
     hdf5.check_hard_link(h5, name)

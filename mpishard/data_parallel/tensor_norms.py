@@ -1,4 +1,4 @@
-"""Norms of whole tensors of which ranks hold parts, for rules such as LAMB that scale by them."""
+"""Norms of whole tensors that are split over ranks, for rules such as LAMB that scale by these norms."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Part(NamedTuple):
 def parts_of(
     pieces: Sequence[Piece], tensors: Sequence[int], ranges: Sequence[Range], origins: Sequence[int]
 ) -> list[Part]:
-    """Cut ascending ranges of a flat buffer at the pieces it holds; places count from each range's origin.
+    """Cut ascending ranges of a flat buffer at its pieces; positions in a part count from the range's origin.
 
-    `tensors` are the numbers of the tensors that the pieces are of.
+    `tensors` has the tensor number of each piece.
     """
     parts = []
     first = 0
@@ -49,7 +49,7 @@ def parts_of(
 
 
 def spans_of(parts: Sequence[Part]) -> list[Span]:
-    """The same elements as ``(owned, start, stop)``, neighbours joined."""
+    """The elements of `parts` as ``(owned, start, stop)``, with adjacent parts joined."""
     spans: list[Span] = []
     for _, owned, start, stop in parts:
         if spans and spans[-1][0] == owned and spans[-1][2] == start:
@@ -62,9 +62,9 @@ def spans_of(parts: Sequence[Part]) -> list[Span]:
 def norms(
     axis: Axis | ModelParallelGroup, specs: Sequence[ParameterSpec], parts: Sequence[Part], arrays: Sequence[Array]
 ) -> list[float]:
-    """The 2-norm of every tensor over all ranks, the same bits for any cut into parts.
+    """The 2-norm of every tensor over all ranks, with the same bits for any cut into parts.
 
-    `parts` must name every element on exactly one rank of the axis; `arrays` has one array for each owned range.
+    Every element must be in `parts` on exactly one rank of the axis; `arrays` has one array for each owned range.
     Collective over `axis`, the team of a strategy.
     """
     tops = np.zeros(len(specs))

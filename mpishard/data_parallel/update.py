@@ -1,4 +1,4 @@
-"""One update, of the parameters that this rank owns."""
+"""One update of the parameters that this rank owns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def take_step(
 ) -> None:
     """Take step `step` along the gradients that the strategy has summed; `divisor` and `clip` as for `Rule.update`.
 
-    Collective over the strategy's team for rules that need norms of whole tensors, else not.
+    Collective over the strategy's team if the rule needs norms of whole tensors; otherwise not collective.
     """
     owned, gradients = strategy.values(), strategy.gradients()
     views = [strategy.state_views(slot) for slot in slots]
@@ -41,7 +41,7 @@ def _take_step_by_norms(
     divisor: float,
     clip: float,
 ) -> None:
-    """The same where the step of a tensor depends on norms, and this rank may own parts of it only."""
+    """Take a step that scales by the norms of whole tensors, of which this rank may own only parts."""
     directions = [arrays.empty(values.size, values.dtype, like=values) for values in owned]
     for values, gradient, state, out in zip(owned, gradients, states, directions, strict=True):
         if values.size:
@@ -49,6 +49,6 @@ def _take_step_by_norms(
     team, specs = strategy.team, strategy.parameters.specs
     before = norms(team, specs, strategy.counted_parts, owned)
     after = norms(team, specs, strategy.counted_parts, directions)
-    for tensor, place, start, stop in strategy.owned_parts:
+    for tensor, number, start, stop in strategy.owned_parts:
         ratio = rule.trust_ratio(before[tensor], after[tensor])
-        rule.apply(owned[place][start:stop], directions[place][start:stop], step, ratio)
+        rule.apply(owned[number][start:stop], directions[number][start:stop], step, ratio)

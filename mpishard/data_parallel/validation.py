@@ -1,4 +1,4 @@
-"""What must hold before a step is taken, on every rank and between ranks."""
+"""Checks before a step, on every rank and between ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Array = Any
 
 
 def check_place(parameters: FlatParameters, mesh: Mesh) -> None:
-    """Raise ValueError unless the parameters are laid out for this rank's place in the mesh."""
+    """Raise ValueError unless the parameters are laid out for this rank's tensor and pipeline rank in the mesh."""
     was, wanted = parameters.place, mesh.place
     if was != wanted:
         raise ValueError(
@@ -52,7 +52,7 @@ def check_layout(parameters: FlatParameters, mesh: Mesh, strategy: type[Strategy
 
 
 def check_same_model(was: FlatParameters, parameters: FlatParameters, strategy: type[Strategy]) -> None:
-    """Raise ValueError unless state for the parameters `was` serves these too."""
+    """Raise ValueError unless the state for the parameters `was` also fits these parameters."""
     ours, theirs = ((p.specs, p.dtype, p.units, strategy.fitting(p)) for p in (was, parameters))
     if ours != theirs:
         raise ValueError(
@@ -79,7 +79,7 @@ def check_gradients(parameters: FlatParameters, gradients: Array) -> None:
 
 
 def check_no_gradients(parameters: FlatParameters) -> None:
-    """Raise ValueError if a backward pass has left gradients of these parameters, where an array is given as well."""
+    """Raise ValueError if a backward pass has left gradients in these parameters; the caller also gave an array."""
     if parameters.gradients.has_content:
         raise ValueError(
             "these parameters have gradients of their own, from a backward pass, and step() was given an array too, "
@@ -88,7 +88,7 @@ def check_no_gradients(parameters: FlatParameters) -> None:
 
 
 def check_reducer(parameters: FlatParameters, buckets: GradientBuckets | None) -> None:
-    """Raise ValueError if the gradients of these parameters are on their way in buckets other than the optimizer's."""
+    """Raise ValueError if buckets of another optimizer already reduce the gradients of these parameters."""
     theirs = parameters.gradients
     if theirs.reduces and theirs.has_content and theirs is not buckets:
         raise ValueError(
@@ -98,19 +98,19 @@ def check_reducer(parameters: FlatParameters, buckets: GradientBuckets | None) -
 
 
 def check_count(count: float | None) -> None:
-    """Raise ValueError unless a sum of gradients can be divided by this."""
+    """Raise ValueError unless `count` is a valid divisor of a sum of gradients."""
     if count is not None and (isinstance(count, bool | str) or not 0 < count < math.inf):
         raise ValueError(f"count={count!r}, the global number of samples, must be above 0")
 
 
 def check_copies(replicas: Replicas, step: int) -> None:
-    """Raise RuntimeError on all ranks if copies of parameters are no longer the same.  Collective over the mesh."""
-    strayed = replicas.find_divergent()
-    if strayed:
-        first = sorted(set(strayed.values()))
+    """Raise RuntimeError on all ranks if copies of parameters differ.  Collective over the mesh."""
+    divergent = replicas.find_divergent()
+    if divergent:
+        first = sorted(set(divergent.values()))
         whose = f"rank {first[0]}" if len(first) == 1 else f"ranks {first}"
         raise RuntimeError(
-            f"after step {step} the parameters of ranks {sorted(strayed)} differ from their copies on "
+            f"after step {step} the parameters of ranks {sorted(divergent)} differ from their copies on "
             f"{whose}: something but the optimizer has changed them, or not on all ranks; "
             "synchronize_optimizer_state() makes them the same again"
         )
@@ -123,7 +123,7 @@ def agree_on_step(
     problem: Exception | None,
     settings: Settings | None = None,
 ) -> None:
-    """Raise on all of `ranks` if any has a problem, or if they are about to take different steps."""
+    """Raise on all of `ranks` if any has a problem, or if their arguments of `step` differ.  Collective over them."""
     model = -1 if parameters is None else parameters.fingerprint
     if settings is not None:
         model ^= settings.fingerprint
@@ -137,14 +137,14 @@ def agree_on_step(
         models = ranks.allgather_object((parameters.fingerprint, parameters.description))
         if settings is not None and len({model for model, _ in models}) == 1:
             raise differing(ranks, settings.by_name())
-        told = ", ".join(f"rank {rank} {what}" for rank, (_, what) in zip(ranks.members, models, strict=True))
-        raise ValueError(f"all ranks must have the same parameters in the same order; here: {told}")
+        found = ", ".join(f"rank {rank} {what}" for rank, (_, what) in zip(ranks.members, models, strict=True))
+        raise ValueError(f"all ranks must have the same parameters in the same order; here: {found}")
     if facts[3] != -facts[4]:
         raise ValueError(f"count must be the global number, the same on all ranks; got {ranks.allgather_object(count)}")
 
 
 def tell_of_other_starts(mesh: Mesh, parameters: FlatParameters) -> None:
-    """Warn on rank 0 where copies of the parameters, which are about to become those of the first, differ.
+    """Warn on rank 0 if data ranks start from different parameters, which those of data rank 0 will replace.
 
     Collective over the data axis.
     """
@@ -162,6 +162,6 @@ def tell_of_other_starts(mesh: Mesh, parameters: FlatParameters) -> None:
 
 
 def check_problem(problem: Any) -> None:
-    """Raise TypeError unless it is what `optimize` takes."""
+    """Raise TypeError unless `optimize` can run `problem`."""
     if not hasattr(problem, "minimize"):
         raise TypeError(f"optimize takes an OptimizationProblem, got {type(problem).__name__}")

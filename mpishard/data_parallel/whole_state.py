@@ -15,10 +15,11 @@ from mpishard.layout.specs import ParameterSpec
 
 @dataclass(frozen=True)
 class State:
-    """The state of an optimizer, whole: `slots` maps a slot's name to its flat array over all tensors in `specs`.
+    """The whole state of an optimizer: `slots` maps a slot's name to its flat array over all tensors in `specs`.
 
-    `loss_scale` is a dynamic one, with the number of steps since it last changed.  `outer_rule` has taken `outer_steps`
-    along averages of the parameters.  `others` are further flat arrays over all tensors, by kind.
+    `loss_scale` has a dynamic loss scale and the number of steps since it last changed.  `outer_steps` counts the steps
+    of the rule `outer_rule` along averages of the parameters.  `others` has further flat arrays over all tensors, by
+    kind.
     """
 
     rule: str
@@ -34,7 +35,7 @@ class State:
     others: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def check_parameters(self, specs: Sequence[ParameterSpec], dtype: np.dtype) -> None:
-        """Raise ValueError unless it is of parameters of these names, shapes and dtype, in this order."""
+        """Raise ValueError unless the state belongs to parameters of these names, shapes and dtype, in this order."""
         saved, wanted = ([(spec.name, spec.shape) for spec in each] for each in (self.specs, specs))
         if saved != wanted:
             pairs = itertools.zip_longest(saved, wanted, fillvalue=("no tensor", ()))
