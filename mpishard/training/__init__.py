@@ -1,4 +1,4 @@
-"""Training: a problem, the loop that solves it on all ranks, and what came of it."""
+"""Training: a problem, the loop that solves it on all ranks, and the result."""
 
 from mpishard.data_parallel.results import OptimizationResult, TrainingState
 from mpishard.training.batch_scaling import Scaling

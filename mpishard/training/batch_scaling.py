@@ -1,30 +1,30 @@
-"""How batch and learning rate go with the number of workers, where that number changes."""
+"""How batch size and learning rate depend on the number of workers in a run that changes it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The learning rate goes with this power of the batch.
+# The learning rate is proportional to this power of the batch size.
 _POWERS = {"constant": 0.0, "linear": 1.0, "square_root": 0.5}
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A policy, and where it starts from.
+    """A scaling policy, and the number of workers that it starts from.
 
     Parameters
     ----------
     policy : {"constant", "linear", "square_root"}
-        Batch and learning rate stay as they are; or the batch is in proportion to the workers, and the learning rate
-        to the batch (Goyal et al. 2017, section 2.1) or to its square root (Krizhevsky 2014, section 5; for Adam
-        Malladi et al. 2022).
+        "constant": batch size and learning rate stay the same.  Otherwise the batch size is proportional to the number
+        of workers, and the learning rate to the batch size ("linear"; Goyal et al. 2017, section 2.1) or to its square
+        root ("square_root"; Krizhevsky 2014, section 5; for Adam Malladi et al. 2022).
     first : int
-        The number of workers that the problem's batch size and the rule's learning rate are for.
+        The number of workers for which the problem's batch size and the rule's learning rate are given.
 
     Raises
     ------
     ValueError
-        If there is no such policy.
+        If the policy is unknown.
     """
 
     policy: str
@@ -36,9 +36,9 @@ class Scaling:
             raise ValueError(f"scaling={self.policy!r} is none of {known}")
 
     def batch_size(self, given: int, workers: int) -> int:
-        """Samples a step, over all workers; rounded down where it does not come out even."""
+        """Samples in a step, over all workers, rounded down; `given` is the problem's batch size."""
         return given if self.policy == "constant" else max(1, given * workers // self.first)
 
     def rate_factor(self, growth: float) -> float:
-        """What to multiply the learning rate by with a batch that is so many times the given one."""
+        """The factor on the learning rate for a batch `growth` times as large as the problem's."""
         return growth ** _POWERS[self.policy]

@@ -1,7 +1,7 @@
-"""Whether a function only reads the parameters and the sample indices that it is given.
+"""Checks that a function only reads its parameters and sample indices.
 
-What it changes there would be wrong without a word.  They are no read-only views: Cython, Numba, PyTorch and JAX take
-those with a warning or not at all, where a function that only reads is right.
+Without the check, such a change would silently give wrong results.  Read-only views are no alternative: Cython, Numba,
+PyTorch and JAX accept them with a warning or not at all, even in a correct function that only reads.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from mpishard.parameters.flat import FlatParameters
 
 
 class Untouched:
-    """Looks at one call of a function, from creation to `problem`.
+    """Checks one call of a function: create it before the call, and read `problem` after it.
 
     Parameters
     ----------
     parameters : FlatParameters
+        The parameters that the function gets.
     samples : ndarray
-        What the function gets.
+        The sample indices that the function gets.
     """
 
     def __init__(self, parameters: FlatParameters, samples: np.ndarray) -> None:
@@ -27,7 +28,7 @@ class Untouched:
         self._before = parameters.digest(), samples.copy()
 
     def problem(self) -> ValueError | None:
-        """What the function has changed, if anything."""
+        """The error for inputs that the function has changed, or None."""
         values, samples = self._before
         if self._parameters.digest() != values:
             what, how = "parameters", "the optimizer changes them; for intermediate values take parameters.copy()"

@@ -1,4 +1,4 @@
-"""The loop that spreads a problem over the ranks, step by step."""
+"""The training loop: takes the steps of a problem on all ranks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 class Loop:
     """One run of the training loop.
 
-    Ranks meet in the steps in which their optimizer does.  Between them a rank knows its own loss only, and its wish to
-    stop waits.
+    Ranks synchronize in the steps in which their optimizer synchronizes.  In other steps a rank knows only its own
+    loss, and a request to stop waits for the next synchronization.
     """
 
     meets_always: ClassVar[bool] = False
-    begins = True  # False for who comes to a run that goes on
+    begins = True  # False for a process that joins a running job
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Loop:
         self.sampler = Sampler(problem.samples, problem.batch_size, problem.seed)
         self.scaling = scaling or Scaling("constant", self.axis.size)
         workers = self.scaling.first
-        # How many samples came before the next step, and those of the step that is being taken.
+        # The number of samples before the next step, and the samples of the current step.
         self.position = self.sampler.consumed(optimizer.clock)
         self.batch = np.empty(0, np.int64)
         self.runner = StepRunner(problem, optimizer, looks=self.begins or optimizer.mesh.debug)
@@ -66,7 +66,7 @@ class Loop:
         self.runner.attach()
         self.losses = LossHistory(self.axis)
         self.stop = StopCondition(problem)
-        # Whether ranks met in the last step, and this rank's strongest request to stop since they did.
+        # Whether ranks synchronized in the last step, and this rank's strongest request to stop since they last did.
         self.synchronizes_next_step = True
         self.requested: int = StopRequest.NONE
         self.interrupts = Interrupts(speaks=optimizer.mesh.rank == 0)
@@ -99,7 +99,7 @@ class Loop:
         reason = self.what_was_reached()
         if self.optimizer.mesh.debug and not reason:
             check_sums(self.runner, self.sampler.following(self.position, self.batch_size))
-        # Where ranks agree in every update, they hear of Ctrl-C there, with no collective more.
+        # If ranks agree in every update, they learn of Ctrl-C there, and need no further collective.
         self.watching |= not self.optimizer.agrees_in_update
         try:
             with self.interrupts:
@@ -112,7 +112,7 @@ class Loop:
         return self.result(reason)
 
     def result(self, reason: str) -> OptimizationResult[Any]:
-        """What has come of the run, which ended for this reason."""
+        """The result of the run, which ended for this reason."""
         if self.record is not None:
             way_on = self.way_on() if reason == "signal" else ""
             self.record.end(self.optimizer.clock, reason, way_on)
@@ -133,18 +133,18 @@ class Loop:
 
     @property
     def stopped_by_user(self) -> bool:
-        """Whether a signal that has stopped the run was Ctrl-C, or has come from `mpishard run`, which was to end."""
+        """Whether the signal that stopped the run was Ctrl-C, or came from `mpishard run` because that was stopped."""
         return True
 
     def way_on(self) -> str:
-        """How to go on with a run that was stopped, in words."""
+        """A sentence on how to continue a run that was stopped."""
         if self.checkpoints is None:
             return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can go on"
         how = "the same command goes on" if self.resumes else "optimize(..., resume=True) goes on"
         return f"{how} from the checkpoint in {self.checkpoints.folder}"
 
     def check(self, checkpoints: Checkpoints) -> None:
-        """Raise now what would go wrong at the first save."""
+        """Raise now the errors that would occur at the first save."""
         from mpishard.checkpoint.index import check_facts
 
         world, problem = self.optimizer.world, None
@@ -159,12 +159,12 @@ class Loop:
             checkpoints.rehearse()
 
     def resume(self, checkpoints: Checkpoints) -> bool:
-        """Go on where the newest checkpoint stands; returns whether there is one."""
+        """Continue from the newest checkpoint; returns whether there is one."""
         optimizer, run = self.optimizer, self.order()
         losses = np.empty(0)
 
         def of_loop(facts: Mapping[str, Any]) -> bool:
-            """Whether a loop like this one saved it, and not one of the user's."""
+            """Whether a `Loop` saved these facts, and not a training loop of the user's."""
             return "samples_consumed" in facts and isinstance(facts.get("loss"), np.ndarray)
 
         def check(facts: Mapping[str, Any]) -> None:
@@ -178,9 +178,9 @@ class Loop:
                 raise ValueError(f"the state has {len(losses)} losses of {clock} steps")
             changed = [name for name in run if name in facts and not np.array_equal(facts[name], run[name])]
             if changed:
-                told = ", ".join(f"{name}={brief(facts[name])} there and {run[name]} here" for name in changed)
+                pairs = ", ".join(f"{name}={brief(facts[name])} there and {run[name]} here" for name in changed)
                 raise ValueError(
-                    f"the checkpoint is of a run with other samples: {told}; their order would not go on.  Take the "
+                    f"the checkpoint is of a run with other samples: {pairs}; their order would not go on.  Take the "
                     "values it was saved with, or load_checkpoint() into the model and begin a new run"
                 )
 
@@ -197,17 +197,17 @@ class Loop:
 
     @property
     def batch_size(self) -> int:
-        """Samples a step now, over all ranks; fewer at the end of an epoch."""
+        """Current number of samples in a step, over all ranks; a step at the end of an epoch may have fewer."""
         return self.scaling.batch_size(self.problem.batch_size, self.axis.size)
 
     @property
     def rate_factor(self) -> float:
-        """What multiplies the learning rate now."""
+        """The current factor on the learning rate."""
         most = self.problem.samples
         return self.scaling.rate_factor(min(self.batch_size, most) / min(self.problem.batch_size, most))
 
     def order(self) -> dict[str, int | str]:
-        """What decides the samples of each step."""
+        """The values that decide the samples of each step."""
         seed = int(self.problem.seed)
         return {
             "samples": self.problem.samples,
@@ -216,7 +216,7 @@ class Loop:
         }
 
     def told(self) -> dict[str, Any]:
-        """What the record of the run says of this start."""
+        """Metadata of this start for the record of the run."""
         optimizer = self.optimizer
         return {
             "optimizer": type(optimizer).__name__,
@@ -231,12 +231,12 @@ class Loop:
         }
 
     def state(self) -> RunState:
-        """What a checkpoint holds now."""
+        """The state that a checkpoint saves now."""
         own = {"samples_consumed": self.position, "first_workers": self.scaling.first, "loss": self.losses.to_array()}
         return self.optimizer.run_state().with_facts({**self.order(), **own}).with_facts(self.problem.facts)
 
     def save(self, last: bool) -> None:
-        """Save if it is time to; after the last step all ranks are alike, saved or not."""
+        """Save if a save is due; after the last step, bring all ranks to one state even without checkpoints."""
         due = last or (self.checkpoints is not None and self.checkpoints.due(self.optimizer.clock))
         with self.phase("saving"):
             if due:
@@ -246,18 +246,18 @@ class Loop:
                 return
             if due:
                 if self.record is not None:
-                    self.record.flush()  # steps before a checkpoint are not taken again
+                    self.record.flush()  # no later run repeats the steps before a checkpoint
                 self.checkpoints.save(self.state())
             if last:
                 self.checkpoints.wait()
 
     def step(self, step: int) -> str:
-        """Take one step; returns why to stop, or nothing."""
+        """Take one step; returns the reason to stop, or an empty string."""
         loss, rate = self.advance(step)
         return self.conclude(step, loss, rate)
 
     def advance(self, step: int) -> tuple[float, float]:
-        """Compute a step and update; returns its loss and its learning rate."""
+        """Compute a step's gradient and update; returns the step's loss and learning rate."""
         self.optimizer.config.mesh.ledger.step = step
         self.batch = self.sampler.following(self.position, self.batch_size)
         losses, count = self.runner.losses_and_gradient(self.batch)
@@ -276,29 +276,29 @@ class Loop:
         return loss, rate
 
     def refuse_misuse(self) -> None:
-        """Raise on all ranks if the function has changed what it must not, on any of them.  Collective."""
+        """Raise on all ranks if the function has changed its inputs on any rank.  Collective."""
         self.optimizer.world.raise_if_any(self.runner.misuse)
 
     def conclude(self, step: int, loss: float, rate: float) -> str:
-        """Note what a step has come to; returns why to stop, or nothing."""
+        """Record a finished step; returns the reason to stop, or an empty string."""
         self.note(loss)
         return self.decide(self.stop_request(step, loss, rate))
 
     def note(self, loss: float) -> None:
-        """A step is done."""
+        """Add a finished step to the history, the record and the progress line."""
         self.position += len(self.batch)
         self.losses.append(loss)
         norm = self.optimizer.gradient_norm
         if self.record is not None:
-            told = {} if math.isnan(norm) else {"gradient_norm": norm}
+            further = {} if math.isnan(norm) else {"gradient_norm": norm}
             scale = self.runner.parameters.loss_scale
-            told |= {} if scale == 1 else {"loss_scale": scale}
+            further |= {} if scale == 1 else {"loss_scale": scale}
             step = self.before + len(self.losses)
-            self.record.step(step, loss=loss, learning_rate=self.rate, samples=self.position, **told)
+            self.record.step(step, loss=loss, learning_rate=self.rate, samples=self.position, **further)
         self.progress.advance(f"loss {loss:.4g}" + ("" if math.isnan(norm) else f", gradient {norm:.3g}"))
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """What happens inside is a phase of the step, for the record."""
+        """A context whose duration the record counts as a phase of the step."""
         return nullcontext() if self.record is None else self.record.phase(name)
 
     def consumed(self) -> int:
@@ -306,7 +306,7 @@ class Loop:
         return self.position - self.sampler.consumed(self.before)
 
     def stop_request(self, step: int, loss: float, rate: float) -> StopRequest:
-        """What this rank asks for after a step; calls the callback."""
+        """Call the callback; returns this rank's request after a step."""
         seconds = time.perf_counter() - self.began
         if self.callback is not None:
             norm = self.optimizer.gradient_norm
@@ -316,7 +316,7 @@ class Loop:
         return StopRequest.SECONDS if timed_out else StopRequest.NONE
 
     def decide(self, request: int) -> str:
-        """Why all ranks stop now, if they do."""
+        """Agree on whether to stop, if ranks synchronized in this step; returns the reason, or an empty string."""
         self.requested = max(self.requested, request)
         if not self.synchronizes_next_step:
             return self.why_stop(StopRequest.NONE)
@@ -332,11 +332,11 @@ class Loop:
         return self.why_stop(self.requested)
 
     def why_stop(self, request: int) -> str:
-        """Why to stop if this is the strongest request of any rank; empty if there is no reason."""
+        """The reason to stop if `request` is the strongest of all ranks; empty if there is none."""
         return self.stop.reason(request, len(self.losses), self.optimizer.gradient_norm)
 
     def what_was_reached(self) -> str:
-        """Which goal the run that this one goes on from had come to, and says so; none if it is empty."""
+        """The goal that the run had already reached when it resumed, reported on rank 0; empty if there is none."""
         reason = self.stop.goal(len(self.losses), self.optimizer.gradient_norm if self.resumed else math.nan)
         if reason and self.resumed and self.checkpoints is not None and self.optimizer.mesh.rank == 0:
             goal = f"{reason}={getattr(self.problem, reason)}"

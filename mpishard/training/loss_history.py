@@ -11,7 +11,7 @@ from mpishard.reduction.tree_sum import tree_sum
 
 
 class _Unreduced(NamedTuple):
-    """A step in which ranks did not meet: its place in the history, this rank's sum, and the terms of all ranks."""
+    """A step without synchronization: its index in the history, this rank's sum, and the terms of all ranks."""
 
     step: int
     loss_sum: float
@@ -19,12 +19,12 @@ class _Unreduced(NamedTuple):
 
 
 class LossHistory:
-    """Mean losses, one for each step; those of steps in which ranks do not meet are this rank's until `reduce`.
+    """Mean losses, one for each step; in steps without synchronization they are this rank's estimates until `reduce`.
 
     Parameters
     ----------
     axis : Axis
-        The ranks whose losses add up.
+        The ranks over which losses are summed.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -36,30 +36,30 @@ class LossHistory:
         return len(self._means)
 
     def to_array(self) -> np.ndarray:
-        """A copy of all, float64."""
+        """A copy of all losses, float64."""
         return np.array(self._means)
 
     def restore(self, losses: np.ndarray) -> None:
-        """Go on from these."""
+        """Continue from these losses."""
         self._means = losses.tolist()
 
     def append(self, loss: float) -> None:
-        """A step is done, with this mean loss."""
+        """Add the mean loss of a finished step."""
         self._means.append(loss)
 
     def mean_over_ranks(self, losses: np.ndarray, terms: int) -> float:
-        """The mean loss of the next step, of `terms` on all ranks; `losses` are overwritten.  Collective."""
+        """The mean loss of the next step, with `terms` terms over all ranks; overwrites `losses`.  Collective."""
         self._axis.all_reduce(losses, label="loss")
         return tree_sum(losses.tolist()) / terms
 
     def mean_of_rank(self, losses: np.ndarray, terms: int) -> float:
-        """The same without hearing of the other ranks, as if the loss of each were this one's; `reduce` corrects it."""
+        """An estimate without communication, as if every rank had this rank's loss; `reduce` corrects it."""
         loss_sum = float(losses[0])
         self._unreduced.append(_Unreduced(len(self), loss_sum, terms))
         return loss_sum * self._axis.size / terms
 
     def reduce(self) -> None:
-        """Make the losses of steps in which ranks did not meet those of all ranks.  Collective."""
+        """Replace the estimates of steps without synchronization by means over all ranks.  Collective."""
         if not self._unreduced:
             return
         sums = self._axis.all_reduce(np.array([each.loss_sum for each in self._unreduced]), label="loss")

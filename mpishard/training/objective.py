@@ -15,12 +15,12 @@ from mpishard.parameters.flat import FlatParameters, check_flat
 
 @dataclass(frozen=True)
 class Objective(Generic[P]):
-    """What the training loop needs to know of an `OptimizationProblem`, which explains each value.
+    """The values of an `OptimizationProblem` that the training loop reads; its docstring explains each value.
 
     Raises
     ------
     TypeError, ValueError
-        If a value makes no sense.
+        If a value is invalid.
     """
 
     function: Callable[[Any, np.ndarray, Any], float]
@@ -59,6 +59,6 @@ class Objective(Generic[P]):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be the same on all ranks, but for where they start."""
+        """The values that must be the same on all ranks, without the start."""
         names = ("samples", "batch_size", "micro_batch_size", "steps", "tolerance", "seed", "tokens_per_sample")
         return {name: getattr(self, name) for name in names}

@@ -1,4 +1,4 @@
-"""How a problem is solved, beside the optimizer: the options of `ShardedOptimizer.optimize`."""
+"""The options of `ShardedOptimizer.optimize`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of a run, after their checks; `watching`: whether any rank has a callback or a limit of time."""
+    """The checked options of a run; `watching` says whether any rank has a callback or a time limit."""
 
     callback: Callable[[TrainingState[Any]], bool | None] | None
     progress: bool

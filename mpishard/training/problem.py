@@ -1,4 +1,4 @@
-"""Minimising a sum over samples: the problem."""
+"""The problem of minimising a mean loss over samples."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimizationProblem(Objective[P]):
-    """What to minimise: the mean over samples of a loss.
+    """An optimization problem: minimise the mean of a loss over samples.
 
     Parameters
     ----------
     function : callable
         ``function(parameters, samples, gradients) -> loss``: for one micro-batch, whose sample indices are `samples`
-        (int64, never empty), return the summed loss and ADD its gradient into `gradients`.  Parameters and samples are
-        to be read only: a function that changes them is refused in the first step.  Parameters and gradients are flat
-        arrays like `start`; if `start` is a FlatParameters they are that and its `GradientBuckets`, which are added to
-        by name, ``gradients["k"] += ...``, or written by its model.  Where ranks wait for each other inside a model
-        (ZeRO-2 and 3, tensor or pipeline ranks) all of them are called equally often, some with no samples.
+        (int64, never empty), return the summed loss and ADD its gradient into `gradients`.  The function must only read
+        parameters and samples; the first step raises if it changes them.  Parameters and gradients are flat arrays like
+        `start`.  If `start` is a FlatParameters, the function gets `start` and its `GradientBuckets`; add to them by
+        name, ``gradients["k"] += ...``, or let the model write them.  If ranks wait for each other inside a model
+        (ZeRO-2 and 3, tensor or pipeline ranks), all ranks call the function equally often, some with no samples.
     start : 1-D array or FlatParameters
-        Where to start; rank 0's values count, and other ranks get these, with a warning if theirs differ.  An array is
-        copied, to memory that DLPack shares with JAX too; a FlatParameters is trained in place.
+        The initial parameters.  All ranks get the values of rank 0, with a warning if theirs differ.  An array is
+        copied, to memory that DLPack can share with JAX too; a FlatParameters is trained in place.
     samples : int
         Number of samples.
     batch_size : int
-        Samples a step, over all ranks; at least the number of data-parallel ranks and at most `samples`.
+        Samples in a step, over all ranks; at least the number of data-parallel ranks and at most `samples`.
     micro_batch_size : int, optional
-        Most samples in one call of `function`; default: a rank's whole share of the batch, or with
+        Maximum number of samples in one call of `function`.  Default: a rank's whole share of the batch, or with
         ``ShardingConfiguration(reproducible=True)`` a sixteenth of the batch.
     steps : int, optional
-        Stop after so many steps of this run; those before the checkpoint that it goes on from are among them.
+        Stop after this number of steps, including those before a checkpoint from which the run resumes.
     tolerance : float, optional
         Stop when the 2-norm of the averaged gradient is at most this.
     seconds : float, optional
@@ -53,11 +53,11 @@ class OptimizationProblem(Objective[P]):
     seed : int
         Decides the order of the samples.
     facts : mapping
-        What else the checkpoints of the run shall say, see `save_checkpoint`; a model's architecture by itself.
+        Further facts for the checkpoints of the run, see `save_checkpoint`; `for_model` adds a model's architecture.
     tokens_per_sample : int
-        How many equal terms the loss of one sample sums over; losses and gradients are means over all of them.
+        Number of equal terms in the loss of one sample; losses and gradients are means over all terms.
 
-    At least one of `steps`, `tolerance` and `seconds` must be given, or a callback that stops.
+    At least one of `steps`, `tolerance` and `seconds` is needed, or a callback that stops the run.
     """
 
     @classmethod
@@ -76,7 +76,10 @@ class OptimizationProblem(Objective[P]):
         tokens_per_sample: int = 1,
         facts: Mapping[str, Any] | None = None,
     ) -> OptimizationProblem[FlatParameters]:
-        """Train a model: ``batch(samples)`` gives the arguments of ``model.loss_and_gradient``; the rest as above."""
+        """The problem of training a model; ``batch(samples)`` returns the arguments of ``model.loss_and_gradient``.
+
+        The other parameters are those of the class.
+        """
         architecture = getattr(model, "architecture", None)
         own = {}
         if is_dataclass(architecture) and not isinstance(architecture, type):
@@ -110,9 +113,9 @@ class OptimizationProblem(Objective[P]):
         record: RunRecord | None = None,
         loop: Callable[[Objective[P], ShardedOptimizer, RunOptions], Loop] | None = None,
     ) -> OptimizationResult[P]:
-        """Run the loop; `ShardedOptimizer.optimize` calls this and tells of the options.
+        """Run the loop; `ShardedOptimizer.optimize` calls this, and its docstring has the options.
 
-        `loop` makes it, for optimizers that need another one than `Loop`.
+        `loop` creates the loop, for optimizers that need another class than `Loop`.
         """
         problem: Exception | None = None
         try:
@@ -131,14 +134,14 @@ class OptimizationProblem(Objective[P]):
     def _agree_on_problem(
         self, optimizer: ShardedOptimizer, given: Mapping[str, Any], problem: Exception | None
     ) -> None:
-        """Raise on all ranks if any has a problem, or if they solve different ones or in different ways."""
+        """Raise on all ranks if any has an error, or if their problems or settings differ.  Collective."""
         start = self.start if isinstance(self.start, FlatParameters) else FlatParameters.over(self.start)
         own = {"start": f"{start.description} ({start.fingerprint:x})", **self.settings, **given}
         optimizer.settings.agree({name: str(value) for name, value in own.items()}, problem)
 
 
 def _check_options(callback: Any, progress: Any, checkpoints: Any, resume: Any, record: Any) -> None:
-    """Raise unless these options of `minimize` are what they should be."""
+    """Raise unless these options of `minimize` are valid."""
     if not (callback is None or callable(callback)):
         raise TypeError(f"callback={shown(callback)} must be a function of a TrainingState")
     if not (checkpoints is None or hasattr(checkpoints, "due")):

@@ -1,4 +1,4 @@
-"""A progress line that suits where it goes: a live bar on a terminal, a line every few seconds in a log."""
+"""Progress of a run: a live bar on a terminal, or a line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 
 from tqdm import tqdm
 
-# Lines of a log come every 5 seconds, and of a long run every twentieth of its time so far, at least one a minute.
+# A log gets a line every 5 seconds; in a long run the pause is 5 % of the time so far, at most one minute.
 _EVERY_S, _SHARE, _MOST_S = 5.0, 0.05, 60.0
 
 
 class Progress:
-    """Progress of a run on stderr; shows nothing where `shown` is False (ranks above 0).
+    """Progress of a run on stderr; shows nothing if `shown` is False (ranks above 0).
 
-    Under mpirun stderr is a pipe, not a terminal, so that what a user sees there are the lines.  `done` steps lie
-    behind a run that goes on.
+    Under mpirun stderr is a pipe, not a terminal, so that users see lines there.  `done` is the number of steps before
+    a resumed run.
     """
 
     def __init__(self, total: int | None, shown: bool, unit: str = "step", done: int = 0) -> None:
@@ -29,7 +29,7 @@ class Progress:
         self._bar = tqdm(total=total, unit=unit, initial=done, disable=not self._live)
 
     def advance(self, note: str) -> None:
-        """One more step is done; `note` says how it went."""
+        """Count a finished step; `note` describes it."""
         self._done += 1
         if self._live:
             self._bar.set_postfix_str(note, refresh=False)

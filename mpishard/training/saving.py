@@ -1,4 +1,4 @@
-"""One checkpoint at a time, for those who have a loop of their own; `Checkpoints` keeps those of a run."""
+"""Functions that save or load one checkpoint, for training loops of your own; `Checkpoints` manages those of a run."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ def save_checkpoint(
     Parameters
     ----------
     folder : path
-        Of the run; the checkpoint is ``step-NNNNNNNN`` in it, and ``latest`` points to it.  On a cluster all ranks must
-        see this folder.
+        Folder of the run.  The checkpoint is its subfolder ``step-NNNNNNNN``, and ``latest`` points to it.  On a
+        cluster all ranks must see this folder.
     parameters : model, FlatParameters or 1-D array
-        What the optimizer trains: a model is anything with a FlatParameters as its ``parameters``.
+        The parameters that the optimizer trains.  A model is any object with a FlatParameters as its ``parameters``.
     optimizer : ShardedOptimizer
         Gradients that wait for `ShardedOptimizer.synchronize_optimizer_state` are not saved.
     keep : int, optional
-        Remove all but so many of the checkpoints in the folder, the oldest first.
+        Number of checkpoints to keep in the folder; older ones are removed.
     compression : {None, "gzip", "lzf"}
-        Filter of HDF5 for all values.
+        HDF5 filter for all values.
     facts : mapping, optional
-        What else to keep: numbers, strings and booleans by name, 1-D arrays, and under names that end in ``.json`` what
-        JSON can hold.  Not under the names that the optimizer has facts for, such as ``"steps"``.
+        Further values to save, by name: numbers, strings, booleans and 1-D arrays, and any JSON value under a name that
+        ends in ``.json``.  Names of the optimizer's own facts, such as ``"steps"``, are not allowed.
 
     Raises
     ------
     OSError
-        On every rank if the disk fails or is full; earlier checkpoints are whole, and in memory nothing has changed but
-        what `ShardedOptimizer.prepare_save` does.
+        On every rank, if the disk fails or is full.  Earlier checkpoints stay complete, and memory is unchanged except
+        by `ShardedOptimizer.prepare_save`.
     ValueError, TypeError
-        On every rank if any cannot take its parameters or facts, or parameters differ between ranks.
+        On every rank, if the parameters or facts of any rank are invalid, or parameters differ between ranks.
     """
     facts = facts or {}
     optimizer.bind(_agreed(parameters, optimizer, optimizer.mesh, facts))
@@ -68,36 +68,37 @@ def save_checkpoint(
 def load_checkpoint(
     folder: str | Path, parameters: Any, optimizer: ShardedOptimizer | None = None, *, mesh: Mesh | None = None
 ) -> dict[str, Any]:
-    """Read the newest whole checkpoint, of any layout, into parameters and optimizer, in place, and return its facts.
+    """Read the newest complete checkpoint, of any layout, into parameters and optimizer, and return its facts.
 
-    Collective over the mesh.  Everything is checked first: hashes, facts, what compressed values decode to.  Then every
-    element is read by one rank, straight into its place, and copies travel over MPI.  So a rank needs memory for what
-    travels at a time, some megabytes, and not for a second copy of anything.
+    Collective over the mesh.  All hashes, facts and decompressed values are checked first.  Then one rank reads each
+    element, directly into its final memory, and MPI sends copies to the other ranks.  A rank therefore needs only some
+    megabytes of memory for messages, and no second copy of any array.
 
     Parameters
     ----------
     folder : path
-        Of a run; damaged checkpoints are passed over with a warning that names what is damaged.  Or of one checkpoint,
-        which then must be whole.
+        Folder of a run: damaged checkpoints are skipped, with a warning that names the damage.  Or folder of one
+        checkpoint, which must be complete.
     parameters : model, FlatParameters or 1-D array
+        Overwritten in place.
     optimizer : ShardedOptimizer, optional
-        Gets its slots, steps and loss scale, and forgets gradients; without one only the parameters are read.
+        Its slots, steps and loss scale are restored, and its gradients reset.  Without it only parameters are read.
     mesh : Mesh, optional
-        Of the parameters; needed if there is no optimizer.
+        The mesh of the parameters; needed without an optimizer.
 
     Raises
     ------
     FileNotFoundError
         If there is no checkpoint.
     ValueError, TypeError
-        If all are damaged, or the newest whole one is of other tensors or of another rule; if the parameters of any
-        rank cannot be written to, or are others than those of the rest; or facts make no sense, such as ``steps``
-        below 0.  On every rank, and before anything has changed; only an optimizer that has taken no step has made all
-        copies of the parameters those of data rank 0, as its first step would.
+        If all checkpoints are damaged, or the newest complete one has other tensors or another rule; if the parameters
+        of any rank are read-only, or differ from those of other ranks; or if facts are invalid, such as ``steps`` below
+        0.  On every rank, and before anything has changed, except that an optimizer without a step has set all copies
+        of the parameters to those of data rank 0, as its first step would.
     OSError
         On every rank, if the folder cannot be listed; or if the disk fails in the second of two readings of the same
-        bytes, and no older checkpoint can be read: only then are parameters and state partly overwritten, and the
-        message says so.
+        bytes, and no older checkpoint can be read.  Only in that case parameters and state are partly overwritten, and
+        the message says so.
     """
     if optimizer is None and not isinstance(mesh, Mesh):
         raise TypeError(
@@ -126,7 +127,7 @@ def load_checkpoint(
 
 @contextmanager
 def _for_once(folder: str | Path, mesh: Mesh, **options: Any) -> Iterator[Checkpoints]:
-    """Checkpoints that are closed again, after the errors that all ranks raise too."""
+    """Checkpoints that are closed at the end, also after errors that all ranks raise."""
     checkpoints = Checkpoints(folder, mesh, **options)
     try:
         yield checkpoints
@@ -139,7 +140,7 @@ def _for_once(folder: str | Path, mesh: Mesh, **options: Any) -> Iterator[Checkp
 def _agreed(
     parameters: Any, optimizer: ShardedOptimizer | None, mesh: Mesh, facts: Mapping[str, Any] | None = None
 ) -> FlatParameters:
-    """The parameters by name, if all ranks have theirs, and facts that can be saved.  Collective."""
+    """The parameters by name; raises on all ranks if any rank has invalid parameters or facts.  Collective."""
     named: FlatParameters | None = None
     problem = None
     try:
@@ -154,7 +155,7 @@ def _agreed(
 
 
 def _named(parameters: Any, optimizer: ShardedOptimizer | None) -> FlatParameters:
-    """The parameters by name: those of a model, or those that the optimizer knows by the same array."""
+    """The parameters by name: those of a model, or those that the optimizer has for the same flat array."""
     named = getattr(parameters, "parameters", parameters)
     if isinstance(named, FlatParameters):
         return named

@@ -1,4 +1,4 @@
-"""Forward and backward of a batch: a rank's micro-batches one after the other, and their gradients into the buckets."""
+"""Forward and backward passes of a batch: a rank's micro-batches one by one, with their gradients into the buckets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMED = 5  # samples that a message lists
 
 
 class StepRunner:
-    """Calls the function of a problem for this rank's part of each batch, from a first `attach` on.
+    """Calls the function of a problem for this rank's part of each batch, after a first `attach`.
 
     Parameters
     ----------
@@ -33,30 +33,30 @@ class StepRunner:
         Its FlatParameters are trained in place, an array is copied.
     optimizer : ShardedOptimizer
     looks : bool
-        Whether the first call of the function is checked for changes of what it must only read; with ``debug`` of the
-        mesh all calls are.
+        Whether to check the first call of the function for changes of inputs that it must only read; with ``debug`` of
+        the mesh all calls are checked.
 
     Attributes
     ----------
     parameters : FlatParameters
-        That the function gets, as `values`.
+        The parameters; the function gets them as `values`.
     misuse : Exception or None
-        What a call of the function has changed that it must not.
+        The error for inputs that a call of the function has changed.
     nonfinite_loss : str
-        The first loss of this rank in the last batch that is not finite, in words.
+        Description of this rank's first loss in the last batch that is not finite; empty if all are finite.
     together : bool
         Whether ranks wait for each other inside the function, so that all must call it equally often.
 
     Raises
     ------
     ValueError
-        If the optimizer has a loss scale, and the problem no model that multiplies its gradients by it.
+        If the optimizer has a loss scale, but the problem has no model that multiplies its gradients by it.
     """
 
     buckets: GradientBuckets
     ordered: OrderedSums | None
     together: bool
-    # What the function adds to: the buckets, or a flat array for a function of one.
+    # The function adds its gradient to this: the buckets, or a flat array if the function takes flat arrays.
     _gradients: Any
 
     def __init__(self, problem: Objective[Any], optimizer: ShardedOptimizer, looks: bool) -> None:
@@ -66,7 +66,7 @@ class StepRunner:
         start = problem.start
         self.of_model = isinstance(start, FlatParameters)
         self.parameters = start if isinstance(start, FlatParameters) else FlatParameters.over(aligned_copy(start))
-        self.parameters.reset_gradients()  # what a backward pass left before is no part of this run
+        self.parameters.reset_gradients()  # gradients of an earlier backward pass are not part of this run
         if not self.of_model and optimizer.config.loss_scale is not None:
             raise ValueError(
                 "loss_scale is for models, which multiply their gradients by it; the gradient of a function of a flat "
@@ -78,32 +78,32 @@ class StepRunner:
 
     @property
     def values(self) -> Any:
-        """The parameters as the user's function, callback and result have them: by name, or as one flat array."""
+        """The parameters in the form that the user's function, callback and result have: by name, or one flat array."""
         return self.parameters if self.of_model else self.parameters.flat
 
     def attach(self) -> None:
-        """Let the optimizer reduce the gradients; all ranks start from the parameters of the first.  Collective."""
+        """Bind the parameters to the optimizer; all ranks start from the parameters of the first.  Collective."""
         optimizer = self.optimizer
         strategy = optimizer.bind(self.parameters)
         strategy.replicas.spread()
         self.buckets = strategy.buckets
         self.ordered = strategy.ordered
         if self.ordered is not None:
-            fix_blas_threads()  # a mesh made since the optimizer was has set their number again
+            fix_blas_threads()  # a mesh created after the optimizer has changed their number
         split = self.parameters.sharded is not None or optimizer.mesh.data.size < optimizer.mesh.size
-        # A rank whose peers wait for it inside the model must run it even without samples: for its part of the model,
-        # or since they reduce each of the micro-batches that the model may make.
+        # If other ranks wait for this rank inside the model, it must run the model even without samples: they need its
+        # part of the model, or they reduce after each micro-batch that the model makes.
         self.together = split or (self.of_model and self.buckets.on_demand)
         self._gradients = self.buckets
         if not self.of_model:
             self._gradients = arrays.zeros(self.parameters.size, self.parameters.dtype, like=self.parameters.like)
 
     def detach(self) -> None:
-        """Leave the buckets as the configuration wants them for gradients that come from elsewhere."""
+        """Set the buckets back to the configuration's `auto_sync_gradients`, for gradients of other code."""
         self.buckets.no_sync = not self.optimizer.config.auto_sync_gradients
 
     def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
-        """Summed losses of a batch, whose sum over ranks is to be added up, and the global number of its terms."""
+        """Losses of a batch and its global number of terms; the batch's loss is the sum of these losses over ranks."""
         self.nonfinite_loss = ""
         if self.ordered is None:
             losses = np.array([self._forward_backward_shares(batch)])
@@ -111,15 +111,15 @@ class StepRunner:
             losses = self._forward_backward_terms(batch, self.ordered)
         if not self.of_model:
             self.buckets.use_external(self._gradients)
-        # Ranks without samples start their reductions here, the others did so in the backward pass: no other
-        # collective may come before.
+        # Ranks without samples start their reductions here; the others have started theirs in the backward pass.  No
+        # other collective may come before.
         self.buckets.end_pass()
         return losses, len(batch) * self.problem.tokens_per_sample
 
     def sums_of(self, *parts: np.ndarray) -> tuple[list[float], list[np.ndarray]]:
-        """The summed losses of some samples on this rank alone, and the gradient as it has added up after each part.
+        """The summed loss of each part's samples on this rank alone, and the accumulated gradient after each part.
 
-        Not where ranks meet in a backward pass.  The caller forgets the gradients.
+        Not for models whose ranks synchronize in a backward pass.  The caller must reset the gradients.
         """
         self.parameters.reset_gradients()
         losses, gradients = [], []
@@ -135,7 +135,7 @@ class StepRunner:
         return losses, gradients
 
     def _forward_backward_shares(self, batch: np.ndarray) -> float:
-        """Forward and backward of this rank's samples, whose gradients add up; returns their summed loss."""
+        """Forward and backward of this rank's samples, with accumulated gradients; returns the summed loss."""
         shares = share(batch, self.axis.rank, self.axis.size, self.problem.micro_batch_size)
         loss_sum = 0.0
         if not self.of_model:
@@ -149,15 +149,18 @@ class StepRunner:
         return loss_sum
 
     def _forward_backward_terms(self, batch: np.ndarray, ordered: OrderedSums) -> np.ndarray:
-        """The same where each micro-batch is a term of an ordered sum; returns the losses of all, 0 for others' own."""
+        """Forward and backward with each micro-batch as a term of an ordered sum.
+
+        Returns the losses of all micro-batches of the batch; those of other ranks are 0.
+        """
         micro = micro_batches(batch, self.problem.micro_batch_size)
         in_turns = self.of_model and self.buckets.on_demand
-        ordered.deal = deal = TermAssignment(len(micro), self.axis.size, in_turns)
-        own = deal.terms(self.axis.rank)
-        tree_merges = deal.tree_merges(self.axis.rank) or [0]
+        ordered.deal = assignment = TermAssignment(len(micro), self.axis.size, in_turns)
+        own = assignment.terms(self.axis.rank)
+        tree_merges = assignment.tree_merges(self.axis.rank) or [0]
         losses = np.zeros(len(micro))
-        # A rank that lacks a term takes part in what the others do in the model all the same.
-        rounds = deal.exchanges if in_turns else max(1, len(own))
+        # A rank with fewer terms still takes part in the collectives of the other ranks in the model.
+        rounds = assignment.exchanges if in_turns else max(1, len(own))
         for number in range(rounds):
             last = number == rounds - 1
             self.buckets.no_sync = not last
@@ -191,7 +194,7 @@ class StepRunner:
             self._looks = self.optimizer.mesh.debug
         try:
             loss = returned(loss)
-        except (TypeError, ValueError, RuntimeError):  # the last of a tensor of PyTorch with more elements
+        except (TypeError, ValueError, RuntimeError):  # PyTorch raises RuntimeError for a tensor of several elements
             what = f"a {type(loss).__name__}"
             raise TypeError(f"the function must return the summed loss as one number, got {what}") from None
         if not math.isfinite(loss) and not self.nonfinite_loss:
@@ -200,7 +203,7 @@ class StepRunner:
 
 
 def _listed(samples: np.ndarray) -> str:
-    """Sample indices in words, the first few of them."""
+    """The first few sample indices, as text."""
     named = ", ".join(map(str, samples[:_NAMED].tolist()))
     more = f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else ""
     return f"samples {named}{more}" if named else "no samples"

@@ -1,4 +1,4 @@
-"""When a run stops: it has reached a goal of its problem, or a rank has asked for it."""
+"""When a run stops: at a goal of its problem, or at the request of a rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpishard.training.objective import Objective
 
 
 class StopRequest(IntEnum):
-    """Why a rank asks to stop; of several the largest counts."""
+    """Why a rank requests to stop; the largest of several requests counts."""
 
     NONE = 0
     SECONDS = 1
@@ -20,7 +20,7 @@ class StopRequest(IntEnum):
 
 @dataclass(frozen=True)
 class StopCondition:
-    """Why a run stops after a step, as `OptimizationResult.stop_reason` says it; an empty reason: it goes on.
+    """Why a run stops after a step, in the words of `OptimizationResult.stop_reason`; empty if the run continues.
 
     Parameters
     ----------
@@ -31,11 +31,11 @@ class StopCondition:
     problem: Objective[Any]
 
     def reason(self, request: int, steps: int, norm: float) -> str:
-        """The reason after so many steps and a gradient of this norm, where `request` is the largest of all ranks."""
+        """The reason after `steps` steps, with the last gradient's norm and the largest request of all ranks."""
         return StopRequest(request).name.lower() if request else self.goal(steps, norm)
 
     def goal(self, steps: int, norm: float) -> str:
-        """Which goal is reached."""
+        """The goal that is reached; empty if none is."""
         if self.problem.tolerance is not None and norm <= self.problem.tolerance:
             return "tolerance"
         return "steps" if self.problem.steps is not None and steps >= self.problem.steps else ""

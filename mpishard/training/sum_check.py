@@ -1,4 +1,4 @@
-"""Debug: whether a function returns sums over its samples, by one micro-batch and its two halves."""
+"""Debug mode: checks with one micro-batch and its two halves that a function returns sums over its samples."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import numpy as np
 from mpishard.data.sampling import share
 from mpishard.training.step_runner import StepRunner
 
-# A mean in place of a sum is off by a factor of two; rounding in half precision by a thousandth.
+# A mean in place of a sum differs by a factor of two, rounding in half precision by a thousandth.
 _TOLERANCE = 0.02
-_AGAIN = 1e-5  # and in two calls for the same samples
+_AGAIN = 1e-5  # the tolerance between two calls for the same samples
 
 
 def check_sums(runner: StepRunner, batch: np.ndarray) -> None:
-    """Raise ValueError on all ranks unless loss and gradient of a micro-batch are the sums of those of its halves.
+    """Raise ValueError on all ranks unless loss and gradient of a micro-batch are the sums over its two halves.
 
-    The micro-batch is each rank's first of `batch`.  Parameters and state are as before.  Not for models whose ranks
-    meet inside a backward pass (ZeRO-2 and 3, tensor and pipeline ranks), and not for functions that give two results
-    for the same samples.  Collective.
+    Each rank uses its first micro-batch of `batch`.  Parameters and state do not change.  There is no check for models
+    whose ranks synchronize inside a backward pass (ZeRO-2 and 3, tensor and pipeline ranks), nor for functions that
+    give two results for the same samples.  Collective.
     """
     if runner.together:
         return
@@ -27,7 +27,7 @@ def check_sums(runner: StepRunner, batch: np.ndarray) -> None:
     if half:
         try:
             problem = _difference(runner, samples[:half], samples[half : 2 * half])
-        except Exception as error:  # of the user's function: all ranks hear of it
+        except Exception as error:  # of the user's function: all ranks must learn of it
             problem = error
         runner.parameters.reset_gradients()
         problem = runner.misuse or problem
@@ -35,7 +35,7 @@ def check_sums(runner: StepRunner, batch: np.ndarray) -> None:
 
 
 def _difference(runner: StepRunner, first: np.ndarray, second: np.ndarray) -> ValueError | None:
-    """What is wrong with the function, if anything is."""
+    """The error of a function that does not return sums, or None."""
     both = np.concatenate([first, second])
     (loss,), (gradient,) = runner.sums_of(both)
     losses, (of_first, of_halves) = runner.sums_of(first, second)
@@ -64,6 +64,6 @@ def _difference(runner: StepRunner, first: np.ndarray, second: np.ndarray) -> Va
 
 
 def _alike(one: np.ndarray | float, other: np.ndarray | float, tolerance: float = _TOLERANCE) -> bool:
-    """Whether they differ by no more than so much of their largest element."""
+    """Whether the difference is at most `tolerance` times the largest element."""
     most = max(np.abs(one).max(initial=0), np.abs(other).max(initial=0))
     return bool(np.abs(np.subtract(one, other)).max(initial=0) <= tolerance * most)
