@@ -1,4 +1,4 @@
-"""What gradients look like on the wire, and the error that they leave behind.  No MPI."""
+"""Compressors: the bytes that are sent for gradients, and the errors that remain.  No MPI."""
 
 from mpishard.compression.casts import BFloat16Compressor, Float16Compressor
 from mpishard.compression.compressor import PieceCompressor

@@ -1,4 +1,4 @@
-"""Sixteen bits an element, rounded to nearest even; float64 is rounded to float32 first, here as on a device."""
+"""Sixteen bits per element, rounded to nearest even; on host and device, float64 is rounded to float32 first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Cast(FusedCompressor):
 
 @dataclass(frozen=True)
 class Float16Compressor(_Cast):
-    """IEEE half precision: 11 bits, up to 65504; larger values are sent as that, and the rest later."""
+    """IEEE half precision: 11 bits, up to 65504; a larger value is sent as 65504, and its remainder in later steps."""
 
     _to, _from = kernels.to_float16, kernels.from_float16
 
@@ -46,11 +46,11 @@ class Float16Compressor(_Cast):
 
 @dataclass(frozen=True)
 class BFloat16Compressor(_Cast):
-    """The upper half of a float32: 8 bits, and its range."""
+    """The upper half of a float32: 8 bits of precision, and the range of a float32."""
 
     _to, _from = kernels.to_bfloat16, kernels.from_bfloat16
 
-    # In whole numbers, since CuPy does not know the type.
+    # In integers, since CuPy has no bfloat16.
     def _compress_on_device(self, values: Array, wire: Array) -> None:
         module, singles = arrays.module_of(values), values.astype(np.float32)
         bits = singles.view(np.uint32)

@@ -1,4 +1,4 @@
-"""The contract of compressors."""
+"""The interface of compressors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from mpishard.backend import array as arrays
 
 Array = Any
-_ALIGNMENT = 4  # bytes; what is sent begins with 4-byte numbers
+_ALIGNMENT = 4  # bytes; a message begins with 4-byte numbers
 
 
 @arrays.elementwise
@@ -21,15 +21,16 @@ def _leave(rest, whole, /):  # type: ignore[no-untyped-def]
 
 
 class PieceCompressor(ABC):
-    """Makes bytes of any run of a flat gradient, and numbers of these again, without the other runs or ranks.
+    """Encodes any run of a flat gradient as bytes, and decodes these, independently of other runs and ranks.
 
-    A frozen value without state.  How many bytes follows from the number of elements alone, so that ranks need not tell
-    each other.  Whoever writes one needs the three abstract methods; the others may do in one pass what they do in two.
+    A compressor is a frozen value without state.  The number of bytes depends only on the number and dtype of elements,
+    so that ranks need not send it.  A subclass must define the three abstract methods; it may also override `split` and
+    `add`, to do in one pass what these do in two.
     """
 
     @abstractmethod
     def nbytes(self, size: int, dtype: np.dtype) -> int:
-        """Bytes that `size` elements of a dtype become, a multiple of 4."""
+        """Number of bytes for `size` elements of a dtype, a multiple of 4."""
 
     @abstractmethod
     def compress(self, values: Array, wire: Array) -> None:
@@ -45,25 +46,25 @@ class PieceCompressor(ABC):
 
     @abstractmethod
     def decompress(self, wire: Array, values: Array) -> None:
-        """Fill `values` from `wire`: what `compress` was given, but for the error.  NaN and infinities stay such."""
+        """Fill `values` from `wire`: the values of `compress`, with an error.  NaN and infinities stay non-finite."""
 
     def split(self, values: Array, wire: Array, rest: Array) -> None:
-        """`compress`, and fill `rest` with `values`, which it shares no memory with, minus what `decompress` gives."""
+        """`compress`, and fill `rest` with `values` minus the decompressed values; the two share no memory."""
         self.compress(values, wire)
         self.decompress(wire, rest)
         _leave(rest, values)
 
     def add(self, wire: Array, total: Array) -> None:
-        """Add to `total` what `decompress` gives, with the same bits."""
+        """Add the values of `decompress` to `total`, with the same bits."""
         term = arrays.empty(total.size, total.dtype, like=total)
         self.decompress(wire, term)
         arrays.accumulate(total, term)
 
 
 class FusedCompressor(PieceCompressor):
-    """A compressor with compiled loops for NumPy arrays, and operations on whole arrays for those on a device.
+    """A compressor with compiled loops for NumPy arrays, and whole-array operations for device arrays.
 
-    Both make the same bytes, but for the bits of NaN and of sums that end within 1e-16 of where rounding turns.
+    Both give the same bytes, except for the bits of NaN, and of sums within 1e-16 of a tie in rounding.
     """
 
     def compress(self, values: Array, wire: Array) -> None:

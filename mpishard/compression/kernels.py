@@ -1,10 +1,10 @@
 """The compressors' loops over NumPy arrays: one pass over memory each.
 
-Every function that compresses also fills `rest`, unless that is empty, with the values minus what arrives of them; and
-every function that decompresses adds to `values` instead, if told so.  Both take the bits that `decompress` gives, so
-nothing here is compiled with ``fastmath`` but a sum whose order is free.
+Every function that compresses also fills `rest`, unless it is empty, with the values minus the decompressed values.
+Every function that decompresses adds to `values` if `add` is set, and else overwrites them.  All of these use the exact
+bits of `decompress`.  Therefore nothing here is compiled with ``fastmath`` except a sum whose order is free.
 
-Integers keep their width by a cast after each operation (Numba widens to 64 bits), which vectors of 32 bits depend on.
+A cast after each integer operation keeps the width (Numba widens to 64 bits), which 32-bit vector instructions need.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RUN = 1024  # elements that fit the first-level cache several times
 
 
 def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For functions that compiled ones call."""
+    """Decorator for functions that compiled functions call."""
 
     @before_compiling
     def register() -> None:
@@ -51,7 +51,7 @@ def _half(x):  # type: ignore[no-untyped-def]
     magnitude = np.int32(bits & np.int32(0x7FFFFFFF))
     odd = np.int32(np.int32(magnitude >> np.int32(13)) & np.int32(1))
     normal = np.int32(np.int32(magnitude - np.int32(0x38000000 - 0xFFF)) + odd)
-    # A float32 at 0.5 ends where a float16 that is not normal does: the addition rounds.
+    # The last bit of a float32 near 0.5 is that of a subnormal float16, so that the addition rounds to it.
     small = np.int32(_int32(np.float32(_float32(magnitude) + _HALF)) - _int32(_HALF))
     found = small if magnitude < np.int32(0x38800000) else np.int32(normal >> np.int32(13))
     found = np.int32(0x7C00) if magnitude == _INFINITE else found
@@ -63,7 +63,7 @@ def _half(x):  # type: ignore[no-untyped-def]
 def _of_half(half):  # type: ignore[no-untyped-def]
     half = np.int32(half)
     magnitude = np.int32(half & np.int32(0x7FFF))
-    # Not by arithmetic with numbers that are not normal, which is slow.
+    # This avoids arithmetic with subnormal numbers, which is slow.
     small = np.float32(np.float32(magnitude) * np.float32(2.0**-24))
     shifted = np.int32(magnitude << np.int32(13))
     bias = np.int32(0x70000000) if magnitude >= np.int32(0x7C00) else np.int32(0x38000000)
@@ -212,7 +212,7 @@ def _from_signs(values: np.ndarray, scales: np.ndarray, signs: np.ndarray, block
         begin = b * block
         end = min(begin + block, values.size)
         scale = values.dtype.type(scales[b])
-        # What lies in whole bytes goes fast.
+        # Elements in whole bytes take a fast loop.
         first = min(begin + (-begin & 7), end)
         last = max(first, end & -8)
         row, given = values[first:last], signs[first >> 3 : last >> 3]
@@ -231,17 +231,17 @@ def _from_signs(values: np.ndarray, scales: np.ndarray, signs: np.ndarray, block
 
 
 def _above(bits: np.ndarray, places: np.ndarray, mask: int, low: int) -> int:
-    """Write the places of all magnitudes above `low`, and count them."""
+    """Write the indices of all magnitudes above `low` to `places`, and count them."""
     mask, least = bits.dtype.type(mask), bits.dtype.type(low)
     count = 0
     for i in range(bits.size):
-        places[count] = i  # no branch: the next one overwrites it, or not
+        places[count] = i  # without a branch: the next index overwrites this one unless it counts
         count += bits.dtype.type(bits[i] & mask) > least
     return count
 
 
 def _pick(bits: np.ndarray, places: np.ndarray, mask: int, least: int, spare: int) -> None:
-    """Move to the front of `places` those of magnitudes above `least`, and the first `spare` that are equal to it."""
+    """Move to the front of `places` the indices of magnitudes above `least`, and of the first `spare` equal to it."""
     mask, least = bits.dtype.type(mask), bits.dtype.type(least)
     count = 0
     for k in range(places.size):
@@ -255,7 +255,7 @@ def _pick(bits: np.ndarray, places: np.ndarray, mask: int, least: int, spare: in
 
 
 def bits(values: Array) -> tuple[Array, int]:
-    """A view of `values` as whole numbers, and a mask: what it lets through has the order of magnitudes, NaN last."""
+    """A view of `values` as integers, and a mask; the masked integers have the order of magnitudes, with NaN last."""
     whole = np.dtype(f"i{values.dtype.itemsize}")
     return values.view(whole), int(np.iinfo(whole).max)
 

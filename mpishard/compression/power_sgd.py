@@ -1,4 +1,4 @@
-"""Matrices as products of two thin ones."""
+"""Low-rank compression: matrices as products of two thin matrices."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Array = Any
 class PowerSGDCompressor:
     """The best approximation of low rank that one step of subspace iteration finds (Vogels et al., "PowerSGD", 2019).
 
-    A gradient of shape (m, ...) is a matrix M of m rows and n columns, and travels as P = M Q and as M' P', P' being
-    the orthonormal P: ``rank * (m + n)`` elements, each summed over the ranks.  Q is what the last step has found.
-    Tensors that would not be smaller, such as vectors, travel as they are; so a flat array without named tensors does.
+    A gradient of shape (m, ...) is a matrix M of m rows and n columns.  It is sent as P = M Q and as M' P', where P' is
+    the orthonormal P: ``rank * (m + n)`` elements, each summed over the ranks.  Q is the result of the last step.
+    Tensors that would not be smaller, such as vectors, are sent uncompressed; so is a flat array without named tensors.
 
     Parameters
     ----------
     rank : int
-        Columns of P and Q.
+        Number of columns of P and Q.
     """
 
     rank: int = 4
@@ -34,16 +34,16 @@ class PowerSGDCompressor:
         object.__setattr__(self, "rank", integer("rank", self.rank, least=1))
 
     def compresses(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape is smaller as two factors than as it is."""
+        """Whether the two factors of a tensor of this shape are smaller than the tensor."""
         rows, columns = matrix_shape(shape)
         return self.rank * (rows + columns) < rows * columns
 
     def elements(self, shape: Sequence[int]) -> int:
-        """How many elements of a tensor of this shape are summed."""
+        """Number of elements that are summed for a tensor of this shape."""
         return self.rank * sum(matrix_shape(shape)) if self.compresses(shape) else prod(shape)
 
     def first_elements(self, shape: Sequence[int]) -> int:
-        """How many of these are summed first: P, or what is not compressed."""
+        """Number of these that are summed first: those of P, or of an uncompressed tensor."""
         return self.rank * matrix_shape(shape)[0] if self.compresses(shape) else prod(shape)
 
     def first_basis(self, name: str, columns: int, like: Array) -> Array:
@@ -57,10 +57,10 @@ class PowerSGDCompressor:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor as a matrix: its first axis, and all others."""
+    """Rows and columns of a tensor as a matrix: the first axis, and the product of the other axes."""
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
 def orthonormal(columns: Array) -> Array:
-    """An orthonormal basis of what the columns of a matrix span, and as many more as it has columns."""
+    """Orthonormal columns, as many as the matrix has, whose span contains that of the matrix's columns."""
     return arrays.module_of(columns).linalg.qr(columns)[0]

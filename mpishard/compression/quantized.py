@@ -1,4 +1,4 @@
-"""Eight bits an element and one, with a scale a block."""
+"""Eight bits or one bit per element, with one scale per block."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class _Blockwise(FusedCompressor):
         object.__setattr__(self, "block", integer("block", self.block, least=1))
 
     def _parts(self, wire: Array, size: int) -> tuple[Array, Array]:
-        """The scales, and what follows."""
+        """The scales, and the bytes after them."""
         scales = 4 * -(-size // self.block)
         return wire[:scales].view(np.float32), wire[scales:]
 
     def _rows(self, values: Array) -> Array:
-        """One row a block, the last filled up with zeros."""
+        """The values as one row per block; the last row is padded with zeros."""
         rows = -(-values.size // self.block)
         if values.size == rows * self.block:
             return values.reshape(rows, self.block)
@@ -43,9 +43,9 @@ class _Blockwise(FusedCompressor):
 
 @dataclass(frozen=True)
 class Int8Compressor(_Blockwise):
-    """Whole numbers from -127 to 127 times a scale a block, its largest magnitude / 127 (Dettmers, 2016).
+    """Integers from -127 to 127 times the scale of their block, its largest magnitude / 127 (Dettmers, 2016).
 
-    A block with NaN or an infinity has such a scale, and arrives as that.
+    A block with NaN or an infinity has a scale that is not finite, and all of it is decompressed to that scale.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class Int8Compressor(_Blockwise):
         rows = self._rows(values)
         scales[...] = module.abs(rows).max(axis=1) / 127
         finite = module.isfinite(scales)
-        # By the scale that is sent.
+        # Divide by the scale as it is sent, in float32.
         divisors = module.where(finite & (scales > 0), scales, 1).astype(values.dtype)
         levels = module.clip(module.rint(rows / divisors[:, None]), -127, 127)
         levels = module.where(finite[:, None], levels, 1)
@@ -87,7 +87,7 @@ class Int8Compressor(_Blockwise):
 
 @dataclass(frozen=True)
 class SignCompressor(_Blockwise):
-    """One bit an element, times the mean magnitude of its block (Karimireddy et al., "EF-SignSGD", 2019).
+    """One bit per element, the sign, times the mean magnitude of its block (Karimireddy et al., "EF-SignSGD", 2019).
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The largest elements only, with their places."""
+"""Sparse compression: only the largest elements, with their indices."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SAMPLE = 1 << 14
 
 @dataclass(frozen=True)
 class TopKCompressor(PieceCompressor):
-    """A fraction of the elements, those of largest magnitude, as values and indices (Lin et al., "DGC", 2018).
+    """The elements of largest magnitude, a fraction of all, as values and indices (Lin et al., "DGC", 2018).
 
-    Of equal magnitudes the first are sent.  NaN counts as largest, so that it reaches the others.
+    Among equal magnitudes the first are sent.  NaN counts as the largest magnitude, so that it reaches the other ranks.
 
     Parameters
     ----------
     fraction : float
-        Of the elements of each run that are sent, rounded up; above 0 and at most 1.
+        Fraction of the elements of each run to send, rounded up to whole elements; above 0 and at most 1.
     """
 
     fraction: float = 0.01
@@ -35,7 +35,7 @@ class TopKCompressor(PieceCompressor):
         object.__setattr__(self, "fraction", number("fraction", self.fraction, above=0, most=1))
 
     def count(self, size: int) -> int:
-        """How many of so many elements are sent."""
+        """Number of elements that are sent of `size` elements."""
         return min(size, math.ceil(self.fraction * size))
 
     def nbytes(self, size: int, dtype: np.dtype) -> int:
@@ -68,7 +68,7 @@ class TopKCompressor(PieceCompressor):
         count = self.count(values.size)
         places = (_largest_on_device if arrays.is_device(values) else _largest)(values, count)
         chosen = values[places]
-        # Four bytes at a time: eight that follow an odd number of places are at no address for a float64.
+        # Values are copied in words of 4 bytes: after an odd number of indices, the address is not aligned for float64.
         words = wire.view(np.uint32)
         words[:count] = places
         words[count:] = chosen.view(np.uint32)
@@ -80,7 +80,7 @@ class TopKCompressor(PieceCompressor):
 
 
 def _largest_on_device(values: Array, count: int) -> Array:
-    """Ascending places of so many values of largest magnitude."""
+    """Ascending indices of the `count` values of largest magnitude."""
     module, (bits, mask) = arrays.module_of(values), kernels.bits(values)
     return module.sort(module.argsort(-(bits & mask), kind="stable")[:count])
 
@@ -105,7 +105,10 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _safe_guess(bits: np.ndarray, mask: int, count: int) -> int:
-    """A magnitude that probably a few more than `count` exceed, from a sample whose odd stride is no row's length."""
+    """A magnitude that slightly more than `count` values probably exceed, or -1.
+
+    It is estimated from a sample; the odd stride of the sample is unlikely to be the length of a row.
+    """
     sample = bits[:: bits.size // _SAMPLE | 1] & mask
     expected = count / bits.size * sample.size
     rank = math.ceil(expected + 4 * math.sqrt(expected)) + 1

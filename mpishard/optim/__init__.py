@@ -1,4 +1,4 @@
-"""Update rules, learning-rate schedules and loss scales: what one parameter needs to know.  No MPI."""
+"""Update rules, learning-rate schedules and loss scales.  No MPI."""
 
 from mpishard.optim.rules import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop, Rule
 

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 """The formulas of the update rules, one element at a time (see `mpishard.backend.array.elementwise`).
 
-``p`` is a parameter and ``g`` its gradient, whose division by `divisor` comes first and is a true one, so that sums
-of integers stay exact.  The other arrays are the rule's slots.  ``rest`` is one minus the factor of the same number,
-rounded after the subtraction: ``1 - 0.999`` in float32 is wrong by 5e-5.
+``p`` is a parameter and ``g`` its gradient.  The division of ``g`` by `divisor` comes first and is a true division, so
+that sums of integers stay exact.  The other arrays are the rule's slots.  ``rest1`` is one minus ``beta1``, rounded
+after the subtraction, and ``rest2`` and ``rest`` likewise: ``1 - 0.999`` in float32 is wrong by 5e-5.
 """
 
 from math import sqrt
@@ -34,8 +34,8 @@ def sgd_nesterov(p, g, b, /, divisor, clip, lr, weight_decay, momentum, gain):
     return p, b
 
 
-# The decay that Adam adds to the gradient and the one that AdamW takes off the parameter are two scalars of one
-# formula; the one that is not used is neutral (0 or 1) and changes no bit.
+# One formula serves Adam, which adds the decay to the gradient, and AdamW, which subtracts it from the parameter.  Each
+# decay is a scalar; the unused one is neutral (0 or 1) and changes no bit.
 
 
 @elementwise
@@ -76,7 +76,7 @@ def rmsprop_momentum(p, g, v, b, /, divisor, clip, lr, weight_decay, alpha, rest
     return p, v, b
 
 
-# Rounding can bring the centered second moment below zero where gradients hardly change.
+# Rounding can make the centered second moment negative where gradients hardly change.
 
 
 @elementwise

@@ -1,4 +1,4 @@
-"""Loss scaling: small half-precision gradients survive because the loss, and with it all of them, is multiplied.
+"""Loss scaling: a factor on the loss, and so on all gradients, keeps small half-precision gradients above zero.
 
 Micikevicius et al., "Mixed precision training" (2018), section 3.2.
 """
@@ -7,19 +7,19 @@ from __future__ import annotations
 
 _START = 2.0**16
 _SMALLEST = 1.0
-# More than this times a whole batch's gradient would not be finite in float32 either.
+# A larger factor would make a whole batch's gradient overflow even in float32.
 _LARGEST = 2.0**40
 _PATIENCE = 2000
 
 
 class LossScale:
-    """The factor by which gradients arrive too large.
+    """The factor that gradients contain, and that the optimizer divides by.
 
     Parameters
     ----------
     setting : float, "dynamic" or None
-        A fixed factor, none, or one that halves after an overflow and doubles after 2000 steps without: powers of two,
-        so that multiplying and dividing lose no bit.
+        A fixed factor; or "dynamic", a factor that halves after an overflow and doubles after 2000 steps without one;
+        or None for a factor of 1.  Dynamic factors are powers of two, so that multiplication and division are exact.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class LossScale:
         self.good_steps: int = 0
 
     def overflowed(self) -> bool:
-        """Halve; False if it is fixed or cannot be smaller, and the fault is not in the scale."""
+        """Halve the factor; False if it is fixed or at its minimum, so that it is not the cause of the overflow."""
         self.good_steps = 0
         if not self.dynamic or self.value <= _SMALLEST:
             return False
@@ -42,7 +42,7 @@ class LossScale:
         return True
 
     def succeeded(self) -> None:
-        """Count a step that was taken, and double after enough of them."""
+        """Count a step that was taken, and double the factor after enough of them."""
         self.good_steps += 1
         if self.dynamic and self.good_steps >= _PATIENCE:
             self.value = min(_LARGEST, self.value * 2)
@@ -50,10 +50,10 @@ class LossScale:
 
     @property
     def state(self) -> tuple[float, int] | None:
-        """What a run needs to go on; None for a fixed factor."""
+        """The value and the count that a resumed run needs; None for a fixed factor."""
         return (self.value, self.good_steps) if self.dynamic else None
 
     def restore(self, state: tuple[float, int] | None) -> None:
-        """Go on from the state of another, unless this one is fixed or that one was."""
+        """Continue from a `state`, unless this factor is fixed or the state is of a fixed one (None)."""
         if self.dynamic and state is not None:
             self.value, self.good_steps = state

@@ -1,7 +1,7 @@
-"""Learning-rate schedules: pure functions of the step, which counts from 1, so that a resumed run needs no more.
+"""Learning-rate schedules: pure functions of the step, so that a resumed run needs only its step.  Steps count from 1.
 
-Each function returns a `Schedule`, a value whose repr is the call that makes it.  With ``warmup=w`` the rate rises
-linearly over the first `w` steps and is ``peak`` at step `w`; what is left of a decay follows after.
+Each function returns a `Schedule`, a value whose repr is the call that creates it.  With ``warmup=w`` the rate rises
+linearly over the first `w` steps and is ``peak`` at step `w`; a decay takes the remaining steps.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """A learning rate for every step; made by `constant`, `warmup`, `linear`, `cosine` or `inverse_square_root`.
+    """A learning rate for every step; create it with `constant`, `warmup`, `linear`, `cosine` or `inverse_square_root`.
 
     Parameters
     ----------
     shape : str
-        Name of the function that makes it.
+        Name of the function that creates it.
     peak : float
         The highest rate.
     steps : int or None
-        The step from which a decay stays at `floor`; None for shapes that do not end.
+        The step from which a decay stays at `floor`; None for shapes without an end.
     warmup : int
-        Steps of linear rise.
+        Number of steps of the linear rise.
     floor : float
         The lowest rate after the warm-up.
     """

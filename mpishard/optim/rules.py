@@ -1,10 +1,10 @@
-"""Update rules: how one parameter follows from its gradient and its own state, and nothing about who computes it.
+"""Update rules: the new value of one parameter from its gradient and its own state, independent of any rank.
 
-A rule is a value: a frozen record of hyper-parameters.  Its state lives elsewhere, in flat *slot* arrays as large as
-the parameters, so that any slice of parameters, gradient and slots can be updated on its own with the same result.
-Names, defaults and formulas are those of ``torch.optim`` where it has the rule.
+A rule is a frozen record of hyper-parameters.  The caller keeps its state in flat *slot* arrays as large as the
+parameters, so that any slice of parameters, gradient and slots can be updated separately with the same result.  Names,
+defaults and formulas are those of ``torch.optim`` if it has the rule.
 
-Gradients arrive as sums over samples and are used as ``gradients / divisor * clip``, where `divisor` is the global
+Gradients are sums over samples.  A rule uses them as ``gradients / divisor * clip``, where `divisor` is the global
 number of samples and `clip` the factor of clipping by the global norm.
 """
 
@@ -30,7 +30,7 @@ _ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """What all rules share.
+    """Base of the update rules.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class Rule(ABC):
     @property
     @abstractmethod
     def slots(self) -> tuple[str, ...]:
-        """Names of the state arrays, each as large as the parameters; options that are off have none."""
+        """Names of the state arrays, each as large as the parameters; an option that is off needs no array."""
 
     @property
     @abstractmethod
@@ -78,7 +78,7 @@ class Rule(ABC):
 
     @abstractmethod
     def scalars(self, step: int) -> tuple[float, ...]:
-        """This step's scalars of the formula, computed in float64."""
+        """The scalars of the formula at this step, computed in float64."""
 
     def initial(self, slot: str) -> float:
         """The value that fills `slot` before the first step."""
@@ -125,7 +125,8 @@ class Rule(ABC):
         parameters, gradients : array
             1-D, contiguous, float32 or float64, of one size, dtype and device.  Gradients are only read.
         slots : sequence of arrays
-            The state named by `slots`, in that order, like the parameters; filled with `initial` before step 1.
+            The state arrays, in the order of the property `slots`, with the size, dtype and device of the parameters;
+            filled with `initial` before step 1.
         step : int
             Counts from 1.
         divisor, clip : float
@@ -134,7 +135,7 @@ class Rule(ABC):
         Raises
         ------
         TypeError, ValueError
-            If arrays, their number or the step do not fit; nothing has changed then.
+            If an array, the number of arrays or the step is invalid; nothing has changed then.
         """
         self._check_slots(slots)
         self.kernel(parameters, gradients, *slots, divisor, clip, *self.scalars(step))
@@ -146,7 +147,7 @@ class Rule(ABC):
     def configuration(self) -> dict[str, float | str | bool]:
         """The hyper-parameters as plain numbers, strings and flags, for saving; a schedule by its repr.
 
-        The same on all ranks: of the repr of a function of the user's the address is left out.
+        The result is the same on all ranks: the repr of a user's function has no memory address.
         """
         plain: dict[str, float | str | bool] = {"rule": type(self).__name__}
         for field in fields(self):
@@ -160,7 +161,7 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class SGD(Rule):
-    """Stochastic gradient descent as ``torch.optim.SGD``; the first momentum is the first gradient, undampened."""
+    """Stochastic gradient descent as ``torch.optim.SGD``; the momentum starts as the first gradient, undampened."""
 
     lr: LearningRate = 1e-3
     momentum: float = 0.0
@@ -296,10 +297,10 @@ class Lion(Rule):
 
 @dataclass(frozen=True)
 class LAMB(Rule):
-    """LAMB: Adam's direction, per tensor as long as the tensor times `lr` (You et al. 2020, algorithm 2; phi(z) = z).
+    """LAMB: Adam's direction, scaled per tensor to the tensor's norm times `lr` (You et al. 2020, algorithm 2).
 
-    The norms are those of whole tensors, so a step has two halves around a sum over shards: `direction` for all
-    elements, then per tensor `trust_ratio` of the two norms and `apply`.
+    The paper's phi is phi(z) = z.  Since the norms are those of whole tensors, a step has two halves around a sum over
+    shards: first `direction` for all elements, then for each tensor `trust_ratio` of the two norms and `apply`.
     """
 
     lr: LearningRate = 1e-3
@@ -327,9 +328,10 @@ class LAMB(Rule):
         clip: float = 1.0,
         out: Array,
     ) -> None:
-        """Advance the slots, and write the update before scaling, decay included, into `out`.
+        """Update the slots, and write the direction, with decay and before scaling, into `out`.
 
-        Any slice of parameters, gradients and slots may be given; `out` is a like array that overlaps none of them.
+        The arguments may be any slice of parameters, gradients and slots; `out` has the same size, dtype and device and
+        overlaps none of them.
         """
         self._check_slots(slots)
         self.learning_rate(step)
@@ -337,7 +339,7 @@ class LAMB(Rule):
 
     @staticmethod
     def trust_ratio(parameter_norm: float, direction_norm: float) -> float:
-        """Norm of a tensor over the norm of its direction; 1 where either is zero."""
+        """Norm of a tensor divided by the norm of its direction; 1 if either is zero."""
         if parameter_norm == 0 or direction_norm == 0:
             return 1.0
         return parameter_norm / direction_norm
