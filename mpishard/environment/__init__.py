@@ -1,4 +1,4 @@
-"""What this MPI, this machine and this Python are, and what of it will stand in the way of a run.
+"""Facts about this MPI, machine and Python, and findings: the facts that cause problems for a run.
 
 >>> from mpi4py import MPI
 >>> from mpishard.environment import collect, findings

@@ -1,4 +1,4 @@
-"""What one process knows of its MPI, its libraries and its machine."""
+"""Facts that one process collects about its MPI, its libraries and its machine."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Blas:
     ----------
     library, version : str
     kernels : str
-        The processor whose kernels it has chosen; empty where it does not tell.
+        The processor type whose kernels the library has chosen; empty if the library does not report it.
     threads : int
-        As it was loaded; a mesh limits it to this rank's share of the cores.
+        Number of threads when the facts were collected; a mesh limits it to this rank's share of the cores.
     """
 
     library: str
@@ -50,48 +50,49 @@ class Blas:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one process knows.  It travels between ranks, and is what ``mpishard info --json`` prints of each.
+    """The facts of one process.  Ranks send them to each other, and ``mpishard info --json`` prints them for each rank.
 
     Attributes
     ----------
     rank, ranks : int
-        Its place in ``MPI_COMM_WORLD``, and the size of that.
+        Rank of the process in ``MPI_COMM_WORLD``, and the size of ``MPI_COMM_WORLD``.
     host : str
     node : int
-        The first rank of those that share memory with it.
+        The lowest rank that shares memory with this process.
     launches : tuple of Launch
-        What launchers told it.
+        The launches that launchers report in the environment.
     versions : dict
-        See `mpishard.version.versions`; and of HDF5.
+        See `mpishard.version.versions`; also the version of HDF5.
     mpi : Capabilities
     mpi_text : str
-        All that the MPI library says of its version.
+        The MPI library's own full version text.
     thread_level : str
         Such as ``"MPI_THREAD_MULTIPLE"``.
     heals, could_heal : bool
-        Whether the death of a rank is healed in place, and whether this MPI could, started in another way.
+        Whether a run heals the death of a rank in place, and whether it could with this MPI if started differently.
     without_han : bool
         Whether Open MPI's hierarchical collectives, which crash after a death, are off.
     mpirun, mpirun_on_path : Launcher or None
-        The one beside this Python, else that of the PATH; and that of the PATH where it is another.  Rank 0 alone
-        looks for them.
+        The mpirun beside this Python, or else that on the PATH; and that on the PATH if it is a different one.  Only
+        rank 0 looks for them.
     h5py_mpi : bool
         Whether h5py was built with MPI, which mpishard does not need.
     h5py_lacks : tuple of str
-        What checkpoints need, or offer, and this h5py does not have.
+        Features that checkpoints need or offer, and that this h5py does not have.
     blas : tuple of Blas
     blas_chosen : str
-        Environment variable by which the user chose a number of BLAS threads; empty without.
+        Environment variable with the user's choice of the number of BLAS threads; empty without a choice.
     cores : tuple of int
-        Those it may run on, by number.
+        Numbers of the cores on which the process may run.
     cpu_quota : float or None
-        Cores' worth of time that it may use together with others of its control group; None: no limit.
+        CPU time, as a number of cores, that the process may use together with its control group; None: no limit.
     gpus : int
-        Those it can see.
+        Number of GPUs that the process can see.
     pins_memory : bool
-        Whether it can pin host memory for them.
+        Whether the process can pin host memory for the GPUs.
     locked_memory, shared_memory, shared_memory_free : int or None
-        Bytes: most that it may lock, and of ``/dev/shm``.  None: unlimited, or there is no such folder.
+        Bytes: the most that the process may lock; size of ``/dev/shm``; free space there.  None: unlimited, or no such
+        folder.
     """
 
     rank: int
@@ -122,9 +123,9 @@ class Facts:
 
 
 def collect(comm: MPI.Intracomm) -> Facts:
-    """Find out about this process.  Collective over `comm`; raises nothing that could keep one rank from the others.
+    """Collect the facts of this process.  Collective over `comm`; no error of a single rank makes others wait.
 
-    Starts a child process where the MPI says that it takes device pointers, to see whether it does.
+    If the MPI claims to accept device pointers, a child process tests whether it does.
     """
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
     node = shared.bcast(comm.rank)
@@ -164,14 +165,14 @@ def collect(comm: MPI.Intracomm) -> Facts:
 
 
 def _without_han(components: str) -> bool:
-    """Whether a list of Open MPI's collective components leaves out ``han``: ``^han``, or a list of others."""
+    """Whether a list of Open MPI's collective components excludes ``han``: as ``^han``, or as a list without it."""
     if components.startswith("^"):
         return "han" in components[1:].split(",")
     return bool(components) and "han" not in components.split(",")
 
 
 def _launchers() -> tuple[Launcher | None, Launcher | None]:
-    """The mpirun beside this Python or of the PATH, and that of the PATH where it is another."""
+    """The mpirun beside this Python or else on the PATH, and that on the PATH if it is a different one."""
     found: list[Launcher | None] = []
     for path in (None, shutil.which("mpirun")):
         try:

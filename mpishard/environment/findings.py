@@ -1,4 +1,4 @@
-"""What is wrong with the machine and the MPI that some ranks have found, and the way out of it."""
+"""Problems of the machine and the MPI that follow from the facts of some ranks, with remedies."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from mpishard.launch.launchers import Launcher
 
 WRONG, WARNING, NOTE = "wrong", "warning", "note"
 
-# Bytes a rank.  Open MPI 5 makes a file of 16 MiB for each and fills it as it sends.  MPICH 5 has taken 5 MB at start,
-# as those that tell have; with 3 MiB left, all-reduces of 8 MB then crashed.
+# Bytes per rank.  Open MPI 5 creates a file of 16 MiB for each rank and fills it as it sends.  MPICH 5 takes 5 MB at
+# start, which ranks that report have already taken; with 3 MiB left, all-reduces of 8 MB then crashed.
 _SHARED_MEMORY_WANTED, _SHARED_MEMORY_NEEDED = 16 * 2**20, 4 * 2**20
-# Network cards and GPUs want their buffers locked; 8 MiB is what most systems allow by default.
+# Network cards and GPUs need locked buffers; most systems allow 8 MiB by default.
 _LOCKED_MEMORY = 2**30
 _SHOWN_HOSTS = 3
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """One finding: a problem, or a possible improvement.
 
     Attributes
     ----------
     level : str
-        ``"wrong"``: runs will fail; ``"warning"``: runs will be slow or less safe; ``"note"``: there is more to be had.
+        ``"wrong"``: runs will fail; ``"warning"``: runs will be slow or less safe; ``"note"``: a possible improvement.
     about : str
-        One word of what: ``launch``, ``versions``, ``threads``, ``cores``, ``blas``, ``hdf5``, ``memory``, ``gpu`` or
-        ``death``.
+        The topic, in one word: ``launch``, ``versions``, ``threads``, ``cores``, ``blas``, ``hdf5``, ``memory``,
+        ``gpu`` or ``death``.
     what : str
     way_out : str
     """
@@ -44,12 +44,12 @@ class Finding:
 
 
 def findings(facts: Sequence[Facts]) -> list[Finding]:
-    """What the facts of all ranks say is wrong, what is wrong first.
+    """The findings from the facts of all ranks; the most serious come first.
 
     Parameters
     ----------
     facts : sequence of Facts
-        In order of ranks, of at least one.
+        In order of ranks, at least one.
     """
     found = [
         finding
@@ -60,7 +60,7 @@ def findings(facts: Sequence[Facts]) -> list[Finding]:
 
 
 def nodes(facts: Sequence[Facts]) -> list[list[Facts]]:
-    """Ranks by the node they are on."""
+    """The ranks' facts, grouped by node."""
     found: dict[int, list[Facts]] = {}
     for each in facts:
         found.setdefault(each.node, []).append(each)
@@ -68,14 +68,14 @@ def nodes(facts: Sequence[Facts]) -> list[list[Facts]]:
 
 
 def cores_of(node: Sequence[Facts]) -> int:
-    """How many cores the ranks of a node have together; a quota of CPU time counts as so many, rounded down."""
+    """Number of cores that the ranks of a node have together; a quota of CPU time limits it, rounded down."""
     seen = len({core for each in node for core in each.cores})
     quotas = [each.cpu_quota for each in node if each.cpu_quota is not None]
     return min(seen, max(1, int(max(quotas)))) if len(quotas) == len(node) else seen
 
 
 def limit_of(node: Sequence[Facts]) -> str:
-    """What limits the cores of a node besides what its ranks may run on, in words."""
+    """A note for messages if a quota of CPU time limits the cores of a node; else an empty string."""
     fewer = cores_of(node) < len({core for each in node for core in each.cores})
     return " (by a quota of CPU time)" if fewer else ""
 
@@ -102,7 +102,7 @@ def _launch(facts: Sequence[Facts]) -> Iterator[Finding]:
         )
         yield Finding(WRONG, "launch", what, _right_launcher(first, launch))
         return
-    # Ranks that are together already do not need it.
+    # Ranks that are already in one MPI_COMM_WORLD do not need mpirun.
     level = WRONG if launch is None else WARNING
     for launcher, where in ((first.mpirun, "that mpishard run takes"), (first.mpirun_on_path, "on the PATH")):
         if launcher is not None and not fits(launcher, library):
@@ -113,7 +113,7 @@ def _launch(facts: Sequence[Facts]) -> Iterator[Finding]:
 def _right_launcher(facts: Facts, launch: Launch | None = None) -> str:
     library = facts.mpi.library
     if launch is not None and launch.family == SLURM:
-        # In this order: srun --mpi=pmi2 may fail with what MPICH's ranks tell it (see slurm/README.md).
+        # In this order: srun --mpi=pmi2 may fail on data from MPICH's ranks (see slurm/README.md).
         return (
             f"use mpirun of {library} in a script for sbatch, or srun --mpi={'pmix' if library == OPEN_MPI else 'pmi2'}"
         )
@@ -159,7 +159,7 @@ def _cores(facts: Sequence[Facts]) -> Iterator[Finding]:
 def _blas(facts: Sequence[Facts]) -> Iterator[Finding]:
     for node in nodes(facts):
         threads = sum(max((blas.threads for blas in each.blas), default=1) for each in node if each.blas_chosen)
-        cores = max(cores_of(node), len(node))  # more ranks than cores are another finding
+        cores = max(cores_of(node), len(node))  # more ranks than cores is a separate finding
         if threads > cores:
             variable = next(each.blas_chosen for each in node if each.blas_chosen)
             what = f"{variable} gives {count(len(node), 'rank')} of {node[0].host} {threads} BLAS threads"
