@@ -1,4 +1,4 @@
-"""Loss scaling: a factor on the loss, and so on all gradients, keeps small half-precision gradients above zero.
+"""Loss scaling: a factor on the loss, and so on all gradients, keeps small half-precision ones from rounding to zero.
 
 Micikevicius et al., "Mixed precision training" (2018), section 3.2.
 """

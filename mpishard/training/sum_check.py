@@ -46,21 +46,21 @@ def _difference(runner: StepRunner, first: np.ndarray, second: np.ndarray) -> Va
     (again,), (gradient_again,) = runner.sums_of(both)
     if not (_alike(loss, again, _AGAIN) and _alike(gradient, gradient_again, _AGAIN)):
         return None  # a random function, or one that is not finite
-    told = (
+    sums = (
         f"the loss of {len(both)} samples is {loss:.6g} and those of their two halves {losses[0]:.6g} and "
         f"{losses[1]:.6g}, the norm of the gradient {np.linalg.norm(gradient):.6g} and that of the halves', added up, "
         f"{np.linalg.norm(of_halves):.6g}"
     )
     if all(_alike(whole, halves) or _alike(2 * whole, halves) for whole, halves in pairs):
         return ValueError(
-            f"the function returns a mean where it must return a sum: {told}; return the sum over the samples, and add "
+            f"the function returns a mean where it must return a sum: {sums}; return the sum over the samples, and add "
             "the sum of their gradients: the one division is by the number of samples of all ranks"
         )
     if _alike(gradient - of_first, of_halves):
         return ValueError(
-            f"the function overwrites the gradients where it must add to them: {told}; use gradients += ..."
+            f"the function overwrites the gradients where it must add to them: {sums}; use gradients += ..."
         )
-    return ValueError(f"the function does not return sums over its samples: {told}")
+    return ValueError(f"the function does not return sums over its samples: {sums}")
 
 
 def _alike(one: np.ndarray | float, other: np.ndarray | float, tolerance: float = _TOLERANCE) -> bool:
