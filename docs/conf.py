@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,6 @@ default_role = "autolink"
 # A public name that no page of the reference has is a mistake.
 DOCUMENTED = ("mpishard", "mpishard.nn", "mpishard.compression")
 
-_PATH = re.compile(r"`((?:mpishard|tests|benchmarks|examples|slurm|docs)/[\w/.-]*\w/?)`")
-_HOP = re.compile(r"^\d+\. `(mpishard/[\w/]+\.py)`,((?:\s+`[\w.]+`,?)+):", re.MULTILINE)
-
 
 def _quiet(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     """Names that need lead nowhere: in single backticks parameters and methods, in signatures what is not public."""
@@ -66,22 +62,6 @@ def _check_all_documented(app: Any, env: Any) -> None:
                 logging.getLogger(__name__).warning("the reference has no page with %s", full, location="reference")
 
 
-def _check_paths(app: Any, page: str, text: list[str]) -> None:
-    """Files that a page names are there, and in the lists of the walks the functions in them."""
-    wrong = [path for path in _PATH.findall(text[0]) if not (HERE.parent / path).exists()]
-    for path, names in _HOP.findall(text[0]):
-        code = (HERE.parent / path).read_text("utf-8") if path not in wrong else ""
-        for name in re.findall(r"[\w.]+", names):
-            if not re.search(rf"^ *(def|class) {name.rpartition('.')[2]}\b", code, re.MULTILINE):
-                wrong.append(f"{name} in {path}")
-    if page == "contributing/map":
-        packages = {f"`{each.parent.name}/`" for each in (HERE.parent / "mpishard").glob("*/__init__.py")}
-        wrong += sorted(package for package in packages if f"| {package} |" not in text[0])
-    for each in wrong:
-        logging.getLogger(__name__).warning("there is no %s, or the map lacks it", each, location=page)
-
-
 def setup(app: Any) -> None:
-    app.connect("source-read", _check_paths)
     app.connect("missing-reference", _quiet)
     app.connect("env-check-consistency", _check_all_documented)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from mpishard.io.log import warn
 from mpishard.launch.hosts import parse_hosts
 
 _POLL_S = 1.0
@@ -60,7 +60,7 @@ class Discovery:
             except Exception as error:  # any failure: the run can go on without the answer
                 if str(error) != problem:
                     problem = str(error)
-                    sys.stderr.write(f"mpishard: discover failed, the workers stay as they are: {error}\n")
+                    warn(f"discover failed, the workers stay as they are: {error}")
             else:
                 problem = ""
                 if found != known:

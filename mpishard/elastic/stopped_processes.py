@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
+
+from mpishard.io.log import warn
 
 _POLL_S = 0.25
 
@@ -88,7 +89,7 @@ class Watch:
 def _end(peer: Peer, seconds: float) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(peer.number, signal.SIGKILL)
-        sys.stderr.write(f"mpishard: process {peer.number} has been stopped for {seconds:.1f} s and is ended\n")
+        warn(f"process {peer.number} has been stopped for {seconds:.1f} s and is ended")
 
 
 def _look(number: int) -> tuple[str, str]:

@@ -210,6 +210,6 @@ def test_no_pass_after_one_that_was_left(pipe):
     line.parameters.reset_gradients()
     if pipe.size == 1:
         assert np.isclose(line.train(batches), 12 * weights(1).sum(), rtol=1e-12)
-        return
-    with pytest.raises(RuntimeError, match="earlier pass over this pipeline was left"):
-        line.train(batches)
+    else:
+        with pytest.raises(RuntimeError, match="earlier pass over this pipeline was left"):
+            line.train(batches)

@@ -152,13 +152,13 @@ def test_bytes_on_the_tensor_axis(mesh, options):
         assert sent("all_reduce", "activations") == 8 * (times * stream + loss)
         assert sent("all_reduce", "activation gradients") == 8 * times * stream
         assert mesh.ledger.sent("tensor") == 8 * (2 * times * stream + loss)
-        return
-    assert sent("all_reduce", "activations") == 8 * loss
-    assert sent("reduce_scatter", "activations") == 8 * times * scatter
-    assert sent("all_gather", "activations") == 8 * 2 * times * gather
-    assert sent("reduce_scatter", "activation gradients") == 8 * times * scatter
-    assert sent("all_gather", "activation gradients") == 8 * times * gather
-    assert mesh.ledger.sent("tensor") == 8 * (times * (2 * scatter + 3 * gather) + loss)
+    else:
+        assert sent("all_reduce", "activations") == 8 * loss
+        assert sent("reduce_scatter", "activations") == 8 * times * scatter
+        assert sent("all_gather", "activations") == 8 * 2 * times * gather
+        assert sent("reduce_scatter", "activation gradients") == 8 * times * scatter
+        assert sent("all_gather", "activation gradients") == 8 * times * gather
+        assert mesh.ledger.sent("tensor") == 8 * (times * (2 * scatter + 3 * gather) + loss)
     assert mesh.ledger.sent() == mesh.ledger.sent("tensor")
 
 
@@ -240,9 +240,11 @@ def test_heads_that_cannot_be_split(mesh):
     size = mesh.tensor.size
     if size == 1:
         assert model(mesh).architecture.heads == HEADS
-        return
-    with pytest.raises(ValueError, match=rf"{size + 1} attention heads cannot be split over {size} tensor-parallel"):
-        nn.GPT(VOCABULARY, CONTEXT, 4 * (size + 1), LAYERS, size + 1, mesh=mesh)
+    else:
+        with pytest.raises(
+            ValueError, match=rf"{size + 1} attention heads cannot be split over {size} tensor-parallel"
+        ):
+            nn.GPT(VOCABULARY, CONTEXT, 4 * (size + 1), LAYERS, size + 1, mesh=mesh)
 
 
 def test_measured_costs_are_the_same_on_all_ranks(mesh, same_on_all):

@@ -596,11 +596,11 @@ def test_what_ctrl_c_does_is_said_each_time(tmp_path, capsys, begun):
     ends, said = press()
     if not begun:  # nothing could be saved
         assert ends and not sent and "Ctrl-C before the ranks have begun: they are killed" in said
-        return
-    assert not ends and sent == [signal.SIGTERM] and folder.is_ending
-    assert "Ctrl-C: the run ends after its step, and saves if it has checkpoints" in said
-    ends, said = press()
-    assert ends and len(sent) == 1 and "Ctrl-C again: the ranks are killed, and save nothing more" in said
+    else:
+        assert not ends and sent == [signal.SIGTERM] and folder.is_ending
+        assert "Ctrl-C: the run ends after its step, and saves if it has checkpoints" in said
+        ends, said = press()
+        assert ends and len(sent) == 1 and "Ctrl-C again: the ranks are killed, and save nothing more" in said
 
 
 def test_the_supervisor_never_loads_mpi():

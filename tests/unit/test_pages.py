@@ -1,0 +1,128 @@
+"""What README, docs and tests/README.md name is there: files, modules, and on a walk through the code its functions."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "tests/README.md", "slurm/README.md"]
+PAGES += sorted(str(each.relative_to(ROOT)) for each in (ROOT / "docs").rglob("*.md") if "_build" not in each.parts)
+WALKS = [page for page in PAGES if page.startswith("docs/contributing/walk-")]
+MAP = "docs/contributing/map.md"
+
+FILE = re.compile(r"(?<![\w/.-])((?:mpishard|tests|benchmarks|examples|slurm|docs)/(?!_build)[\w/.-]*\w)")
+FILE_ALONE = re.compile(r"`((?:\w+/)*\w+\.py)`")  # in the map from mpishard/ on, in tests/README.md below tests/
+MODULE = re.compile(r"`(mpishard(?:\.\w+)+)")
+NAME = re.compile(r"`(\w+(?:\.\w+)*)`")
+# A hop of a walk: "3. `file`, `Class.method`, `function`: what happens there".
+HOP = re.compile(r"^\d+\. `(mpishard/[\w/]+\.py)`((?:,\s+`[\w.]+`)+):", re.MULTILINE)
+CLASS_OR_MEMBER = re.compile(r"`([A-Z]\w*(?:\.\w+)?)`")
+NAME_IN_FILE = re.compile(r"`(\w+)`\s+in\s+`(mpishard/[\w/]+\.py)`")
+
+
+@functools.cache
+def defined_in(path: Path) -> frozenset[str]:
+    """Functions, classes and their members in a file of Python, as ``name`` and as ``Class.name``."""
+    found: set[str] = set()
+
+    def look(body: list[ast.stmt], owner: str) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.update({node.name, f"{owner}{node.name}"})
+            if isinstance(node, ast.ClassDef):
+                look(node.body, f"{node.name}.")
+
+    look(ast.parse(path.read_text("utf-8")).body if path.is_file() else [], "")
+    return frozenset(found)
+
+
+def defined_anywhere() -> frozenset[str]:
+    return frozenset().union(*(defined_in(path) for path in (ROOT / "mpishard").rglob("*.py")))
+
+
+def has_module(name: str) -> bool:
+    """Whether ``mpishard.a.b`` is a module, or a name in one, or a member of such a name."""
+    found, parts = importlib.import_module("mpishard"), name.split(".")[1:]
+    for number, part in enumerate(parts):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(["mpishard", *parts[: number + 1]]))
+            except ImportError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+def absent(page: str, text: str) -> Iterator[str]:
+    """What a page names and is not there."""
+    yield from (path for path in FILE.findall(text) if not (ROOT / path).exists())
+    yield from (name for name in MODULE.findall(text) if not has_module(name))
+    if page == MAP:
+        yield from (
+            path for path in FILE_ALONE.findall(text) if not any((ROOT / at / path).exists() for at in ("", "mpishard"))
+        )
+        packages = {path.parent.name for path in (ROOT / "mpishard").glob("*/__init__.py")}
+        yield from (f"a line with {package}/" for package in packages if f"\n| `{package}/` |" not in text)
+        yield from (
+            f"{package}/"
+            for package in re.findall(r"^\| `([\w/]+)/` \|", text, re.MULTILINE)
+            if not (ROOT / "mpishard" / package).is_dir()
+        )
+    if page == "tests/README.md":
+        yield from (path for path in FILE_ALONE.findall(text) if not any((ROOT / "tests").rglob(Path(path).name)))
+    if page in WALKS:
+        for path, names in HOP.findall(text):
+            yield from (f"{name} in {path}" for name in NAME.findall(names) if name not in defined_in(ROOT / path))
+        yield from (
+            f"{name} in {path}" for name, path in NAME_IN_FILE.findall(text) if name not in defined_in(ROOT / path)
+        )
+        yield from (name for name in CLASS_OR_MEMBER.findall(text) if name not in defined_anywhere())
+
+
+@pytest.mark.filterwarnings("ignore:.*is called:DeprecationWarning")  # pages also name what is deprecated
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_is_there(page: str) -> None:
+    assert list(absent(page, (ROOT / page).read_text("utf-8"))) == []
+
+
+@pytest.mark.parametrize("page", WALKS)
+def test_a_walk_has_hops(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    assert len(HOP.findall(text)) == len(re.findall(r"^\d+\. ", text, re.MULTILINE)) > 5
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "wrong"),
+    [
+        ("README.md", "see `tests/nowhere.py` and [this](docs/nowhere.md)", ["tests/nowhere.py", "docs/nowhere.md"]),
+        ("README.md", "`python examples/train_gpt.py`, https://example.org/docs/nowhere, `mpishard.nn.GPT`", []),
+        (
+            "docs/index.md",
+            "`mpishard.Mesh.nothing()`, `mpishard.nothing`",
+            ["mpishard.Mesh.nothing", "mpishard.nothing"],
+        ),
+        ("tests/README.md", "`conftest.py`, `nowhere.py`", ["nowhere.py"]),
+        (
+            WALKS[0],
+            "1. `mpishard/comm/mesh.py`, `Mesh.rebind`, `nothing`: `latest`",
+            ["nothing in mpishard/comm/mesh.py"],
+        ),
+        (WALKS[0], "1. `mpishard/comm/mesh.py`,\n   `Axis.recv`: x", ["Axis.recv in mpishard/comm/mesh.py"]),
+        (WALKS[0], "1. `mpishard/comm/no.py`, `f`: x", ["mpishard/comm/no.py", "f in mpishard/comm/no.py"]),
+        (WALKS[0], "`Mesh.nothing`, `f` in `mpishard/version.py`", ["f in mpishard/version.py", "Mesh.nothing"]),
+    ],
+)
+def test_what_is_not_there_is_found(page: str, text: str, wrong: list[str]) -> None:
+    assert list(absent(page, text)) == wrong
+
+
+def test_a_map_without_a_package_is_found() -> None:
+    text = (ROOT / MAP).read_text("utf-8").replace("| `comm/` |", "| `talk/` |") + "`nowhere.py`"
+    assert list(absent(MAP, text)) == ["nowhere.py", "a line with comm/", "talk/"]
