@@ -15,13 +15,13 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.averages import Averages, LocalUpdates
 from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.optimizer_state import changed_numbers, shards
 from mpishard.data_parallel.settings import settings_of_rule
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.slots import fill_slots, whole_slots
 from mpishard.data_parallel.strategies import Strategy
-from mpishard.data_parallel.whole_state import State
 from mpishard.layout.run_state import RunState, brief, names_fact
 from mpishard.optim.rules import Rule
 from mpishard.parameters.flat import FlatParameters
@@ -362,7 +362,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         if restored is not None:
             self._restore(restored)
 
-    def _restore(self, state: State) -> None:
+    def _restore(self, state: FullState) -> None:
         self._averages.discard()
         self._may_differ = True  # the optimizer's state does not contain the parameters
         super()._restore(state)
@@ -371,8 +371,8 @@ class LocalSGDOptimizer(ShardedOptimizer):
         self._averages.steps = [state.outer_steps] * self.parts
         self._restart()
 
-    def _whole_state(self, parameters: FlatParameters) -> State:
-        state = super()._whole_state(parameters)
+    def _full_state(self, parameters: FlatParameters) -> FullState:
+        state = super()._full_state(parameters)
         outer = whole_slots(self.world, self._strategy, self._averages.slots)
         others = {**state.others, **{_OUTER + name: whole for name, whole in outer.items()}}
         return replace(state, outer_rule=self._outer_name, outer_steps=self.outer_steps, others=others)
@@ -392,7 +392,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
             return self.world
         return self._strategy.team
 
-    def _check_state(self, state: State) -> None:
+    def _check_state(self, state: FullState) -> None:
         super()._check_state(state)
         saved = [kind.removeprefix(_OUTER) for kind in state.others if kind.startswith(_OUTER)]
         self._check_outer(state.outer_rule, saved)

@@ -16,6 +16,7 @@ from mpishard.backend.compiled import prepare
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.gradient_checks import Inspection
 from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.optimizer_state import changed_numbers, check_numbers, check_rule, facts_of, shards
@@ -36,7 +37,6 @@ from mpishard.data_parallel.validation import (
     check_same_model,
     tell_of_other_starts,
 )
-from mpishard.data_parallel.whole_state import State
 from mpishard.io import log
 from mpishard.layout.run_state import RunState, names_fact
 from mpishard.optim.loss_scale import LossScale
@@ -119,7 +119,7 @@ class ShardedOptimizer:
         self._strategy: Strategy
         self._inspection: Inspection
         self._slots: dict[str, Array] = {}
-        self._restored: State | None = None
+        self._restored: FullState | None = None
         self._accumulated: Array | None = None
         self._passes = 0
         self._told = False  # whether `tell_of_state` has reported that a run continues with existing state
@@ -387,14 +387,14 @@ class ShardedOptimizer:
 
     def serialize(self) -> bytes:
         """The whole state as an HDF5 file image, the same bytes on every rank; `deserialize` reads it in any layout."""
-        from mpishard.data_parallel import state_file  # imports h5py, which only this method and `deserialize` need
+        from mpishard.data_parallel import serialization  # imports h5py, which only this method and `deserialize` need
 
         if self._parameters is None:
             if self._restored is not None:
-                return state_file.encode(self._restored)
+                return serialization.encode(self._restored)
             raise ValueError("there is no optimizer state before the first step")
         self.prepare_save()
-        return state_file.encode(self._whole_state(self._parameters))
+        return serialization.encode(self._full_state(self._parameters))
 
     def deserialize(self, data: bytes) -> None:
         """Restore the state that `serialize` returned, from this or another number of ranks, mesh or strategy.
@@ -407,17 +407,17 @@ class ShardedOptimizer:
             On every rank, if any rank's bytes are truncated, damaged, of another format, of another rule or of other
             parameters, or if ranks have different bytes.  The optimizer is unchanged then.
         """
-        from mpishard.data_parallel import state_file
+        from mpishard.data_parallel import serialization
 
         state, problem = None, None
         try:
-            state = state_file.decode(data)
+            state = serialization.decode(data)
             self._check_state(state)
             if self._parameters is not None:
                 state.check_parameters(self._parameters.specs, self._parameters.dtype)
         except (ValueError, TypeError) as error:
             problem = error
-        further = None if state is None else state_file.told(state, data)
+        further = None if state is None else serialization.identity(state, data)
         self.settings.agree(further, problem, what="settings and state")
         assert state is not None
         self.tell_of_changes({"rule.json": state.configuration})
@@ -562,13 +562,13 @@ class ShardedOptimizer:
             self._restore(self._restored)
             self._restored = None
 
-    def _restore(self, state: State) -> None:
+    def _restore(self, state: FullState) -> None:
         fill_slots(self._strategy, self._slots, state.slots)
         fill_errors(self._strategy, state.others)
 
-    def _whole_state(self, parameters: FlatParameters) -> State:
+    def _full_state(self, parameters: FlatParameters) -> FullState:
         """The whole state, on every rank.  Collective."""
-        return State(
+        return FullState(
             rule=type(self.rule).__name__,
             configuration=self.rule.configuration(),
             steps=self.steps,
@@ -598,7 +598,7 @@ class ShardedOptimizer:
         """The ranks that compare their arguments of `step` before taking it."""
         return self.world
 
-    def _check_state(self, state: State) -> None:
+    def _check_state(self, state: FullState) -> None:
         """Raise ValueError unless this optimizer can continue from a state."""
         check_rule(self.rule, state.rule, state.slots)
 

@@ -29,7 +29,7 @@ from mpishard import (
 from mpishard.backend import array as arrays
 from mpishard.compression import Int8Compressor, PowerSGDCompressor, TopKCompressor
 from mpishard.data.sampling import Sampler, share
-from mpishard.data_parallel.state_file import decode
+from mpishard.data_parallel.serialization import decode
 from mpishard.parameters.flat import FlatParameters
 
 SHAPES = [(5,), (2, 4), (3,), (6,)]

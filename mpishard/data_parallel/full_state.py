@@ -1,4 +1,4 @@
-"""The state of an optimizer as one value, with arrays of the whole model."""
+"""The full state of an optimizer as one value, with arrays of the whole model: what every layout can take up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpishard.layout.specs import ParameterSpec
 
 
 @dataclass(frozen=True)
-class State:
+class FullState:
     """The whole state of an optimizer: `slots` maps a slot's name to its flat array over all tensors in `specs`.
 
     `loss_scale` has a dynamic loss scale and the number of steps since it last changed.  `outer_steps` counts the steps

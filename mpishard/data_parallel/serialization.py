@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import h5py
 import numpy as np
 
+from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.optimizer_state import check_numbers
-from mpishard.data_parallel.whole_state import State
 from mpishard.io import hdf5
 from mpishard.layout.run_state import brief, link_name
 from mpishard.layout.specs import ParameterSpec
@@ -31,14 +31,14 @@ _MOST_DIMENSIONS, _LONGEST = 32, 2**60  # the limit of HDF5; longer tensors woul
 _DIGEST = slice(_HEADER.size, _HEADER.size + 32)
 
 
-def told(state: State, data: bytes) -> dict[str, str]:
+def identity(state: FullState, data: bytes) -> dict[str, str]:
     """The facts of a state, read from `data`, that must be the same on all ranks."""
     numbers = {"steps": state.steps, "skipped_steps": state.skipped_steps, "loss_scale": state.loss_scale}
     facts = {f"{name} of the state": str(value) for name, value in numbers.items()}
     return facts | {"SHA-256 of the state": f"{bytes(data[_DIGEST]).hex()[:16]}..."}
 
 
-def encode(state: State) -> bytes:
+def encode(state: FullState) -> bytes:
     """Encode a state as an HDF5 file image."""
     file = io.BytesIO()
     with h5py.File(file, "w", userblock_size=_BLOCK) as h5:
@@ -80,7 +80,7 @@ def _digest(image: bytes | bytearray | memoryview) -> bytes:
     return hasher.digest()
 
 
-def decode(data: bytes) -> State:
+def decode(data: bytes) -> FullState:
     """Decode a file image of `encode`.
 
     Raises
@@ -110,7 +110,7 @@ def decode(data: bytes) -> State:
         raise ValueError(f"these bytes are no optimizer state that this mpishard understands: {reason}") from None
 
 
-def _read(h5: h5py.File, length: int) -> State:
+def _read(h5: h5py.File, length: int) -> FullState:
     names, shapes = _texts(h5, "names", length), [json.loads(shape) for shape in _texts(h5, "shapes", length)]
     for shape in shapes:
         if len(shape) > _MOST_DIMENSIONS or not all(type(extent) is int and extent < _LONGEST for extent in shape):
@@ -125,7 +125,7 @@ def _read(h5: h5py.File, length: int) -> State:
     size, count = sum(spec.size for spec in specs), len(groups) + len(others)
     if size * dtype.itemsize * count > length:
         raise ValueError(f"{count} arrays of {size} values do not fit in {length} bytes")
-    return State(
+    return FullState(
         rule=facts["rule"],
         configuration=json.loads(facts["configuration"]),
         steps=facts["steps"],

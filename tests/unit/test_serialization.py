@@ -8,9 +8,9 @@ import h5py
 import numpy as np
 import pytest
 
-from mpishard.data_parallel import state_file
-from mpishard.data_parallel.state_file import decode, encode
-from mpishard.data_parallel.whole_state import State
+from mpishard.data_parallel import serialization
+from mpishard.data_parallel.full_state import FullState
+from mpishard.data_parallel.serialization import decode, encode
 from mpishard.layout.specs import ParameterSpec
 
 SPECS = (ParameterSpec("a/b", (3, 5)), ParameterSpec("none", (0, 2)), ParameterSpec(".", ()))
@@ -20,7 +20,7 @@ def state(**changes):
     slots = {"exp_avg": np.linspace(-1, 1, 16), "exp_avg_sq": np.linspace(0, 1, 16)}
     facts = {"rule": "AdamW", "configuration": {"lr": 0.1}, "steps": 7, "skipped_steps": 1, "loss_scale": (2.0, 3)}
     facts |= {"outer_rule": "SGD", "outer_steps": 2, "others": {"outer/momentum_buffer": np.linspace(2, 3, 16)}}
-    return State(**{**facts, "specs": SPECS, "dtype": np.dtype(np.float64), "slots": slots, **changes})
+    return FullState(**{**facts, "specs": SPECS, "dtype": np.dtype(np.float64), "slots": slots, **changes})
 
 
 def same(one, other):
@@ -80,8 +80,8 @@ def forged(change):
     with h5py.File(file, "r+") as h5:
         change(h5)
     signed = bytearray(file.getvalue())
-    state_file._HEADER.pack_into(signed, 0, state_file._MARK, state_file._VERSION, len(signed))
-    signed[state_file._DIGEST] = state_file._digest(signed)
+    serialization._HEADER.pack_into(signed, 0, serialization._MARK, serialization._VERSION, len(signed))
+    signed[serialization._DIGEST] = serialization._digest(signed)
     return bytes(signed)
 
 
@@ -179,7 +179,7 @@ def test_texts_that_are_one_long_text_again_and_again_are_refused():
     with h5py.File(io.BytesIO(data)) as h5:
         start = h5["names"].id.get_offset()
     data[start : start + 1600] = data[start : start + 16] * 100
-    data[state_file._DIGEST] = state_file._digest(data)
+    data[serialization._DIGEST] = serialization._digest(data)
     with pytest.raises(ValueError, match="names is longer than the image"):
         decode(bytes(data))
 
