@@ -159,12 +159,19 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-# Open MPI does not start without it, and cron jobs and containers have none.
-if "HOME" not in os.environ:
-    os.environ["HOME"] = os.path.expanduser("~").replace("~", "/")  # as it is where nobody knows the user
+def _runs_distributed() -> bool:
+    """Whether a launcher or the supervisor has started this process; some leave nothing in the environment."""
+    if any(name.startswith(_STARTED_BY) for name in os.environ):
+        return True
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return False
+    return mpi.COMM_WORLD.size > 1 or mpi.Comm.Get_parent() != mpi.COMM_NULL
+
 
 # A rank may fail before it has a mesh, and the others must hear of it: ranks start MPI here, and it ends the job.
-if "mpi4py.MPI" in sys.modules or any(name.startswith(_STARTED_BY) for name in os.environ):
+# In a program that does not run distributed nothing is replaced: neither hooks nor handlers nor the environment.
+if _runs_distributed():
     from mpishard.launch.interrupts import deferred
 
     with deferred():

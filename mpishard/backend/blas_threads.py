@@ -9,11 +9,13 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpi4py import MPI
 from threadpoolctl import threadpool_info, threadpool_limits
+
+if TYPE_CHECKING:  # the import would start MPI
+    from mpi4py import MPI
 
 # Number of ranks of the job on this node, set by Open MPI, MPICH and Slurm; a communicator may have fewer.
 _RANKS_ON_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")

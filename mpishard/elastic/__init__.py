@@ -9,3 +9,5 @@ of any process if there is only one worker, which has no buddy; and of any proce
 A spawned process that is stopped (SIGSTOP) before it has joined the run is not watched.  A death while spawned
 processes and the run connect, which takes milliseconds, costs two seconds, since nothing wakes the others there.
 """
+
+import mpishard.comm  # noqa: F401  before MPI starts

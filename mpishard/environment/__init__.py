@@ -7,6 +7,7 @@
 []
 """
 
+import mpishard.comm  # noqa: F401  before MPI starts
 from mpishard.environment.facts import Blas, Facts, collect
 from mpishard.environment.findings import Finding, findings
 from mpishard.launch.detection import Launch, launch_of, launches

@@ -7,6 +7,7 @@
 6842368
 """
 
+import mpishard.comm  # noqa: F401  before MPI starts
 from mpishard.estimate.benchmark import measure
 from mpishard.estimate.estimates import Estimate, estimate, table
 from mpishard.estimate.layouts import Layout, layouts

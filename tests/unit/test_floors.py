@@ -146,6 +146,15 @@ def test_imports_go_down_only(sources: dict[str, str]) -> None:
     assert not found, "\n" + "\n".join(found)
 
 
+def test_who_imports_mpi_imports_comm_first(sources: dict[str, str]) -> None:
+    """Importing mpi4py.MPI starts MPI, and `comm` prepares that; imports for type checking alone start none."""
+    for path, source in sources.items():
+        tree = ast.parse(source)
+        top = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "mpi4py"]
+        package = sources[f"{path.split('/')[0]}/__init__.py"] if top else ""
+        assert not top or path.startswith("comm/") or "\nimport mpishard.comm  #" in package, path
+
+
 def test_no_two_files_import_each_other(sources: dict[str, str]) -> None:
     assert not circles(sources)
 

@@ -56,6 +56,70 @@ def test_what_nobody_uses_is_not_imported(code: str, heavy: set[str], most: int)
     assert count < most
 
 
+# Compares what belongs to the whole interpreter before and after a piece of code.
+UNTOUCHED = """
+import atexit, logging, os, signal, sys, threading, warnings
+{imports}
+
+def everything():
+    root = logging.getLogger()
+    return {{
+        "functions": [sys.exit, sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook, os._exit],
+        "hooks": [*sys.meta_path, *sys.path_hooks, sys.gettrace(), sys.getprofile(), threading.gettrace()],
+        "signals": {{number: signal.getsignal(number) for number in signal.valid_signals()}},
+        "timer": signal.getitimer(signal.ITIMER_REAL),
+        "environment": dict(os.environ),
+        "atexit": atexit._ncallbacks(),
+        "logging": [root.level, root.disabled, root.handlers[:], root.filters[:], logging.getLoggerClass()],
+        "warnings": [warnings.filters[:], warnings.showwarning],
+        "threads": threading.enumerate(),
+        "folder": os.getcwd(),
+        "arguments": sys.argv[:],
+        "path": sys.path[:],
+    }}
+
+before = everything()
+{code}
+for name, after in everything().items():
+    assert after == before[name], (name, before[name], after)
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "code"),
+    [
+        ("", "import mpishard"),
+        ("import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI", "import mpishard"),
+        ("from mpi4py import MPI", "import mpishard"),
+        # What others do when they are imported is theirs.
+        (
+            "import numba, numpy, threadpoolctl, tqdm",
+            """
+import mpishard
+from mpishard.layout.boxes import split
+from mpishard.pipeline.schedule import SCHEDULES
+rule = mpishard.AdamW(lr=mpishard.cosine(1e-3, 10, warmup=2), weight_decay=0.1)
+parameters, gradient = numpy.ones(5), numpy.ones(5)
+rule.update(parameters, gradient, [numpy.zeros(5) for slot in rule.slots], 1)
+assert parameters[0] < 1 and list(split(7, 3)) == [0, 3, 5, 7]
+mpishard.ParameterSpec("weight", (3, 4))
+assert "mpi4py.MPI" not in sys.modules
+""",
+        ),
+    ],
+)
+def test_nothing_of_the_interpreter_is_replaced(imports: str, code: str) -> None:
+    """In a program that does not run distributed."""
+    alone = {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHED, "HOME"))}
+    if "MPI" in imports:
+        alone["HOME"] = os.environ["HOME"]
+    program = UNTOUCHED.format(imports=imports, code=code)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=alone, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_models_need_no_compiler_before_their_first_step() -> None:
     code = """
 import mpishard
