@@ -30,7 +30,15 @@ class PieceCompressor(ABC):
 
     @abstractmethod
     def nbytes(self, size: int, dtype: np.dtype) -> int:
-        """Number of bytes for `size` elements of a dtype, a multiple of 4."""
+        """Number of bytes for `size` elements of a dtype, a multiple of 4.
+
+        Parameters
+        ----------
+        size : int
+            Number of elements, 0 or more.
+        dtype : dtype
+            Float32 or float64.
+        """
 
     @abstractmethod
     def compress(self, values: Array, wire: Array) -> None:
@@ -46,16 +54,42 @@ class PieceCompressor(ABC):
 
     @abstractmethod
     def decompress(self, wire: Array, values: Array) -> None:
-        """Fill `values` from `wire`: the values of `compress`, with an error.  NaN and infinities stay non-finite."""
+        """Fill `values` from `wire`: the values of `compress`, with an error.  NaN and infinities stay non-finite.
+
+        Parameters
+        ----------
+        wire : 1-D array of uint8
+            What `compress` has filled, of `nbytes` elements.
+        values : 1-D array, float32 or float64
+            Overwritten; of the size and dtype that were compressed, on the device of `wire`.
+        """
 
     def split(self, values: Array, wire: Array, rest: Array) -> None:
-        """`compress`, and fill `rest` with `values` minus the decompressed values; the two share no memory."""
+        """`compress`, and fill `rest` with `values` minus the decompressed values; the two share no memory.
+
+        Parameters
+        ----------
+        values : 1-D array, float32 or float64
+            Not changed.
+        wire : 1-D array of uint8
+            Of `nbytes` elements, on the device of `values`.
+        rest : 1-D array
+            Of the size, dtype and device of `values`.
+        """
         self.compress(values, wire)
         self.decompress(wire, rest)
         _leave(rest, values)
 
     def add(self, wire: Array, total: Array) -> None:
-        """Add the values of `decompress` to `total`, with the same bits."""
+        """Add the values of `decompress` to `total`, with the same bits.
+
+        Parameters
+        ----------
+        wire : 1-D array of uint8
+            What `compress` has filled.
+        total : 1-D array, float32 or float64
+            Changed in place; of the size and dtype that were compressed, on the device of `wire`.
+        """
         term = arrays.empty(total.size, total.dtype, like=total)
         self.decompress(wire, term)
         arrays.accumulate(total, term)

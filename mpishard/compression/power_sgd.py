@@ -26,6 +26,11 @@ class PowerSGDCompressor:
     ----------
     rank : int
         Number of columns of P and Q.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `rank` is no whole number of at least 1.
     """
 
     rank: int = 4
@@ -34,20 +39,68 @@ class PowerSGDCompressor:
         object.__setattr__(self, "rank", integer("rank", self.rank, least=1))
 
     def compresses(self, shape: Sequence[int]) -> bool:
-        """Whether the two factors of a tensor of this shape are smaller than the tensor."""
+        """Whether the two factors of a tensor of this shape are smaller than the tensor.
+
+        Parameters
+        ----------
+        shape : sequence of int
+            Of the tensor, or of the piece of it that a rank holds.
+
+        Returns
+        -------
+        bool
+            False for vectors and scalars.
+        """
         rows, columns = matrix_shape(shape)
         return self.rank * (rows + columns) < rows * columns
 
     def elements(self, shape: Sequence[int]) -> int:
-        """Number of elements that are summed for a tensor of this shape."""
+        """Number of elements that are summed for a tensor of this shape.
+
+        Parameters
+        ----------
+        shape : sequence of int
+            Of the tensor.
+
+        Returns
+        -------
+        int
+            ``rank * (m + n)``, or all elements of a tensor that is not compressed.
+        """
         return self.rank * sum(matrix_shape(shape)) if self.compresses(shape) else prod(shape)
 
     def first_elements(self, shape: Sequence[int]) -> int:
-        """Number of these that are summed first: those of P, or of an uncompressed tensor."""
+        """Number of these that are summed first: those of P, or of an uncompressed tensor.
+
+        Parameters
+        ----------
+        shape : sequence of int
+            Of the tensor.
+
+        Returns
+        -------
+        int
+            ``rank * m``, or all elements of a tensor that is not compressed.
+        """
         return self.rank * matrix_shape(shape)[0] if self.compresses(shape) else prod(shape)
 
     def first_basis(self, name: str, columns: int, like: Array) -> Array:
-        """Q of the first step, ``(columns, rank)``, of the dtype and device of `like`: random, by the tensor's name."""
+        """Q of the first step, ``(columns, rank)``, of the dtype and device of `like`: random, by the tensor's name.
+
+        Parameters
+        ----------
+        name : str
+            Of the tensor; it keys the random numbers.
+        columns : int
+            Columns of the matrix, n.
+        like : array
+            Float32 or float64, of NumPy or CuPy.
+
+        Returns
+        -------
+        array
+            Normally distributed, the same on all ranks.
+        """
         host = normal(0, name, (columns, self.rank), dtype=like.dtype)
         if not arrays.is_device(like):
             return host

@@ -51,6 +51,11 @@ class Int8Compressor(_Blockwise):
     ----------
     block : int
         Elements that share a scale.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `block` is no whole number of at least 1.
     """
 
     block: int = 256
@@ -93,6 +98,11 @@ class SignCompressor(_Blockwise):
     ----------
     block : int
         Elements that share a scale.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `block` is no whole number of at least 1.
     """
 
     block: int = 1024

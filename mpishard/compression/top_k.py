@@ -27,6 +27,11 @@ class TopKCompressor(PieceCompressor):
     ----------
     fraction : float
         Fraction of the elements of each run to send, rounded up to whole elements; above 0 and at most 1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `fraction` is no number above 0 and at most 1.
     """
 
     fraction: float = 0.01
@@ -35,7 +40,18 @@ class TopKCompressor(PieceCompressor):
         object.__setattr__(self, "fraction", number("fraction", self.fraction, above=0, most=1))
 
     def count(self, size: int) -> int:
-        """Number of elements that are sent of `size` elements."""
+        """Number of elements that are sent of `size` elements.
+
+        Parameters
+        ----------
+        size : int
+            Number of elements of the run.
+
+        Returns
+        -------
+        int
+            At most `size`, and at least 1 unless `size` is 0.
+        """
         return min(size, math.ceil(self.fraction * size))
 
     def nbytes(self, size: int, dtype: np.dtype) -> int:

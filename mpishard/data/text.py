@@ -36,6 +36,8 @@ LEAST = 100_000  # bytes; a library that has been stripped of its sources has a 
 def standard_library_text(limit_bytes: int | None = None) -> np.ndarray:
     """The Python sources of the running interpreter's standard library, one after the other.
 
+    Not collective: each rank reads the files itself.
+
     Parameters
     ----------
     limit_bytes : int, optional
@@ -48,6 +50,8 @@ def standard_library_text(limit_bytes: int | None = None) -> np.ndarray:
 
     Raises
     ------
+    ValueError
+        If `limit_bytes` is below 1.
     FileNotFoundError
         Where the library has no sources: some distributions ship compiled files only.
     """
@@ -93,7 +97,9 @@ def _sources(place: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
 class Windows:
     """Pieces of a text that do not overlap, each with the same piece one byte on: what follows each byte.
 
-    Attributes
+    Make them with `windows`.  No method is collective.
+
+    Parameters
     ----------
     inputs, targets : ndarray of uint8, shape (windows, length), read-only
         Views of the text, so they take no memory of their own.
@@ -106,11 +112,38 @@ class Windows:
         return len(self.inputs)
 
     def batch(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, targets) of the windows with the given numbers, copied."""
+        """The windows with the given numbers, copied.
+
+        Parameters
+        ----------
+        samples : ndarray of int, shape (n,)
+            Numbers of windows, from 0 on.
+
+        Returns
+        -------
+        (ndarray of uint8, ndarray of uint8)
+            Inputs and targets, each of shape (n, length).
+        """
         return self.inputs[samples], self.targets[samples]
 
     def split(self, held_out: float) -> tuple[Windows, Windows]:
-        """(all but the last, the last) windows; `held_out` is the fraction that goes to the second."""
+        """All but the last windows, and the last.
+
+        Parameters
+        ----------
+        held_out : float
+            The fraction of the windows that goes to the second.
+
+        Returns
+        -------
+        (Windows, Windows)
+            For training and for validation, as views.
+
+        Raises
+        ------
+        ValueError
+            If one of the two would be empty.
+        """
         cut = len(self) - round(len(self) * held_out)
         if not 0 < cut < len(self):
             raise ValueError(f"held_out={held_out} leaves one side of {len(self)} windows empty")
@@ -121,7 +154,29 @@ class Windows:
 
 
 def windows(text: np.ndarray, length: int) -> Windows:
-    """Cut a 1-D array of uint8 into windows of `length`; what is left over at the end is not used."""
+    """Cut a text into windows; what is left over at the end is not used.
+
+    Not collective.
+
+    Parameters
+    ----------
+    text : ndarray of uint8, shape (n,)
+        The windows are views of it.
+    length : int
+        Bytes of a window, from 1 to n - 1.
+
+    Returns
+    -------
+    Windows
+        (n - 1) // length of them.
+
+    Raises
+    ------
+    TypeError
+        If the text is not a 1-D array of uint8.
+    ValueError
+        If the length is not from 1 to n - 1.
+    """
     if text.ndim != 1 or text.dtype != np.uint8:
         raise TypeError(f"a text is a 1-D array of uint8, not {text.ndim}-D of {text.dtype}")
     if not 1 <= length < len(text):

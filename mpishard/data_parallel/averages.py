@@ -23,7 +23,7 @@ from mpishard.data_parallel.slots import make_slots
 from mpishard.data_parallel.strategies import DataParallel, Strategy
 from mpishard.data_parallel.tensor_norms import Part
 from mpishard.layout.run_state import AVERAGE_ERRORS
-from mpishard.optim.rules import SGD, Rule
+from mpishard.optim import SGD, Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_buckets import Bucket
 

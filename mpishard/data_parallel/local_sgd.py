@@ -23,7 +23,7 @@ from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.slots import fill_slots, whole_slots
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.layout.run_state import RunState, brief, names_fact
-from mpishard.optim.rules import Rule
+from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any

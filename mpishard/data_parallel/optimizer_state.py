@@ -23,8 +23,8 @@ from mpishard.layout.run_state import (
     pieces_of_ranges,
     whole_fact,
 )
+from mpishard.optim import Rule
 from mpishard.optim.loss_scale import LossScale
-from mpishard.optim.rules import Rule
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any

@@ -8,7 +8,7 @@ from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.local_sgd import LocalSGDOptimizer
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.strategies import DataParallel, ShardedGradients, ShardedParameters, ShardedState, Strategy
-from mpishard.optim.rules import Rule
+from mpishard.optim import Rule
 
 
 class DDPOptimizer(ShardedOptimizer):

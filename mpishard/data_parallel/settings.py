@@ -19,7 +19,7 @@ from mpishard.comm.axis import Axis
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.strategies import Strategy
-from mpishard.optim.rules import Rule
+from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.version import VERSION
 

@@ -39,8 +39,8 @@ from mpishard.data_parallel.validation import (
 )
 from mpishard.io import log
 from mpishard.layout.run_state import RunState, names_fact
+from mpishard.optim import Rule
 from mpishard.optim.loss_scale import LossScale
-from mpishard.optim.rules import Rule
 from mpishard.parameters.flat import FlatParameters, check_flat
 
 if TYPE_CHECKING:

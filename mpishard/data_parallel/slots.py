@@ -11,7 +11,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.full_parameters import cut_whole, gather_whole
 from mpishard.data_parallel.strategies import Strategy
-from mpishard.optim.rules import Rule
+from mpishard.optim import Rule
 
 Array = Any
 

@@ -8,7 +8,7 @@ from typing import Any
 from mpishard.backend import array as arrays
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.tensor_norms import norms
-from mpishard.optim.rules import LAMB, Rule
+from mpishard.optim import LAMB, Rule
 
 Array = Any
 

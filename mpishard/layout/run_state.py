@@ -74,10 +74,27 @@ class RunState:
 
     @property
     def kinds(self) -> tuple[str, ...]:
+        """The kind of each shard, in their order."""
         return tuple(shard.kind for shard in self.shards)
 
     def with_facts(self, facts: Mapping[str, Any]) -> RunState:
-        """A copy with further facts; ValueError if a name is taken."""
+        """A copy with further facts.
+
+        Parameters
+        ----------
+        facts : mapping
+            Of values as in `facts` of the class.
+
+        Returns
+        -------
+        RunState
+            With the same specs and shards.
+
+        Raises
+        ------
+        ValueError
+            If a name is taken.
+        """
         taken = sorted(self.facts.keys() & facts.keys())
         if taken:
             raise ValueError(f"the fact {taken[0]!r} is one of the run's own; give yours another name")

@@ -29,6 +29,14 @@ class ParameterSpec:
         Whether the tensor ranks compute terms of the gradient of a replicated tensor, to be summed, and not all of it.
     copies : tuple of int
         Further stages that hold and use the tensor (a tie).  The gradients of its stages are summed.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not of the type above.
+    ValueError
+        If the name is empty or cannot stand in a file, an extent or stage is negative, there is no dimension
+        `tensor_dim`, or a split tensor is `partial`.
     """
 
     name: str

@@ -1,5 +1,7 @@
 """Update rules, learning-rate schedules and loss scales.  No MPI."""
 
-from mpishard.optim.rules import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop, Rule
+from mpishard.optim.lamb import LAMB
+from mpishard.optim.rule import Rule
+from mpishard.optim.rules import SGD, Adagrad, Adam, AdamW, Lion, RMSprop
 
 __all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop", "Rule"]

@@ -34,6 +34,11 @@ class Schedule:
         Number of steps of the linear rise.
     floor : float
         The lowest rate after the warm-up.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a number is no number or out of its range, `floor` is above `peak`, or `steps` is not above `warmup`.
     """
 
     shape: str
@@ -77,25 +82,100 @@ class Schedule:
 
 
 def constant(peak: float, *, warmup: int = 0) -> Schedule:
-    """`peak` at every step after the warm-up."""
+    """`peak` at every step after the warm-up.
+
+    Parameters
+    ----------
+    peak : float
+        The learning rate, at least 0.
+    warmup : int
+        Number of steps of the linear rise to `peak`.
+
+    Returns
+    -------
+    Schedule
+        A function of the step.
+    """
     return Schedule("constant", peak, warmup=warmup)
 
 
 def warmup(peak: float, steps: int) -> Schedule:
-    """A linear rise to `peak` at step `steps`, then `peak`."""
+    """A linear rise to `peak` at step `steps`, then `peak`.
+
+    Parameters
+    ----------
+    peak : float
+        The highest rate, at least 0.
+    steps : int
+        Number of steps of the rise, at least 1.
+
+    Returns
+    -------
+    Schedule
+        A function of the step.
+    """
     return Schedule("warmup", peak, warmup=steps)
 
 
 def linear(peak: float, steps: int, *, warmup: int = 0, floor: float = 0.0) -> Schedule:
-    """A straight line from `peak` to `floor` at step `steps`, then `floor`."""
+    """A straight line from `peak` to `floor` at step `steps`, then `floor`.
+
+    Parameters
+    ----------
+    peak : float
+        The highest rate, at least 0.
+    steps : int
+        The step at which the rate is `floor`; above `warmup`.
+    warmup : int
+        Number of steps of the linear rise to `peak`.
+    floor : float
+        The lowest rate after the warm-up, at most `peak`.
+
+    Returns
+    -------
+    Schedule
+        A function of the step.
+    """
     return Schedule("linear", peak, steps, warmup, floor)
 
 
 def cosine(peak: float, steps: int, *, warmup: int = 0, floor: float = 0.0) -> Schedule:
-    """Half a cosine from `peak` to `floor` at step `steps`, then `floor` (Loshchilov and Hutter 2017, equation 5)."""
+    """Half a cosine from `peak` to `floor` at step `steps`, then `floor` (Loshchilov and Hutter 2017, equation 5).
+
+    Parameters
+    ----------
+    peak : float
+        The highest rate, at least 0.
+    steps : int
+        The step at which the rate is `floor`; above `warmup`.
+    warmup : int
+        Number of steps of the linear rise to `peak`.
+    floor : float
+        The lowest rate after the warm-up, at most `peak`.
+
+    Returns
+    -------
+    Schedule
+        A function of the step.
+    """
     return Schedule("cosine", peak, steps, warmup, floor)
 
 
 def inverse_square_root(peak: float, *, warmup: int, floor: float = 0.0) -> Schedule:
-    """``peak * sqrt(warmup / step)`` after the warm-up (Vaswani et al. 2017, equation 3)."""
+    """``peak * sqrt(warmup / step)`` after the warm-up (Vaswani et al. 2017, equation 3).
+
+    Parameters
+    ----------
+    peak : float
+        The highest rate, at least 0, at step `warmup`.
+    warmup : int
+        Number of steps of the linear rise, at least 1.
+    floor : float
+        The lowest rate after the warm-up, at most `peak`.
+
+    Returns
+    -------
+    Schedule
+        A function of the step.
+    """
     return Schedule("inverse_square_root", peak, warmup=warmup, floor=floor)

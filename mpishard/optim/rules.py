@@ -1,167 +1,40 @@
-"""Update rules: the new value of one parameter from its gradient and its own state, independent of any rank.
+"""Update rules that work on each element by itself.
 
-A rule is a frozen record of hyper-parameters.  The caller keeps its state in flat *slot* arrays as large as the
-parameters, so that any slice of parameters, gradient and slots can be updated separately with the same result.  Names,
-defaults and formulas are those of ``torch.optim`` if it has the rule.
-
-Gradients are sums over samples.  A rule uses them as ``gradients / divisor * clip``, where `divisor` is the global
-number of samples and `clip` the factor of clipping by the global norm.
+Names, defaults and formulas are those of ``torch.optim`` if it has the rule.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from math import sqrt
-from typing import Any, ClassVar
 
-from mpishard.arguments import flag, number, returned, shown
-from mpishard.backend.array import Kernel, empty
-from mpishard.backend.exact_norm import norm_of
+from mpishard.backend.array import Kernel
 from mpishard.optim import formulas
-
-Array = Any
-LearningRate = float | Callable[[int], float]
-_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
-
-
-@dataclass(frozen=True)
-class Rule(ABC):
-    """Base of the update rules.
-
-    Parameters
-    ----------
-    lr : float or callable
-        Learning rate, or a function of the step (see `mpishard.optim.lr_schedules`).  Steps count from 1.
-    """
-
-    lr: LearningRate
-    norm_based: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if not callable(self.lr):
-            self._check("lr")
-        for field in fields(self):
-            if field.name in ("momentum", "dampening", "weight_decay", "eps", "lr_decay", "initial_accumulator_value"):
-                self._check(field.name)
-            elif field.name in ("nesterov", "amsgrad", "centered"):
-                what = f"{type(self).__name__}: {field.name}"
-                object.__setattr__(self, field.name, flag(what, getattr(self, field.name)))
-            elif field.name == "alpha":
-                self._check("alpha", below=1.0)
-            elif field.name == "betas":
-                self._check_betas(getattr(self, field.name))
-
-    def _check(self, name: str, below: float | None = None) -> None:
-        value = number(f"{type(self).__name__}: {name}", getattr(self, name), least=0, below=below)
-        object.__setattr__(self, name, value)
-
-    def _check_betas(self, betas: Any) -> None:
-        what = f"{type(self).__name__}: betas"
-        if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
-            raise TypeError(f"{what}={shown(betas)} must be two numbers of at least 0 and below 1")
-        checked = tuple(number(f"{what}[{i}]", beta, least=0, below=1) for i, beta in enumerate(betas))
-        object.__setattr__(self, "betas", checked)
-
-    @property
-    @abstractmethod
-    def slots(self) -> tuple[str, ...]:
-        """Names of the state arrays, each as large as the parameters; an option that is off needs no array."""
-
-    @property
-    @abstractmethod
-    def kernel(self) -> Kernel:
-        """The compiled formula of ``(parameters, gradients, *slots, /, divisor, clip, *scalars(step))``."""
-
-    @abstractmethod
-    def scalars(self, step: int) -> tuple[float, ...]:
-        """The scalars of the formula at this step, computed in float64."""
-
-    def initial(self, slot: str) -> float:
-        """The value that fills `slot` before the first step."""
-        return 0.0
-
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of `step`, which counts from 1."""
-        if step < 1:
-            raise ValueError(f"steps count from 1, got step {step}")
-        if not callable(self.lr):
-            return self.lr
-        given = self.lr(step)
-        try:
-            rate = returned(given)
-        except (TypeError, ValueError):
-            rate = math.nan
-        if not 0.0 <= rate < math.inf:
-            raise ValueError(
-                f"{type(self).__name__}: lr({step}) must be a number of at least 0 and finite, got {shown(given)}"
-            )
-        return rate
-
-    def scaled(self, factor: float) -> Rule:
-        """The same rule with `factor` times its learning rate, at all steps."""
-        lr = self.lr
-        if factor == 1:
-            return self
-        return replace(self, lr=(lambda step: factor * lr(step)) if callable(lr) else factor * lr)
-
-    def update(
-        self,
-        parameters: Array,
-        gradients: Array,
-        slots: Sequence[Array],
-        step: int,
-        *,
-        divisor: float = 1.0,
-        clip: float = 1.0,
-    ) -> None:
-        """Take step `step` in place, in one pass over memory.
-
-        Parameters
-        ----------
-        parameters, gradients : array
-            1-D, contiguous, float32 or float64, of one size, dtype and device.  Gradients are only read.
-        slots : sequence of arrays
-            The state arrays, in the order of the property `slots`, with the size, dtype and device of the parameters;
-            filled with `initial` before step 1.
-        step : int
-            Counts from 1.
-        divisor, clip : float
-            The gradient used is ``gradients / divisor * clip``.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an array, the number of arrays or the step is invalid; nothing has changed then.
-        """
-        self._check_slots(slots)
-        self.kernel(parameters, gradients, *slots, divisor, clip, *self.scalars(step))
-
-    def _check_slots(self, slots: Sequence[Array]) -> None:
-        if len(slots) != len(self.slots):
-            raise ValueError(f"{self} has the slots {self.slots}, got {len(slots)} arrays for them")
-
-    def configuration(self) -> dict[str, float | str | bool]:
-        """The hyper-parameters as plain numbers, strings and flags, for saving; a schedule by its repr.
-
-        The result is the same on all ranks: the repr of a user's function has no memory address.
-        """
-        plain: dict[str, float | str | bool] = {"rule": type(self).__name__}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "betas":
-                plain["beta1"], plain["beta2"] = value
-            else:
-                plain[field.name] = _ADDRESS.sub("", repr(value)) if callable(value) else value
-        return plain
+from mpishard.optim.rule import LearningRate, Rule
 
 
 @dataclass(frozen=True)
 class SGD(Rule):
-    """Stochastic gradient descent as ``torch.optim.SGD``; the momentum starts as the first gradient, undampened."""
+    """Stochastic gradient descent as ``torch.optim.SGD``; the momentum starts as the first gradient, undampened.
+
+    Parameters
+    ----------
+    lr : float or callable
+        Learning rate, or a function of the step.
+    momentum : float
+        At least 0.  With 0 there is no momentum buffer.
+    dampening : float
+        The momentum buffer adds ``1 - dampening`` times the gradient, after the first step.
+    weight_decay : float
+        This many times the parameter is added to the gradient.
+    nesterov : bool
+        Nesterov's momentum; needs a momentum above 0 and a dampening of 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a hyper-parameter is no number or out of its range, or `nesterov` does not fit the others.
+    """
 
     lr: LearningRate = 1e-3
     momentum: float = 0.0
@@ -196,7 +69,26 @@ class SGD(Rule):
 
 @dataclass(frozen=True)
 class Adam(Rule):
-    """Adam as ``torch.optim.Adam`` (Kingma and Ba 2015, algorithm 1), with AMSGrad (Reddi et al. 2018) on request."""
+    """Adam as ``torch.optim.Adam`` (Kingma and Ba 2015, algorithm 1), with AMSGrad (Reddi et al. 2018) on request.
+
+    Parameters
+    ----------
+    lr : float or callable
+        Learning rate, or a function of the step.
+    betas : (float, float)
+        How much of the averages of the gradient and of its square a step keeps; each at least 0 and below 1.
+    eps : float
+        Added to the root of the second average before the division.
+    weight_decay : float
+        This many times the parameter is added to the gradient.
+    amsgrad : bool
+        Divide by the largest second average so far; a third slot keeps it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a hyper-parameter is no number or out of its range.
+    """
 
     lr: LearningRate = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -224,7 +116,26 @@ class Adam(Rule):
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with decoupled weight decay, as ``torch.optim.AdamW`` (Loshchilov and Hutter 2019, algorithm 2)."""
+    """Adam with decoupled weight decay, as ``torch.optim.AdamW`` (Loshchilov and Hutter 2019, algorithm 2).
+
+    Parameters
+    ----------
+    lr : float or callable
+        Learning rate, or a function of the step.
+    betas : (float, float)
+        How much of the averages of the gradient and of its square a step keeps; each at least 0 and below 1.
+    eps : float
+        Added to the root of the second average before the division.
+    weight_decay : float
+        A step multiplies the parameter by ``1 - lr * weight_decay`` first.
+    amsgrad : bool
+        Divide by the largest second average so far; a third slot keeps it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a hyper-parameter is no number or out of its range.
+    """
 
     weight_decay: float = 1e-2
 
@@ -234,7 +145,28 @@ class AdamW(Adam):
 
 @dataclass(frozen=True)
 class RMSprop(Rule):
-    """RMSprop as ``torch.optim.RMSprop`` (Tieleman and Hinton 2012; centered: Graves 2013, equations 38 to 45)."""
+    """RMSprop as ``torch.optim.RMSprop`` (Tieleman and Hinton 2012; centered: Graves 2013, equations 38 to 45).
+
+    Parameters
+    ----------
+    lr : float or callable
+        Learning rate, or a function of the step.
+    alpha : float
+        How much of the average of the squared gradient a step keeps; at least 0 and below 1.
+    eps : float
+        Added to the root of that average before the division.
+    weight_decay : float
+        This many times the parameter is added to the gradient.
+    momentum : float
+        At least 0.  With 0 there is no momentum buffer.
+    centered : bool
+        Divide by the root of the variance of the gradient; a further slot keeps its average.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a hyper-parameter is no number or out of its range.
+    """
 
     lr: LearningRate = 1e-2
     alpha: float = 0.99
@@ -261,7 +193,26 @@ class RMSprop(Rule):
 
 @dataclass(frozen=True)
 class Adagrad(Rule):
-    """Adagrad as ``torch.optim.Adagrad`` (Duchi, Hazan and Singer 2011)."""
+    """Adagrad as ``torch.optim.Adagrad`` (Duchi, Hazan and Singer 2011).
+
+    Parameters
+    ----------
+    lr : float or callable
+        Learning rate, or a function of the step.
+    lr_decay : float
+        The rate of step s is divided by ``1 + (s - 1) * lr_decay``.
+    weight_decay : float
+        This many times the parameter is added to the gradient.
+    initial_accumulator_value : float
+        The sum of squared gradients before the first step.
+    eps : float
+        Added to the root of the sum before the division.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a hyper-parameter is no number or out of its range.
+    """
 
     lr: LearningRate = 1e-2
     lr_decay: float = 0.0
@@ -281,7 +232,23 @@ class Adagrad(Rule):
 
 @dataclass(frozen=True)
 class Lion(Rule):
-    """Lion: the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, algorithm 2)."""
+    """Lion: the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, algorithm 2).
+
+    Parameters
+    ----------
+    lr : float or callable
+        Learning rate, or a function of the step.
+    betas : (float, float)
+        How much of the momentum stays in the interpolation whose sign is taken, and how much a step keeps; each at
+        least 0 and below 1.
+    weight_decay : float
+        A step multiplies the parameter by ``1 - lr * weight_decay`` first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a hyper-parameter is no number or out of its range.
+    """
 
     lr: LearningRate = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
@@ -293,72 +260,3 @@ class Lion(Rule):
     def scalars(self, step: int) -> tuple[float, ...]:
         lr, (beta1, beta2) = self.learning_rate(step), self.betas
         return lr, 1 - lr * self.weight_decay, beta1, 1 - beta1, beta2, 1 - beta2
-
-
-@dataclass(frozen=True)
-class LAMB(Rule):
-    """LAMB: Adam's direction, scaled per tensor to the tensor's norm times `lr` (You et al. 2020, algorithm 2).
-
-    The paper's phi is phi(z) = z.  Since the norms are those of whole tensors, a step has two halves around a sum over
-    shards: first `direction` for all elements, then for each tensor `trust_ratio` of the two norms and `apply`.
-    """
-
-    lr: LearningRate = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-6
-    weight_decay: float = 1e-2
-
-    norm_based: ClassVar[bool] = True
-    slots = ("exp_avg", "exp_avg_sq")
-    kernel = formulas.lamb_direction
-
-    def scalars(self, step: int) -> tuple[float, ...]:
-        beta1, beta2 = self.betas
-        averages = (beta1, 1 - beta1, beta2, 1 - beta2)
-        return (self.weight_decay, *averages, 1 - beta1**step, 1 - beta2**step, self.eps)
-
-    def direction(
-        self,
-        parameters: Array,
-        gradients: Array,
-        slots: Sequence[Array],
-        step: int,
-        *,
-        divisor: float = 1.0,
-        clip: float = 1.0,
-        out: Array,
-    ) -> None:
-        """Update the slots, and write the direction, with decay and before scaling, into `out`.
-
-        The arguments may be any slice of parameters, gradients and slots; `out` has the same size, dtype and device and
-        overlaps none of them.
-        """
-        self._check_slots(slots)
-        self.learning_rate(step)
-        self.kernel(parameters, gradients, *slots, out, divisor, clip, *self.scalars(step))
-
-    @staticmethod
-    def trust_ratio(parameter_norm: float, direction_norm: float) -> float:
-        """Norm of a tensor divided by the norm of its direction; 1 if either is zero."""
-        if parameter_norm == 0 or direction_norm == 0:
-            return 1.0
-        return parameter_norm / direction_norm
-
-    def apply(self, parameters: Array, direction: Array, step: int, ratio: float) -> None:
-        """Move the parameters of one tensor, or of a slice of it, along `direction` by ``lr * ratio``, in place."""
-        formulas.lamb_apply(parameters, direction, self.learning_rate(step) * ratio)
-
-    def update(
-        self,
-        parameters: Array,
-        gradients: Array,
-        slots: Sequence[Array],
-        step: int,
-        *,
-        divisor: float = 1.0,
-        clip: float = 1.0,
-    ) -> None:
-        """Take step `step` in place, as `Rule.update`, with all of `parameters` as ONE tensor."""
-        out = empty(parameters.size, parameters.dtype, like=parameters)
-        self.direction(parameters, gradients, slots, step, divisor=divisor, clip=clip, out=out)
-        self.apply(parameters, out, step, self.trust_ratio(norm_of(parameters), norm_of(out)))

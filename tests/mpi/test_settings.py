@@ -21,7 +21,7 @@ from mpishard import (
     ZeRO1Optimizer,
 )
 from mpishard.backend.array import elementwise
-from mpishard.optim.rules import Rule
+from mpishard.optim import Rule
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

@@ -13,8 +13,8 @@ import standin
 
 from mpishard.backend import array as arrays
 from mpishard.backend.exact_norm import norm_of
+from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop, Rule
 from mpishard.optim.lr_schedules import cosine
-from mpishard.optim.rules import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop, Rule
 
 SIZE = 1003
 STEPS = 200

@@ -1,5 +1,7 @@
 """Pipeline schedules: programs as data, their generators, and a simulator that proves and times them.
 
+No MPI.
+
 >>> from mpishard.pipeline.schedule import make_schedule, simulate
 >>> simulate(make_schedule("1f1b", stages=4, microbatches=8)).peak_live
 (4, 3, 2, 1)

@@ -1,0 +1,216 @@
+"""The base of the update rules: the new value of one parameter from its gradient and its own state.
+
+A rule is a frozen record of hyper-parameters, independent of any rank.  The caller keeps its state in flat *slot*
+arrays as large as the parameters, so that any slice of parameters, gradient and slots can be updated separately with
+the same result.
+
+Gradients are sums over samples.  A rule uses them as ``gradients / divisor * clip``, where `divisor` is the global
+number of samples and `clip` the factor of clipping by the global norm.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+from mpishard.arguments import flag, number, returned, shown
+from mpishard.backend.array import Kernel
+
+Array = Any
+LearningRate = float | Callable[[int], float]
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """Base of the update rules.
+
+    Parameters
+    ----------
+    lr : float or callable
+        Learning rate, or a function of the step (see `mpishard.optim.lr_schedules`).  Steps count from 1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a hyper-parameter is no number or out of its range.
+    """
+
+    lr: LearningRate
+    norm_based: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.lr):
+            self._check("lr")
+        for field in fields(self):
+            if field.name in ("momentum", "dampening", "weight_decay", "eps", "lr_decay", "initial_accumulator_value"):
+                self._check(field.name)
+            elif field.name in ("nesterov", "amsgrad", "centered"):
+                what = f"{type(self).__name__}: {field.name}"
+                object.__setattr__(self, field.name, flag(what, getattr(self, field.name)))
+            elif field.name == "alpha":
+                self._check("alpha", below=1.0)
+            elif field.name == "betas":
+                self._check_betas(getattr(self, field.name))
+
+    def _check(self, name: str, below: float | None = None) -> None:
+        value = number(f"{type(self).__name__}: {name}", getattr(self, name), least=0, below=below)
+        object.__setattr__(self, name, value)
+
+    def _check_betas(self, betas: Any) -> None:
+        what = f"{type(self).__name__}: betas"
+        if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+            raise TypeError(f"{what}={shown(betas)} must be two numbers of at least 0 and below 1")
+        checked = tuple(number(f"{what}[{i}]", beta, least=0, below=1) for i, beta in enumerate(betas))
+        object.__setattr__(self, "betas", checked)
+
+    @property
+    @abstractmethod
+    def slots(self) -> tuple[str, ...]:
+        """Names of the state arrays, each as large as the parameters; an option that is off needs no array."""
+
+    @property
+    @abstractmethod
+    def kernel(self) -> Kernel:
+        """The compiled formula of ``(parameters, gradients, *slots, /, divisor, clip, *scalars(step))``."""
+
+    @abstractmethod
+    def scalars(self, step: int) -> tuple[float, ...]:
+        """The scalars of the formula at this step, computed in float64.
+
+        Parameters
+        ----------
+        step : int
+            Counts from 1.
+
+        Returns
+        -------
+        tuple of float
+            In the order of the formula, after `divisor` and `clip`.
+        """
+
+    def initial(self, slot: str) -> float:
+        """The value that fills `slot` before the first step.
+
+        Parameters
+        ----------
+        slot : str
+            One of `slots`.
+
+        Returns
+        -------
+        float
+            0, unless the rule says otherwise.
+        """
+        return 0.0
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step.
+
+        Parameters
+        ----------
+        step : int
+            Counts from 1.
+
+        Returns
+        -------
+        float
+            `lr`, or what it returns for `step`.
+
+        Raises
+        ------
+        ValueError
+            If `step` is below 1, or `lr` returns anything but a finite number of at least 0.
+        """
+        if step < 1:
+            raise ValueError(f"steps count from 1, got step {step}")
+        if not callable(self.lr):
+            return self.lr
+        given = self.lr(step)
+        try:
+            rate = returned(given)
+        except (TypeError, ValueError):
+            rate = math.nan
+        if not 0.0 <= rate < math.inf:
+            raise ValueError(
+                f"{type(self).__name__}: lr({step}) must be a number of at least 0 and finite, got {shown(given)}"
+            )
+        return rate
+
+    def scaled(self, factor: float) -> Rule:
+        """The same rule with `factor` times its learning rate, at all steps.
+
+        Parameters
+        ----------
+        factor : float
+            Positive; with 1 the result is this rule itself.
+
+        Returns
+        -------
+        Rule
+            A copy, with every other hyper-parameter as here.
+        """
+        lr = self.lr
+        if factor == 1:
+            return self
+        return replace(self, lr=(lambda step: factor * lr(step)) if callable(lr) else factor * lr)
+
+    def update(
+        self,
+        parameters: Array,
+        gradients: Array,
+        slots: Sequence[Array],
+        step: int,
+        *,
+        divisor: float = 1.0,
+        clip: float = 1.0,
+    ) -> None:
+        """Take step `step` in place, in one pass over memory.
+
+        Parameters
+        ----------
+        parameters, gradients : array
+            1-D, contiguous, float32 or float64, of one size, dtype and device.  Gradients are only read.
+        slots : sequence of arrays
+            The state arrays, in the order of the property `slots`, with the size, dtype and device of the parameters;
+            filled with `initial` before step 1.
+        step : int
+            Counts from 1.
+        divisor, clip : float
+            The gradient used is ``gradients / divisor * clip``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an array, the number of arrays or the step is invalid; nothing has changed then.
+        """
+        self._check_slots(slots)
+        self.kernel(parameters, gradients, *slots, divisor, clip, *self.scalars(step))
+
+    def _check_slots(self, slots: Sequence[Array]) -> None:
+        if len(slots) != len(self.slots):
+            raise ValueError(f"{self} has the slots {self.slots}, got {len(slots)} arrays for them")
+
+    def configuration(self) -> dict[str, float | str | bool]:
+        """The hyper-parameters as plain numbers, strings and flags, for saving; a schedule by its repr.
+
+        The result is the same on all ranks: the repr of a user's function has no memory address.
+
+        Returns
+        -------
+        dict
+            ``"rule"`` with the name of the class, and each hyper-parameter by its name; `betas` as ``"beta1"`` and
+            ``"beta2"``.
+        """
+        plain: dict[str, float | str | bool] = {"rule": type(self).__name__}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "betas":
+                plain["beta1"], plain["beta2"] = value
+            else:
+                plain[field.name] = _ADDRESS.sub("", repr(value)) if callable(value) else value
+        return plain

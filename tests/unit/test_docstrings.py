@@ -1,0 +1,168 @@
+"""Docstrings of all that is public have the sections of numpydoc.
+
+Public are the names in the directives of docs/reference and in the ``__all__`` of packages, and of public classes, and
+of their bases in this package, all methods and properties whose names begin without an underscore.  A method that
+overrides one and has no docstring has that of what it overrides.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import mpishard
+
+# What numpydoc checks, by its codes: unknown sections, and their order; a docstring, with a summary that is one line
+# and ends in a period; parameters that are missing, unknown, out of order, or without a type or a description; returns
+# and yields.
+CODES = set("GL06 GL07 GL08 SS01 SS03 SS06 PR01 PR02 PR03 PR04 PR07 PR10 RT01 RT03 YD01".split())
+# Packages whose docstrings do not have all of this yet.  The list may only get shorter.
+NOT_YET = set(
+    "checkpoint cli comm data_parallel elastic environment estimate launch nn parameters pipeline record "
+    "training".split()
+)
+
+DOCS = Path(__file__).parents[2] / "docs" / "reference"
+DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|exception):: ([\w.]+)$", re.MULTILINE)
+# Functions that raise TypeError and ValueError.
+CHECKS = {"integer", "number", "flag"}
+
+
+class Public(NamedTuple):
+    """A class, function, method or property, and the class that defines it."""
+
+    name: str
+    thing: Any
+    owner: type | None = None
+
+    @property
+    def package(self) -> str:
+        return self.name.split(".")[1]
+
+
+def names() -> Iterator[str]:
+    """Dotted names of what is public by itself."""
+    for page in sorted(DOCS.rglob("*.md")):
+        yield from DIRECTIVE.findall(page.read_text("utf-8"))
+    root = Path(mpishard.__file__).parent
+    for file in sorted(root.rglob("__init__.py")):
+        package = ".".join(file.parent.relative_to(root.parent).parts)
+        yield from (f"{package}.{name}" for name in getattr(importlib.import_module(package), "__all__", ()))
+
+
+def public() -> list[Public]:
+    found: dict[str, Public] = {}
+    for dotted in names():
+        module, _, name = dotted.rpartition(".")
+        thing = getattr(importlib.import_module(module), name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            each = Public(f"{thing.__module__}.{thing.__qualname__}", thing)
+            found[each.name] = each
+        for kind in getattr(thing, "__mro__", ()):
+            for name, value in vars(kind).items() if kind.__module__.startswith("mpishard.") else ():
+                if not name.startswith("_") and is_callable(value):
+                    each = Public(f"{kind.__module__}.{kind.__qualname__}.{name}", value, kind)
+                    found[each.name] = each
+    return list(found.values())
+
+
+def is_property(thing: Any) -> bool:
+    return isinstance(thing, property | cached_property)
+
+
+def is_callable(thing: Any) -> bool:
+    """Whether it is a method or a property; deprecated aliases do not count."""
+    return inspect.isfunction(bare(thing)) and bare(thing).__module__ != "mpishard.deprecated"
+
+
+def bare(thing: Any) -> Any:
+    """The function of a method, class method or property."""
+    if is_property(thing):
+        thing = thing.fget if isinstance(thing, property) else thing.func
+    return inspect.unwrap(getattr(thing, "__func__", thing))
+
+
+def inherits(each: Public) -> bool:
+    """Whether it has the docstring of what it overrides."""
+    if each.owner is None or bare(each.thing).__doc__:
+        return False
+    name = each.name.rpartition(".")[2]
+    return any(bare(vars(base)[name]).__doc__ for base in each.owner.__mro__[1:] if name in vars(base))
+
+
+def raised(thing: Any) -> set[str]:
+    """Names of the exceptions that the body of a function, or of the constructor of a class, raises by itself."""
+    if inspect.isclass(thing):
+        makers = [vars(thing).get(name) for name in ("__init__", "__post_init__")]
+        # Those that a dataclass makes have no source.
+        written = [maker for maker in makers if maker and Path(bare(maker).__code__.co_filename).is_file()]
+        return {name for maker in written for name in raised(maker)}
+    found = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(bare(thing))))):
+        call = node.exc if isinstance(node, ast.Raise) else node
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+            if isinstance(node, ast.Raise):
+                found.add(call.func.id)
+            elif call.func.id in CHECKS:
+                found.add("TypeError")
+    return {name for name in found if name.endswith("Error")}
+
+
+def says_who_calls(each: Public) -> bool:
+    """Whether it, or its class, says whether it is collective.  Where the package has no MPI nothing is."""
+    package = sys.modules[(each.owner or each.thing).__module__].__package__ or ""
+    if is_property(each.thing) or "No MPI." in (sys.modules[package].__doc__ or ""):
+        return True
+    return any("ollective" in (inspect.getdoc(thing) or "") for thing in (each.thing, each.owner) if thing)
+
+
+def complaints(each: Public) -> list[str]:
+    """What is wrong with a docstring."""
+    from numpydoc.docscrape import NumpyDocString
+    from numpydoc.validate import validate
+
+    if inherits(each):
+        return []
+    wrong = [f"{code} {what}" for code, what in validate(each.name)["errors"] if code in CODES]
+    told = {
+        name for entry in NumpyDocString(inspect.getdoc(each.thing) or "")["Raises"] for name in entry.type.split(", ")
+    }
+    wrong += [f"raises {name}, and does not say when" for name in sorted(raised(each.thing) - told)]
+    if not says_who_calls(each):
+        wrong.append("does not say whether it is collective")
+    return [f"{each.name}: {what}" for what in wrong]
+
+
+def test_docstrings_of_public_names_have_all_sections() -> None:
+    pytest.importorskip("numpydoc", reason="numpydoc is not installed (extra: test)")
+    wrong: dict[str, list[str]] = {}
+    for each in public():
+        wrong.setdefault(each.package, []).extend(complaints(each))
+    assert len(wrong) > 10
+    assert not [what for package, all_of_it in wrong.items() if package not in NOT_YET for what in all_of_it]
+    done = sorted(package for package in NOT_YET if not wrong.get(package))
+    assert not done, f"these have all sections now, take them from NOT_YET: {done}"
+
+
+def test_a_docstring_that_lacks_something_is_found() -> None:
+    pytest.importorskip("numpydoc", reason="numpydoc is not installed (extra: test)")
+    where = f"{__name__}.halved"
+    found = complaints(Public(where, halved))
+    assert [what.split()[1] for what in found] == ["PR01", "RT01", "raises"]
+
+
+def halved(number: float) -> float:
+    """Half of it.  Not collective."""
+    if not number:
+        raise ValueError("zero")
+    return number / 2
