@@ -113,7 +113,7 @@ def _launch(facts: Sequence[Facts]) -> Iterator[Finding]:
 def _right_launcher(facts: Facts, launch: Launch | None = None) -> str:
     library = facts.mpi.library
     if launch is not None and launch.family == SLURM:
-        # In this order: srun --mpi=pmi2 may fail on data from MPICH's ranks (see slurm/README.md).
+        # In this order: srun --mpi=pmi2 may fail on data from MPICH's ranks (see docs/how-to/slurm.md).
         return (
             f"use mpirun of {library} in a script for sbatch, or srun --mpi={'pmix' if library == OPEN_MPI else 'pmi2'}"
         )

@@ -34,7 +34,7 @@ OPEN_MPI = {
     "OMPI_MCA_btl": "^ofi",  # it sleeps a second in MPI_Init
 }
 
-# Without it requests of MPICH's ranks may be too long for Slurm: see slurm/README.md.
+# Without it requests of MPICH's ranks may be too long for Slurm: see docs/how-to/slurm.md.
 BY_SRUN = {"LAUNCHER": "srun", "MPIR_CVAR_CH4_NETMOD": "ofi"}
 
 # A run whose steps take as long as is asked for until it comes back, and in which --fault kills rank 1 after a step of
