@@ -48,6 +48,7 @@ class Checkpoints:
         The same for all ranks, on a disk that all ranks see.  Made when it is needed.  Two runs may save into one
         folder, but then the newest checkpoint of both is loaded.
     mesh : Mesh
+        Its ranks save and load together.
     every : int or float, optional
         For the training loop, see `due`: steps between checkpoints; or, as a number between 0 and 1, the share of the
         run's time that saves may take, measured by the time that the slowest rank waits for them.  ``every=0.02`` saves
@@ -67,6 +68,8 @@ class Checkpoints:
     ------
     ValueError
         On every rank, if an option is invalid or not the same on all.
+    TypeError
+        On every rank, if `keep` is no whole number or `asynchronous` no flag.
     """
 
     def __init__(
@@ -132,6 +135,16 @@ class Checkpoints:
 
         If `every` is a share of the time, the first save follows the first step, to measure how long a save takes.
         Each later save is due when the last one has taken no more than its share of the time since it began.
+
+        Parameters
+        ----------
+        step : int
+            Steps that the run has taken.
+
+        Returns
+        -------
+        bool
+            The same on all ranks.
         """
         if self._pace is None:
             return self.every is not None and step > 0 and step % self.every == 0

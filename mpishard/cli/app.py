@@ -126,10 +126,21 @@ def _place() -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (default: that of the process) and return its exit code.
+    """Run the command line.
 
     What a user got wrong (ValueError, OSError, usage) is one line on stderr and code 2; wrong usage and values, which
-    all ranks under mpirun have alike, are told by the first.
+    all ranks under mpirun have alike, are told by the first.  Collective for the commands that run on several ranks,
+    ``info`` and ``bench``.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        Those after ``mpishard``; default: those of the process.
+
+    Returns
+    -------
+    int
+        The exit code.
     """
     alike = True
     rank, ranks = _place()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class ElasticOptimizer:
     """Wraps a rule or an optimizer so that a run goes on when workers leave, join or die.
 
-    Creation is collective over the mesh.
+    Creation is collective over the mesh, and so is `optimize`; `resize` is not.
 
     Parameters
     ----------
@@ -68,6 +68,14 @@ class ElasticOptimizer:
         takes the next samples of the epoch, each sample once per epoch, and the last batch of an epoch may be shorter.
         Checkpoints store the position in the epoch; another run of the optimizer begins at the position that batches
         of `batch_size` would have reached.
+
+    Raises
+    ------
+    TypeError
+        If a rule has no `config`, an optimizer has one, or an argument is of another type than above.
+    ValueError
+        If the limits are not ``1 <= min_workers <= max_workers``, there are fewer than `min_workers`, another number is
+        out of its range, or the mesh was made by `reshaped`.
 
     Notes
     -----
@@ -185,12 +193,17 @@ class ElasticOptimizer:
         return self.current_workers > self.min_workers
 
     def resize(self, workers: int) -> None:
-        """Request a number of workers; not collective, the last request counts.
+        """Request a number of workers; the last request counts.
 
-        The change comes at the next step, as far as there are processes.  Missing processes are spawned, which takes
-        seconds; they join between two steps once all of them are ready.  If they cannot, the run reports why and goes
-        on with the workers that it has.  They run the script from its beginning, and can only join its first call of
-        `optimize`.
+        Not collective.  The change comes at the next step, as far as there are processes.  Missing processes are
+        spawned, which takes seconds; they join between two steps once all of them are ready.  If they cannot, the run
+        reports why and goes on with the workers that it has.  They run the script from its beginning, and can only join
+        its first call of `optimize`.
+
+        Parameters
+        ----------
+        workers : int
+            From `min_workers` to `max_workers`.
 
         Raises
         ------
@@ -214,10 +227,32 @@ class ElasticOptimizer:
         resume: bool = False,
         record: RunRecord | None = None,
     ) -> OptimizationResult[P]:
-        """Minimise a problem; the options are those of `ShardedOptimizer.optimize`.
+        """Minimise a problem, with workers that come and go.
 
-        Every process of the job takes part.  At the end of the run all living processes are workers again, and have the
-        result.  During the run it handles SIGTERM and SIGUSR1; at its end the handlers from before are restored.
+        Collective over the mesh: every process of the job takes part, spares too.  At the end of the run all living
+        processes are workers again, and have the result.  During the run it handles SIGTERM and SIGUSR1; at its end the
+        handlers from before are restored.
+
+        Parameters
+        ----------
+        problem : OptimizationProblem
+            What is minimised, and when the run stops.
+        callback : callable, optional
+            Called with a `TrainingState` on every worker after every step; returning True on any worker stops all of
+            them.
+        progress : bool
+            Show progress on stderr of rank 0.
+        checkpoints : Checkpoints, optional
+            Save the run there, as `ShardedOptimizer.optimize` does.
+        resume : bool
+            Continue from the newest complete checkpoint of `checkpoints`; start a new run if there is none.
+        record : RunRecord, optional
+            Write the course of the run there.
+
+        Returns
+        -------
+        OptimizationResult
+            The same on every rank except for `communication`; each has its part of a model that is split over ranks.
 
         Raises
         ------

@@ -32,6 +32,8 @@ class Signals:
             sys.exit(os.EX_TEMPFAIL)  # 75
 
     An elastic run handles the signals itself (see `ElasticOptimizer`), and this object gets none of them meanwhile.
+
+    No method is collective.
     """
 
     def __init__(self) -> None:
@@ -57,7 +59,18 @@ class Signals:
         self._before.clear()
 
     def __call__(self, state: object = None) -> bool:
-        """Whether this process has got a signal; `state` is ignored."""
+        """Whether this process has got a signal; `state` is ignored.
+
+        Parameters
+        ----------
+        state : TrainingState, optional
+            Ignored; callbacks get one.
+
+        Returns
+        -------
+        bool
+            The same as `came`.
+        """
         return self.came
 
     def report(self) -> int:
@@ -65,6 +78,11 @@ class Signals:
 
         0: this process has got no signal.  1: it has got one, and the others may still get it.  2: it has got one, and
         others that got it too would have reported it by now.
+
+        Returns
+        -------
+        int
+            0, 1 or 2.
         """
         if not self.came:
             return 0

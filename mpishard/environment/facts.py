@@ -33,9 +33,10 @@ _SHARED_MEMORY = "/dev/shm"
 class Blas:
     """A BLAS library of this process.
 
-    Attributes
+    Parameters
     ----------
     library, version : str
+        As `threadpoolctl` reports them, such as ``"openblas"`` and ``"0.3.28"``.
     kernels : str
         The processor type whose kernels the library has chosen; empty if the library does not report it.
     threads : int
@@ -52,11 +53,12 @@ class Blas:
 class Facts:
     """The facts of one process.  Ranks send them to each other, and ``mpishard info --json`` prints them for each rank.
 
-    Attributes
+    Parameters
     ----------
     rank, ranks : int
         Rank of the process in ``MPI_COMM_WORLD``, and the size of ``MPI_COMM_WORLD``.
     host : str
+        Name of the machine.
     node : int
         The lowest rank that shares memory with this process.
     launches : tuple of Launch
@@ -64,6 +66,7 @@ class Facts:
     versions : dict
         See `mpishard.version.versions`; also the version of HDF5.
     mpi : Capabilities
+        The name and version of the MPI library, and what it can do.
     mpi_text : str
         The MPI library's own full version text.
     thread_level : str
@@ -80,6 +83,7 @@ class Facts:
     h5py_lacks : tuple of str
         Features that checkpoints need or offer, and that this h5py does not have.
     blas : tuple of Blas
+        The libraries that are loaded.
     blas_chosen : str
         Environment variable with the user's choice of the number of BLAS threads; empty without a choice.
     cores : tuple of int
@@ -123,9 +127,20 @@ class Facts:
 
 
 def collect(comm: MPI.Intracomm) -> Facts:
-    """Collect the facts of this process.  Collective over `comm`; no error of a single rank makes others wait.
+    """Collect the facts of this process.
 
-    If the MPI claims to accept device pointers, a child process tests whether it does.
+    Collective over `comm`; no error of a single rank makes others wait.  If the MPI claims to accept device pointers, a
+    child process tests whether it does.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        Usually ``MPI.COMM_WORLD``.
+
+    Returns
+    -------
+    Facts
+        Those of this rank; ``comm.allgather`` gives them to all.
     """
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
     node = shared.bcast(comm.rank)

@@ -23,15 +23,17 @@ _SHOWN_HOSTS = 3
 class Finding:
     """One finding: a problem, or a possible improvement.
 
-    Attributes
+    Parameters
     ----------
-    level : str
-        ``"wrong"``: runs will fail; ``"warning"``: runs will be slow or less safe; ``"note"``: a possible improvement.
+    level : {"wrong", "warning", "note"}
+        Runs will fail; runs will be slow or less safe; a possible improvement.
     about : str
         The topic, in one word: ``launch``, ``versions``, ``threads``, ``cores``, ``blas``, ``hdf5``, ``memory``,
         ``gpu`` or ``death``.
     what : str
+        The problem in one sentence, without the point.
     way_out : str
+        The remedy, as an imperative.
     """
 
     level: str
@@ -46,10 +48,17 @@ class Finding:
 def findings(facts: Sequence[Facts]) -> list[Finding]:
     """The findings from the facts of all ranks; the most serious come first.
 
+    Not collective.
+
     Parameters
     ----------
     facts : sequence of Facts
         In order of ranks, at least one.
+
+    Returns
+    -------
+    list of Finding
+        Empty if nothing is wrong.
     """
     found = [
         finding

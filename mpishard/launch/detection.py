@@ -24,7 +24,7 @@ _TEXT_BYTES = 8192  # MPI_MAX_LIBRARY_VERSION_STRING of MPICH; that of Open MPI 
 class Launch:
     """The facts that a launcher has passed to this process, whatever MPI the process uses.
 
-    Attributes
+    Parameters
     ----------
     launcher : str
         Its name, such as ``"mpirun of MPICH"``.
@@ -44,6 +44,16 @@ def launches(environment: Mapping[str, str]) -> tuple[Launch, ...]:
     """All launchers with variables in an environment; a launcher inside another leaves those of both.
 
     MPI launchers come first: under Slurm they start one process per host by ``srun``, whose variables reach the ranks.
+
+    Parameters
+    ----------
+    environment : mapping of str to str
+        Such as ``os.environ``.
+
+    Returns
+    -------
+    tuple of Launch
+        Empty for a process that was started without a launcher.
     """
 
     def number(*names: str) -> int | None:
@@ -66,7 +76,20 @@ def launches(environment: Mapping[str, str]) -> tuple[Launch, ...]:
 
 
 def launch_of(found: Sequence[Launch], ranks: int) -> Launch | None:
-    """The launcher that made a world of `ranks` ranks; if none fits, the first one; None if `found` is empty."""
+    """The launcher that made a world of so many ranks.
+
+    Parameters
+    ----------
+    found : sequence of Launch
+        What `launches` has found.
+    ranks : int
+        Size of ``MPI_COMM_WORLD``.
+
+    Returns
+    -------
+    Launch or None
+        If none fits, the first one; None if `found` is empty.
+    """
     return next((launch for launch in found if launch.ranks == ranks), found[0] if found else None)
 
 

@@ -14,6 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,10 +28,7 @@ import mpishard
 # and yields.
 CODES = set("GL06 GL07 GL08 SS01 SS03 SS06 PR01 PR02 PR03 PR04 PR07 PR10 RT01 RT03 YD01".split())
 # Packages whose docstrings do not have all of this yet.  The list may only get shorter.
-NOT_YET = set(
-    "checkpoint cli comm data_parallel elastic environment estimate launch nn parameters pipeline record "
-    "training".split()
-)
+NOT_YET = set("comm data_parallel estimate nn parameters record training".split())
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
 DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|exception):: ([\w.]+)$", re.MULTILINE)
@@ -108,22 +106,28 @@ def raised(thing: Any) -> set[str]:
         written = [maker for maker in makers if maker and Path(bare(maker).__code__.co_filename).is_file()]
         return {name for maker in written for name in raised(maker)}
     found = set()
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(bare(thing))))):
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(bare(thing))))))
+    checks = CHECKS - {node.name for node in nodes[2:] if isinstance(node, ast.FunctionDef)}
+    for node in nodes:
         call = node.exc if isinstance(node, ast.Raise) else node
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
             if isinstance(node, ast.Raise):
                 found.add(call.func.id)
-            elif call.func.id in CHECKS:
+            elif call.func.id in checks:
                 found.add("TypeError")
     return {name for name in found if name.endswith("Error")}
 
 
 def says_who_calls(each: Public) -> bool:
-    """Whether it, or its class, says whether it is collective.  Where the package has no MPI nothing is."""
-    package = sys.modules[(each.owner or each.thing).__module__].__package__ or ""
-    if is_property(each.thing) or "No MPI." in (sys.modules[package].__doc__ or ""):
+    """Whether it, its class or its file says whether it is collective.
+
+    Properties are not, nor is the creation of a value, nor anything where the package has no MPI.
+    """
+    module = sys.modules[(each.owner or each.thing).__module__]
+    is_value = is_dataclass(each.thing) or (inspect.isclass(each.thing) and issubclass(each.thing, tuple))
+    if is_property(each.thing) or is_value or "No MPI." in (sys.modules[module.__package__ or ""].__doc__ or ""):
         return True
-    return any("ollective" in (inspect.getdoc(thing) or "") for thing in (each.thing, each.owner) if thing)
+    return any("ollective" in (inspect.getdoc(thing) or "") for thing in (each.thing, each.owner, module) if thing)
 
 
 def complaints(each: Public) -> list[str]:

@@ -18,8 +18,9 @@ class Action(NamedTuple):
         Forward, whole backward, or the backward in two parts: the input gradient (for which the previous stage waits)
         and the weight gradient (for which no stage waits).
     microbatch : int
+        Counts from 0.
     chunk : int
-        Number of the model chunk on this rank.
+        Number of the model chunk on this rank, from 0.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Schedule:
     chunks : int
         Model chunks per rank.
     microbatches : int
+        Micro-batches of a step, at least 1.
     programs : tuple of tuple of Action
         One program per rank.  Each runs F of every micro-batch and chunk once, and then either B, or I and later W;
         in a schedule for evaluation F alone.
@@ -56,6 +58,8 @@ class Schedule:
     ValueError
         If an action is missing, doubled, out of range, or comes before an action of its rank that it needs.  Deadlocks
         between ranks are not checked here; see `find_deadlock`.
+    TypeError
+        If `stages`, `chunks` or `microbatches` is no whole number.
     """
 
     name: str
@@ -84,11 +88,35 @@ class Schedule:
         return any(action.kind != "F" for program in self.programs for action in program)
 
     def virtual_stage(self, rank: int, action: Action) -> int:
-        """Number of the model chunk in the whole pipeline, counted from 0."""
+        """Number of the model chunk in the whole pipeline, counted from 0.
+
+        Parameters
+        ----------
+        rank : int
+            Pipeline rank.
+        action : Action
+            Of the program of that rank.
+
+        Returns
+        -------
+        int
+            ``chunk * stages + rank``.
+        """
         return action.chunk * self.stages + rank
 
     def label(self, action: Action) -> str:
-        """Short name, such as ``F3``; with several chunks ``F3.1``, the chunk after the point."""
+        """Short name, such as ``F3``; with several chunks ``F3.1``, the chunk after the point.
+
+        Parameters
+        ----------
+        action : Action
+            Of any program of this schedule.
+
+        Returns
+        -------
+        str
+            For figures and messages.
+        """
         return str(action) if self.chunks == 1 else f"{action.kind}{action.microbatch}.{action.chunk}"
 
     def _check_program(self, rank: int) -> None:

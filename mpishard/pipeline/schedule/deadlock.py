@@ -15,6 +15,7 @@ class Deadlock:
     Parameters
     ----------
     schedule : Schedule
+        The schedule that deadlocks.
     blocking_sends : bool
         Whether the sends of this execution were blocking.
     cycle : tuple of Wait
@@ -48,6 +49,7 @@ def find_deadlock(schedule: Schedule, *, blocking_sends: bool = False) -> Deadlo
     Parameters
     ----------
     schedule : Schedule
+        It is executed in a simulation; nothing is sent.
     blocking_sends : bool
         False: sends as in the pipeline, synchronous (complete only once the receive is posted, so that nothing relies
         on buffered messages) but not blocking.  True: each send blocks until its receive is posted, as
@@ -73,7 +75,18 @@ def find_deadlock(schedule: Schedule, *, blocking_sends: bool = False) -> Deadlo
 
 
 def check_deadlock_free(schedule: Schedule) -> None:
-    """Raise ValueError with the counter-example unless `find_deadlock` proves the schedule."""
+    """Raise unless `find_deadlock` proves the schedule.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        It is executed in a simulation; nothing is sent.
+
+    Raises
+    ------
+    ValueError
+        If ranks wait for each other; the message names the actions.
+    """
     deadlock = find_deadlock(schedule)
     if deadlock is not None:
         raise ValueError(str(deadlock))

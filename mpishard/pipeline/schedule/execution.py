@@ -25,7 +25,17 @@ Key = tuple[bool, int, int]  # (is a forward, micro-batch, virtual stage): the a
 
 
 class Event(NamedTuple):
-    """An action in time; `start` and `stop` are in the unit of the times given."""
+    """An action in time.
+
+    Parameters
+    ----------
+    rank : int
+        Pipeline rank.
+    action : Action
+        Of the program of that rank.
+    start, stop : float
+        In the unit of the times given to `simulate`; the first action starts at 0.
+    """
 
     rank: int
     action: Action

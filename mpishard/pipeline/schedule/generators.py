@@ -104,6 +104,7 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
     Parameters
     ----------
     name : {"gpipe", "1f1b", "interleaved", "zb-h1"}
+        The keys of `SCHEDULES`.
     stages : int
         Pipeline ranks.
     microbatches : int
@@ -111,10 +112,17 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
     chunks : int
         Model chunks per rank: at least 2 for "interleaved", 1 for all others.
 
+    Returns
+    -------
+    Schedule
+        With a program for each stage.
+
     Raises
     ------
     ValueError
         For an unknown name, sizes below 1, or chunks that the schedule cannot use.
+    TypeError
+        If a size is no whole number.
     """
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
@@ -128,7 +136,20 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int = 1) ->
 
 
 def check_chunks(name: str, chunks: int) -> None:
-    """Raise ValueError for a number of chunks that the schedule cannot use."""
+    """Raise unless the schedule can use so many chunks.
+
+    Parameters
+    ----------
+    name : str
+        As for `make_schedule`.
+    chunks : int
+        Model chunks per rank.
+
+    Raises
+    ------
+    ValueError
+        If "interleaved" has fewer than 2, or another schedule has not 1.
+    """
     if name == "interleaved" and chunks < 2:
         raise ValueError(f"schedule 'interleaved' needs at least 2 chunks a rank, got {chunks}; with 1 it is '1f1b'")
     if name != "interleaved" and chunks != 1:
@@ -138,10 +159,26 @@ def check_chunks(name: str, chunks: int) -> None:
 def forward_only(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Forwards alone, for evaluation: chunks in the order of "interleaved".
 
+    Parameters
+    ----------
+    stages : int
+        Pipeline ranks.
+    microbatches : int
+        At least 1.
+    chunks : int
+        Model chunks per rank.
+
+    Returns
+    -------
+    Schedule
+        With the name ``"forward-only"``.
+
     Raises
     ------
     ValueError
         For sizes below 1.
+    TypeError
+        If a size is no whole number.
     """
     for what, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         positive(what, value)
@@ -157,9 +194,19 @@ def forward_only(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def warn_if_bubbly(schedule: Schedule) -> None:
-    """Warn if there are fewer micro-batches than stages; the UserWarning names the bubble.
+    """Warn if there are fewer micro-batches than stages.
 
-    One rank is enough to call it.
+    The UserWarning names the bubble.  One rank is enough to call it.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        Of at least one micro-batch.
+
+    Warns
+    -----
+    UserWarning
+        If ranks must be idle.
     """
     if schedule.microbatches < schedule.stages:
         idle = simulate(schedule).bubble_fraction

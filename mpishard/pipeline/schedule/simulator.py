@@ -22,6 +22,7 @@ class Timeline:
     Parameters
     ----------
     schedule : Schedule
+        What was simulated.
     events : tuple of Event
         Rank by rank, in program order.  Time starts at 0 and is in the unit of the times given to `simulate`.
     """
@@ -89,10 +90,16 @@ def simulate(
     Parameters
     ----------
     schedule : Schedule
+        Of any number of ranks; none of them is needed.
     forward, backward, input_gradient, weight_gradient : float or sequence of float
         Times of the actions F, B, I and W; unused if the schedule does not have the action.
     transfer : float or sequence of float
         Time of a message; in a sequence, of the messages from that virtual stage.  Messages travel while ranks compute.
+
+    Returns
+    -------
+    Timeline
+        When each action starts and stops.
 
     Raises
     ------
