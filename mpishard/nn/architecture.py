@@ -18,6 +18,8 @@ from mpishard.nn.units import EmbeddingStage, OutputHead
 class Architecture:
     """A decoder-only transformer of the kind that `GPT` builds.
 
+    No method is collective.
+
     Parameters
     ----------
     vocabulary_size : int
@@ -62,11 +64,30 @@ class Architecture:
             )
 
     def units(self) -> list[str]:
-        """Names of the units in order: ``"stem"`` (embeddings), ``"blocks.0"`` and so on, ``"top"`` (output head)."""
+        """Names of the units in order.
+
+        Returns
+        -------
+        list of str
+            ``"stem"`` (embeddings), ``"blocks.0"`` and so on, ``"top"`` (output head).
+        """
         return ["stem", *(f"blocks.{index}" for index in range(self.layers)), "top"]
 
     def build(self, unit: str, *, sequence_parallel: bool = False) -> Layer:
-        """The layers of one unit, not bound to parameters."""
+        """The layers of one unit, not bound to parameters.
+
+        Parameters
+        ----------
+        unit : str
+            One of `units`.
+        sequence_parallel : bool
+            Whether tensor ranks hold some rows each between the layers that are split by columns.
+
+        Returns
+        -------
+        Layer
+            With the sizes of the whole network; `Layer.bind` gives it memory.
+        """
         if unit == "stem":
             return EmbeddingStage(self.vocabulary_size, self.context_length, self.width)
         if unit == "top":
@@ -75,9 +96,19 @@ class Architecture:
         return Block(unit, self.width, self.heads, output_scale=scale, sequence_parallel=sequence_parallel)
 
     def check(self, tensor: int = 1, stages: int = 1) -> None:
-        """Raise ValueError unless the model can be split over `tensor` ranks and cut into `stages` stages.
+        """Raise unless the model can be split over so many ranks and cut into so many stages.
 
-        `stages` are virtual stages: pipeline ranks times chunks per rank.
+        Parameters
+        ----------
+        tensor : int
+            Tensor ranks.
+        stages : int
+            Virtual stages: pipeline ranks times chunks per rank.
+
+        Raises
+        ------
+        ValueError
+            If `tensor` does not divide `heads`, or there are more stages than layers.
         """
         if self.heads % tensor:
             raise ValueError(
@@ -100,6 +131,11 @@ class Architecture:
         costs : sequence of float, optional
             Time of each of `units`; the cut then minimises the time of the slowest stage.  Default: blocks are divided
             evenly; the embeddings belong to the first stage, the output head to the last.
+
+        Returns
+        -------
+        list of list of str
+            For each stage its units.
 
         Raises
         ------
@@ -127,10 +163,29 @@ class Architecture:
     def specs(
         self, stages: int = 1, sequence_parallel: bool = False, costs: Sequence[float] | None = None
     ) -> list[ParameterSpec]:
-        """All tensors of the model, in the order in which it uses them; arguments as for `cut`.
+        """All tensors of the model, in the order in which it uses them.
 
-        With `sequence_parallel`, gradients of tensors that are applied row by row are partial: each tensor rank has
-        the terms of its rows.
+        With `sequence_parallel`, gradients of tensors that are applied row by row are partial: each tensor rank has the
+        terms of its rows.
+
+        Parameters
+        ----------
+        stages : int
+            Number of virtual stages.
+        sequence_parallel : bool
+            Whether tensor ranks hold some rows each between the layers that are split by columns.
+        costs : sequence of float, optional
+            As for `cut`.
+
+        Returns
+        -------
+        list of ParameterSpec
+            Each with its stage; a tied tensor once.
+
+        Raises
+        ------
+        ValueError
+            As `cut`.
         """
         specs: list[ParameterSpec] = []
         for stage, units in enumerate(self.cut(stages, costs)):

@@ -36,6 +36,8 @@ class CausalSelfAttention(Layer):
     The bias of the keys shifts all scores of a query alike, which does not change the softmax: its exact gradient is
     zero, and the computed one is rounding noise.
 
+    Its passes are collective over the tensor axis.
+
     Parameters
     ----------
     name : str
@@ -49,6 +51,11 @@ class CausalSelfAttention(Layer):
         Standard deviation of the initial weights of the output projection.
     sequence_parallel : bool
         Whether tensor ranks hold some rows each outside of the attention.
+
+    Raises
+    ------
+    ValueError
+        If `width` is no multiple of `heads`.
     """
 
     def __init__(
@@ -65,9 +72,23 @@ class CausalSelfAttention(Layer):
         self.scale: float = 1 / math.sqrt(self.head_width)
 
     def forward(self, x_nc: Array, work: Workspace, length: int, residual_nc: Array | None = None) -> Array:
-        """Attention within each run of `length` rows, plus `residual` where given.
+        """Attention within each sequence, plus `residual` where given.
 
-        Keeps `x`, which must stay as it is until `backward`.
+        Parameters
+        ----------
+        x_nc : array, shape (n, width)
+            Sequences end to end; the rows that this rank holds.  Kept; it must stay as it is until `backward`.
+        work : Workspace
+            Memory of the micro-batch.
+        length : int
+            Tokens of a sequence.
+        residual_nc : array, shape (n, width), optional
+            Added to the result.
+
+        Returns
+        -------
+        array, shape (n, width)
+            The rows that this rank holds, in the memory of `work`.
         """
         qkv_nd = self.qkv.product(x_nc, work, functools.partial(work.borrow, "qkv"))
         rows, width = len(qkv_nd), qkv_nd.shape[1] // 3
@@ -94,7 +115,22 @@ class CausalSelfAttention(Layer):
         return self.output.forward(mixed_nc, work, residual_nc)
 
     def backward(self, dy_nc: Array, work: Workspace, length: int) -> Array:
-        """Gradient by `x`."""
+        """Gradient by `x`.
+
+        Parameters
+        ----------
+        dy_nc : array, shape (n, width)
+            Gradient of the loss by the output.
+        work : Workspace
+            That of the forward pass.
+        length : int
+            Tokens of a sequence.
+
+        Returns
+        -------
+        array, shape (n, width)
+            In the memory of `work`.
+        """
         x_nc, heads_sbhtd, mixed_nc, logsum_bht = work.kept[self.role]
         _, batch, count, _, _ = heads_sbhtd.shape
         matmul, block = self.matmul, self._queries_at_a_time(length)

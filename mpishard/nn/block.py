@@ -13,7 +13,21 @@ Array = Any
 
 
 class MLP(Layer):
-    """``GELU(x W1 + b1) W2 + b2`` with four times as many channels inside, which tensor parallelism splits."""
+    """``GELU(x W1 + b1) W2 + b2`` with four times as many channels inside, which tensor parallelism splits.
+
+    Its passes are collective over the tensor axis.
+
+    Parameters
+    ----------
+    name : str
+        Its tensors are ``name.expand.{weight,bias}`` and ``name.contract.{weight,bias}``.
+    width : int
+        Channels outside, of the whole network.
+    output_scale : float
+        Standard deviation of the initial weights of the second product.
+    sequence_parallel : bool
+        Whether tensor ranks hold some rows each outside of it.
+    """
 
     def __init__(self, name: str, width: int, *, output_scale: float = 0.02, sequence_parallel: bool = False) -> None:
         self.expand: Linear = Linear(f"{name}.expand", width, 4 * width, split=1)
@@ -24,13 +38,41 @@ class MLP(Layer):
         super().__init__(name, [self.expand, self.activation, self.contract])
 
     def forward(self, x_nc: Array, work: Workspace, residual_nc: Array | None = None) -> Array:
-        """The output, plus `residual` where given; keeps `x`, which must stay as it is until `backward`."""
+        """The output, plus `residual` where given.
+
+        Parameters
+        ----------
+        x_nc : array, shape (n, width)
+            The rows that this rank holds.  Kept; it must stay as it is until `backward`.
+        work : Workspace
+            Memory of the micro-batch.
+        residual_nc : array, shape (n, width), optional
+            Added to the result.
+
+        Returns
+        -------
+        array, shape (n, width)
+            The rows that this rank holds, in the memory of `work`.
+        """
         work.kept[self.role] = x_nc
         hidden_nd = self.expand.product(x_nc, work)
         return self.contract.forward(self.activation.forward(hidden_nd, work, self.expand.bias), work, residual_nc)
 
     def backward(self, dy_nc: Array, work: Workspace) -> Array:
-        """Gradient by `x`."""
+        """Gradient by `x`.
+
+        Parameters
+        ----------
+        dy_nc : array, shape (n, width)
+            Gradient of the loss by the output.
+        work : Workspace
+            That of the forward pass.
+
+        Returns
+        -------
+        array, shape (n, width)
+            In the memory of `work`.
+        """
         dhidden_nd = self.contract.backward(dy_nc, work)
         bias_name = self.expand.bias_name
         assert bias_name is not None
@@ -44,12 +86,14 @@ class MLP(Layer):
 class Block(Layer):
     """Pre-norm residual block: ``x += attention(norm(x))``, then ``x += mlp(norm(x))``.
 
+    Its passes are collective over the tensor axis.
+
     Parameters
     ----------
     name : str
         Prefix of its tensors.
     width, heads : int
-        Of the whole block.
+        Channels and attention heads of the whole block.
     output_scale : float
         Standard deviation of the initial weights of the two projections back to the residual stream.
     sequence_parallel : bool
@@ -71,13 +115,43 @@ class Block(Layer):
         self.share_scratch(name)
 
     def forward(self, x_nc: Array, work: Workspace, length: int) -> Array:
-        """Rows are sequences of `length` tokens end to end; keeps `x` until `backward`."""
+        """The residual stream after the block.
+
+        Parameters
+        ----------
+        x_nc : array, shape (n, width)
+            Sequences end to end; the rows that this rank holds.  Kept until `backward`.
+        work : Workspace
+            Memory of the micro-batch.
+        length : int
+            Tokens of a sequence.
+
+        Returns
+        -------
+        array, shape (n, width)
+            The rows that this rank holds, in the memory of `work`.
+        """
         normed_nc = self.attention_norm.forward(x_nc, work)
         x_nc = self.attention.forward(normed_nc, work, length, residual_nc=x_nc)
         return self.mlp.forward(self.mlp_norm.forward(x_nc, work), work, residual_nc=x_nc)
 
     def backward(self, dy_nc: Array, work: Workspace, length: int) -> Array:
-        """Return the gradient of `x`; it overwrites `dy`."""
+        """Gradient by `x`.
+
+        Parameters
+        ----------
+        dy_nc : array, shape (n, width)
+            Gradient of the loss by the output; overwritten by the result.
+        work : Workspace
+            That of the forward pass.
+        length : int
+            Tokens of a sequence.
+
+        Returns
+        -------
+        array, shape (n, width)
+            `dy_nc` itself.
+        """
         self.mlp_norm.backward(self.mlp.backward(dy_nc, work), work, residual_nc=dy_nc)
         self.attention_norm.backward(self.attention.backward(dy_nc, work, length), work, residual_nc=dy_nc)
         return dy_nc

@@ -29,7 +29,9 @@ class Chunk:
     units : sequence of EmbeddingStage, Block or OutputHead
         In order, bound to `parameters`.
     parameters : FlatParameters
+        The tensors of this rank.
     tensor : TensorParallel
+        The axis over which rows and columns are split.
     memory : Workspace
         The workspace whose scratch memory is used.
     keeping : KeepAll or ActivationCheckpointing
@@ -63,15 +65,43 @@ class Chunk:
         self._width = next(unit.width for unit in units if isinstance(unit, EmbeddingStage | Block | OutputHead))
 
     def input_shape(self, batch: Batch) -> tuple[int, int]:
-        """Shape of the input from the previous stage: the rows of this tensor rank, and the width."""
+        """Shape of the input from the previous stage.
+
+        Parameters
+        ----------
+        batch : Batch
+            A micro-batch.
+
+        Returns
+        -------
+        (int, int)
+            The rows of this tensor rank, and the width.
+        """
         return self._tensor.rows(batch.rows), self._width
 
     def output_shape(self, batch: Batch) -> tuple[int, int]:
-        """Shape of the output to the next stage."""
+        """Shape of the output to the next stage.
+
+        Parameters
+        ----------
+        batch : Batch
+            A micro-batch.
+
+        Returns
+        -------
+        (int, int)
+            The rows of this tensor rank, and the width.
+        """
         return self._tensor.rows(batch.rows), self._width
 
     def workspace(self) -> Workspace:
-        """Memory for one more micro-batch in flight."""
+        """Make memory for one more micro-batch in flight.
+
+        Returns
+        -------
+        Workspace
+            Added to `workspaces`.
+        """
         work = Workspace(self._memory.dtype, self._memory.module, self._memory)
         self.workspaces.append(work)
         return work
@@ -82,15 +112,60 @@ class Chunk:
         return sum(work.saved_bytes for work in self.workspaces)
 
     def forward(self, x: Array | None, work: Workspace, batch: Batch) -> Any:
-        """Output of the stage, or the summed loss of the batch; keeps `x` until the backward pass."""
+        """Output of the stage, or the summed loss of the batch.
+
+        Parameters
+        ----------
+        x : array, shape (n, width), or None
+            Output of the previous stage; None for the first.  Kept until the backward pass.
+        work : Workspace
+            Memory of the micro-batch.
+        batch : Batch
+            Tokens for the first stage, targets for the last.
+
+        Returns
+        -------
+        array of shape (n, width), or float
+            The last stage returns the loss in nats, summed over its tokens.
+        """
         return self._forward(x, work, batch, predict=False)
 
     def infer(self, x: Array | None, work: Workspace, batch: Batch) -> Array:
-        """Like `forward`, but the last stage returns the logits of the whole vocabulary, in a new array."""
+        """Like `forward`, but the last stage returns the logits of the whole vocabulary.
+
+        Parameters
+        ----------
+        x : array, shape (n, width), or None
+            Output of the previous stage; None for the first.
+        work : Workspace
+            Memory of the micro-batch.
+        batch : Batch
+            Tokens for the first stage.
+
+        Returns
+        -------
+        array
+            Of shape (n, width); of the last stage (rows, vocabulary_size), a new array.
+        """
         return self._forward(x, work, batch, predict=True)
 
     def backward(self, dy: Array | None, work: Workspace, batch: Batch) -> Array | None:
-        """Return the gradient of the stage's input; write all gradients and mark them ready.  Overwrites `dy`."""
+        """Gradient of the stage's input; writes all gradients and marks them ready.
+
+        Parameters
+        ----------
+        dy : array, shape (n, width), or None
+            Gradient of the loss by the output, which is overwritten; None for the last stage.
+        work : Workspace
+            That of the forward pass.
+        batch : Batch
+            That of the forward pass.
+
+        Returns
+        -------
+        array of shape (n, width), or None
+            None of the first stage.
+        """
         for unit in self._held(self.units[::-1]):
             if isinstance(unit, OutputHead):
                 dy = unit.backward(work)
@@ -103,12 +178,33 @@ class Chunk:
         return dy
 
     def input_gradient(self, dy: Array | None, work: Workspace, batch: Batch) -> Array | None:
-        """Like `backward`, but defer the products for weight gradients, and mark no gradient ready."""
+        """Like `backward`, but defer the products for weight gradients, and mark no gradient ready.
+
+        Parameters
+        ----------
+        dy : array, shape (n, width), or None
+            Gradient of the loss by the output, which is overwritten; None for the last stage.
+        work : Workspace
+            That of the forward pass; it keeps the deferred work.
+        batch : Batch
+            That of the forward pass.
+
+        Returns
+        -------
+        array of shape (n, width), or None
+            None of the first stage.
+        """
         work.deferred = []
         return self.backward(dy, work, batch)
 
     def weight_gradient(self, work: Workspace) -> None:
-        """Do the deferred work of `input_gradient` for the micro-batch of `work`."""
+        """Do the deferred work of `input_gradient`.
+
+        Parameters
+        ----------
+        work : Workspace
+            That of the micro-batch.
+        """
         deferred, work.deferred = work.deferred, None
         assert deferred is not None
         for each in deferred:

@@ -17,6 +17,8 @@ class Embedding(Layer):
     If the table is split by rows (`split` 0, Shoeybi et al., 2019), a rank returns zeros for indices in the slices of
     other ranks.  The caller takes the sum over the ranks.
 
+    Not collective.
+
     Parameters
     ----------
     name : str
@@ -49,7 +51,22 @@ class Embedding(Layer):
         return self.parameters.box(self.weight_name)[0][0]
 
     def forward(self, indices_n: Array, work: Workspace, out_nc: Array | None = None) -> Array:
-        """Rows of the table; `indices` (int64, checked by the caller) must stay as they are until `backward`."""
+        """Rows of the table.
+
+        Parameters
+        ----------
+        indices_n : array of int64, shape (n,)
+            Checked by the caller; they must stay as they are until `backward`.
+        work : Workspace
+            Memory of the micro-batch.
+        out_nc : array, shape (n, width), optional
+            Memory for the result; default: saved in `work`.
+
+        Returns
+        -------
+        array, shape (n, width)
+            Zeros for indices of which another rank has the row.
+        """
         work.kept[self.role] = indices_n
         if out_nc is None:
             out_nc = work.save(f"{self.role}.y", len(indices_n), self.width)
@@ -57,24 +74,60 @@ class Embedding(Layer):
         return out_nc
 
     def backward(self, dy_nc: Array, work: Workspace) -> None:
-        """Adds each row of `dy` to the gradient of the row that it came from; indices have no gradient."""
+        """Add each row of `dy` to the gradient of the row that it came from; indices have no gradient.
+
+        Parameters
+        ----------
+        dy_nc : array, shape (n, width)
+            Gradient of the loss by the output.
+        work : Workspace
+            That of the forward pass.
+        """
         dweight_vc = self._gradient_to_add_to(self.weight_name)
         self.ops.scatter_add(dy_nc, work.kept[self.role], dweight_vc, self.first)
         self._finished(self.weight_name, work)
 
 
 class PositionEmbedding(Embedding):
-    """A learned row for each position of a sequence, added to an array."""
+    """A learned row for each position of a sequence, added to an array.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        Its tensor is ``name.weight``.
+    count, width : int
+        Longest sequence, and channels.
+    scale : float
+        Standard deviation of the initial values.
+    split : 0 or None
+        None: every tensor rank holds all of it.
+    """
 
     def add_to(self, x_btc: Array) -> None:
-        """``x[:, t] += weight[t]`` in place."""
+        """Add the row of each position, in place.
+
+        Parameters
+        ----------
+        x_btc : array, shape (b, t, width)
+            Sequences of t tokens.
+        """
         rows_tc = self.parameters[self.weight_name][: x_btc.shape[1]]
         # Sequence by sequence: NumPy takes memory for an operation on three axes of which one is broadcast or reduced.
         for x_tc in x_btc:
             x_tc += rows_tc
 
     def backward_positions(self, dx_btc: Array, work: Workspace) -> None:
-        """The adjoint of ``add_to(x)``: sums over the sequences; positions beyond them get nothing."""
+        """The adjoint of `add_to`: sums over the sequences; positions beyond them get nothing.
+
+        Parameters
+        ----------
+        dx_btc : array, shape (b, t, width)
+            Gradient of the loss by the sum.
+        work : Workspace
+            That of the forward pass.
+        """
         rows_tc = self._gradient_to_add_to(self.weight_name)[: dx_btc.shape[1]]
         for dx_tc in dx_btc:
             rows_tc += dx_tc

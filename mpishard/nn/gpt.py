@@ -215,10 +215,12 @@ class GPT:
 
     @property
     def vocabulary_size(self) -> int:
+        """Number of tokens."""
         return self.architecture.vocabulary_size
 
     @property
     def context_length(self) -> int:
+        """Longest sequence."""
         return self.architecture.context_length
 
     @property
@@ -244,17 +246,54 @@ class GPT:
         -------
         float
             Cross-entropy in nats, summed over all tokens.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If tokens or targets are no integers, out of range, or of another shape.
         """
         with np.errstate(**self._expected):
             return self.pipeline.train(self._cut(tokens, targets))
 
     def loss(self, tokens: Array, targets: Array) -> float:
-        """Summed loss of a batch, without gradients; arguments as for `loss_and_gradient`."""
+        """Summed loss of a batch, without gradients.
+
+        Parameters
+        ----------
+        tokens, targets : int array, (batch, length)
+            As for `loss_and_gradient`.
+
+        Returns
+        -------
+        float
+            Cross-entropy in nats, summed over all tokens.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If tokens or targets are no integers, out of range, or of another shape.
+        """
         with self._forward_only():
             return self.pipeline.evaluate(self._cut(tokens, targets))
 
     def logits(self, tokens: Array) -> Array:
-        """Unnormalised log-probabilities of the next token, (batch, length, vocabulary_size), in a new array."""
+        """Unnormalised log-probabilities of the next token.
+
+        Parameters
+        ----------
+        tokens : int array, (batch, length)
+            Any batch size, ``1 <= length <= context_length``.
+
+        Returns
+        -------
+        array, (batch, length, vocabulary_size)
+            New memory, of the dtype of the parameters.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If tokens are no integers, out of range, or of another shape.
+        """
         tokens_n = self._checked("tokens", tokens)
         with self._forward_only():
             logits_nv = self.pipeline.infer(Batch(tokens_n, None, np.shape(tokens)[1]))
@@ -280,6 +319,11 @@ class GPT:
         -------
         int64 array, (len(prompt_tokens) + count,)
             The prompt and its continuation.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If there is no token, tokens are no integers or out of range, or `count` or `temperature` is negative.
         """
         tokens = np.array(prompt_tokens, ndmin=1)
         if tokens.ndim != 1 or tokens.size == 0:

@@ -43,6 +43,8 @@ def operations(array: Array) -> Any:
 class Layer:
     """Named tensors and the layers inside.
 
+    Not collective, unless a layer says otherwise: layers that communicate are collective over the tensor axis.
+
     Parameters
     ----------
     name : str
@@ -63,19 +65,40 @@ class Layer:
         self.children: tuple[Layer, ...] = tuple(children)
 
     def share_scratch(self, prefix: str) -> None:
-        """Drop `prefix` from the roles, so that several networks of one kind that run in turn share scratch memory."""
+        """Drop a prefix from the roles.
+
+        Several networks of one kind that run in turn then share scratch memory.
+
+        Parameters
+        ----------
+        prefix : str
+            Such as ``"blocks.0"``.
+        """
         self.role = self.role.removeprefix(prefix)
         for child in self.children:
             child.share_scratch(prefix)
 
     def specs(self) -> list[ParameterSpec]:
-        """The layer's tensors in the order of the forward pass."""
+        """The layer's tensors in the order of the forward pass.
+
+        Returns
+        -------
+        list of ParameterSpec
+            With the shapes of the whole network.
+        """
         return [spec for child in self.children for spec in child.specs()]
 
     def bind(self, parameters: FlatParameters, tensor: TensorParallel = ALONE, compute_dtype: Any = None) -> None:
-        """Use the tensors of `parameters`, which must hold all of `specs`, split over the axis of `tensor`.
+        """Use the tensors of `parameters`, which must hold all of `specs`.
 
-        With `compute_dtype`, products take operands in half precision, see `mpishard.nn.products.make_matmul`.
+        Parameters
+        ----------
+        parameters : FlatParameters
+            The values and the gradients of this rank.
+        tensor : TensorParallel
+            The axis over which the tensors are split.
+        compute_dtype : dtype, optional
+            Products take operands in this half precision, see `mpishard.nn.products.make_matmul`.
         """
         self.parameters = parameters
         self.tensor = tensor
@@ -86,7 +109,13 @@ class Layer:
             child.bind(parameters, tensor, compute_dtype)
 
     def initialize(self, seed: int) -> None:
-        """Fill the tensors with their initial values, a function of `seed` and their names."""
+        """Fill the tensors with their initial values.
+
+        Parameters
+        ----------
+        seed : int
+            The values depend on it and on the names of the tensors, not on the ranks.
+        """
         for child in self.children:
             child.initialize(seed)
 
@@ -119,6 +148,8 @@ class Layer:
 class LayerNorm(Layer):
     """Rows brought to mean 0 and variance 1, then scaled and shifted (Ba, Kiros and Hinton, 2016).
 
+    Not collective: each rank computes with its own rows.
+
     Parameters
     ----------
     name : str
@@ -148,7 +179,20 @@ class LayerNorm(Layer):
         self._fill(self.bias_name, 0)
 
     def forward(self, x_nc: Array, work: Workspace) -> Array:
-        """Keeps `x`, which must stay as it is until `backward`."""
+        """Bring each row to mean 0 and variance 1, scale it and shift it.
+
+        Parameters
+        ----------
+        x_nc : array, shape (n, width)
+            Kept; it must stay as it is until `backward`.
+        work : Workspace
+            Memory of the micro-batch.
+
+        Returns
+        -------
+        array, shape (n, width)
+            In the memory of `work`.
+        """
         rows = len(x_nc)
         y_nc = work.save(f"{self.role}.y", rows, self.width)
         mean_n = work.save_statistics(f"{self.role}.mean", rows)
@@ -161,7 +205,19 @@ class LayerNorm(Layer):
     def backward(self, dy_nc: Array, work: Workspace, residual_nc: Array | None = None) -> Array:
         """Gradient by `x`, plus `residual` where given: the gradient that reaches `x` around the norm.
 
-        With `residual` the result overwrites it.
+        Parameters
+        ----------
+        dy_nc : array, shape (n, width)
+            Gradient of the loss by the output.
+        work : Workspace
+            That of the forward pass.
+        residual_nc : array, shape (n, width), optional
+            Overwritten by the result.
+
+        Returns
+        -------
+        array, shape (n, width)
+            `residual_nc`, or memory of `work`.
         """
         x_nc, mean_n, scale_n = work.kept[self.role]
         if residual_nc is None:
@@ -183,10 +239,35 @@ class LayerNorm(Layer):
 
 
 class GELU(Layer):
-    """Gaussian error linear unit in its tanh form (Hendrycks and Gimpel, 2016), with the bias of what comes before."""
+    """Gaussian error linear unit in its tanh form (Hendrycks and Gimpel, 2016), with the bias of what comes before.
+
+    Not collective: each rank computes with its own columns.
+
+    Parameters
+    ----------
+    name : str
+        Prefix of its memory in a workspace; it has no tensors.
+    children : sequence of Layer
+        None.
+    """
 
     def forward(self, x_nc: Array, work: Workspace, bias_c: Array | None = None) -> Array:
-        """``GELU(x + bias)``.  Overwrites `x` with the derivative, which `backward` needs."""
+        """``GELU(x + bias)``.
+
+        Parameters
+        ----------
+        x_nc : array, shape (n, c)
+            Overwritten by the derivative, which `backward` needs.
+        work : Workspace
+            Memory of the micro-batch.
+        bias_c : array, shape (c,), optional
+            Default: zeros.
+
+        Returns
+        -------
+        array, shape (n, c)
+            In the memory of `work`.
+        """
         if bias_c is None:
             bias_c = work.scratch("no bias", (x_nc.shape[1],), work.dtype)
             bias_c.fill(0)
@@ -196,7 +277,22 @@ class GELU(Layer):
         return y_nc
 
     def backward(self, dy_nc: Array, work: Workspace, dbias_c: Array | None = None) -> Array:
-        """Return the gradient of `x`, which overwrites `dy`; add its column sums to `dbias`."""
+        """Gradient by `x`.
+
+        Parameters
+        ----------
+        dy_nc : array, shape (n, c)
+            Gradient of the loss by the output; overwritten by the result.
+        work : Workspace
+            That of the forward pass.
+        dbias_c : array, shape (c,), optional
+            The column sums of the result are added to it.
+
+        Returns
+        -------
+        array, shape (n, c)
+            `dy_nc` itself.
+        """
         if dbias_c is None:
             dbias_c = work.scratch("no bias", (dy_nc.shape[1],), work.dtype)
             dbias_c.fill(0)

@@ -20,6 +20,9 @@ Array = Any
 class Linear(Layer):
     """``y = x W + b``, with W stored (inputs, outputs).
 
+    If `split` is given, all methods that compute but `apply`, `apply_adjoint` and `bias_gradient` are collective over
+    the tensor axis.
+
     Parameters
     ----------
     name : str
@@ -29,7 +32,7 @@ class Linear(Layer):
     scale : float
         Standard deviation of the initial weights; the bias starts at 0.
     bias : bool
-        Without: ``y = x W``.
+        Whether there is a bias; else ``y = x W``.
     split : int or None
         Dimension of the weight that tensor parallelism splits.  1, column-parallel: by outputs, and the bias with
         them; it takes the rows that a rank holds and returns its columns of all rows.  0, row-parallel: by inputs; it
@@ -90,11 +93,39 @@ class Linear(Layer):
         return stop - start
 
     def apply(self, x_ni: Array, out_no: Array) -> Array:
-        """``x W`` into `out`, with this rank's slice of W and no communication."""
+        """``x W`` with this rank's slice of W and no communication.
+
+        Parameters
+        ----------
+        x_ni : array, shape (n, local_inputs)
+            The inputs.
+        out_no : array, shape (n, local_outputs)
+            Overwritten.
+
+        Returns
+        -------
+        array, shape (n, local_outputs)
+            `out_no`.
+        """
         return self.matmul(x_ni, self.parameters[self.weight_name], out=out_no)
 
     def product(self, x_ni: Array, work: Workspace, memory: Memory | None = None) -> Array:
-        """``x W`` without the bias, for callers that fuse it with what comes next; saved, or in `memory`."""
+        """``x W`` without the bias, for callers that fuse it with what comes next.
+
+        Parameters
+        ----------
+        x_ni : array, shape (n, local_inputs)
+            If column-parallel the rows that this rank holds, else all rows.
+        work : Workspace
+            Memory of the micro-batch.
+        memory : callable, optional
+            ``memory(*shape)`` gives the array of the result; default: saved in `work`.
+
+        Returns
+        -------
+        array, shape (n, local_outputs)
+            If row-parallel the rows that this rank holds, else all rows.
+        """
         if self.split == 1:
             x_ni = self._all_rows(x_ni, work)
         if memory is None:
@@ -106,7 +137,23 @@ class Linear(Layer):
         return self.tensor.leave.forward(terms_no, work.rows, memory)
 
     def forward(self, x_ni: Array, work: Workspace, residual_no: Array | None = None) -> Array:
-        """``x W + b``, plus `residual` where given; keeps `x`, which must stay as it is until `backward`."""
+        """``x W + b``, plus `residual` where given.
+
+        Parameters
+        ----------
+        x_ni : array, shape (n, local_inputs)
+            If column-parallel the rows that this rank holds, else all rows.  Kept; it must stay as it is until
+            `backward`.
+        work : Workspace
+            Memory of the micro-batch.
+        residual_no : array, optional
+            Of the shape of the result, which it is added to.
+
+        Returns
+        -------
+        array, shape (n, local_outputs)
+            If row-parallel the rows that this rank holds, else all rows; in the memory of `work`.
+        """
         work.kept[self.role] = x_ni
         y_no = self.product(x_ni, work)
         bias = self.bias
@@ -119,7 +166,20 @@ class Linear(Layer):
         return y_no
 
     def backward(self, dy_no: Array, work: Workspace) -> Array:
-        """Gradient by `x`."""
+        """Gradient by `x`; the gradients of weight and bias go to the gradient buffer.
+
+        Parameters
+        ----------
+        dy_no : array
+            Gradient of the loss by the output, of its shape.
+        work : Workspace
+            That of the forward pass.
+
+        Returns
+        -------
+        array
+            Of the shape of `x`, in the memory of `work`.
+        """
         all_no = dy_no
         if self.split == 0:
             all_no = self.tensor.leave.backward(dy_no, work.rows, functools.partial(work.borrow, "all rows"))
@@ -129,7 +189,20 @@ class Linear(Layer):
         return dx_ni
 
     def input_gradient(self, dy_no: Array, work: Workspace) -> Array:
-        """``dy W^T``; `dy` has this rank's columns of all rows where the layer is column-parallel."""
+        """``dy W^T``.
+
+        Parameters
+        ----------
+        dy_no : array, shape (n, local_outputs)
+            All rows; if column-parallel this rank's columns of them.
+        work : Workspace
+            That of the forward pass.
+
+        Returns
+        -------
+        array, shape (n, local_inputs)
+            If column-parallel summed over the ranks, the rows that this rank holds.
+        """
         dx_ni = self.apply_adjoint(dy_no, work.borrow(f"{self.role}.dx", len(dy_no), self.local_inputs))
         if self.split == 1:
             memory = functools.partial(work.borrow, f"{self.role}.dx of own rows")
@@ -137,11 +210,32 @@ class Linear(Layer):
         return dx_ni
 
     def apply_adjoint(self, dy_no: Array, out_ni: Array) -> Array:
-        """``dy W^T`` into `out`, with this rank's slice of W and no communication."""
+        """``dy W^T`` with this rank's slice of W and no communication.
+
+        Parameters
+        ----------
+        dy_no : array, shape (n, local_outputs)
+            The gradient by the output.
+        out_ni : array, shape (n, local_inputs)
+            Overwritten.
+
+        Returns
+        -------
+        array, shape (n, local_inputs)
+            `out_ni`.
+        """
         return self.matmul(dy_no, self.parameters[self.weight_name].T, out=out_ni)
 
     def bias_gradient(self, dy_no: Array, work: Workspace) -> None:
-        """Column sums of `dy`, into the gradient buffer."""
+        """Column sums of `dy`, into the gradient buffer.
+
+        Parameters
+        ----------
+        dy_no : array, shape (n, local_outputs)
+            The rows to whose outputs this rank has added the bias.
+        work : Workspace
+            That of the forward pass.
+        """
         if self.bias_name:
             view, accumulate = self.parameters.gradient(self.bias_name)
             ones = work.scratch("ones", (len(dy_no),), work.dtype)
@@ -150,7 +244,17 @@ class Linear(Layer):
             self._finished(self.bias_name, work)
 
     def weight_gradient(self, x_ni: Array, dy_no: Array, work: Workspace) -> None:
-        """``x^T dy`` into the gradient buffer, or deferred; `x` as for `forward`, `dy` of all rows."""
+        """``x^T dy`` into the gradient buffer, or deferred.
+
+        Parameters
+        ----------
+        x_ni : array, shape (n, local_inputs)
+            As for `forward`.
+        dy_no : array, shape (n, local_outputs)
+            Of all rows.
+        work : Workspace
+            That of the forward pass; where its `deferred` is a list, the product is done later.
+        """
         if work.deferred is None or not work.defers_products:
             self._add_product(x_ni, dy_no, work)
             self._finished(self.weight_name, work)
@@ -188,6 +292,8 @@ def _product_into(matmul: Matmul, a: Array, b: Array, out: Array, accumulate: bo
 class TiedLinear(Linear):
     """``y = x W^T`` with the (outputs, inputs) table W of an embedding, split by its rows, which are the outputs.
 
+    Collective over the tensor axis as a column-parallel `Linear`.
+
     Parameters
     ----------
     name : str
@@ -195,7 +301,7 @@ class TiedLinear(Linear):
     weight_name : str
         Of the table.
     inputs, outputs : int
-        Widths.
+        Widths of the whole layer: columns and rows of the table.
     scale : float
         Standard deviation of the initial values, as for the embedding.
     """

@@ -24,9 +24,9 @@ def cross_entropy(
 
     Parameters
     ----------
-    logits_nv : float array
-        This rank's columns of the logits.
-    targets_n : int64 array
+    logits_nv : float array, shape (n, v)
+        This rank's columns of the logits; overwritten by the gradient.
+    targets_n : int64 array, shape (n,)
         Numbers of the right columns, of the whole vocabulary.
     tensor : TensorParallel
         With several ranks the call is collective: a maximum and two sums per row are reduced, never logits.  All ranks
@@ -34,7 +34,12 @@ def cross_entropy(
     first : int
         Number of this rank's first column.
     work : Workspace, optional
-        Needed with several ranks.
+        Memory for one maximum and two sums per row; needed with several ranks.
+
+    Returns
+    -------
+    float
+        In nats, summed over the rows.
     """
     ops = operations(logits_nv)
     if tensor.size == 1:

@@ -179,6 +179,8 @@ def _join_columns(pair: AdjointPair, cuts: Sequence[int], x_nc: Array, rows: int
 class TensorParallel:
     """The tensor axis, as layers use it.
 
+    Not collective; `enter` and `leave` are, over the axis.
+
     Parameters
     ----------
     axis : Axis, optional
@@ -207,7 +209,18 @@ class TensorParallel:
         self.leave: AdjointPair = ReduceScatterRows(axis) if self.splits_rows else Reduce(axis)
 
     def rows(self, rows: int) -> int:
-        """The number of `rows` rows that this rank holds."""
+        """The number of rows of an array that this rank holds.
+
+        Parameters
+        ----------
+        rows : int
+            Rows of the whole array.
+
+        Returns
+        -------
+        int
+            All, or this rank's share if rows are split.
+        """
         return counts(split(rows, self.size))[self.rank] if self.splits_rows else rows
 
 

@@ -59,6 +59,8 @@ class Pool:
 class Workspace:
     """Activations of one micro-batch in flight, and scratch memory that all micro-batches share.
 
+    Not collective.
+
     Parameters
     ----------
     dtype : dtype
@@ -97,26 +99,87 @@ class Workspace:
         self._parts: dict[str, Workspace] = {}
 
     def save(self, name: str, *shape: int) -> Array:
-        """The saved array `name` in the dtype of the activations."""
+        """An array that is kept for the backward pass, in the dtype of the activations.
+
+        Parameters
+        ----------
+        name : str
+            The same name and shape give the same array again.
+        *shape : int
+            Its extents.
+
+        Returns
+        -------
+        array
+            C-contiguous; new memory is not initialised.
+        """
         return self.saved(name, shape, self.dtype)
 
     def save_statistics(self, name: str, *shape: int) -> Array:
-        """Like `save`, for few numbers on which many others depend, and which must not be stored rounded."""
+        """Like `save`, for few numbers on which many others depend, and which must not be stored rounded.
+
+        Parameters
+        ----------
+        name : str
+            The same name and shape give the same array again.
+        *shape : int
+            Its extents.
+
+        Returns
+        -------
+        array
+            C-contiguous; new memory is not initialised.
+        """
         return self.saved(name, shape, self.dtype)
 
     def borrow(self, name: str, *shape: int) -> Array:
-        """The scratch array `name` in the dtype of the activations."""
+        """A scratch array in the dtype of the activations.
+
+        Parameters
+        ----------
+        name : str
+            Layers that use one name at different times share the memory.
+        *shape : int
+            Its extents.
+
+        Returns
+        -------
+        array
+            C-contiguous; it has what the last user has left.
+        """
         return self.scratch(name, shape, self.dtype)
 
     def part(self, name: str) -> Workspace:
-        """The workspace of one of several networks whose layers have the same roles, for this micro-batch."""
+        """The workspace of one of several networks whose layers have the same roles, for this micro-batch.
+
+        Parameters
+        ----------
+        name : str
+            Of the network.
+
+        Returns
+        -------
+        Workspace
+            With memory of its own for what is saved, and the scratch of this one.
+        """
         part = self._parts.get(name)
         if part is None:
             part = self._parts[name] = Workspace(self.dtype, self.module, sharing=self)
         return part.follow(self)
 
     def follow(self, other: Workspace) -> Workspace:
-        """Use this workspace for the micro-batch of `other`; returns itself."""
+        """Use this workspace for the micro-batch of another.
+
+        Parameters
+        ----------
+        other : Workspace
+            Its `rows` and `deferred` are taken over.
+
+        Returns
+        -------
+        Workspace
+            This one.
+        """
         self.rows, self.deferred = other.rows, other.deferred
         return self
 
