@@ -36,6 +36,8 @@ class ConfigurationOptions(TypedDict, total=False):
 class ShardingConfiguration:
     """Settings of a distributed optimizer or model.
 
+    A frozen value: creation and methods are not collective, but all ranks must use the same settings.
+
     Parameters
     ----------
     mesh : Mesh
@@ -87,6 +89,13 @@ class ShardingConfiguration:
     sync_every : int
         Steps between two averages of `LocalSGDOptimizer`, unless its own argument is given.  If above 1,
         `as_distributed` turns a rule into a `LocalSGDOptimizer`.
+
+    Raises
+    ------
+    TypeError
+        If `mesh` is no Mesh, a flag or number is of another type, or `gradient_compressor` is no compressor.
+    ValueError
+        If a number is out of its range, or two settings contradict each other.
     """
 
     mesh: Mesh
@@ -169,6 +178,11 @@ class ShardingConfiguration:
         parameters : FlatParameters or int, optional
             The parameters of a model, or a number of float32 values.  With it, the text includes the bytes that a step
             sends from this rank.
+
+        Returns
+        -------
+        str
+            Some lines; the mesh decides about nodes and the number of ranks.
         """
         return "\n".join([*_in_words(self), *_costs(self, parameters)])
 
@@ -179,6 +193,11 @@ class ShardingConfiguration:
         ----------
         parameters : FlatParameters or int
             The parameters of a model, or a number of float32 values.
+
+        Returns
+        -------
+        Traffic
+            Bytes sent by this rank, `sent`, and of these the bytes `between_nodes`.
         """
         return gradient_traffic(
             parameters,
@@ -189,7 +208,13 @@ class ShardingConfiguration:
         )
 
     def settings(self) -> dict[str, Any]:
-        """All settings except the mesh, as plain values."""
+        """All settings except the mesh, as plain values.
+
+        Returns
+        -------
+        dict
+            By name; a compressor by its repr.
+        """
         plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "mesh"}
         compressor = self.gradient_compressor
         return plain | {"gradient_compressor": None if compressor is None else repr(compressor)}
@@ -199,6 +224,18 @@ class ShardingConfiguration:
         """The preset for shared memory and fast interconnects.
 
         Gradients are summed every step, uncompressed, in buckets of 2**18 elements, while the backward pass still runs.
+
+        Parameters
+        ----------
+        mesh : Mesh
+            The mesh of the run.
+        **options : object
+            Settings that differ from the preset.
+
+        Returns
+        -------
+        ShardingConfiguration
+            A new one.
         """
         return replace(cls(mesh, minimum_parameter_group_size=2**18), **options)
 
@@ -209,6 +246,18 @@ class ShardingConfiguration:
         Gradients are sent in few messages, as buckets of 2**23 elements after the backward pass, compressed to 8 bits.
         If all nodes have equally many data ranks, only the sums between nodes are compressed.  With this preset
         `as_distributed` turns a rule into a `LocalSGDOptimizer` that averages every 8 steps.
+
+        Parameters
+        ----------
+        mesh : Mesh
+            The mesh of the run.
+        **options : object
+            Settings that differ from the preset.
+
+        Returns
+        -------
+        ShardingConfiguration
+            A new one.
         """
         preset = cls(
             mesh,
@@ -222,7 +271,23 @@ class ShardingConfiguration:
 
     @classmethod
     def of(cls, mesh_or_config: Mesh | ShardingConfiguration) -> ShardingConfiguration:
-        """Return a configuration unchanged, or the default configuration of a mesh."""
+        """Return a configuration unchanged, or the default configuration of a mesh.
+
+        Parameters
+        ----------
+        mesh_or_config : Mesh or ShardingConfiguration
+            What a user may give in place of a configuration.
+
+        Returns
+        -------
+        ShardingConfiguration
+            The argument, or a new one with all settings at their defaults.
+
+        Raises
+        ------
+        TypeError
+            If it is neither.
+        """
         if isinstance(mesh_or_config, ShardingConfiguration):
             return mesh_or_config
         if isinstance(mesh_or_config, Mesh):

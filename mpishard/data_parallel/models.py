@@ -31,6 +31,7 @@ class ShardedModel:
     model : object
         Has ``parameters``, a FlatParameters, and ``loss_and_gradient(*batch)``, which writes into their gradients.
     config : ShardingConfiguration or Mesh
+        The mesh of the run, or settings with it.
 
     Raises
     ------
@@ -88,7 +89,15 @@ class ShardedModel:
         return self._shards()[1]
 
     def gather_full_parameters(self) -> Array:
-        """A new flat array of all parameters of the model; each share comes from its own rank.  Collective."""
+        """A new flat array of all parameters of the model; each share comes from its own rank.
+
+        Collective over the mesh.
+
+        Returns
+        -------
+        1-D array
+            Of the dtype and device of the parameters, the same on every rank.
+        """
         mesh, parameters = self.config.mesh, self.parameters
         if parameters.sharded is None and mesh.data.size == mesh.size:
             whole = parameters.flat.copy()
@@ -113,8 +122,19 @@ class ShardedModel:
     def loss_and_gradient(self, *batch: Any) -> float:
         """The summed loss of this data rank's batch; adds the gradient to the parameters' gradients.
 
-        After an optimizer's first step with these parameters, the reduction starts while this method still runs.  Under
-        ZeRO-2 and 3 this method may then wait for other ranks: call no other collective between it and `step`.
+        Collective over the tensor and pipeline axes if the model is split over them.  After an optimizer's first step
+        with these parameters, the reduction starts while this method still runs.  Under ZeRO-2 and 3 this method may
+        then wait for other ranks: call no other collective between it and `step`.
+
+        Parameters
+        ----------
+        *batch : object
+            The arguments of the model's own ``loss_and_gradient``.
+
+        Returns
+        -------
+        float
+            The sum over this data rank's samples, not over the data axis.
         """
         return self.model.loss_and_gradient(*batch)
 
@@ -140,7 +160,17 @@ class ShardedModel:
 
 
 class HybridShardedModel(ShardedModel):
-    """A `ShardedModel` for any mesh: tensor and pipeline ranks split the model, data ranks split the batch."""
+    """A `ShardedModel` for any mesh: tensor and pipeline ranks split the model, data ranks split the batch.
+
+    The constructor is collective over the mesh.
+
+    Parameters
+    ----------
+    model : object
+        As for `ShardedModel`, laid out for this rank's tensor and pipeline rank.
+    config : ShardingConfiguration or Mesh
+        Of any mesh.
+    """
 
     splits = True
 
@@ -158,6 +188,8 @@ def as_distributed(
 ) -> ShardedOptimizer | ShardedModel:
     """Make a model or an update rule distributed.
 
+    Collective over the mesh for a model, whose parameters are made equal; not collective for a rule.
+
     Parameters
     ----------
     model_or_rule : Rule or model
@@ -165,10 +197,12 @@ def as_distributed(
         `sync_every` is above 1.  A model becomes a `ShardedModel`, or a `HybridShardedModel` on a mesh with tensor or
         pipeline ranks.
     mesh_or_config : Mesh or ShardingConfiguration
+        The mesh of the run, or with settings of its own.
 
     Returns
     -------
     DDPOptimizer, LocalSGDOptimizer, ShardedModel or HybridShardedModel
+        What stands in the place of the rule or model from here on.
 
     Raises
     ------
@@ -199,7 +233,24 @@ def as_distributed_for_high_bandwidth(
 def as_distributed_for_high_bandwidth(
     model_or_rule: Rule | Model, mesh: Mesh, **options: Unpack[ConfigurationOptions]
 ) -> ShardedOptimizer | ShardedModel:
-    """`as_distributed` with ``ShardingConfiguration.create_for_high_bandwidth(mesh, **options)``."""
+    """`as_distributed` with ``ShardingConfiguration.create_for_high_bandwidth(mesh, **options)``.
+
+    Collective as `as_distributed`.
+
+    Parameters
+    ----------
+    model_or_rule : Rule or model
+        As for `as_distributed`.
+    mesh : Mesh
+        The mesh of the run.
+    **options : object
+        Settings that differ from the preset.
+
+    Returns
+    -------
+    DDPOptimizer, LocalSGDOptimizer, ShardedModel or HybridShardedModel
+        As of `as_distributed`.
+    """
     return as_distributed(model_or_rule, ShardingConfiguration.create_for_high_bandwidth(mesh, **options))
 
 
@@ -218,5 +269,22 @@ def as_distributed_for_low_bandwidth(
 def as_distributed_for_low_bandwidth(
     model_or_rule: Rule | Model, mesh: Mesh, **options: Unpack[ConfigurationOptions]
 ) -> ShardedOptimizer | ShardedModel:
-    """`as_distributed` with ``ShardingConfiguration.create_for_low_bandwidth(mesh, **options)``."""
+    """`as_distributed` with ``ShardingConfiguration.create_for_low_bandwidth(mesh, **options)``.
+
+    Collective as `as_distributed`.
+
+    Parameters
+    ----------
+    model_or_rule : Rule or model
+        As for `as_distributed`.
+    mesh : Mesh
+        The mesh of the run.
+    **options : object
+        Settings that differ from the preset.
+
+    Returns
+    -------
+    DDPOptimizer, LocalSGDOptimizer, ShardedModel or HybridShardedModel
+        As of `as_distributed`.
+    """
     return as_distributed(model_or_rule, ShardingConfiguration.create_for_low_bandwidth(mesh, **options))

@@ -12,7 +12,17 @@ from mpishard.optim import Rule
 
 
 class DDPOptimizer(ShardedOptimizer):
-    """Distributed data parallel: every rank holds all parameters, gradients and state; gradients are all-reduced."""
+    """Distributed data parallel: every rank holds all parameters, gradients and state; gradients are all-reduced.
+
+    Creation is not collective; `step` and `optimize` are, over the mesh.  Li et al., "PyTorch Distributed" (2020).
+
+    Parameters
+    ----------
+    rule : Rule
+        The update rule.
+    config : ShardingConfiguration or Mesh
+        Settings with a mesh, or a mesh with the default settings.
+    """
 
     strategy: type[Strategy] = DataParallel
 
@@ -21,6 +31,16 @@ class ZeRO1Optimizer(ShardedOptimizer):
     """ZeRO stage 1: each rank holds 1/N of the optimizer state and updates that part of the parameters.
 
     A step sends as many bytes as with `DDPOptimizer`: a reduce-scatter of gradients and an all-gather of parameters.
+
+    Creation is not collective; `step` and `optimize` are, over the mesh.  Rajbhandari et al., "ZeRO" (2020), section
+    5.1.
+
+    Parameters
+    ----------
+    rule : Rule
+        The update rule.
+    config : ShardingConfiguration or Mesh
+        Settings with a mesh, or a mesh with the default settings.
     """
 
     strategy: type[Strategy] = ShardedState
@@ -31,6 +51,16 @@ class ZeRO2Optimizer(ShardedOptimizer):
 
     With several micro-batches in a step, gradients are reduced once per micro-batch, not once per step.  If a model
     makes micro-batches itself, every rank must call it equally often, with an empty batch if it has no samples.
+
+    Creation is not collective; `step` and `optimize` are, over the mesh.  Rajbhandari et al., "ZeRO" (2020), section
+    5.2.
+
+    Parameters
+    ----------
+    rule : Rule
+        The update rule.
+    config : ShardingConfiguration or Mesh
+        Settings with a mesh, or a mesh with the default settings.
     """
 
     strategy: type[Strategy] = ShardedGradients
@@ -43,6 +73,21 @@ class ZeRO3Optimizer(ShardedOptimizer):
     the forward pass, one in the backward pass, and the reduce-scatter of the gradients.  Since passes communicate,
     every rank must call the model equally often, with an empty batch if it has no samples.  A plain flat array must
     stay whole for the caller, and is trained as by `ZeRO2Optimizer`.
+
+    Creation is not collective; `step` and `optimize` are, over the mesh.  Rajbhandari et al., "ZeRO" (2020), section
+    5.3.
+
+    Parameters
+    ----------
+    rule : Rule
+        The update rule.
+    config : ShardingConfiguration or Mesh
+        Settings with a mesh, or a mesh with the default settings.
+
+    Raises
+    ------
+    ValueError
+        If the configuration has a compressor.
     """
 
     strategy: type[Strategy] = ShardedParameters
@@ -60,9 +105,12 @@ STRATEGIES = (DataParallel, ShardedState, ShardedGradients, ShardedParameters)
 class HybridShardedOptimizer(ShardedOptimizer):
     """Three-dimensional parallelism: tensor and pipeline ranks split the model, data ranks the batch and the state.
 
+    Creation is collective over the mesh where it makes a new one; `step` and `optimize` always are.
+
     Parameters
     ----------
     rule : Rule
+        The update rule.
     config : ShardingConfiguration or Mesh
         With all sizes at their defaults, its mesh is used unchanged.  Otherwise the mesh must have these sizes, or be
         purely data-parallel: its ranks then form a new mesh, which is freed together with the given one.
@@ -76,6 +124,8 @@ class HybridShardedOptimizer(ShardedOptimizer):
     ValueError
         On every rank, if the product of the sizes is not the number of ranks, the mesh has other sizes, or `zero_stage`
         is invalid.
+    TypeError
+        If `rule` is no rule, or `zero_stage` no whole number.
 
     Notes
     -----

@@ -20,7 +20,7 @@ P = TypeVar("P")
 class TrainingState(Generic[P]):
     """The argument of a callback after a step.
 
-    Attributes
+    Parameters
     ----------
     step : int
         Steps of the optimizer so far, including those before a restored state; samples continue in the same way.
@@ -52,7 +52,7 @@ class TrainingState(Generic[P]):
 class OptimizationResult(Generic[P]):
     """The result of an optimization, the same on every rank except for `communication`.
 
-    Attributes
+    Parameters
     ----------
     parameters : array or FlatParameters
         The final parameters, in the form of the start: an array for an array, or the FlatParameters that was trained,

@@ -27,10 +27,20 @@ _SMALL_CALLS = 50
 
 
 def measure(mesh: Mesh) -> MachineProfile:
-    """Measure the machine that a mesh runs on, in some ten seconds; collective, the same profile on every rank.
+    """Measure the machine that a mesh runs on, in some ten seconds.
 
-    The links between several nodes are measured by groups of one rank per node, all groups at once.  The data axis of a
-    mesh with one tensor group per node would use the links in this way.
+    Collective over the mesh.  The links between several nodes are measured by groups of one rank per node, all groups
+    at once.  The data axis of a mesh with one tensor group per node would use the links in this way.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        Of any shape; all of its ranks compute and communicate at the same time.
+
+    Returns
+    -------
+    MachineProfile
+        The same on every rank.
     """
     world = mesh.world
     ranks_per_node = int(world.all_reduce(np.array([mesh.node.size]), op="max", label="control")[0])

@@ -14,6 +14,8 @@ from mpishard.pipeline.schedule import SCHEDULES, check_chunks
 class Layout:
     """One way to train a model on ``data * tensor * pipeline`` ranks.
 
+    No method is collective.
+
     Parameters
     ----------
     data, tensor, pipeline : int
@@ -60,9 +62,19 @@ class Layout:
         return self.data * self.tensor * self.pipeline
 
     def span(self, axis: str) -> int:
-        """Length of the range of consecutive world ranks with all ranks that one rank communicates with on `axis`.
+        """How far apart in the world the ranks lie with which one rank communicates on an axis.
 
         Tensor varies fastest, then data, then pipeline.  In the pipeline only neighbours exchange messages.
+
+        Parameters
+        ----------
+        axis : {"tensor", "data", "pipeline"}
+            Name of the axis.
+
+        Returns
+        -------
+        int
+            Length of the range of consecutive world ranks that has all of them.
         """
         return {
             "tensor": self.tensor,
@@ -86,9 +98,12 @@ def layouts(
 ) -> Iterator[Layout]:
     """Yield every layout of `ranks` ranks that the model allows, without layouts that equal another in effect.
 
+    Not collective.
+
     Parameters
     ----------
     ranks : int
+        Number of ranks, at least 1.
     architecture : Architecture
         The tensor size must divide its heads; every (virtual) stage needs a layer.
     data, tensor, pipeline : int, optional
@@ -99,6 +114,16 @@ def layouts(
         Chunks per rank for "interleaved", at least 2 if that is one of the schedules.
     sequence_parallel, recompute : bool
         For all layouts; `sequence_parallel` for those with several tensor ranks only.
+
+    Yields
+    ------
+    Layout
+        In order of tensor size, then pipeline size.
+
+    Raises
+    ------
+    ValueError
+        If `ranks` is below 1, or `chunks` below 2 with "interleaved".
     """
     if ranks < 1:
         raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")

@@ -17,12 +17,19 @@ _VERSION = 1
 class Link:
     """Time of one communication: `latency` for each of its at least ``log2(ranks)`` rounds, and bytes / `bandwidth`.
 
+    Not collective.
+
     Parameters
     ----------
     latency : float
         Seconds.
     bandwidth : float
         Bytes that a rank sends per second, counted as in `mpishard.comm.ledger`: those of the ring algorithm.
+
+    Raises
+    ------
+    ValueError
+        If the latency is negative or not finite, or the bandwidth not above 0.
     """
 
     latency: float
@@ -35,13 +42,30 @@ class Link:
             raise ValueError(f"the bandwidth of a link is {self.bandwidth:g} bytes/s; it must be above 0")
 
     def seconds(self, ranks: int, sent: float, calls: float = 1) -> float:
-        """Seconds for `calls` communications among `ranks` ranks, in which a rank sends `sent` bytes in all."""
+        """Seconds for some communications among ranks.
+
+        Parameters
+        ----------
+        ranks : int
+            Ranks that communicate; with 1 the time is 0.
+        sent : float
+            Bytes that a rank sends in all calls together.
+        calls : float
+            Number of communications.
+
+        Returns
+        -------
+        float
+            Seconds.
+        """
         return calls * self.latency * math.log2(max(ranks, 2)) + sent / self.bandwidth if ranks > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class MachineProfile:
     """Speeds of one rank while all ranks of its node are equally busy.
+
+    No method is collective.
 
     Parameters
     ----------
@@ -61,6 +85,11 @@ class MachineProfile:
         Ranks that share a node; 0: all.
     name : str
         The machine on which the profile was measured.
+
+    Raises
+    ------
+    ValueError
+        If a speed is not above 0, or links are given for some operations only.
     """
 
     products: tuple[tuple[int, float], ...]
@@ -90,7 +119,29 @@ class MachineProfile:
         latency: float,
         memory_bandwidth: float = math.inf,
     ) -> MachineProfile:
-        """A profile with one speed for all products, and one link for all operations; see `with_network`."""
+        """A profile with one speed for all products, and one link for all operations; see `with_network`.
+
+        Parameters
+        ----------
+        flops : float
+            Floating-point operations per second of float32 matrix products.
+        bandwidth : float
+            Bytes that a rank sends per second.
+        latency : float
+            Seconds of a message.
+        memory_bandwidth : float
+            Bytes read or written per second; default: passes over memory cost nothing.
+
+        Returns
+        -------
+        MachineProfile
+            Of one node.
+
+        Raises
+        ------
+        ValueError
+            If a number is out of its range.
+        """
         return cls(
             ((1, flops),),
             memory_bandwidth,
@@ -99,7 +150,27 @@ class MachineProfile:
         )
 
     def with_network(self, latency: float, bandwidth: float, ranks_per_node: int) -> MachineProfile:
-        """A profile of many such machines as nodes, with one link between nodes for all operations."""
+        """A profile of many such machines as nodes, with one link between nodes for all operations.
+
+        Parameters
+        ----------
+        latency : float
+            Seconds of a message between nodes.
+        bandwidth : float
+            Bytes that a rank sends per second to another node.
+        ranks_per_node : int
+            Ranks that share a node, at least 1.
+
+        Returns
+        -------
+        MachineProfile
+            A copy with this network.
+
+        Raises
+        ------
+        ValueError
+            If a number is out of its range.
+        """
         if ranks_per_node < 1:
             raise ValueError(f"ranks_per_node={ranks_per_node} must be at least 1")
         network = dict.fromkeys(OPERATIONS, Link(latency, bandwidth))
@@ -107,11 +178,33 @@ class MachineProfile:
         return replace(self, node=self.node or network, network=network, ranks_per_node=ranks_per_node)
 
     def within_node(self, span: int) -> bool:
-        """Whether `span` consecutive ranks of the world are on one node."""
+        """Whether so many consecutive ranks of the world are on one node.
+
+        Parameters
+        ----------
+        span : int
+            Number of ranks, see `Layout.span`.
+
+        Returns
+        -------
+        bool
+            True also where the profile has no network.
+        """
         return not (self.network and 0 < self.ranks_per_node < span)
 
     def flops(self, size: float) -> float:
-        """Operations per second of products whose weight has `size` as the smaller extent; interpolated linearly."""
+        """Speed of matrix products, interpolated linearly.
+
+        Parameters
+        ----------
+        size : float
+            The smaller of the weight's two extents.
+
+        Returns
+        -------
+        float
+            Floating-point operations per second.
+        """
         products = sorted(self.products)
         place = bisect_left(products, (size, 0.0))
         if place == 0:
@@ -124,6 +217,18 @@ class MachineProfile:
 
     def link(self, operation: str, span: int) -> Link:
         """The link of an axis whose ranks lie within `span` consecutive ranks of the world.
+
+        Parameters
+        ----------
+        operation : {"all_reduce", "all_gather", "reduce_scatter", "send"}
+            One of `OPERATIONS`.
+        span : int
+            See `Layout.span`.
+
+        Returns
+        -------
+        Link
+            Within a node, or between nodes where `span` reaches further.
 
         Raises
         ------
@@ -139,12 +244,33 @@ class MachineProfile:
         return links[operation]
 
     def save(self, file: Path) -> None:
-        """Write a JSON file."""
+        """Write a JSON file.
+
+        Parameters
+        ----------
+        file : Path
+            Overwritten.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be written.
+        """
         file.write_text(json.dumps({"mpishard_profile": _VERSION, **asdict(self)}, indent=1) + "\n", "utf-8")
 
     @classmethod
     def load(cls, file: Path) -> MachineProfile:
         """Read what `save` wrote.
+
+        Parameters
+        ----------
+        file : Path
+            The name of the file.
+
+        Returns
+        -------
+        MachineProfile
+            As it was saved.
 
         Raises
         ------

@@ -24,6 +24,8 @@ def model_state_bytes(
     With P parameters, N ranks and 2, 2 and 12 bytes (half precision, and a float32 copy, momentum and variance) these
     are 16 P, 4 P + 12 P / N, 2 P + 14 P / N and 16 P / N for the stages 0 to 3.
 
+    Not collective.
+
     Parameters
     ----------
     parameters : float
@@ -34,6 +36,11 @@ def model_state_bytes(
         0: nothing is sharded, 1: optimizer state, 2: gradients too, 3: parameters too.
     parameter_bytes, gradient_bytes, state_bytes : float
         Bytes per parameter of each kind.
+
+    Returns
+    -------
+    float
+        Bytes on each rank, for shares that are all alike.
 
     Raises
     ------
