@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import copy
-import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -13,20 +9,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpishard.arguments import flag, integer
-from mpishard.backend import array as arrays
-from mpishard.checkpoint import folder, polling, saver
-from mpishard.checkpoint.faults import Fault
-from mpishard.checkpoint.folder import Unfinished
+from mpishard.checkpoint import saver
 from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.loading import load_newest
-from mpishard.checkpoint.pieces import COMPRESSIONS
-from mpishard.checkpoint.save_interval import Pace
+from mpishard.checkpoint.options import CheckpointOptions
+from mpishard.checkpoint.retention import Retention
+from mpishard.checkpoint.save_interval import save_interval
 from mpishard.checkpoint.saver import Outcome, Task
-from mpishard.checkpoint.snapshot import Snapshot, live_parts
+from mpishard.checkpoint.snapshot import Snapshot
+from mpishard.checkpoint.writer import Writer
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import probe
-from mpishard.comm.ledger import Ledger, users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.io.files import warn_of_writers
 from mpishard.layout.run_state import RunState
@@ -83,49 +76,20 @@ class Checkpoints:
         compression: str | None = None,
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        options = {
-            "folder": str(folder),
-            "every": every,
-            "keep": keep,
-            "asynchronous": asynchronous,
-            "compression": compression,
-            "on_error": on_error,
-        }
-        all_options = mesh.world.allgather_object({name: str(value) for name, value in options.items()})
-        for name in options:
-            if any(other[name] != all_options[0][name] for other in all_options):
-                values = ", ".join(other[name] for other in all_options)
-                raise ValueError(f"{name} must be the same on all ranks, got {values} by rank")
-        if keep is not None:
-            keep = integer("keep", keep, least=1)
-        asynchronous = flag("asynchronous", asynchronous)
-        in_steps = not isinstance(every, bool) and isinstance(every, int | np.integer)
-        if every is not None and not (
-            every >= 1 if in_steps else isinstance(every, float | np.floating) and 0 < every < 1
-        ):
-            raise ValueError(
-                f"every={every!r} must be a whole number of steps of at least 1, a share of the run's time above 0 and "
-                "below 1, or None"
-            )
-        if compression not in COMPRESSIONS:
-            raise ValueError(f"compression={compression!r} is none of {', '.join(map(str, COMPRESSIONS))}")
-        if on_error not in ("raise", "warn"):
-            raise ValueError(f"on_error={on_error!r} must be 'raise' or 'warn'")
-        self.folder: Path = Path(folder).absolute()  # a script may change the working directory
+        given = {"folder": folder, "every": every, "keep": keep}
+        given |= {"asynchronous": asynchronous, "compression": compression, "on_error": on_error}
+        options = CheckpointOptions.agreed(mesh.world, given)
+        self.folder: Path = Path(options.folder)
         self.mesh = mesh
-        self.every = every
-        self.keep = keep
-        self.asynchronous = asynchronous
-        self.compression = compression
-        self.on_error = on_error
-        # The thread needs communicators of its own, and a ledger that the watchdog does not read.
-        self._axis: Axis | None = Axis("checkpoint", mesh.world.comm.Dup(), Ledger())
+        self.every = options.every
+        self.keep = options.keep
+        self.asynchronous = options.asynchronous
+        self.compression = options.compression
+        self.on_error = options.on_error
+        self._interval = save_interval(self.every)
+        self._retention = Retention(self.keep)
         self._snapshot = Snapshot()
-        self._pace = None if every is None or in_steps else Pace(float(every))
-        self._flight: _Flight | None = None
-        self._own: set[str] = set()  # ids of the checkpoints that `keep` counts
-        self._adopts = False
-        atexit.register(self._at_exit)
+        self._writer = Writer(self.folder, mesh, self.on_error)
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.folder)!r}, every={self.every}, keep={self.keep})"
@@ -146,11 +110,7 @@ class Checkpoints:
         bool
             The same on all ranks.
         """
-        if self._pace is None:
-            return self.every is not None and step > 0 and step % self.every == 0
-        return self._pace.asks(step) and self._pace.decide(
-            step, self.mesh.world.allgather_object(self._pace.measured(step))
-        )
+        return self._interval.due(step, self.mesh.world)
 
     def rehearse(self) -> None:
         """Write a small file where checkpoints will be written, and remove it.
@@ -165,13 +125,13 @@ class Checkpoints:
         ValueError
             On every rank, if the folder is itself a checkpoint.
         """
-        axis = self._open()
-        self._finish_save()
-        unfinished, fault = self._make_folder(0)
+        axis = self._writer.axis
+        self.wait()
+        unfinished, fault = saver.begin(self.folder, 0, axis)
         if unfinished is not None:
             fault = saver.rehearse(unfinished, axis)
         if fault is not None:
-            self._conclude(Outcome(fault), None, None)
+            self._writer.conclude(Outcome(fault), None, None)
         elif axis.rank == 0:
             warn_of_writers(self.folder)
 
@@ -202,44 +162,25 @@ class Checkpoints:
         ValueError
             On every rank, if the ranks are not at the same step, or the folder is itself a checkpoint.
         """
-        if self._pace is None:
-            return self._save(state, asynchronous)
-        began = self._pace.clock()
+        began = self._interval.clock()
         path = self._save(state, asynchronous)
-        self._pace.note(int(state.facts["step"]), began)
+        self._interval.note(int(state.facts["step"]), began)
         return path
 
     def _save(self, state: RunState, asynchronous: bool | None) -> Path | None:
-        axis = self._open()
-        self._finish_save()
-        unfinished, fault, step = self._begin(state)
+        axis = self._writer.axis
+        self.wait()
+        step = _agreed_step(state, self.mesh.world)
+        unfinished, fault = saver.begin(self.folder, step, axis)
         if fault is not None:
-            return self._conclude(Outcome(fault), step, None)
+            return self._writer.conclude(Outcome(fault), step, None)
         assert unfinished is not None
+        self._retention.begin(unfinished)
         beside = (self.asynchronous if asynchronous is None else asynchronous) and probe().threads
-        copied = beside or any(arrays.is_device(shard.array) for shard in state.shards)
-        parts, facts, problem = [], {}, None
-        try:
-            facts = copy.deepcopy(dict(state.facts))
-            parts = self._snapshot.take(state.shards) if copied else live_parts(state.shards)
-        except Exception as error:
-            problem = error
-        task = Task(
-            unfinished,
-            step,
-            tensors={spec.name: spec.shape for spec in state.specs},
-            kinds={shard.kind: np.dtype(shard.array.dtype) for shard in state.shards},
-            facts=facts,
-            parts=parts,
-            keep=self.keep,
-            own=frozenset(self._own),
-            compression=self.compression,
-            problem=problem,
-        )
-        if beside:
-            self._flight = _Flight(task, axis)
-            return unfinished.target
-        return self._conclude(saver.carry_out(task, axis), step, unfinished)
+        saved, problem = self._snapshot.values(state, copied=beside)
+        retained = self._retention.retained()
+        task = Task(unfinished, step, saved, retained, self.compression, problem)
+        return self._writer.write(task, beside=beside)
 
     def load(self, state: RunState, *, check: Callable[[Mapping[str, Any]], None] | None = None) -> Contents | None:
         """Read the newest whole checkpoint into the arrays of `state`, whatever layout wrote it.
@@ -269,8 +210,8 @@ class Checkpoints:
             On every rank, if the folder cannot be listed; or, with arrays partly written, if the disk fails after the
             check and no older checkpoint can be read.
         """
-        axis = self._open()
-        self._finish_save()
+        axis = self._writer.axis
+        self.wait()
         found = load_newest(self.folder, state, self.mesh.world, axis, check)
         if found is not None:
             self.adopt()
@@ -278,52 +219,37 @@ class Checkpoints:
 
     def adopt(self) -> None:
         """Let `keep` count all checkpoints that are in the folder when the next save begins.  Not collective."""
-        self._adopts = True
+        self._retention.adopt()
 
     @property
     def own(self) -> list[str]:
         """The ids of the checkpoints that `keep` counts, for processes that join the run."""
-        return sorted(self._own)
+        return sorted(self._retention.ids)
 
     @own.setter
     def own(self, ids: Iterable[str]) -> None:
-        self._own = set(ids)
+        self._retention.ids = set(ids)
 
     def wait(self) -> None:
         """Wait for the save under way; raise or warn as `save` does."""
-        self._finish_save()
+        self._writer.finish()
 
     def release(self) -> None:
         """`wait`, and free the communicators, to `rebind` afterwards."""
-        self._finish_save()
-        self._open().free()
+        self._writer.release()
 
     def rebind(self) -> None:
         """Use the communicators of the mesh after its `rebind`.  A save under way has ended or is abandoned."""
-        if self._flight is not None:
-            self._flight.join()
-            self._flight = None
-        world = self.mesh.world.comm  # all ranks have it, so that a failure below can be ended by revoking it
-        self._axis = Axis("checkpoint", world.Dup(), Ledger(), later=world.Dup())
-        if self._pace is not None:
-            self._pace.ask_soon()
+        self._writer.rebind()
+        self._interval.ranks_changed()
 
     def revoke(self) -> None:
         """Make a save under way fail on all ranks, after the death of a rank.  Not collective."""
-        if self._axis is not None:
-            self._axis.revoke()
+        self._writer.revoke()
 
     def close(self) -> None:
         """`wait`, and free the communicators; a second call does nothing."""
-        if self._axis is None:
-            return
-        try:
-            self._finish_save()
-        finally:
-            if self._flight is None:  # else the wait was interrupted, and the thread needs its communicator
-                atexit.unregister(self._at_exit)
-                axis, self._axis = self._axis, None
-                axis.free()
+        self._writer.close()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -333,111 +259,19 @@ class Checkpoints:
     ) -> None:
         if kind is None:
             self.close()
-        elif self._flight is not None:
+        else:
             # Other ranks may not take part in a collective now, but their threads do in this save.
-            self._flight.join()
-
-    def _open(self) -> Axis:
-        if self._axis is None:
-            raise ValueError(f"the checkpoints in {self.folder} are closed")
-        return self._axis
-
-    def _begin(self, state: RunState) -> tuple[Unfinished | None, Fault | None, int]:
-        """Make the folder of a new checkpoint; returns it, or the fault, and the step, the same on all ranks."""
-        step: Any = state.facts.get("step")
-        sound = isinstance(step, int | np.integer) and step >= 0
-        steps = self.mesh.world.allgather_object(int(step) if sound else str(step))
-        if not sound or any(other != step for other in steps):
-            raise ValueError(
-                "facts['step'] must be one number of at least 0, the same on all ranks, got "
-                f"{', '.join(map(str, steps))} by rank"
-            )
-        unfinished, fault = self._make_folder(int(step))
-        if unfinished is not None:
-            if self._adopts:
-                self._own |= unfinished.others
-            self._adopts = False
-            self._own.add(unfinished.id)  # now: after a death no rank may know that it was finished
-        return unfinished, fault, int(step)
-
-    def _make_folder(self, step: int) -> tuple[Unfinished | None, Fault | None]:
-        """Make a folder on rank 0; returns it, or the fault, on all ranks."""
-        axis = self._open()
-        unfinished, fault, made = None, None, None
-        if axis.rank == 0:
-            try:
-                unfinished = folder.begin(self.folder, step)
-                made = (unfinished.path.name, unfinished.target.name, unfinished.id)
-            except Exception as error:
-                fault = Fault.of(error, 0, self.folder)
-        # Rank 0 may wait for its disk, so this must not be a collective with a time limit.
-        shared = polling.share(axis, {"made": made, "fault": None if fault is None else fault.plain})
-        if unfinished is None and shared["made"] is not None:
-            name, target, id = shared["made"]
-            # Only rank 0, which writes the index, needs the generation.
-            unfinished = Unfinished(self.folder / name, self.folder / target, id, 0)
-        return unfinished, Fault.first([shared["fault"]])
-
-    def _finish_save(self) -> None:
-        """Wait for the save under way; raise its error or warn about it, on all ranks alike."""
-        flight = self._flight
-        if flight is not None:
-            flight.join()  # after an interrupt it is still under way
-            self._flight = None
-            self._conclude(flight.outcome(), flight.task.step, flight.task.unfinished)
-
-    def _conclude(self, outcome: Outcome, step: int | None, unfinished: Unfinished | None) -> Path | None:
-        if outcome.fault is None:
-            assert unfinished is not None
-            for remark in outcome.remarks:
-                self._warn(remark)
-            return unfinished.target
-        error = outcome.fault.error(step)
-        if self.on_error == "raise" or not isinstance(error, OSError):
-            raise error
-        self._warn(str(error))
-        return None
-
-    def _warn(self, text: str) -> None:
-        if self.mesh.rank == 0:
-            warnings.warn(text, RuntimeWarning, stacklevel=users_level())
-
-    def _at_exit(self) -> None:
-        """Finish the last checkpoint of a script that ends without `close`, or print why that fails."""
-        if self._flight is not None:
-            flight, self._flight = self._flight, None
-            fault = flight.outcome().fault
-            if fault is not None:
-                self._warn(str(fault.error(flight.task.step)))
+            self._writer.join()
 
 
-class _Flight:
-    """An asynchronous save, in a thread."""
-
-    def __init__(self, task: Task, axis: Axis) -> None:
-        self.task = task
-        self._axis = axis
-        self._outcome: Outcome | None = None
-        self._error: BaseException | None = None
-        # Not Thread.join: up to Python 3.12 it regards the thread as ended after an interrupt.
-        self._ended = threading.Event()
-        threading.Thread(target=self._run, name="mpishard-checkpoint", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self._outcome = saver.carry_out(self.task, self._axis)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._ended.set()
-
-    def join(self) -> None:
-        self._ended.wait()
-
-    def outcome(self) -> Outcome:
-        """The outcome, after the end."""
-        self.join()
-        if self._error is not None:
-            raise self._error
-        assert self._outcome is not None
-        return self._outcome
+def _agreed_step(state: RunState, world: Axis) -> int:
+    """The step of the state; ValueError on all ranks unless it is a step, the same on all.  Collective."""
+    step: Any = state.facts.get("step")
+    sound = isinstance(step, int | np.integer) and step >= 0
+    steps = world.allgather_object(int(step) if sound else str(step))
+    if not sound or any(other != step for other in steps):
+        raise ValueError(
+            "facts['step'] must be one number of at least 0, the same on all ranks, got "
+            f"{', '.join(map(str, steps))} by rank"
+        )
+    return int(step)

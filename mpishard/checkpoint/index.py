@@ -39,16 +39,35 @@ _MOST_ELEMENTS = 2**60
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Which checkpoint an index belongs to, and what wrote it.
+
+    Parameters
+    ----------
+    id : str
+        32 hexadecimal digits, unique to this checkpoint.
+    generation : int
+        Counts the checkpoints of a run.
+    saved : str
+        Time of the save: ISO 8601, UTC.
+    mpishard_version : str
+        The version that wrote it.
+    """
+
+    id: str
+    generation: int
+    saved: str = ""
+    mpishard_version: str = ""
+
+
+@dataclass(frozen=True)
 class Contents:
     """The contents of a checkpoint, without the values.
 
     Parameters
     ----------
     folder : Path
-    id : str
-        32 hexadecimal digits, unique to this checkpoint.
-    generation : int
-        Counts the checkpoints of a run.
+    origin : Origin
     facts : dict
         As in `RunState.facts`.
     tensors : dict
@@ -57,21 +76,34 @@ class Contents:
         The kinds of arrays stored for each tensor, with their dtypes: ``"parameters"``, ``"optimizer/exp_avg"``.
     pieces : tuple of StoredPiece
         Together they cover each element of each tensor and kind once.
-    saved : str
-        Time of the save: ISO 8601, UTC.
-    mpishard_version : str
-        The version that wrote it.
     """
 
     folder: Path
-    id: str
-    generation: int
+    origin: Origin
     facts: dict[str, Any]
     tensors: dict[str, tuple[int, ...]]
     kinds: dict[str, np.dtype]
     pieces: tuple[StoredPiece, ...]
-    saved: str = ""
-    mpishard_version: str = ""
+
+    @property
+    def id(self) -> str:
+        """`Origin.id`."""
+        return self.origin.id
+
+    @property
+    def generation(self) -> int:
+        """`Origin.generation`."""
+        return self.origin.generation
+
+    @property
+    def saved(self) -> str:
+        """`Origin.saved`."""
+        return self.origin.saved
+
+    @property
+    def mpishard_version(self) -> str:
+        """`Origin.mpishard_version`."""
+        return self.origin.mpishard_version
 
 
 def index_mark(id: str) -> bytes:
@@ -94,7 +126,7 @@ def write_index(
 ) -> None:
     """Write the index of a checkpoint into a new file.  It is closed, but not synced to the disk.  Not collective.
 
-    Parameters are as in `Contents`.
+    Parameters are as in `Contents` and `Origin`.
 
     Raises
     ------
@@ -214,17 +246,8 @@ def read_index(folder: Path) -> Contents:
         checks.check_pieces(tensors, kinds, pieces)
         for file in sorted({piece.file for piece in pieces}):
             checks.file_inside(folder, file)
-    return Contents(
-        folder=folder,
-        id=own["id"],
-        generation=own["generation"],
-        facts=facts,
-        tensors=tensors,
-        kinds=kinds,
-        pieces=tuple(pieces),
-        saved=own["saved"],
-        mpishard_version=own["mpishard_version"],
-    )
+    origin = Origin(own["id"], own["generation"], own["saved"], own["mpishard_version"])
+    return Contents(folder, origin, facts, tensors, kinds, tuple(pieces))
 
 
 def _check_origin(h5: h5py.File, mark: bytes) -> dict[str, Any]:

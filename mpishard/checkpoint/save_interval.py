@@ -1,4 +1,4 @@
-"""Decides when to save, so that saves take no more than a given share of a run's time.
+"""Decides when to save: after so many steps, or so often that saves take no more than a share of a run's time.
 
 If a save has kept the slowest rank for s seconds, the next one is due s / share seconds after that save began.  All
 saves but the last together then take at most the share of the run.  The first save follows the first step.
@@ -13,6 +13,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
+
+import numpy as np
+
+from mpishard.comm.axis import Axis
 
 _MOST_STEPS = 100
 
@@ -89,3 +94,81 @@ class Pace:
         a_step = max(each.step for each in known)
         self._next = step + (max(1, int(min(left / a_step / 2, _MOST_STEPS))) if a_step > 0 else 1)
         return False
+
+
+class InSteps:
+    """Saves after every so many steps, or never; the interface of `ShareOfTime`.
+
+    Parameters
+    ----------
+    every : int or None
+        Steps between saves; None: no save is ever due.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self.every = every
+
+    def due(self, step: int, world: Axis) -> bool:
+        """Whether a save is due after the step."""
+        return self.every is not None and step > 0 and step % self.every == 0
+
+    def clock(self) -> float:
+        """Seconds since any fixed moment."""
+        return 0.0
+
+    def note(self, step: int, began: float) -> None:
+        """Note that a save after `step`, which began at the time `began`, is over."""
+
+    def ranks_changed(self) -> None:
+        """Note that other ranks take part from now on."""
+
+
+class ShareOfTime:
+    """Saves so often that they take no more than a share of the run's time.
+
+    Parameters
+    ----------
+    share : float
+        Between 0 and 1.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.pace: Pace = Pace(share)
+
+    def due(self, step: int, world: Axis) -> bool:
+        """Whether a save is due after the step.  Collective."""
+        return self.pace.asks(step) and self.pace.decide(step, world.allgather_object(self.pace.measured(step)))
+
+    def clock(self) -> float:
+        """Seconds since any fixed moment."""
+        return self.pace.clock()
+
+    def note(self, step: int, began: float) -> None:
+        """Note that a save after `step`, which began at the time `began`, is over."""
+        self.pace.note(step, began)
+
+    def ranks_changed(self) -> None:
+        """Exchange measurements after the next step: other ranks take part from now on."""
+        self.pace.ask_soon()
+
+
+def save_interval(every: float | None) -> InSteps | ShareOfTime:
+    """What decides when to save, by `Checkpoints`' option `every`."""
+    check_every(every)
+    return InSteps(every) if every is None or _in_steps(every) else ShareOfTime(float(every))
+
+
+def check_every(every: float | None) -> None:
+    """Raise ValueError unless `every` is a number of steps, a share of the time, or None."""
+    sound = every is None or (
+        every >= 1 if _in_steps(every) else isinstance(every, float | np.floating) and 0 < every < 1
+    )
+    if not sound:
+        raise ValueError(
+            f"every={every!r} must be a whole number of steps of at least 1, a share of the run's time above 0 and "
+            "below 1, or None"
+        )
+
+
+def _in_steps(every: object) -> TypeGuard[int]:
+    return not isinstance(every, bool) and isinstance(every, int | np.integer)

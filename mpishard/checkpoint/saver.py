@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mpishard.checkpoint import disk, folder, manifest, polling
 from mpishard.checkpoint.faults import Fault
 from mpishard.checkpoint.folder import Unfinished
 from mpishard.checkpoint.index import write_index
 from mpishard.checkpoint.manifest import FileEntry, Manifest
-from mpishard.checkpoint.pieces import Part, StoredPiece, pieces_file, stored, write_pieces
+from mpishard.checkpoint.pieces import StoredPiece, pieces_file, stored, write_pieces
+from mpishard.checkpoint.retention import Retained
+from mpishard.checkpoint.snapshot import Saved
 from mpishard.comm.axis import Axis
 
 
@@ -34,32 +34,20 @@ class Task:
     unfinished : Unfinished
         The unfinished checkpoint, whose folder rank 0 has made.
     step : int
-    tensors : mapping of str to shape
-        All tensors of the model.
-    kinds : mapping of str to dtype
-        Dtypes of parameters and slots.
-    facts : mapping
-        As `RunState.facts`.
-    parts : sequence of Part
-        The parts that this rank writes.
-    keep : int or None
-        Number of checkpoints to keep.
-    own : frozenset of str
-        Ids of the other checkpoints that count for `keep`.
+    saved : Saved
+        The values of this rank.
+    retained : Retained
+        The checkpoints that stay in the folder.
     compression : str or None
         Filter of HDF5.
     problem : Exception or None
-        The error that kept this rank from making its parts; all ranks will raise it.
+        The error that kept this rank from having its values; all ranks will raise it.
     """
 
     unfinished: Unfinished
     step: int
-    tensors: Mapping[str, tuple[int, ...]]
-    kinds: Mapping[str, np.dtype]
-    facts: Mapping[str, Any]
-    parts: Sequence[Part]
-    keep: int | None = None
-    own: frozenset[str] = frozenset()
+    saved: Saved
+    retained: Retained = Retained()
     compression: str | None = None
     problem: Exception | None = None
 
@@ -70,6 +58,24 @@ class Outcome:
 
     fault: Fault | None
     remarks: tuple[str, ...] = ()
+
+
+def begin(run: Path, step: int, axis: Axis) -> tuple[Unfinished | None, Fault | None]:
+    """Make the folder of a checkpoint on rank 0; returns it, or the fault, on all ranks.  Collective over `axis`."""
+    unfinished, fault, made = None, None, None
+    if axis.rank == 0:
+        try:
+            unfinished = folder.begin(run, step)
+            made = (unfinished.path.name, unfinished.target.name, unfinished.id)
+        except Exception as error:
+            fault = Fault.of(error, 0, run)
+    # Rank 0 may wait for its disk, so this must not be a collective with a time limit.
+    shared = polling.share(axis, {"made": made, "fault": None if fault is None else fault.plain})
+    if unfinished is None and shared["made"] is not None:
+        name, target, id = shared["made"]
+        # Only rank 0, which writes the index, needs the generation.
+        unfinished = Unfinished(run / name, run / target, id, 0)
+    return unfinished, Fault.first([shared["fault"]])
 
 
 def carry_out(task: Task, axis: Axis) -> Outcome:
@@ -121,13 +127,13 @@ def _write_own(task: Task, rank: int) -> dict[str, Any]:
     try:
         if task.problem is not None:
             raise task.problem
-        if not task.parts:
+        if not task.saved.parts:
             return {"fault": None, "entry": None, "pieces": []}
-        write_pieces(path, task.parts, id=task.unfinished.id, writer=rank, compression=task.compression)
+        write_pieces(path, task.saved.parts, id=task.unfinished.id, writer=rank, compression=task.compression)
         entry = _to_disk(path)
     except Exception as error:
         return {"fault": Fault.of(error, rank, path).plain, "entry": None, "pieces": []}
-    pieces = stored([part.where for part in task.parts], path.name)
+    pieces = stored([part.where for part in task.saved.parts], path.name)
     table = [(piece.kind, piece.name, piece.box, piece.dataset) for piece in pieces]
     return {"fault": None, "entry": (entry.size, entry.xxh3_128), "pieces": table}
 
@@ -169,14 +175,14 @@ def _complete(task: Task, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any
                 index,
                 id=task.unfinished.id,
                 generation=task.unfinished.generation,
-                tensors=task.tensors,
-                kinds=task.kinds,
+                tensors=task.saved.tensors,
+                kinds=task.saved.kinds,
                 pieces=[
                     StoredPiece(kind, name, tuple((start, stop) for start, stop in box), pieces_file(rank), dataset)
                     for rank, each in enumerate(reports)
                     for kind, name, box, dataset in each["pieces"]
                 ],
-                facts=task.facts,
+                facts=task.saved.facts,
             )
             entries[index.name] = _to_disk(index)
             folder.publish(
@@ -185,7 +191,7 @@ def _complete(task: Task, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any
         except Exception as error:
             fault = Fault.of(error, 0, path)
     if fault is None:
-        remarks = folder.tidy(task.unfinished.target, task.keep, task.own | {task.unfinished.id})
+        remarks = folder.tidy(task.unfinished.target, task.retained.keep, task.retained.ids)
     else:
         _discard(path)
     return {"fault": None if fault is None else fault.plain, "remarks": remarks}

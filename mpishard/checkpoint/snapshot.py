@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -11,9 +13,31 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.checkpoint.pieces import Part
 from mpishard.layout.local_layout import LocalLayout, Piece
-from mpishard.layout.run_state import Shard
+from mpishard.layout.run_state import RunState, Shard
 
 Array = Any
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The values that a checkpoint gets from one rank, and the tables that describe those of all ranks.
+
+    Parameters
+    ----------
+    tensors : mapping of str to shape
+        All tensors of the model.
+    kinds : mapping of str to dtype
+        Dtypes of parameters and slots.
+    facts : mapping
+        As `RunState.facts`.
+    parts : sequence of Part
+        The parts that this rank writes.
+    """
+
+    tensors: Mapping[str, tuple[int, ...]]
+    kinds: Mapping[str, np.dtype]
+    facts: Mapping[str, Any]
+    parts: Sequence[Part]
 
 
 def live_parts(shards: Sequence[Shard]) -> list[Part]:
@@ -31,6 +55,24 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._buffers: dict[str, np.ndarray] = {}
+
+    def values(self, state: RunState, *, copied: bool) -> tuple[Saved, Exception | None]:
+        """What this rank saves of a state; or nothing, and the error that kept it from having that.
+
+        With `copied` the arrays may change before they are written.  Device arrays are copied in any case.
+        """
+        facts: dict[str, Any] = {}
+        parts: list[Part] = []
+        problem = None
+        try:
+            facts = copy.deepcopy(dict(state.facts))
+            copied = copied or any(arrays.is_device(shard.array) for shard in state.shards)
+            parts = self.take(state.shards) if copied else live_parts(state.shards)
+        except Exception as error:
+            problem = error
+        tensors = {spec.name: spec.shape for spec in state.specs}
+        kinds = {shard.kind: np.dtype(shard.array.dtype) for shard in state.shards}
+        return Saved(tensors, kinds, facts, parts), problem
 
     def take(self, shards: Sequence[Shard]) -> list[Part]:
         """Copy the primary pieces; complete on return.  The last copies are overwritten.

@@ -546,7 +546,7 @@ def test_the_thread_waits_asleep(mesh, run, monkeypatch):
 def test_close_frees_the_communicators(mesh, run):
     checkpoints = Checkpoints(run, mesh, asynchronous=True)
     checkpoints.save(at(1, mesh))
-    comm = checkpoints._axis.comm
+    comm = checkpoints._writer.axis.comm
     checkpoints.close()
     checkpoints.close()
     assert comm == MPI.COMM_NULL

@@ -12,6 +12,7 @@ import pytest
 
 from mpishard.checkpoint import disk, folder
 from mpishard.checkpoint.manifest import FileEntry, Manifest, hash_file
+from mpishard.checkpoint.retention import Retained, Retention
 
 
 def save(run, step, keep=None, own=None):
@@ -254,3 +255,18 @@ def test_a_link_that_went_astray(tmp_path, make, told):
     (tmp_path / "latest").unlink()
     make(tmp_path / "latest")
     assert told in folder.astray(tmp_path) and bool(told) == bool(folder.astray(tmp_path))
+
+
+def test_what_keep_counts(tmp_path):
+    """Its own checkpoints from the moment when they begin; all others only after `adopt`, and once."""
+    retention = Retention(2)
+
+    def beginning(id, *others):
+        retention.begin(folder.Unfinished(tmp_path, tmp_path, id, 1, others=frozenset(others)))
+        return retention.retained()
+
+    assert beginning("a", "x") == Retained(2, frozenset("a"))
+    retention.adopt()
+    assert retention.retained() == Retained(2, frozenset("a"))  # what is there when the next save begins
+    assert beginning("b", "x", "y") == Retained(2, frozenset("abxy"))
+    assert beginning("c", "z") == Retained(2, frozenset("abcxy"))

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from mpishard.checkpoint.save_interval import Measured, Pace
+from mpishard.checkpoint.save_interval import Measured, Pace, save_interval
 
 
 class Ranks:
@@ -119,3 +119,15 @@ def test_another_run_of_the_loop_counts_its_steps_from_the_beginning():
 def test_exactly_due(elapsed):
     assert Pace(0.5).decide(3, [Measured(2.0, elapsed, 1.0)])
     assert not Pace(0.5).decide(3, [Measured(2.0, 3.999, 1.0)])
+
+
+def test_steps_between_saves_need_no_communication():
+    due = [step for step in range(10) if save_interval(3).due(step, None)]
+    assert due == [3, 6, 9]
+    assert not any(save_interval(None).due(step, None) for step in range(10))
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.0, 0.0, -0.5, float("nan"), True, "2"])
+def test_neither_steps_nor_a_share(every):
+    with pytest.raises(ValueError, match=f"every={every!r} must be a whole number of steps of at least 1, a share"):
+        save_interval(every)

@@ -1,0 +1,50 @@
+"""Which checkpoints of a folder `keep` counts, and so may remove."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpishard.checkpoint.folder import Unfinished
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What one save leaves in the folder: the newest `keep` of the checkpoints with these ids; None: all of them."""
+
+    keep: int | None = None
+    ids: frozenset[str] = frozenset()
+
+
+class Retention:
+    """Counts the checkpoints that this run has saved and, after `adopt`, all that are in the folder.
+
+    Parameters
+    ----------
+    keep : int or None
+        Number of checkpoints to keep; None: all.
+
+    Attributes
+    ----------
+    ids : set of str
+        The ids of the checkpoints that count.
+    """
+
+    def __init__(self, keep: int | None) -> None:
+        self.keep = keep
+        self.ids: set[str] = set()
+        self._adopts = False
+
+    def adopt(self) -> None:
+        """Count all checkpoints that are in the folder when the next save begins."""
+        self._adopts = True
+
+    def begin(self, unfinished: Unfinished) -> None:
+        """Count a checkpoint whose save begins; not later: after a death no rank may know that it was finished."""
+        if self._adopts:
+            self.ids |= unfinished.others
+        self._adopts = False
+        self.ids.add(unfinished.id)
+
+    def retained(self) -> Retained:
+        """What the save that has just begun leaves in the folder."""
+        return Retained(self.keep, frozenset(self.ids))
