@@ -1,16 +1,20 @@
-"""Numbers and flags among the arguments of public calls: checked, and returned as plain Python values.
+"""Arguments of public calls: numbers and flags, checked, and values that are given as a whole or field by field.
 
-NumPy's numbers and booleans are taken too.  True and False are no numbers, and numbers or strings are no flags.
+Numbers and flags become plain Python values.  NumPy's are taken too.  True and False are no numbers, and numbers or
+strings are no flags.
 """
 
 from __future__ import annotations
 
 import math
 import reprlib
+from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 
 def integer(name: str, value: Any, *, least: int | None = None) -> int:
@@ -99,3 +103,40 @@ def flag(name: str, value: Any) -> bool:
 def shown(value: Any) -> str:
     """The repr of what was given, shortened where it is long."""
     return reprlib.repr(value)
+
+
+def whole_or_fields(call: str, name: str, kind: type[T], whole: T | None, options: dict[str, Any]) -> T:
+    """The value `whole`, or a new one of those `options` that are its fields, which are removed from `options`.
+
+    Parameters
+    ----------
+    call, name : str
+        The function and its argument, for messages.
+    kind : type
+        A dataclass, all of whose fields have defaults.
+    whole : instance of `kind` or None
+        What was given for the argument.
+    options : dict
+        What was given beside, by keyword.
+
+    Raises
+    ------
+    TypeError
+        If `whole` is of another type, or is given beside some of its fields.
+    """
+    given = {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}  # type: ignore[arg-type]
+    if whole is None:
+        return kind(**given)
+    if not isinstance(whole, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {shown(whole)}")
+    if given:
+        raise TypeError(
+            f"{call} got {name}= and beside it {', '.join(given)}; put all into {name}={kind.__name__}(...)"
+        )
+    return whole
+
+
+def no_others(call: str, options: dict[str, Any]) -> None:
+    """Raise TypeError if any of the keywords is left."""
+    for name in options:
+        raise TypeError(f"{call} got an unexpected keyword argument {name!r}")

@@ -1,9 +1,11 @@
 """Estimates the cost of a layout without running it: memory per rank, bytes sent, bubble, and time per step.
 
->>> from mpishard.estimate import estimate
+>>> from mpishard.estimate import Layout, Workload, estimate
 >>> from mpishard.nn.architecture import Architecture
 >>> gpt = Architecture(vocabulary_size=256, context_length=256, width=256, layers=8, heads=8)
->>> estimate(gpt, pipeline=4, microbatches=8, batch=8).stages[0].memory.parameters
+>>> estimate(gpt, Layout(pipeline=4), Workload(batch=8, microbatches=8)).stages[0].memory.parameters
+6842368
+>>> estimate(gpt, pipeline=4, batch=8, microbatches=8).stages[0].memory.parameters  # the same
 6842368
 """
 
@@ -13,16 +15,19 @@ from mpishard.estimate.estimates import Estimate, estimate, table
 from mpishard.estimate.layouts import Layout, layouts
 from mpishard.estimate.profile import TYPICAL, Link, MachineProfile
 from mpishard.estimate.stages import Memory, StageEstimate
+from mpishard.estimate.workload import BatchShape, Workload
 from mpishard.estimate.zero import model_state_bytes
 
 __all__ = [
     "TYPICAL",
+    "BatchShape",
     "Estimate",
     "Layout",
     "Link",
     "MachineProfile",
     "Memory",
     "StageEstimate",
+    "Workload",
     "estimate",
     "layouts",
     "measure",

@@ -52,7 +52,7 @@ class Activations:
         hidden = 2 * rows * self.share(4 * width)
         return norms + attention + hidden + 2 * self.passed(rows)
 
-    def of_top(self, rows: int) -> int:
+    def of_head(self, rows: int) -> int:
         """Elements that the output head keeps: its norm, and the logits, whose memory their gradient reuses."""
         return self.passed(rows) + 2 * self.own_rows(rows) + rows * self.share(self.architecture.vocabulary_size)
 
@@ -64,22 +64,22 @@ class Activations:
         # Recomputed blocks have no memory of their own in which operands could be kept.
         blocks = 0 if self.layout.recompute else part.blocks
         block = rows * (2 * width + self.share(3 * width) + self.share(4 * width))
-        return blocks * block + part.top * rows * self.share(self.architecture.vocabulary_size)
+        return blocks * block + part.head * rows * self.share(self.architecture.vocabulary_size)
 
     def in_flight(self, part: Part, rows: int) -> int:
         """Elements that a micro-batch of `rows` tokens keeps in one model chunk while it is in flight."""
         if rows == 0:
             return 0
-        received = (not part.stem) + (not part.top)
+        received = (not part.embeddings) + (not part.head)
         kept = received * self.passed(rows)
-        if part.stem:
+        if part.embeddings:
             kept += self.passed(rows)
         if self.layout.recompute:
             kept += part.blocks * self.passed(rows)
         else:
             kept += part.blocks * self.of_block(rows)
-        if part.top:
-            kept += self.of_top(rows)
+        if part.head:
+            kept += self.of_head(rows)
         return kept + self.put_off(part, rows)
 
     def scratch(self, parts: tuple[Part, ...], rows: int, microbatches: int) -> int:
@@ -88,7 +88,7 @@ class Activations:
             return 0
         architecture = self.architecture
         width, length = architecture.width, self.length
-        blocks, top = any(part.blocks for part in parts), any(part.top for part in parts)
+        blocks, head = any(part.blocks for part in parts), any(part.head for part in parts)
         own = self.passed(rows)
         needed = 0
         if blocks:
@@ -97,14 +97,14 @@ class Activations:
             scores = group * length * (length + min(BLOCK, length))
             gradients = rows * (self.share(4 * width) + 2 * width + 2 * self.share(width))
             needed += scores + gradients + rows * self.share(3 * width) + rows * heads + BLOCK
-        if top:
+        if head:
             needed += rows * width + own + (3 * rows if self.layout.tensor > 1 else 0)
         if self.layout.sequence_parallel:
             # Gathered activations with all rows, terms of sums over the ranks, and gradients of this rank's rows.
-            needed += 2 * rows * width + (2 * blocks + top) * own
+            needed += 2 * rows * width + (2 * blocks + head) * own
         if microbatches > 1:
             needed += max(
-                blocks * width * self.share(4 * width), top * width * self.share(architecture.vocabulary_size)
+                blocks * width * self.share(4 * width), head * width * self.share(architecture.vocabulary_size)
             )
         if self.layout.recompute and blocks:
             needed += self.of_block(rows)

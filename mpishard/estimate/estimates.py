@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mpishard.estimate.holdings import parts_of, rows_of
+from mpishard.arguments import no_others, whole_or_fields
+from mpishard.estimate.holdings import parts_of
 from mpishard.estimate.layouts import Layout
 from mpishard.estimate.pipeline_time import makespan
 from mpishard.estimate.profile import TYPICAL, MachineProfile
 from mpishard.estimate.stages import Memory, Plan, StageEstimate
 from mpishard.estimate.times import Times
+from mpishard.estimate.workload import BatchShape, Workload
 from mpishard.nn.architecture import Architecture
 
 
@@ -24,7 +26,7 @@ class Estimate:
     Parameters
     ----------
     layout : Layout
-    batch, length, microbatches : int
+    shape : BatchShape
         Sequences per data rank and step, tokens per sequence, and number of micro-batches.
     stages : tuple of StageEstimate
         By pipeline rank.
@@ -36,14 +38,27 @@ class Estimate:
     """
 
     layout: Layout
-    batch: int
-    length: int
-    microbatches: int
+    shape: BatchShape
     stages: tuple[StageEstimate, ...]
     compute: float
     communication: float
     update: float
     bubble_fraction: float
+
+    @property
+    def batch(self) -> int:
+        """Sequences per data rank and step."""
+        return self.shape.batch
+
+    @property
+    def length(self) -> int:
+        """Tokens per sequence."""
+        return self.shape.length
+
+    @property
+    def microbatches(self) -> int:
+        """Number of micro-batches."""
+        return self.shape.microbatches
 
     @property
     def step_time(self) -> float:
@@ -73,9 +88,7 @@ class Estimate:
         return {
             **asdict(self.layout),
             "ranks": self.layout.ranks,
-            "batch": self.batch,
-            "length": self.length,
-            "microbatches": self.microbatches,
+            **asdict(self.shape),
             "step_time": self.step_time,
             "compute": self.compute,
             "communication": self.communication,
@@ -99,44 +112,25 @@ class Estimate:
 
 def estimate(
     architecture: Architecture,
-    *,
-    data: int = 1,
-    tensor: int = 1,
-    pipeline: int = 1,
-    zero_stage: int = 0,
-    batch: int = 1,
-    length: int | None = None,
-    microbatches: int | None = None,
-    schedule: str = "1f1b",
-    chunks: int = 1,
-    sequence_parallel: bool = False,
-    recompute: bool = False,
-    itemsize: int = 4,
-    slots: int = 2,
-    minimum_parameter_group_size: int = 1024,
+    layout: Layout | None = None,
+    workload: Workload | None = None,
     profile: MachineProfile = TYPICAL,
+    **options: Any,
 ) -> Estimate:
     """Estimate the cost of training a model in a layout; needs neither the ranks nor the memory.
 
     Parameters
     ----------
     architecture : Architecture
-    data, tensor, pipeline, zero_stage, schedule, chunks, sequence_parallel, recompute
-        See `Layout`.
-    batch : int
-        Sequences of each data rank in a step.
-    length : int, optional
-        Tokens of a sequence; default the context length.
-    microbatches : int, optional
-        Default as in `mpishard.nn.GPT`: 1 without a pipeline, else 4 per pipeline rank.
-    itemsize : int
-        Bytes of each element of parameters, gradients, activations and optimizer state: 4 for float32.
-    slots : int
-        Elements of optimizer state per parameter: 2 for Adam.
-    minimum_parameter_group_size : int
-        As in `mpishard.ShardingConfiguration`.
+    layout : Layout, optional
+        Default: one rank.
+    workload : Workload, optional
+        Default: one sequence.
     profile : MachineProfile
         Speeds of the machine.
+    options
+        Fields of `Layout` in place of `layout`, and of `Workload` in place of `workload`:
+        ``estimate(gpt, data=8, zero_stage=2, batch=4)``.
 
     Returns
     -------
@@ -146,41 +140,35 @@ def estimate(
     ------
     ValueError
         If the model does not allow this layout, or a number is too small.
+    TypeError
+        If an option is a field of neither, or is given beside the whole.
     """
-    layout = Layout(data, tensor, pipeline, zero_stage, schedule, chunks, sequence_parallel and tensor > 1, recompute)
-    length = architecture.context_length if length is None else length
-    if not 1 <= length <= architecture.context_length:
-        raise ValueError(f"sequences of {length} tokens, but the model takes 1 to {architecture.context_length}")
-    microbatches = (1 if pipeline == 1 else 4 * pipeline) if microbatches is None else microbatches
-    for what, value, least in (
-        ("batch", batch, 0),
-        ("microbatches", microbatches, 1),
-        ("slots", slots, 0),
-        ("itemsize", itemsize, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{what}={value} must be at least {least}")
-    rows = rows_of(batch, microbatches, length)
-    plan = Plan(architecture, layout, rows, length, itemsize, slots, minimum_parameter_group_size)
+    layout = whole_or_fields("estimate()", "layout", Layout, layout, options)
+    workload = whole_or_fields("estimate()", "workload", Workload, workload, options)
+    no_others("estimate()", options)
+    if layout.tensor == 1:
+        layout = replace(layout, sequence_parallel=False)
+    shape = workload.batch_shape(architecture, layout)
+    rows, microbatches = shape.rows, shape.microbatches
+    plan = Plan(architecture, layout, workload, shape)
     by_rank = parts_of(architecture, layout)
-    times = Times(architecture, layout, profile, length, itemsize)
+    times = Times(architecture, layout, profile, shape.length, workload.itemsize)
     mean_rows = -(-sum(rows) // microbatches)
     costs = {parts: plan.seconds(times, parts, mean_rows) for parts in set(by_rank)}
+    pipeline = layout.pipeline
     stages = tuple(plan.stage(rank, parts, costs[parts]) for rank, parts in enumerate(by_rank))
     compute, bubble = makespan(
-        schedule,
+        layout.schedule,
         pipeline,
         microbatches,
-        chunks,
-        tuple(stages[number % pipeline].forward[number // pipeline] for number in range(pipeline * chunks)),
-        tuple(stages[number % pipeline].backward[number // pipeline] for number in range(pipeline * chunks)),
+        layout.chunks,
+        tuple(stages[number % pipeline].forward[number // pipeline] for number in range(pipeline * layout.chunks)),
+        tuple(stages[number % pipeline].backward[number // pipeline] for number in range(pipeline * layout.chunks)),
         times.message(mean_rows),
     )
     return Estimate(
         layout,
-        batch,
-        length,
-        microbatches,
+        shape,
         stages,
         compute,
         max(cost.data for cost in costs.values()),
@@ -193,6 +181,8 @@ def table(
     candidates: Iterable[Layout],
     architecture: Architecture,
     batch: int,
+    workload: Workload | None = None,
+    profile: MachineProfile = TYPICAL,
     **options: Any,
 ) -> list[Estimate]:
     """Estimate many layouts and sort them, the fastest first.
@@ -203,25 +193,15 @@ def table(
         For example from `layouts`.
     architecture : Architecture
     batch : int
-        Sequences per step over all data ranks, the same for all layouts.  The estimate is that of the data rank that
-        has most of them.
-    options
-        As for `estimate`: length, microbatches, itemsize, slots, profile.
+        Sequences per step over all data ranks, the same for all layouts, in place of `Workload.batch`.  The estimate is
+        that of the data rank that has most of them.
+    workload, profile, options
+        As for `estimate`; no options of the layout.
     """
+    workload = whole_or_fields("table()", "workload", Workload, workload, options)
+    no_others("table()", options)
     found = [
-        estimate(
-            architecture,
-            data=layout.data,
-            tensor=layout.tensor,
-            pipeline=layout.pipeline,
-            zero_stage=layout.zero_stage,
-            schedule=layout.schedule,
-            chunks=layout.chunks,
-            sequence_parallel=layout.sequence_parallel,
-            recompute=layout.recompute,
-            batch=-(-batch // layout.data),
-            **options,
-        )
+        estimate(architecture, layout, replace(workload, batch=-(-batch // layout.data)), profile)
         for layout in candidates
     ]
     return sorted(found, key=lambda each: (each.step_time, each.memory.total))

@@ -11,17 +11,18 @@ from mpishard.estimate.layouts import Layout
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.nn.architecture import Architecture
+from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD
 from mpishard.parameters.gradient_buckets import make_buckets, make_runs
 
 TABLE = "token_embedding.weight"
 
 
 class Part(NamedTuple):
-    """The units of one virtual stage: the embedding (`stem`), some blocks, the output head (`top`)."""
+    """The units of one virtual stage: the embeddings, some blocks, the output head."""
 
-    stem: bool
+    embeddings: bool
     blocks: int
-    top: bool
+    head: bool
 
 
 class Tensor(NamedTuple):
@@ -98,7 +99,7 @@ def parts_of(architecture: Architecture, layout: Layout) -> list[tuple[Part, ...
     """
     architecture.check(layout.tensor, layout.pipeline * layout.chunks)
     by_stage = [
-        Part("stem" in units, sum(unit.startswith("blocks.") for unit in units), "top" in units)
+        Part(EMBEDDINGS in units, sum(unit.startswith("blocks.") for unit in units), OUTPUT_HEAD in units)
         for units in architecture.cut(layout.pipeline * layout.chunks)
     ]
     return [tuple(by_stage[rank :: layout.pipeline]) for rank in range(layout.pipeline)]
@@ -107,16 +108,16 @@ def parts_of(architecture: Architecture, layout: Layout) -> list[tuple[Part, ...
 @functools.lru_cache(maxsize=1024)
 def holding(architecture: Architecture, parts: tuple[Part, ...], tensor: int, sequence_parallel: bool) -> Holding:
     """The local layout of a rank that runs `parts`, on a tensor axis of `tensor` ranks."""
-    whole = len(parts) == 1 and parts[0].stem and parts[0].top
-    both = any(part.stem for part in parts) and any(part.top for part in parts)
+    whole = len(parts) == 1 and parts[0].embeddings and parts[0].head
+    both = any(part.embeddings for part in parts) and any(part.head for part in parts)
     tensors: list[Tensor] = []
     for stage, part in enumerate(parts):
-        kinds = [*(["stem"] * part.stem), *(["blocks.0"] * part.blocks), *(["top"] * part.top)]
+        kinds = [*([EMBEDDINGS] * part.embeddings), *(["blocks.0"] * part.blocks), *([OUTPUT_HEAD] * part.head)]
         for unit, kind in enumerate(kinds):
             for name, size, everywhere, partial in _tensors(architecture, kind, tensor, sequence_parallel):
                 used_twice = architecture.tied and name == TABLE
                 found = Tensor(size, everywhere, partial, used_twice and not whole, used_twice and both, stage, unit)
-                if not (used_twice and kind == "top"):
+                if not (used_twice and kind == OUTPUT_HEAD):
                     tensors.append(found)
                 elif not both:
                     # The specs of a model list a tied table at its first use.

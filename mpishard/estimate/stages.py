@@ -11,6 +11,7 @@ from mpishard.estimate.layouts import Layout
 from mpishard.estimate.pipeline_time import peak_in_flight
 from mpishard.estimate.times import Times
 from mpishard.estimate.traffic import Sent, data_traffic, pipeline_traffic, replica_traffic, tensor_traffic
+from mpishard.estimate.workload import BatchShape, Workload
 from mpishard.nn.architecture import Architecture
 
 # Blocks of memory, each of the size of the largest bucket or unit: one bucket is filled while another is sent, one unit
@@ -86,23 +87,12 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of an estimate.
-
-    Parameters
-    ----------
-    architecture, layout, length, itemsize, slots, minimum
-        As for `mpishard.estimate.estimate`.
-    rows : list of int
-        Tokens of each micro-batch.
-    """
+    """The settings of an estimate: arguments of `mpishard.estimate.estimate`, and the batch of a data rank."""
 
     architecture: Architecture
     layout: Layout
-    rows: list[int]
-    length: int
-    itemsize: int
-    slots: int
-    minimum: int
+    workload: Workload
+    shape: BatchShape
 
     def held(self, parts: tuple[Part, ...]) -> Holding:
         """The local layout of the ranks that run `parts`."""
@@ -111,23 +101,23 @@ class Plan:
     def buckets(self, parts: tuple[Part, ...]) -> list[int]:
         """Elements of each gradient bucket."""
         layout = self.layout
-        sizes = layout.tensor, layout.sequence_parallel, self.minimum
+        sizes = layout.tensor, layout.sequence_parallel, self.workload.minimum_parameter_group_size
         return buckets_of(self.architecture, parts, *sizes, layout.zero_stage == 3)
 
     def seconds(self, times: Times, parts: tuple[Part, ...], rows: int) -> Seconds:
         """Times of ranks that run `parts`, with micro-batches of `rows` tokens."""
-        held, microbatches = self.held(parts), len(self.rows)
-        sent = data_traffic(held, self.layout, microbatches, self.itemsize)
+        held, microbatches = self.held(parts), self.shape.microbatches
+        sent = data_traffic(held, self.layout, microbatches, self.workload.itemsize)
         return Seconds(
             [times.of_part(part, rows) for part in parts],
             times.data(held, sent, len(self.buckets(parts)), microbatches),
-            times.update(held, self.slots),
+            times.update(held, self.workload.slots),
         )
 
     def stage(self, rank: int, parts: tuple[Part, ...], seconds: Seconds) -> StageEstimate:
         """All figures of pipeline rank `rank`, which runs `parts`."""
-        held, layout, itemsize = self.held(parts), self.layout, self.itemsize
-        microbatches, tokens = len(self.rows), sum(self.rows)
+        held, layout, itemsize = self.held(parts), self.layout, self.workload.itemsize
+        microbatches, tokens = self.shape.microbatches, sum(self.shape.rows)
         sent = data_traffic(held, layout, microbatches, itemsize)
         sent += tensor_traffic(self.architecture, parts, layout, tokens, itemsize)
         sent += replica_traffic(held, layout, microbatches, itemsize)
@@ -143,18 +133,18 @@ class Plan:
 
     def memory(self, rank: int, parts: tuple[Part, ...]) -> Memory:
         """Bytes on rank 0 of the tensor and data axes, which never holds less than the others."""
-        held, layout, microbatches = self.held(parts), self.layout, len(self.rows)
+        held, layout, microbatches = self.held(parts), self.layout, self.shape.microbatches
         buckets, units = self.buckets(parts), held.units()
         owned = sum(-(-size // layout.data) for size in (units if layout.zero_stage == 3 else buckets))
         blocks = _BLOCKS + any(tensor.tied or tensor.shared for tensor in held.tensors)
         # With zb-h1 the first half of a backward pass begins all gradients, and the second half finishes them.
         open_buckets = len(buckets) if layout.schedule == "zb-h1" else min(blocks, len(buckets))
-        activations = Activations(self.architecture, layout, self.length)
+        activations = Activations(self.architecture, layout, self.shape.length)
         peaks = peak_in_flight(layout.schedule, layout.pipeline, microbatches, layout.chunks, rank)
         elements = dict(
             parameters=owned if layout.zero_stage == 3 else held.size,
             gradients=owned if layout.zero_stage >= 2 else held.size,
-            state=self.slots * (owned if layout.zero_stage else held.size),
+            state=self.workload.slots * (owned if layout.zero_stage else held.size),
             gathered=min(blocks, len(units)) * max(units) if layout.zero_stage == 3 else 0,
             buckets=open_buckets * max(buckets) if layout.zero_stage >= 2 else 0,
             activations=sum(
@@ -162,11 +152,11 @@ class Plan:
                 for part, peak in zip(parts, peaks, strict=True)
                 for rows in self.largest_rows(peak)
             ),
-            scratch=activations.scratch(parts, self.rows[0], microbatches),
+            scratch=activations.scratch(parts, self.shape.rows[0], microbatches),
         )
-        memory = {what: self.itemsize * count for what, count in elements.items()}
+        memory = {what: self.workload.itemsize * count for what, count in elements.items()}
         # Tokens and targets of the batch, in 8 bytes each.
-        memory["scratch"] += 2 * 8 * sum(self.rows)
+        memory["scratch"] += 2 * 8 * sum(self.shape.rows)
         return Memory(**memory)
 
     def largest_rows(self, flights: int) -> list[int]:
@@ -174,4 +164,4 @@ class Plan:
 
         The block released last is reused first, so the order of the blocks is reversed from step to step.
         """
-        return [max(self.rows[index], self.rows[flights - 1 - index]) for index in range(flights)]
+        return [max(self.shape.rows[index], self.shape.rows[flights - 1 - index]) for index in range(flights)]

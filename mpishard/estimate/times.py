@@ -47,9 +47,9 @@ class Times:
     def of_part(self, part: Part, rows: int) -> tuple[float, float]:
         """Forward and backward of a micro-batch of `rows` tokens in one model chunk, with communication."""
         block_forward, block_backward = self._block(rows)
-        top_forward, top_backward = self._top(rows)
-        forward = part.blocks * block_forward + part.top * top_forward + part.stem * self._passes(rows, 4, 0)
-        backward = part.blocks * block_backward + part.top * top_backward + part.stem * self._passes(rows, 5, 0)
+        head_forward, head_backward = self._head(rows)
+        forward = part.blocks * block_forward + part.head * head_forward + part.embeddings * self._passes(rows, 4, 0)
+        backward = part.blocks * block_backward + part.head * head_backward + part.embeddings * self._passes(rows, 5, 0)
         if self.layout.recompute:
             backward += part.blocks * block_forward
         forward, backward = forward / self.profile.efficiency, backward / self.profile.efficiency
@@ -113,7 +113,7 @@ class Times:
         backward = 2 * products + 2.5 * attention + softmax + self._passes(rows, _WHOLE_BACKWARD, _SPLIT_BACKWARD)
         return forward, backward
 
-    def _top(self, rows: int) -> tuple[float, float]:
+    def _head(self, rows: int) -> tuple[float, float]:
         size = Activations(self.architecture, self.layout, self.length)
         columns = size.share(self.architecture.vocabulary_size)
         product = self._product(rows, self.architecture.width, columns)

@@ -52,18 +52,18 @@ def tensor_traffic(
     ring = (layout.tensor - 1) * rows * layout.data * itemsize
     each = ring * architecture.width
     blocks = sum(part.blocks for part in parts)
-    stem = sum(part.stem for part in parts)
-    top = sum(part.top for part in parts)
+    embeddings = sum(part.embeddings for part in parts)
+    head = sum(part.head for part in parts)
     again = 2 if layout.recompute else 1
     if layout.sequence_parallel:
-        forward = again * 4 * blocks + stem + top
-        backward = 4 * blocks + stem + top
-        forward += 2 * blocks + top
+        forward = again * 4 * blocks + embeddings + head
+        backward = 4 * blocks + embeddings + head
+        forward += 2 * blocks + head
     else:
-        forward = 2 * (again * 2 * blocks + stem)
-        backward = 2 * (2 * blocks + top)
+        forward = 2 * (again * 2 * blocks + embeddings)
+        backward = 2 * (2 * blocks + head)
     # The loss needs a maximum and two sums a token.
-    sent["tensor", "activations"] = each * forward + 2 * 3 * ring * top
+    sent["tensor", "activations"] = each * forward + 2 * 3 * ring * head
     sent["tensor", "activation gradients"] = each * backward
     return sent
 
@@ -93,8 +93,8 @@ def pipeline_traffic(
         return sent
     copies = 1 if layout.sequence_parallel else layout.tensor
     each = copies * rows * architecture.width * layout.data * itemsize
-    sent["pipeline", "activations"] = each * sum(not part.top for part in parts)
-    sent["pipeline", "activation gradients"] = each * sum(not part.stem for part in parts)
+    sent["pipeline", "activations"] = each * sum(not part.head for part in parts)
+    sent["pipeline", "activation gradients"] = each * sum(not part.embeddings for part in parts)
     # The last stage broadcasts the loss, 8 bytes, around the ring.
     sent["pipeline", "loss"] = 8 * layout.data * layout.tensor if rank != layout.pipeline - 2 else 0
     return sent
@@ -106,5 +106,7 @@ def messages(part: Part, layout: Layout) -> tuple[int, int]:
     if layout.tensor == 1:
         return 0, 0
     if layout.sequence_parallel:
-        return 4 * part.blocks + part.stem + 3 * part.top, (2 + 4 * again) * part.blocks + part.stem + 2 * part.top
-    return 2 * part.blocks + part.stem + 2 * part.top, 2 * again * part.blocks + part.top
+        return 4 * part.blocks + part.embeddings + 3 * part.head, (
+            2 + 4 * again
+        ) * part.blocks + part.embeddings + 2 * part.head
+    return 2 * part.blocks + part.embeddings + 2 * part.head, 2 * again * part.blocks + part.head

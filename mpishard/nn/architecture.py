@@ -11,7 +11,7 @@ from mpishard.layout.boxes import split
 from mpishard.layout.specs import ParameterSpec, merge_ties
 from mpishard.nn.block import Block
 from mpishard.nn.layers import Layer
-from mpishard.nn.units import EmbeddingStage, OutputHead
+from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD, EmbeddingStage, OutputHead
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Architecture:
         Returns
         -------
         list of str
-            ``"stem"`` (embeddings), ``"blocks.0"`` and so on, ``"top"`` (output head).
+            ``"embeddings"``, ``"blocks.0"`` and so on, ``"output_head"``.
         """
-        return ["stem", *(f"blocks.{index}" for index in range(self.layers)), "top"]
+        return [EMBEDDINGS, *(f"blocks.{index}" for index in range(self.layers)), OUTPUT_HEAD]
 
     def build(self, unit: str, *, sequence_parallel: bool = False) -> Layer:
         """The layers of one unit, not bound to parameters.
@@ -88,9 +88,9 @@ class Architecture:
         Layer
             With the sizes of the whole network; `Layer.bind` gives it memory.
         """
-        if unit == "stem":
+        if unit == EMBEDDINGS:
             return EmbeddingStage(self.vocabulary_size, self.context_length, self.width)
-        if unit == "top":
+        if unit == OUTPUT_HEAD:
             return OutputHead(self.width, self.vocabulary_size, tied=self.tied, sequence_parallel=sequence_parallel)
         scale = 0.02 / math.sqrt(2 * self.layers)
         return Block(unit, self.width, self.heads, output_scale=scale, sequence_parallel=sequence_parallel)
@@ -153,7 +153,7 @@ class Architecture:
             if len(costs) != len(units) or not all(0 <= cost < math.inf for cost in costs):
                 raise ValueError(
                     f"stage_costs are {given}; a model of {self.layers} layers needs {len(units)} numbers of at "
-                    "least 0, of the stem, of each block and of the top"
+                    "least 0, of the embeddings, of each block and of the output head"
                 )
             cuts = _fastest_cut(costs, stages)
         else:

@@ -15,6 +15,8 @@ from mpishard.nn.workspace import Workspace
 
 Array = Any
 TABLE = "token_embedding"
+# Names of the first and the last unit; blocks are between them.
+EMBEDDINGS, OUTPUT_HEAD = "embeddings", "output_head"
 
 
 @dataclass
@@ -50,18 +52,18 @@ class EmbeddingStage(Layer):
     def __init__(self, vocabulary_size: int, context_length: int, width: int) -> None:
         self.tokens: Embedding = Embedding(TABLE, vocabulary_size, width, split=0)
         self.positions: PositionEmbedding = PositionEmbedding("position_embedding", context_length, width)
-        super().__init__("stem", [self.tokens, self.positions])
+        super().__init__(EMBEDDINGS, [self.tokens, self.positions])
         self.width = width
 
     def forward(self, work: Workspace, batch: Batch) -> Array:
         """The rows of the residual stream that this rank holds."""
         shape = (batch.rows, self.width)
-        terms_nc = work.borrow("terms", *shape) if self.tensor.splits_rows else work.save("stem.y", *shape)
+        terms_nc = work.borrow("terms", *shape) if self.tensor.splits_rows else work.save("embeddings.y", *shape)
         self.tokens.forward(batch.tokens_n, work, terms_nc)
         # Added on one rank only, the positions are in the sum once.  All ranks compute their whole gradient.
         if self.tensor.rank == 0:
             self.positions.add_to(terms_nc.reshape(-1, batch.length, self.width))
-        return self.tensor.leave.forward(terms_nc, batch.rows, functools.partial(work.save, "stem.y"))
+        return self.tensor.leave.forward(terms_nc, batch.rows, functools.partial(work.save, "embeddings.y"))
 
     def backward(self, dx_nc: Array, work: Workspace, batch: Batch) -> None:
         """Gradients of the tables."""
@@ -82,7 +84,7 @@ class OutputHead(Layer):
             if tied
             else Linear("head", width, vocabulary_size, bias=False, split=1)
         )
-        super().__init__("top", [self.final_norm, self.head])
+        super().__init__(OUTPUT_HEAD, [self.final_norm, self.head])
         self.width: int = width
         self.vocabulary_size: int = vocabulary_size
 

@@ -24,7 +24,7 @@ def test_specs_are_those_of_the_model():
 
 def test_blocks_are_dealt_out_evenly():
     cut = ARCHITECTURE.cut(3)
-    assert cut == [["stem", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3"], ["blocks.4", "top"]]
+    assert cut == [["embeddings", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3"], ["blocks.4", "output_head"]]
     stages = {spec.name: spec.stage for spec in ARCHITECTURE.specs(3)}
     assert stages["position_embedding.weight"] == 0 and stages["blocks.3.mlp.expand.weight"] == 1
     assert stages["final_norm.bias"] == stages["head.weight"] == 2
@@ -48,9 +48,9 @@ def test_cut_by_costs_is_the_best_there_is(costs, data):
 
 def test_stages_without_the_slowest_unit_are_even_too():
     assert ARCHITECTURE.cut(3, [1, 1, 1, 1, 1, 1, 9]) == [
-        ["stem", "blocks.0", "blocks.1"],
+        ["embeddings", "blocks.0", "blocks.1"],
         ["blocks.2", "blocks.3", "blocks.4"],
-        ["top"],
+        ["output_head"],
     ]
 
 
