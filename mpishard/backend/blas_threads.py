@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 if TYPE_CHECKING:  # the import would start MPI
     from mpi4py import MPI
 
-# Number of ranks of the job on this node, set by Open MPI, MPICH and Slurm; a communicator may have fewer.
+# Number of ranks of the job on this node, set by Open MPI, MPICH and Slurm.
 _RANKS_ON_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 _CHOSEN_BY_USER = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 # Multiplications in a matrix product from which a second thread pays: about half a millisecond.
@@ -77,16 +77,18 @@ def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
     of threads.
     """
     cores = own_cores()
-    masks = comm.allgather(sum(1 << core for core in cores))  # one bit per core: a short message, gathered by all ranks
+    masks = comm.allgather(sum(1 << core for core in cores))  # one bit per core, since the message goes to all ranks
     on_node = [masks[rank] for rank in node]
     if chosen := chosen_by_user():
         return int(os.environ[chosen])
-    share = sum(1 / sum(theirs >> core & 1 for theirs in on_node) for core in cores)
+    # Each core counts as one over the number of ranks that may run on it.
+    share = sum(1 / sum(mask >> core & 1 for mask in on_node) for core in cores)
     share = min(share, cpu_quota() / len(node))
+    # `comm` may have fewer ranks than the job has on this node.
     ranks = max(int(os.environ.get(variable, "").strip() or 1) for variable in _RANKS_ON_NODE)
     if ranks > len(node):
         share = min(share, len(cores) / ranks)
-    threads = max(1, int(share + 1e-9))
+    threads = max(1, int(share + 1e-9))  # sums of fractions may be a rounding error below a whole number
     threadpool_limits(threads)
     return threads
 

@@ -17,21 +17,31 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 
-_PATIENCE_S = 30.0
+# After so long a process does not wait for others any more, and compiles for itself.
+_WAIT_S = 30.0
 _POLL_S = 0.01
 # Bytes from here on are locks of cores, bytes before are locks of names.
 _CORES = 2**32
 
 
-def take(name: str, load: Callable[[], bool], make: Callable[[], None]) -> None:
-    """`load` the function `name`, or `make` it.  If another process makes it, wait and then load it.
+def load_or_make(name: str, load: Callable[[], bool], make: Callable[[], None]) -> None:
+    """Load the function `name` from the cache, or make it.  If another process makes it, wait and then load it.
 
     If that process dies, another one makes it.  At most as many processes make functions as the node has cores.  The
-    others wait for a core without calling `load`, which would take processor time from them.
+    others wait for a core without calling `load`, which would take processor time from those that compile.
+
+    Parameters
+    ----------
+    name : str
+        Processes with the same name share the work.
+    load : callable
+        Loads the function; returns whether it was in the cache.
+    make : callable
+        Compiles the function, and puts it into the cache.
     """
     if load():
         return
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _WAIT_S
     while _file() is not None and time.monotonic() < deadline:
         with core() as free, attempt(name) if free else contextlib.nullcontext(False) as mine:
             if mine:

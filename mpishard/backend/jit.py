@@ -65,7 +65,9 @@ def in_turn(wanted: Function, expected: Iterable[Function]) -> None:
         _compile(dispatcher, types)
     elif not _load(dispatcher, types):
         _share(wanted, expected)
-        compile_turns.take(_name(dispatcher), lambda: _load(dispatcher, types), lambda: _compile(dispatcher, types))
+        compile_turns.load_or_make(
+            _name(dispatcher), lambda: _load(dispatcher, types), lambda: _compile(dispatcher, types)
+        )
 
 
 def _share(wanted: Function, expected: Iterable[Function]) -> None:

@@ -23,9 +23,10 @@ class Policy:
     elastic : bool
         Whether the job is restarted at all.
     replace : bool
-        True: restart with as many ranks as were asked for, as far as the hosts that answer have slots, since a dead
-        process is no dead core.  If several starts in succession lose ranks without progress, each but the first has
-        fewer ranks, down to `min_workers`.  False: lost ranks are not replaced.
+        Whether a restart replaces the ranks that were lost.  True: it has as many ranks as were asked for, as far as
+        the hosts that answer have slots, since a dead process does not mean a dead core.  If ranks are lost again
+        before there is progress, each further restart has fewer ranks, down to `min_workers`.  False: a restart has
+        only the ranks that are left.
     min_workers : int
         Least number of ranks.
     multiple_of : int

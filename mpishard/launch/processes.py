@@ -106,7 +106,8 @@ class Offspring:
         self._looked = self._seen = time.monotonic()
         self._had_any = False
         self._ranks: set[int] = set()
-        self._ranks_of: dict[int, int] = {}  # by parent: the number of ranks that it names
+        # By the process that has started ranks, a launcher or its daemon: how many it starts on this node.
+        self._ranks_started: dict[int, int] = {}
         self._knows_all = False
 
     def look(self, started: bool) -> None:
@@ -125,9 +126,9 @@ class Offspring:
                 # A child of a rank has the rank's environment; an orphan is a child of this process.
                 if parent != os.getpid() and rank not in (b"", _rank(parent)[0]):
                     self._ranks.add(process)
-                    self._ranks_of[parent] = here
+                    self._ranks_started[parent] = here
         self._knows_all = started
-        self.ranks_gone = sum(self._ranks_of.values()) - len(self._ranks & parents.keys())
+        self.ranks_gone = sum(self._ranks_started.values()) - len(self._ranks & parents.keys())
 
 
 def end_descendants(limit: float = 10.0) -> set[int]:

@@ -63,9 +63,9 @@ class ProgressMonitor:
         self._gone: tuple[float, int] = 0.0, 0
         self._training: bool | None = None
         self._heal = 0.0, 0
-        # After a death: a later step than this one proves progress.  The step after the last committed one does not,
-        # since it may have been noted before the death.
-        self._beyond: int | None = None
+        # After a death: a step that is later than this one proves progress, and makes it None.  The step after the last
+        # committed one proves nothing, since it may have been noted before the death.
+        self._step_to_pass: int | None = None
         self._longest = 0.0
         self._since = time.monotonic()
 
@@ -104,22 +104,22 @@ class ProgressMonitor:
     def _look_at_steps(self, now: float, died: bool) -> str:
         step, heal, training = self._folder.step, self._folder.heal, self._folder.training
         if step != self.step:
-            if self.step and self._beyond is None:
+            if self.step and self._step_to_pass is None:
                 self._longest = max(self._longest, now - self._since)
             self._since = now
-            if self._beyond is not None and step > self._beyond:
-                self._beyond = None
+            if self._step_to_pass is not None and step > self._step_to_pass:
+                self._step_to_pass = None
         if training != self._training:
             self._since = now
         if heal != self._heal:
-            self._since, self._beyond = now, heal[1] + 1
-        elif died and training and self._beyond is None:
-            self._since, self._beyond = now, step + 1
+            self._since, self._step_to_pass = now, heal[1] + 1
+        elif died and training and self._step_to_pass is None:
+            self._since, self._step_to_pass = now, step + 1
         self.step, self._heal, self._training = step, heal, training
         if training is False:
-            self._beyond = None
+            self._step_to_pass = None
         waits, patience = now - self._since, _STEPS * self._longest
-        if self._beyond is not None and waits > max(self._limits.heal, patience):
+        if self._step_to_pass is not None and waits > max(self._limits.heal, patience):
             return f"no step for {max(self._limits.heal, patience):g} s after a death (--heal-limit); the job is ended"
         if training and waits > max(self._limits.step, patience):
             return f"no step for {max(self._limits.step, patience):g} s (--step-limit); the job is ended"

@@ -25,7 +25,7 @@ sys.stdin.read()
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(compile_turns, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(compile_turns, "_WAIT_S", 0.05)
     return tmp_path / f"mpishard-{os.getuid()}.lock"
 
 
@@ -66,15 +66,15 @@ def test_what_another_user_may_have_planted_is_not_used(path, plant):
     plant(path)
     assert compile_turns._file() is None
     made = []
-    compile_turns.take("name", lambda: False, lambda: made.append(1))
+    compile_turns.load_or_make("name", lambda: False, lambda: made.append(1))
     assert made == [1]
 
 
 def test_nobody_makes_anything_while_no_core_is_free(path, monkeypatch):
-    monkeypatch.setattr(compile_turns, "_PATIENCE_S", 30)
+    monkeypatch.setattr(compile_turns, "_WAIT_S", 30)
     free, made = [False, False, True], []
     monkeypatch.setattr(compile_turns, "core", lambda: contextlib.nullcontext(free.pop(0)))
-    compile_turns.take("name", lambda: False, lambda: made.append(list(free)))
+    compile_turns.load_or_make("name", lambda: False, lambda: made.append(list(free)))
     assert made == [[]]
 
 
@@ -88,13 +88,13 @@ def test_nobody_waits_without_limit(holder):
     with compile_turns.attempt("name") as mine, compile_turns.attempt("other") as other:
         assert not mine and other
     made = []
-    compile_turns.take("name", lambda: False, lambda: made.append(1))
+    compile_turns.load_or_make("name", lambda: False, lambda: made.append(1))
     assert made == [1]
 
 
 @pytest.mark.parametrize("done", [True, False])
 def test_who_waits_loads_what_was_made_or_makes_it(holder, monkeypatch, done):
-    monkeypatch.setattr(compile_turns, "_PATIENCE_S", 30)
+    monkeypatch.setattr(compile_turns, "_WAIT_S", 30)
     waits, ended, found, made = threading.Event(), threading.Event(), [], []
 
     def load():
@@ -102,7 +102,7 @@ def test_who_waits_loads_what_was_made_or_makes_it(holder, monkeypatch, done):
         return ended.is_set() and done
 
     def wait():
-        compile_turns.take("name", load, lambda: made.append(1))
+        compile_turns.load_or_make("name", load, lambda: made.append(1))
         found.append(1)
 
     thread = threading.Thread(target=wait, daemon=True)
