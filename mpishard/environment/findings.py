@@ -12,8 +12,8 @@ from mpishard.launch.launchers import Launcher
 WRONG, WARNING, NOTE = "wrong", "warning", "note"
 
 # Bytes of shared memory that must be free for each rank.  Open MPI 5 creates a file of 16 MiB for each rank, and fills
-# it as the rank sends.  MPICH 5 takes 5 MB when a rank starts, before the rank looks what is free; where 3 MiB were left
-# after that, all-reduces of 8 MB crashed.
+# it as the rank sends.  MPICH 5 takes 5 MB when a rank starts, before the rank looks what is free; where 3 MiB were
+# left after that, all-reduces of 8 MB crashed.
 _SHARED_MEMORY_WANTED, _SHARED_MEMORY_NEEDED = 16 * 2**20, 4 * 2**20
 # Network cards and GPUs need locked buffers; most systems allow 8 MiB by default.
 _LOCKED_MEMORY = 2**30
