@@ -1,276 +1,180 @@
-"""A communicator whose ranks make their calls in one order; in debug mode they compare each call before it starts."""
+"""A communicator whose ranks make their calls in one order, each of them noted in the ledger."""
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
+from mpishard.backend import array as arrays
+from mpishard.comm.capabilities import probe
+from mpishard.comm.comparison import CollectiveMismatchError, Comparison, Late
 from mpishard.comm.ledger import Call, Ledger
+from mpishard.comm.request import Fields
 
-_HERE, _LATE = 1, 2
-# A rank waits this long for the others before it sends its own call to all ranks, and again before each check.
-_PATIENCE_S = 0.25
-# Within this time every rank that waits in a call has sent its call and has received those of the others.
-_TELLING_S = 2.0
-# For the first `_SOON_S` of a wait a rank only yields, afterwards it sleeps `_NAP_S` at a time.
-_SOON_S, _NAP_S = 0.002, 0.0005
+Array = Any
 
-
-class CollectiveMismatchError(RuntimeError):
-    """Ranks are not in the same collective, or wait for each other in different calls."""
+OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
+NOTHING = np.empty(0, np.uint8)  # the buffer of a call without one
+_MOST = 2**31 - 1
 
 
 class Channel:
-    """A communicator and the number of calls so far.  Creation is collective, and so is `free`.
+    """A communicator, the calls that this rank has made on it, and how they are noted.
+
+    Creation is not collective, except in debug mode; `free` is.  It owns the communicator, unless that is
+    MPI.COMM_SELF: then creation makes no MPI call, and `free` and `revoke` do nothing.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
+    name : str
+        The axis, as the ledger and messages name it.
+    ledger : Ledger
+    members : sequence of int
+        Ranks of the whole mesh, by rank of `comm`.
     comparison : Comparison or None
-        In debug mode: compares the calls of its ranks.
+        In debug mode: compares the calls of the ranks.
+
+    Attributes
+    ----------
+    rank, size : int
+    calls : int
+        How many calls this rank has made.
+    largest_count : int or None
+        The most elements that one MPI call takes here; None: no limit.
     """
 
-    def __init__(self, comm: MPI.Intracomm, comparison: Comparison | None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        name: str,
+        ledger: Ledger,
+        members: Sequence[int],
+        comparison: Comparison | None = None,
+    ) -> None:
         self.comm = comm
+        self.name = name
+        self.ledger = ledger
+        self.members = members
         self.calls = 0
-        self.comparison = comparison if comm.size > 1 else None
-        self._name = "" if self.comparison is None else self.comparison.name(comm)
+        self._is_self = comm == MPI.COMM_SELF
+        self.rank, self.size = (0, 1) if self._is_self else (comm.rank, comm.size)
+        self.largest_count: int | None = _MOST if self._is_self or not probe().large_counts else None
+        self.comparison = comparison if self.size > 1 else None
+        self._unique_name = "" if self.comparison is None else self.comparison.name(comm)
 
     def free(self) -> None:
-        self.comm.Free()
+        """Free the communicator.  Collective."""
+        if not self._is_self:
+            self.comm.Free()
 
     def revoke(self) -> None:
         """Make every operation on the communicator fail, on all ranks.  Not collective (ULFM)."""
-        _revoke(self.comm)
+        if not self._is_self and self.comm != MPI.COMM_NULL and not self.comm.Is_revoked():
+            self.comm.Revoke()
 
-    def compare(
+    def begin(
         self,
-        ledger: Ledger,
-        fields: tuple[Any, ...],
-        detail: str,
-        counts: Sequence[int] | None,
-        members: Sequence[int],
-    ) -> None:
-        """Debug: compare the calls that the `members` are about to make; all raise where they differ.  Collective."""
-        if self.comparison is None:
-            return
+        op: str,
+        buffer: Array,
+        label: str,
+        detail: str = "",
+        counts: Sequence[int] | None = None,
+        peer: int | None = None,
+    ) -> Fields:
+        """Check what this rank can check alone, and describe the call; in debug mode compare it with the other ranks'.
+
+        Parameters
+        ----------
+        op : str
+            The collective, or ``"send"`` or ``"recv"``.
+        buffer : array
+        label : str
+        detail : str
+            What must be alike on all ranks beside the buffer: the operation of a reduction, or the root.
+        counts : sequence of int, optional
+        peer : int, optional
+            The other end of a message: a rank of the communicator, or one of MPI's special numbers below zero.
+
+        Returns
+        -------
+        tuple
+            The fields of a `Call`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On this rank: no array, a strided one, or an operation that is not in `OPS`.
+        CollectiveMismatchError
+            In debug mode, on all ranks: they are not in the same call.
+        """
+        if type(buffer) is not np.ndarray and not arrays.is_array(buffer):
+            raise TypeError(f"{op} needs a NumPy or CuPy array, got {type(buffer).__name__}")
+        if not buffer.flags.c_contiguous:
+            raise ValueError(f"{op} needs a contiguous buffer, got a strided one of shape {buffer.shape}")
+        if op in ("all_reduce", "reduce_scatter") and detail not in OPS:
+            raise ValueError(f"{op} knows the operations {', '.join(OPS)}, got {detail!r}")
+        self.calls += 1
+        members = self.members if peer is None or peer < 0 else (self.members[self.rank], self.members[peer])
+        call = self.ledger.begin(self.name, self.calls, op, buffer.dtype, buffer.size, label, members)
+        if peer is None and self.comparison is not None:
+            self._compare(self.comparison, call, detail, counts)
+        return call
+
+    def fits(self, count: int) -> bool:
+        """Whether one MPI call takes so many elements."""
+        return self.largest_count is None or count <= self.largest_count
+
+    def parts(self, staged: Array) -> list[Array]:
+        """The flat array `staged`, cut into parts that this MPI takes in one call."""
+        limit = self.largest_count
+        if limit is None or staged.size <= limit:
+            return [staged]
+        return [staged[start : start + limit] for start in range(0, staged.size, limit)]
+
+    def _compare(self, comparison: Comparison, fields: Fields, detail: str, counts: Sequence[int] | None) -> None:
+        """Compare the calls that the members are about to make; all raise where they differ.  Collective."""
         call = Call(*fields).placed(sys._getframe())
         # The sizes of the buffers of an all_to_all may differ between ranks.
         size = "" if call.op == "all_to_all" else f"{call.elements} x "
         cut = "" if counts is None else f" cut as {list(counts)}"
         what = f"{call.op}({size}{call.dtype}{f', {detail}' if detail else ''}{cut})"
-        ledger.active = fields
+        self.ledger.active = fields
         try:
-            said = self.comparison.meet(self._name, call.axis, members, what, call.site)
+            said = comparison.meet(self._unique_name, call.axis, self.members, what, call.site)
         finally:
-            ledger.active = None
+            self.ledger.active = None
         if any(what != said[0][0] for what, _ in said):
             lines = [f"  rank {rank}: {what} called at {site}" for rank, (what, site) in enumerate(said)]
             raise CollectiveMismatchError(
                 f"call #{call.sequence} on axis {call.axis!r} differs between its ranks:\n" + "\n".join(lines)
             )
 
-    def message(self, op: str, rank: int, peer: int, tag: int) -> None:
-        """Debug: `rank` sends to `peer`, or receives, both of them ranks of the mesh.  Not collective."""
-        if self.comparison is not None:
-            self.comparison.enter(self._end(op, rank, peer, tag))
+    def note_message(self, op: str, peer: int, tag: int) -> None:
+        """Debug: note that this rank has come to its end of a message with rank `peer`.  Not collective."""
+        if self.comparison is not None and peer >= 0 <= tag:  # not MPI.PROC_NULL, ANY_SOURCE or ANY_TAG
+            self.comparison.enter(self._end(op, self.members[self.rank], self.members[peer], tag))
 
-    def wait(
-        self, fields: tuple[Any, ...], rank: int, peer: int, tag: int, is_over: Callable[[], bool], ledger: Ledger
-    ) -> None:
-        """Debug: wait for the last message that `rank` noted; raise if it can never complete."""
-        if self.comparison is None:
+    def wait_for_message(self, fields: Fields, peer: int, tag: int, is_over: Callable[[], bool]) -> None:
+        """Debug: wait until the last message that this rank noted is over; raise if it can never be."""
+        if self.comparison is None or not peer >= 0 <= tag:
             return
+        rank, peer = self.members[self.rank], self.members[peer]
         call = Call(*fields).placed(sys._getframe())
         other = "recv" if call.op == "send" else "send"
         number = self.comparison.entered(self._end(call.op, rank, peer, tag))
         what = f"{call.op}({call.elements} x {call.dtype}, {'to' if call.op == 'send' else 'from'} rank {peer})"
         late = Late(self._end(other, peer, rank, tag), number, call.axis, what, call.site, [peer], {})
-        ledger.active = fields
+        self.ledger.active = fields
         try:
             self.comparison.wait(is_over, late)
         finally:
-            ledger.active = None
+            self.ledger.active = None
 
     def _end(self, op: str, rank: int, peer: int, tag: int) -> str:
         """A name for one end of all messages with a tag between two ranks."""
-        return f"{self._name} {op} {rank} {peer} {tag}"
-
-
-class Late(NamedTuple):
-    """The call in which a rank waits until `members` have come to call `number` of `channel`.
-
-    `entered` counts the calls that the rank itself has come to, by channel.
-    """
-
-    channel: str
-    number: int
-    axis: str
-    what: str
-    site: str
-    members: list[int]
-    entered: dict[str, int]
-
-
-class Comparison:
-    """Messages between the ranks of a mesh in debug mode.  Creation is collective, and so is `free`.
-
-    A rank that comes to a call sends its description to the other members, and waits for theirs.  If that takes long,
-    it sends its waiting call to all ranks of the mesh, so that each rank can see whether ranks wait for each other.
-    """
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm.Dup()
-        self._names = 0
-        self._entered: dict[str, int] = defaultdict(int)
-        # The descriptions received, by channel and number of the call; and the last waiting call of each rank.
-        self._said: dict[tuple[str, int], dict[int, tuple[str, str]]] = defaultdict(dict)
-        self._late: dict[int, Late] = {}
-        self._sends: list[tuple[MPI.Request, bytes]] = []
-        self._found = 0.0
-        self._failed = ""
-
-    def name(self, comm: MPI.Intracomm) -> str:
-        """A unique name for a communicator.  Collective over it."""
-        self._names += 1
-        name: str = comm.bcast(f"{self._comm.rank}.{self._names}")
-        return name
-
-    def meet(self, channel: str, axis: str, members: Sequence[int], what: str, site: str) -> list[tuple[str, str]]:
-        """Wait until all members have come to this call; return the call and the call site of each.
-
-        Raises
-        ------
-        CollectiveMismatchError
-            If they never can, since some wait in other calls for ranks that in turn wait for them.
-        """
-        if self._failed:  # the ranks no longer number their calls alike
-            raise CollectiveMismatchError(self._failed)
-        number = self.enter(channel)
-        said = self._said[channel, number]
-        said[self._comm.rank] = what, site
-        for rank in members:
-            if rank != self._comm.rank:
-                self._send(rank, _HERE, (channel, number, what, site))
-        self.wait(lambda: len(said) == len(members), Late(channel, number, axis, what, site, list(members), {}))
-        del self._said[channel, number]
-        return [said[rank] for rank in members]
-
-    def enter(self, channel: str) -> int:
-        """Note that this rank comes to the next call of a channel; returns the number of the call."""
-        self._entered[channel] += 1
-        return self._entered[channel]
-
-    def entered(self, channel: str) -> int:
-        """How many calls of a channel this rank has come to."""
-        return self._entered[channel]
-
-    def wait(self, is_over: Callable[[], bool], late: Late) -> None:
-        """Wait until a call is over, or can begin; `late` describes it.  Raises as `meet` does."""
-        began = time.monotonic()
-        next_check = began + _PATIENCE_S
-        self._receive()
-        while not is_over():
-            now = time.monotonic()
-            time.sleep(0 if now - began < _SOON_S else _NAP_S)
-            self._receive()
-            if now < next_check:
-                continue
-            next_check = now + _PATIENCE_S
-            own = self._late.get(self._comm.rank)
-            if own is None or (own.channel, own.number) != (late.channel, late.number):
-                self._tell_all(late._replace(entered=dict(self._entered)))
-            else:
-                self._check()
-
-    def free(self) -> None:
-        # Receive what nobody has waited for, or a message could stay unreceived.
-        barrier = None
-        while barrier is None or not barrier.Test():
-            self._receive()
-            if barrier is None and not self._unsent():
-                barrier = self._comm.Ibarrier()
-        self._receive()
-        self._comm.Free()
-
-    def revoke(self) -> None:
-        """As `Channel.revoke`."""
-        _revoke(self._comm)
-
-    def _check(self) -> None:
-        stuck = waiting_in_circles(self._late)
-        if self._comm.rank not in stuck:
-            return
-        now = time.monotonic()
-        self._found = self._found or now
-        if len(stuck) < self._comm.size and now < self._found + _TELLING_S:
-            return  # others may be about to report the same: all ranks are to name the same ranks
-        lines = [
-            f"  rank {rank}: {late.what} on axis {late.axis!r} called at {late.site}"
-            for rank, late in ((rank, self._late[rank]) for rank in stuck)
-        ]
-        self._failed = (
-            "ranks wait for each other in different calls, of which none can begin; all ranks of an axis must make its "
-            "collectives, and in one order, and what is received must have been sent:\n" + "\n".join(lines)
-        )
-        ends = time.monotonic() + _TELLING_S
-        while self._unsent() and time.monotonic() < ends:
-            self._receive()
-        raise CollectiveMismatchError(self._failed)
-
-    def _tell_all(self, late: Late) -> None:
-        self._late[self._comm.rank] = late
-        for rank in range(self._comm.size):
-            if rank != self._comm.rank:
-                self._send(rank, _LATE, late)
-
-    def _send(self, rank: int, tag: int, message: tuple[Any, ...]) -> None:
-        data = json.dumps(message).encode()
-        self._unsent()
-        self._sends.append((self._comm.Isend([data, MPI.BYTE], rank, tag), data))
-
-    def _unsent(self) -> bool:
-        """Whether some messages of this rank are not sent yet."""
-        self._sends = [each for each in self._sends if not each[0].Test()]
-        return bool(self._sends)
-
-    def _receive(self) -> None:
-        status = MPI.Status()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-            buffer = bytearray(status.Get_count(MPI.BYTE))
-            rank, tag = status.Get_source(), status.Get_tag()
-            self._comm.Recv([buffer, MPI.BYTE], rank, tag)
-            message = json.loads(buffer)
-            if tag == _LATE:
-                self._late[rank] = Late(*message)
-            else:
-                channel, number, what, site = message
-                self._said[channel, number][rank] = what, site
-
-
-def waiting_in_circles(late: Mapping[int, Late]) -> list[int]:
-    """The ranks that can never go on, since each waits for another of them to come to its call.
-
-    The result is certain although the messages were sent at different times: a rank comes to its next call only after
-    the call in which it waits has begun, and no call of a circle can be the first to begin.
-    """
-    stuck = set(late)
-
-    def waits(rank: int) -> bool:
-        channel, number = late[rank].channel, late[rank].number
-        return any(other in stuck and late[other].entered.get(channel, 0) < number for other in late[rank].members)
-
-    while free := {rank for rank in stuck if not waits(rank)}:
-        stuck -= free
-    return sorted(stuck)
-
-
-def _revoke(comm: MPI.Intracomm) -> None:
-    if comm != MPI.COMM_NULL and not comm.Is_revoked():
-        comm.Revoke()
+        return f"{self._unique_name} {op} {rank} {peer} {tag}"

@@ -18,7 +18,7 @@ from mpishard.arguments import flag
 from mpishard.backend.blas_threads import limit_blas_threads
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.comm.channel import Comparison
+from mpishard.comm.comparison import Comparison
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.watchdog import Watchdog, abort_on_exception
 from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
@@ -137,7 +137,7 @@ class Mesh:
         self.tensor = axis("tensor", *split(stage * data + data_rank, tensor_rank))
         pipelines = data_rank * tensor + tensor_rank
         self.pipeline = axis("pipeline", *split(pipelines, stage))
-        self.pipeline.regain_parts(world, pipelines)  # ties between stages, which stay whatever the data size is
+        self.pipeline.regain_subgroups(world, pipelines)  # ties between stages, which stay whatever the data size is
         self.node = axis("node", *(world.Split_type(MPI.COMM_TYPE_SHARED, rank) for _ in range(2)))
         self.nodes: list[int] = world.allgather(min(self.node.members))
         self.blas_threads = limit_blas_threads(world, self.node.members)

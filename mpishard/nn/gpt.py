@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from mpishard.arguments import flag, integer
 from mpishard.backend.array import copy_to_device, is_array, to_host
 from mpishard.backend.random import generator
 from mpishard.comm.axis import Axis
-from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.boxes import split
 from mpishard.layout.local_layout import ModelParallelRank
@@ -32,14 +31,6 @@ from mpishard.pipeline.runtime import Pipeline
 from mpishard.pipeline.schedule import make_schedule, warn_if_bubbly
 
 Array = Any
-
-
-class _OnlyStage(NamedTuple):
-    """The pipeline axis of a model without a mesh."""
-
-    ledger: Ledger
-    rank: int = 0
-    size: int = 1
 
 
 class GPT:
@@ -168,7 +159,7 @@ class GPT:
         if isinstance(stage_costs, str):
             if stage_costs != "measured":
                 raise ValueError(f'stage_costs is {stage_costs!r}; it must be "measured", numbers or None')
-            world = None if mesh is None else mesh.world
+            world = Axis.single("world") if mesh is None else mesh.world
             stage_costs = measure_costs(self.architecture, dtype, world, compute_dtype, module)
         cut = self.architecture.cut(stages, stage_costs)
         specs = self.architecture.specs(stages, sequence_parallel, stage_costs)
@@ -205,7 +196,7 @@ class GPT:
             Chunk(stage, units[stage], self.parameters, tensor, self._scratch, self._keeping) for stage in own
         ]
         self.blocks: list[Block] = [unit for unit in local if isinstance(unit, Block)]
-        axis = cast(Axis, _OnlyStage(Ledger())) if mesh is None else mesh.pipeline
+        axis = Axis.single("pipeline") if mesh is None else mesh.pipeline
         self.pipeline: Pipeline = Pipeline(axis, self.chunks, schedule, self.parameters, wire_dtype=wire_dtype)
         self._inputs = Pool()
         # A scaled loss may overflow in half precision; optimizers check for that.

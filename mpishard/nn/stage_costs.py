@@ -20,7 +20,7 @@ _REPEATS = 3
 
 
 def measure_costs(
-    architecture: Architecture, dtype: Any, world: Axis | None, compute_dtype: Any = None, module: Any = np
+    architecture: Architecture, dtype: Any, world: Axis, compute_dtype: Any = None, module: Any = np
 ) -> list[float]:
     """Seconds that one sequence of `context_length` tokens spends in each unit, forward and backward.
 
@@ -28,9 +28,9 @@ def measure_costs(
     so that all ranks cut the model alike; `compute_dtype` and `module` as for `GPT`.  Collective over `world`.
     """
     seconds = np.zeros(3)
-    if world is None or world.rank == 0:
+    if world.rank == 0:
         seconds[:] = _measure(architecture, dtype, compute_dtype, module)
-    if world is not None:
+    if world.size > 1:
         world.broadcast(seconds, label="control")
     embedding, block, head = (float(each) for each in seconds)
     return [embedding, *([block] * architecture.layers), head]

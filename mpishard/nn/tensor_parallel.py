@@ -36,15 +36,13 @@ class AdjointPair(ABC):
 
     Parameters
     ----------
-    axis : Axis or None
-        None: one rank alone.
+    axis : Axis
     """
 
-    def __init__(self, axis: Axis | None) -> None:
+    def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self.rank: int
-        self.size: int
-        self.rank, self.size = (0, 1) if axis is None else (axis.rank, axis.size)
+        self.rank: int = axis.rank
+        self.size: int = axis.size
 
     @abstractmethod
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array: ...
@@ -55,14 +53,12 @@ class AdjointPair(ABC):
 
     def _sum(self, x_nc: Array, label: str) -> Array:
         if self.size > 1:
-            assert self.axis is not None
             self.axis.all_reduce(x_nc, label=label)
         return x_nc
 
     def _gather_rows(self, x_nc: Array, rows: int, memory: Memory, label: str) -> Array:
         if self.size == 1:
             return x_nc
-        assert self.axis is not None
         out_nc = memory(rows, x_nc.shape[1])
         self.axis.all_gather(out_nc, x_nc, self._elements(rows, x_nc.shape[1]), label=label)
         return out_nc
@@ -70,7 +66,6 @@ class AdjointPair(ABC):
     def _reduce_scatter_rows(self, x_nc: Array, rows: int, memory: Memory, label: str) -> Array:
         if self.size == 1:
             return x_nc
-        assert self.axis is not None
         elements = self._elements(rows, x_nc.shape[1])
         out_nc = memory(counts(split(rows, self.size))[self.rank], x_nc.shape[1])
         self.axis.reduce_scatter(x_nc, out_nc, elements, label=label)
@@ -129,7 +124,7 @@ class GatherColumns(AdjointPair):
         Of the whole array, cut as `mpishard.layout.boxes.split` does.
     """
 
-    def __init__(self, axis: Axis | None, columns: int) -> None:
+    def __init__(self, axis: Axis, columns: int) -> None:
         super().__init__(axis)
         self.cuts: list[int] = split(columns, self.size)
 
@@ -143,7 +138,7 @@ class GatherColumns(AdjointPair):
 class ScatterColumns(AdjointPair):
     """Replicated to split by columns; backward gathers.  `columns` as for `GatherColumns`."""
 
-    def __init__(self, axis: Axis | None, columns: int) -> None:
+    def __init__(self, axis: Axis, columns: int) -> None:
         super().__init__(axis)
         self.cuts: list[int] = split(columns, self.size)
 
@@ -166,7 +161,6 @@ def _own_columns(pair: AdjointPair, cuts: Sequence[int], x_nc: Array, memory: Me
 def _join_columns(pair: AdjointPair, cuts: Sequence[int], x_nc: Array, rows: int, memory: Memory, label: str) -> Array:
     if pair.size == 1:
         return x_nc
-    assert pair.axis is not None
     joined_nc = memory(rows, cuts[-1])
     # The pieces of a rank are strided in the whole array: they arrive one after the other and are sorted in.
     arrived = module_of(x_nc).empty(rows * cuts[-1], x_nc.dtype)
@@ -184,7 +178,7 @@ class TensorParallel:
     Parameters
     ----------
     axis : Axis, optional
-        The tensor axis of the mesh; None: one rank alone.
+        The tensor axis of the mesh; default: `Axis.single`.
     sequence_parallel : bool
         Between the parts of a network that are split by columns, rows are split over the ranks instead of replicated.
 
@@ -200,13 +194,12 @@ class TensorParallel:
     """
 
     def __init__(self, axis: Axis | None = None, sequence_parallel: bool = False) -> None:
-        self.axis = axis
-        self.rank: int
-        self.size: int
-        self.rank, self.size = (0, 1) if axis is None else (axis.rank, axis.size)
+        self.axis: Axis = Axis.single("tensor") if axis is None else axis
+        self.rank: int = self.axis.rank
+        self.size: int = self.axis.size
         self.splits_rows: bool = sequence_parallel and self.size > 1
-        self.enter: AdjointPair = GatherRows(axis) if self.splits_rows else Copy(axis)
-        self.leave: AdjointPair = ReduceScatterRows(axis) if self.splits_rows else Reduce(axis)
+        self.enter: AdjointPair = GatherRows(self.axis) if self.splits_rows else Copy(self.axis)
+        self.leave: AdjointPair = ReduceScatterRows(self.axis) if self.splits_rows else Reduce(self.axis)
 
     def rows(self, rows: int) -> int:
         """The number of rows of an array that this rank holds.

@@ -14,7 +14,7 @@ from standin import empty as empty_on_device
 import mpishard
 from mpishard.backend import array as arrays
 from mpishard.comm import staging
-from mpishard.comm.channel import CollectiveMismatchError
+from mpishard.comm.comparison import CollectiveMismatchError
 
 SIZES = (0, 1, 7, 57)
 
@@ -76,7 +76,8 @@ def shared_mesh(comm):
 def axis(request, shared_mesh, monkeypatch):
     """The data axis; with a count limit of 5 elements it goes the way of buffers of more than 2**31."""
     if request.param == "many parts":
-        monkeypatch.setattr(shared_mesh.data, "largest_count", 5)
+        for channel in (shared_mesh.data._channel, shared_mesh.data._channel_of_started):
+            monkeypatch.setattr(channel, "largest_count", 5)
     return shared_mesh.data
 
 

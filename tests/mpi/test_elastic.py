@@ -233,16 +233,16 @@ def test_a_hundred_resizes_leave_nothing_behind(mesh, tmp_path, monkeypatch):
     """MPICH has about 2000 communicators: those that are left would be missed soon."""
     if mesh.size > 4:
         pytest.skip("slow where cores are few, and nothing new")
-    ranks, steps, noted, lanes = mesh.size, 104, {}, Counter()
+    ranks, steps, noted, channels = mesh.size, 104, {}, Counter()
     make, free = Channel.__init__, Channel.free
 
-    def counted_make(lane, comm, debug):
-        lanes["open"] += 1
-        make(lane, comm, debug)
+    def counted_make(channel, *arguments):
+        channels["open"] += 1
+        make(channel, *arguments)
 
-    def counted_free(lane):
-        lanes["open"] -= 1
-        free(lane)
+    def counted_free(channel):
+        channels["open"] -= 1
+        free(channel)
 
     monkeypatch.setattr(Channel, "__init__", counted_make)
     monkeypatch.setattr(Channel, "free", counted_free)
@@ -252,7 +252,7 @@ def test_a_hundred_resizes_leave_nothing_behind(mesh, tmp_path, monkeypatch):
     def callback(state):
         if state.step in (20, steps):
             gc.collect()
-        noted[state.step] = lanes["open"], open_files(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        noted[state.step] = channels["open"], open_files(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         optimizer.resize(ranks - state.step % 2)
 
     with Checkpoints(folder, mesh) as checkpoints:

@@ -1,0 +1,218 @@
+"""How each collective is done by MPI: on the array itself or a staged copy, in one call or in parts.
+
+Each method here starts one collective over a channel and returns its `Request`.  `Communicator` has the blocking and
+the started form of each, and says what the arguments are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpishard.backend import array as arrays
+from mpishard.comm.channel import OPS, Channel
+from mpishard.comm.ledger import all_reduce_elements, ring_elements
+from mpishard.comm.request import Fields, Request
+from mpishard.comm.staging import stage_in, stage_out
+from mpishard.layout.boxes import counts as run_lengths
+from mpishard.layout.boxes import split
+
+Array = Any
+Counts = Sequence[int] | None
+
+
+class Collectives:
+    """The collectives over one channel.
+
+    Parameters
+    ----------
+    channel : Channel
+    nonblocking : bool
+        Whether a reduction may still be under way when its method returns.
+
+    Notes
+    -----
+    A blocking all-reduce is MPI's blocking call, since `Communicator.all_reduce` has a fast path that makes it: each
+    rank chooses that path by its own buffer, and MPI does not match a blocking collective with a non-blocking one.
+    """
+
+    def __init__(self, channel: Channel, *, nonblocking: bool) -> None:
+        self.channel = channel
+        self._comm = channel.comm
+        self._nonblocking = nonblocking
+        self._ledger = channel.ledger
+        self._rank, self._size = channel.rank, channel.size
+
+    def all_reduce(self, buffer: Array, out: Array | None, op: str, label: str) -> Request:
+        """Start an all-reduce."""
+        channel, ledger = self.channel, self._ledger
+        call = channel.begin("all_reduce", buffer, label, op)
+        if out is None:
+            out = buffer
+            target = stage_out(buffer, arithmetic=True)
+            sources: list[Any] = [MPI.IN_PLACE for _ in channel.parts(target)]
+        else:
+            _check_alike(buffer, out)
+            target = stage_out(out, reads=False, arithmetic=True)
+            sources = channel.parts(stage_out(buffer, arithmetic=True))
+        parts = list(zip(sources, channel.parts(target), strict=True))
+        requests = []
+        if self._nonblocking:
+            requests = [self._comm.Iallreduce(source, part, OPS[op]) for source, part in parts]
+        else:
+            ledger.active = call
+            try:
+                for source, part in parts:
+                    self._comm.Allreduce(source, part, OPS[op])
+            finally:
+                ledger.active = None
+        sent = all_reduce_elements(buffer.size, self._size, self._rank) * buffer.itemsize
+        return Request(ledger, call, sent, requests, lambda: stage_in(target, out), sources)
+
+    def reduce_scatter(self, buffer: Array, out: Array | None, counts: Counts, op: str, label: str) -> Request:
+        """Start a reduce-scatter."""
+        channel, rank = self.channel, self._rank
+        call = channel.begin("reduce_scatter", buffer, label, op, counts)
+        counts = self._counts(buffer, counts)
+        sent = ring_elements("reduce_scatter", counts, rank) * buffer.itemsize
+        staged = stage_out(buffer, arithmetic=True)
+        in_place = out is None
+        if out is None:
+            out = buffer.reshape(-1)[: counts[rank]]
+            target = staged[: counts[rank]]
+        else:
+            _check_piece(out, counts[rank], buffer)
+            target = stage_out(out, reads=False, arithmetic=True)
+        requests = []
+        if not channel.fits(staged.size):
+            self._reduce_pieces(call, staged, target, counts, op, in_place)
+        elif in_place:
+            requests.append(self._comm.Ireduce_scatter(MPI.IN_PLACE, staged, counts, OPS[op]))
+        else:
+            requests.append(self._comm.Ireduce_scatter(staged, target, counts, OPS[op]))
+        return Request(self._ledger, call, sent, requests, lambda: stage_in(target, out), [staged])
+
+    def all_gather(self, buffer: Array, piece: Array | None, counts: Counts, label: str) -> Request:
+        """Start an all-gather."""
+        channel, rank = self.channel, self._rank
+        call = channel.begin("all_gather", buffer, label, "", counts)
+        counts = self._counts(buffer, counts)
+        starts = _starts(counts)
+        staged = stage_out(buffer, reads=piece is None)
+        source: Any = MPI.IN_PLACE
+        if piece is not None:
+            _check_piece(piece, counts[rank], buffer)
+            source = stage_out(piece)
+        if channel.fits(staged.size):
+            requests = [self._comm.Iallgatherv(source, [staged, (counts, starts)])]
+        else:
+            if piece is not None:
+                staged[starts[rank] : starts[rank] + counts[rank]] = source
+                arrays.ready(staged)
+            # Above the count limit the owner of each piece broadcasts it, in parts.
+            requests = [
+                self._comm.Ibcast(part, owner)
+                for owner, start in enumerate(starts)
+                for part in channel.parts(staged[start : start + counts[owner]])
+            ]
+        sent = ring_elements("all_gather", counts, rank) * buffer.itemsize
+        return Request(self._ledger, call, sent, requests, lambda: stage_in(staged, buffer), [source])
+
+    def all_to_all(
+        self, buffer: Array, out: Array, counts: Counts, out_counts: Counts, keep_own: bool, label: str
+    ) -> Request:
+        """Start an all-to-all."""
+        channel, comm = self.channel, self._comm
+        call = channel.begin("all_to_all", buffer, label)
+        counts, out_counts = self._counts(buffer, counts), self._counts(out, out_counts)
+        if buffer.dtype != out.dtype:
+            raise TypeError(f"all_to_all from {buffer.dtype} to {out.dtype}; both buffers need one dtype")
+        staged, target = stage_out(buffer), stage_out(out, reads=False)
+        starts, out_starts = _starts(counts), _starts(out_counts)
+        if keep_own:
+            counts[self._rank] = 0
+        if self._all_fit(call, max(staged.size, target.size)):
+            requests = [comm.Ialltoallv([staged, (counts, starts)], [target, (out_counts, out_starts)])]
+        else:
+            runs = [target[start : start + count] for start, count in zip(out_starts, out_counts, strict=True)]
+            requests = [comm.Irecv(part, rank) for rank, run in enumerate(runs) for part in channel.parts(run)]
+            runs = [staged[start : start + count] for start, count in zip(starts, counts, strict=True)]
+            requests += [comm.Isend(part, rank) for rank, run in enumerate(runs) for part in channel.parts(run)]
+        sent = ring_elements("all_to_all", counts, self._rank) * buffer.itemsize
+        return Request(self._ledger, call, sent, requests, lambda: stage_in(target, out), [staged])
+
+    def broadcast(self, buffer: Array, root: int, label: str) -> Request:
+        """Start a broadcast."""
+        channel = self.channel
+        if not 0 <= root < self._size:
+            raise ValueError(f"broadcast from rank {root} of axis {channel.name!r}, which has {self._size} ranks")
+        call = channel.begin("broadcast", buffer, label, f"root {root}")
+        staged = stage_out(buffer, reads=self._rank == root)
+        requests = [self._comm.Ibcast(part, root) for part in channel.parts(staged)]
+        last = self._rank == (root - 1) % self._size
+        sent = 0 if last else buffer.nbytes
+        return Request(self._ledger, call, sent, requests, lambda: stage_in(staged, buffer))
+
+    def _reduce_pieces(
+        self, call: Fields, staged: Array, target: Array, counts: Sequence[int], op: str, in_place: bool
+    ) -> None:
+        """Reduce_scatter above the count limit: each piece is reduced to its owner, in parts, one after another."""
+        comm, parts = self._comm, self.channel.parts
+        self._ledger.active = call
+        for rank, (start, count) in enumerate(zip(_starts(counts), counts, strict=True)):
+            piece = staged[start : start + count]
+            if rank != self._rank:
+                for part in parts(piece):
+                    comm.Reduce(part, None, OPS[op], rank)
+            elif in_place:
+                for part in parts(piece):
+                    comm.Reduce(MPI.IN_PLACE, part, OPS[op], rank)
+                target[...] = piece
+            else:
+                for part, into in zip(parts(piece), parts(target), strict=True):
+                    comm.Reduce(part, into, OPS[op], rank)
+        self._ledger.active = None
+
+    def _all_fit(self, call: Fields, count: int) -> bool:
+        """Whether the buffers of all ranks fit; for calls whose buffers differ in size between ranks.  Collective."""
+        if self.channel.largest_count is None:
+            return True
+        largest = np.array([count], np.int64)
+        self._ledger.active = call
+        self._comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+        self._ledger.active = None
+        return self.channel.fits(int(largest[0]))
+
+    def _counts(self, buffer: Array, counts: Counts) -> list[int]:
+        if counts is None:
+            return run_lengths(split(buffer.size, self._size))
+        if len(counts) != self._size or sum(counts) != buffer.size or min(counts) < 0:
+            raise ValueError(
+                f"counts {list(counts)} do not cut a buffer of {buffer.size} elements "
+                f"for the {self._size} ranks of axis {self.channel.name!r}"
+            )
+        return list(counts)
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    starts = [0]
+    for count in counts[:-1]:
+        starts.append(starts[-1] + count)
+    return starts
+
+
+def _check_alike(one: Array, other: Array) -> None:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        raise ValueError(
+            f"the two buffers differ: {one.dtype} {one.shape} and {other.dtype} {other.shape}; they must be alike"
+        )
+
+
+def _check_piece(piece: Array, count: int, whole: Array) -> None:
+    if piece.size != count or piece.dtype != whole.dtype:
+        raise ValueError(
+            f"this rank's piece must have {count} elements of {whole.dtype}, got {piece.size} of {piece.dtype}"
+        )

@@ -1,0 +1,392 @@
+"""Collectives and messages on flat buffers, for NumPy and device arrays, over one group of ranks.
+
+The first argument is always the whole buffer: `all_reduce` sums it, `reduce_scatter` leaves each rank a piece of it,
+`all_gather` fills it from the pieces of all ranks.  Without a second buffer they work in place.  The adjoint of each is
+here too: all_reduce is its own adjoint, reduce_scatter is that of all_gather and the other way round, all_to_all is its
+own with the counts swapped, and the adjoint of broadcast is a reduce to the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpishard.comm.channel import NOTHING, OPS, Channel
+from mpishard.comm.collectives import Collectives
+from mpishard.comm.comparison import Comparison
+from mpishard.comm.ledger import Ledger, all_reduce_elements
+from mpishard.comm.messages import Messages
+from mpishard.comm.request import Request
+
+Array = Any
+Counts = Sequence[int] | None
+
+
+class Communicator:
+    """A group of ranks, with MPI's collectives and messages on buffers.
+
+    Buffers are C-contiguous arrays, NumPy or device, of any shape and of any dtype that MPI knows, or float16 and
+    bfloat16 (reduced in float32).  They are seen as flat: `counts` are elements by rank, and without them a buffer is
+    cut as `mpishard.layout.boxes.split` does.
+
+    ================== ======================== =====================================
+    blocking           started, a `Request`     MPI
+    ================== ======================== =====================================
+    `all_reduce`       `start_all_reduce`       ``Allreduce``, ``Iallreduce``
+    `reduce_scatter`   `start_reduce_scatter`   ``Ireduce_scatter``
+    `all_gather`       `start_all_gather`       ``Iallgatherv``
+    `all_to_all`       `start_all_to_all`       ``Ialltoallv``
+    `broadcast`        `start_broadcast`        ``Ibcast``
+    `barrier`                                   ``Ibarrier``
+    `send`, `recv`     `start_send` ...         ``Isend``, ``Irecv``; not collective
+    ================== ======================== =====================================
+
+    All but messages are collective: all ranks must call them in one order.  The started collectives have a
+    communicator of their own, so that a blocking call may come before them on one rank and after them on another.  What
+    a rank can check alone raises on it alone: TypeError if a buffer is no array or has the wrong dtype, ValueError if
+    it is strided or its size does not fit.  In debug mode (`Mesh`) all ranks raise CollectiveMismatchError if their
+    calls do not match.
+
+    The class is long since it has what a user of MPI looks for in one place.  Two thirds of it are docstrings; how a
+    collective is done is in `mpishard.comm.collectives`, a message in `mpishard.comm.messages`.
+
+    Attributes
+    ----------
+    name : str
+    comm : mpi4py.MPI.Intracomm
+    rank, size : int
+    members : list of int
+        Ranks of the whole mesh that are in it.
+    ledger : Ledger
+    """
+
+    def __init__(
+        self,
+        name: str,
+        comm: MPI.Intracomm,
+        ledger: Ledger,
+        *,
+        members: Sequence[int] | None = None,
+        later: MPI.Intracomm | None = None,
+        comparison: Comparison | None = None,
+    ) -> None:
+        self.name = name
+        self.ledger = ledger
+        self._bind(comm, members, later, comparison)
+
+    def _bind(
+        self,
+        comm: MPI.Intracomm,
+        members: Sequence[int] | None,
+        later: MPI.Intracomm | None,
+        comparison: Comparison | None,
+    ) -> None:
+        """Use these communicators from now on; see `Axis.rebind`."""
+        self.comm = comm
+        self._comparison = comparison
+        later = comm.Dup() if later is None else later
+        self.members: list[int] = list(range(comm.size) if members is None else members)
+        self._channel = Channel(comm, self.name, self.ledger, self.members, comparison)
+        self._channel_of_started = Channel(later, self.name, self.ledger, self.members, comparison)
+        self.rank: int = self._channel.rank
+        self.size: int = self._channel.size
+        self._blocking = Collectives(self._channel, nonblocking=False)
+        self._started = Collectives(self._channel_of_started, nonblocking=True)
+        self._messages = Messages(self._channel)
+
+    def all_reduce(self, buffer: Array, out: Array | None = None, op: str = "sum", *, label: str = "") -> Array:
+        """Combine `buffer` over all ranks; every rank gets the result.  Collective.
+
+        Parameters
+        ----------
+        buffer : array
+            Alike in shape and dtype on all ranks.
+        out : array, optional
+            For the result, alike too; default: in place.
+        op : {"sum", "max", "min", "prod"}
+        label : str
+            The purpose, for the ledger.
+
+        Returns
+        -------
+        array
+            `out`, or else `buffer`.
+        """
+        channel, ledger = self._channel, self.ledger
+        limit = channel.largest_count
+        plain = out is None and type(buffer) is np.ndarray and buffer.itemsize != 2 and buffer.flags.carray
+        if not plain or op not in OPS or channel.comparison is not None or (limit is not None and buffer.size > limit):
+            return self._blocking.all_reduce(buffer, out, op, label).wait()
+        # The fast path: a large buffer has evicted the interpreter from the caches, so that every function call here
+        # costs microseconds.
+        channel.calls += 1
+        ledger.active = call = ledger.begin(
+            self.name, channel.calls, "all_reduce", buffer.dtype, buffer.size, label, self.members
+        )
+        try:
+            self.comm.Allreduce(MPI.IN_PLACE, buffer, OPS[op])
+        finally:
+            ledger.active = None
+        sent = all_reduce_elements(buffer.size, self.size, self.rank) * buffer.itemsize
+        ledger.enter(call, sent, ledger.spend(call, call[0]))
+        return buffer
+
+    def reduce_scatter(
+        self, buffer: Array, out: Array | None = None, counts: Counts = None, op: str = "sum", *, label: str = ""
+    ) -> Array:
+        """Combine `buffer` over all ranks; each rank keeps piece number `rank` of the result.  Collective.
+
+        Parameters
+        ----------
+        buffer : array
+            Alike in size and dtype on all ranks.
+        out : array, optional
+            For the piece: ``counts[rank]`` elements of the dtype of `buffer`.  Default: the front of `buffer`, whose
+            rest is then undefined.
+        counts : sequence of int, optional
+            Elements of the piece of each rank.
+        op : {"sum", "max", "min", "prod"}
+        label : str
+            The purpose, for the ledger.
+
+        Returns
+        -------
+        array
+            The piece: `out`, or else a flat view into `buffer`.
+        """
+        return self._blocking.reduce_scatter(buffer, out, counts, op, label).wait()
+
+    def all_gather(self, buffer: Array, piece: Array | None = None, counts: Counts = None, *, label: str = "") -> Array:
+        """Fill `buffer` with the pieces of all ranks, by rank.  Collective.
+
+        Parameters
+        ----------
+        buffer : array
+            Alike in size and dtype on all ranks.
+        piece : array, optional
+            This rank's: ``counts[rank]`` elements of the dtype of `buffer`.  Default: it is in `buffer` already.
+        counts : sequence of int, optional
+            Elements of the piece of each rank.
+        label : str
+            The purpose, for the ledger.
+
+        Returns
+        -------
+        array
+            `buffer`.
+        """
+        return self._blocking.all_gather(buffer, piece, counts, label).wait()
+
+    def all_to_all(
+        self,
+        buffer: Array,
+        out: Array,
+        counts: Counts = None,
+        out_counts: Counts = None,
+        *,
+        keep_own: bool = False,
+        label: str = "",
+    ) -> Array:
+        """Send run ``s`` of `buffer` to rank ``s``, and receive its run into run ``s`` of `out`.  Collective.
+
+        Parameters
+        ----------
+        buffer, out : array
+            Of one dtype; their sizes may differ, also between ranks.
+        counts, out_counts : sequence of int, optional
+            Elements of each run of `buffer`, and of `out`.
+        keep_own : bool
+            Leave a rank's run for itself in `buffer`; `out_counts` has 0 for it.
+        label : str
+            The purpose, for the ledger.
+
+        Returns
+        -------
+        array
+            `out`.
+        """
+        return self._blocking.all_to_all(buffer, out, counts, out_counts, keep_own, label).wait()
+
+    def broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> Array:
+        """Copy `buffer` of one rank to all ranks.  Collective.
+
+        Parameters
+        ----------
+        buffer : array
+            Alike in size and dtype on all ranks; overwritten on all but `root`.
+        root : int
+            The rank that has the values; ValueError on every rank if there is no such rank.
+        label : str
+            The purpose, for the ledger.
+
+        Returns
+        -------
+        array
+            `buffer`.
+        """
+        return self._blocking.broadcast(buffer, root, label).wait()
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this.  Collective."""
+        call = self._channel.begin("barrier", NOTHING, "")
+        Request(self.ledger, call, 0, [self.comm.Ibarrier()], lambda: None).wait()
+
+    # -- the same, started: the buffers belong to the `Request` until its `wait` returns ------------------------------
+
+    def start_all_reduce(self, buffer: Array, out: Array | None = None, op: str = "sum", *, label: str = "") -> Request:
+        """Start an `all_reduce`.  Collective.
+
+        Parameters
+        ----------
+        buffer, out, op, label
+            As for `all_reduce`.
+
+        Returns
+        -------
+        Request
+            Its `wait` returns what `all_reduce` returns.
+        """
+        return self._started.all_reduce(buffer, out, op, label)
+
+    def start_reduce_scatter(
+        self, buffer: Array, out: Array | None = None, counts: Counts = None, op: str = "sum", *, label: str = ""
+    ) -> Request:
+        """Start a `reduce_scatter`.  Collective.
+
+        Parameters
+        ----------
+        buffer, out, counts, op, label
+            As for `reduce_scatter`.
+
+        Returns
+        -------
+        Request
+            Its `wait` returns what `reduce_scatter` returns.
+        """
+        return self._started.reduce_scatter(buffer, out, counts, op, label)
+
+    def start_all_gather(
+        self, buffer: Array, piece: Array | None = None, counts: Counts = None, *, label: str = ""
+    ) -> Request:
+        """Start an `all_gather`.  Collective.
+
+        Parameters
+        ----------
+        buffer, piece, counts, label
+            As for `all_gather`.
+
+        Returns
+        -------
+        Request
+            Its `wait` returns what `all_gather` returns.
+        """
+        return self._started.all_gather(buffer, piece, counts, label)
+
+    def start_all_to_all(
+        self,
+        buffer: Array,
+        out: Array,
+        counts: Counts = None,
+        out_counts: Counts = None,
+        *,
+        keep_own: bool = False,
+        label: str = "",
+    ) -> Request:
+        """Start an `all_to_all`.  Collective.
+
+        Parameters
+        ----------
+        buffer, out, counts, out_counts, keep_own, label
+            As for `all_to_all`.
+
+        Returns
+        -------
+        Request
+            Its `wait` returns what `all_to_all` returns.
+        """
+        return self._started.all_to_all(buffer, out, counts, out_counts, keep_own, label)
+
+    def start_broadcast(self, buffer: Array, root: int = 0, *, label: str = "") -> Request:
+        """Start a `broadcast`.  Collective.
+
+        Parameters
+        ----------
+        buffer, root, label
+            As for `broadcast`.
+
+        Returns
+        -------
+        Request
+            Its `wait` returns what `broadcast` returns.
+        """
+        return self._started.broadcast(buffer, root, label)
+
+    # -- messages: one rank sends, another receives -------------------------------------------------------------------
+
+    def send(self, buffer: Array, to: int, tag: int = 0, *, label: str = "") -> None:
+        """Send `buffer` to rank `to`; returns when it may be written again.  Not collective.
+
+        Parameters
+        ----------
+        buffer : array
+        to : int
+            The rank that calls `recv`.
+        tag : int
+            Alike in both calls.
+        label : str
+            The purpose, for the ledger.
+        """
+        self._messages.wait(self._messages.send(buffer, to, tag, label), to, tag)
+
+    def recv(self, buffer: Array, source: int, tag: int = 0, *, label: str = "") -> Array:
+        """Receive into `buffer` from rank `source`.  Not collective.
+
+        Parameters
+        ----------
+        buffer : array
+            As long as what was sent; ValueError on this rank if fewer elements were sent.
+        source : int
+            The rank that calls `send`.
+        tag : int
+            Alike in both calls.
+        label : str
+            The purpose, for the ledger.
+
+        Returns
+        -------
+        array
+            `buffer`.
+        """
+        return self._messages.wait(self._messages.recv(buffer, source, tag, label), source, tag)
+
+    def start_send(self, buffer: Array, to: int, tag: int = 0, *, label: str = "") -> Request:
+        """Start a `send`.  Not collective.
+
+        Parameters
+        ----------
+        buffer, to, tag, label
+            As for `send`.
+
+        Returns
+        -------
+        Request
+        """
+        return self._messages.send(buffer, to, tag, label)
+
+    def start_recv(self, buffer: Array, source: int, tag: int = 0, *, label: str = "") -> Request:
+        """Start a `recv`.  Not collective.
+
+        Parameters
+        ----------
+        buffer, source, tag, label
+            As for `recv`.
+
+        Returns
+        -------
+        Request
+            Its `wait` returns what `recv` returns.
+        """
+        return self._messages.recv(buffer, source, tag, label)

@@ -1,0 +1,68 @@
+"""The axis of one rank alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpishard
+
+# A model of its own, in a process where a call of MPI would abort.
+WITHOUT_MPI = """
+import mpi4py
+mpi4py.rc.initialize = False
+import numpy as np
+import mpishard
+from mpi4py import MPI
+
+model = mpishard.nn.GPT(9, 8, width=8, layers=2, heads=2, stage_costs="measured", dtype="float64")
+tokens = np.arange(16).reshape(2, 8) % 9
+loss = model.loss_and_gradient(tokens, tokens)
+assert np.isfinite(loss) and abs(model.loss(tokens, tokens) - loss) < 1e-9
+axis = mpishard.Axis.single()
+assert (axis.rank, axis.size, axis.members) == (0, 1, [0])
+axis.revoke()
+axis.free()
+assert not MPI.Is_initialized()
+"""
+
+
+def test_a_model_without_a_mesh_makes_no_mpi_call() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_MPI], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_has_every_collective() -> None:
+    axis = mpishard.Axis.single("alone")
+    values, other = np.arange(3.0), np.zeros(3)
+    assert axis.all_reduce(values) is values and axis.start_all_reduce(values, other).wait() is other
+    assert np.array_equal(other, values)
+    assert np.array_equal(axis.reduce_scatter(values), values) and np.array_equal(axis.all_gather(values), values)
+    assert np.array_equal(axis.all_to_all(values, np.zeros(3)), values) and axis.broadcast(values) is values
+    sent = axis.start_send(values, 0)
+    assert np.array_equal(axis.recv(np.zeros(3), 0), values)
+    sent.wait()
+    axis.barrier()
+    assert axis.allgather_object("x") == ["x"]
+    assert axis.ledger.totals["alone", "all_reduce", ""].calls == 2
+    with pytest.raises(ValueError, match="wrong"):
+        axis.raise_if_any(ValueError("wrong"))
+    part = axis.subgroup("part", [0])
+    assert part is not None and part.all_reduce(values) is values
+    axis.free()
+    assert part.comm == MPI.COMM_NULL
+
+
+def test_its_communicator_stays() -> None:
+    axis = mpishard.Axis.single()
+    axis.revoke()
+    axis.free()
+    assert MPI.COMM_SELF.size == 1 and mpishard.Axis.single().all_reduce(np.ones(2))[0] == 1
+
+
+def test_two_of_them_have_a_ledger_each() -> None:
+    assert mpishard.Axis.single().ledger is not mpishard.Axis.single().ledger
