@@ -100,8 +100,8 @@ class Axis(Communicator):
 
         Parameters
         ----------
-        comm, members, later, comparison
-            As for `Axis`.
+        comm, members, later, comparison : as for `Axis`
+            Of the new ranks.
         """
         self._bind(comm, members, later, comparison)
         self._subgroups = {}

@@ -241,8 +241,8 @@ class Communicator:
 
         Parameters
         ----------
-        buffer, out, op, label
-            As for `all_reduce`.
+        buffer, out, op, label : as for `all_reduce`
+            The buffers belong to the request until its `wait` returns.
 
         Returns
         -------
@@ -258,8 +258,8 @@ class Communicator:
 
         Parameters
         ----------
-        buffer, out, counts, op, label
-            As for `reduce_scatter`.
+        buffer, out, counts, op, label : as for `reduce_scatter`
+            The buffers belong to the request until its `wait` returns.
 
         Returns
         -------
@@ -275,8 +275,8 @@ class Communicator:
 
         Parameters
         ----------
-        buffer, piece, counts, label
-            As for `all_gather`.
+        buffer, piece, counts, label : as for `all_gather`
+            The buffers belong to the request until its `wait` returns.
 
         Returns
         -------
@@ -299,8 +299,8 @@ class Communicator:
 
         Parameters
         ----------
-        buffer, out, counts, out_counts, keep_own, label
-            As for `all_to_all`.
+        buffer, out, counts, out_counts, keep_own, label : as for `all_to_all`
+            The buffers belong to the request until its `wait` returns.
 
         Returns
         -------
@@ -314,8 +314,8 @@ class Communicator:
 
         Parameters
         ----------
-        buffer, root, label
-            As for `broadcast`.
+        buffer, root, label : as for `broadcast`
+            The buffer belongs to the request until its `wait` returns.
 
         Returns
         -------
@@ -332,6 +332,7 @@ class Communicator:
         Parameters
         ----------
         buffer : array
+            What is sent.
         to : int
             The rank that calls `recv`.
         tag : int
@@ -367,12 +368,13 @@ class Communicator:
 
         Parameters
         ----------
-        buffer, to, tag, label
-            As for `send`.
+        buffer, to, tag, label : as for `send`
+            The buffer belongs to the request until its `wait` returns.
 
         Returns
         -------
         Request
+            Its `wait` returns when the buffer may be written again.
         """
         return self._messages.send(buffer, to, tag, label)
 
@@ -381,8 +383,8 @@ class Communicator:
 
         Parameters
         ----------
-        buffer, source, tag, label
-            As for `recv`.
+        buffer, source, tag, label : as for `recv`
+            The buffer belongs to the request until its `wait` returns.
 
         Returns
         -------

@@ -34,6 +34,9 @@ class Mesh:
     As a context manager it frees them at the end, unless an exception leaves the block: other ranks may not come to
     the end then.  Code that catches that exception on all ranks calls `free` itself.
 
+    Of its public members half are what everything asks a mesh for: its axes, and where this rank is on them.  The other
+    half is the life of the communicators, which only a mesh can change together.
+
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm, optional
@@ -70,6 +73,8 @@ class Mesh:
     ValueError
         On every rank, if the product of the sizes is not the number of ranks, or if each rank is alone in its world
         since the launcher belongs to another MPI; this second check is left out with MPI.COMM_SELF.
+    TypeError, ValueError
+        On this rank, if `timeout` or `debug` make no sense.
     """
 
     debug: bool
@@ -107,13 +112,17 @@ class Mesh:
         world = comm.Dup()
         self._watchdog: Watchdog | None = Watchdog(world, self.ledger, timeout)
         abort_on_exception(self.ledger, watchdog=self._watchdog)
-        self._is_child = False
+        self._parent: Mesh | None = None
+        self._axes: dict[str, Axis] = {}
         self._split(world, data, tensor, pipeline)
 
     def _split(self, world: MPI.Intracomm, data: int, tensor: int, pipeline: int) -> None:
+        """Make the axes over the ranks of `world`, or bind those that there are to them.  Collective."""
         self.shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
-        if not self._is_child:
+        if self._parent is None:
             self._comparison = Comparison(world) if self.debug else None
+        else:
+            self._comparison = self._parent._comparison
         rank = world.rank
         tensor_rank, data_rank, stage = rank % tensor, rank // tensor % data, rank // (tensor * data)
         self.coordinates = {"pipeline": stage, "data": data_rank, "tensor": tensor_rank}
@@ -123,11 +132,12 @@ class Mesh:
         def axis(name: str, now: MPI.Comm, later: MPI.Comm) -> Axis:
             assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
             members = MPI.Group.Translate_ranks(now.group, None, world.group)
-            known: Axis | None = getattr(self, name, None)
-            if known is None:
-                return Axis(name, now, self.ledger, members=members, later=later, comparison=self._comparison)
-            known.rebind(now, members=members, later=later, comparison=self._comparison)
-            return known
+            of_now: dict[str, Any] = {"members": members, "later": later, "comparison": self._comparison}
+            if name in self._axes:
+                self._axes[name].rebind(now, **of_now)
+            else:
+                self._axes[name] = Axis(name, now, self.ledger, **of_now)
+            return self._axes[name]
 
         def split(color: int, place: int) -> list[MPI.Comm]:
             return [world.Split(color, place) for _ in range(2)]
@@ -161,6 +171,7 @@ class Mesh:
 
     @property
     def device(self) -> int | None:
+        """Number of the GPU for this rank; None without a GPU."""
         from mpishard.backend.array import device_count
 
         devices = device_count()
@@ -180,6 +191,16 @@ class Mesh:
         Collective.  A second call with the same shape returns the same mesh.  It shares this mesh's ledger and is freed
         with this mesh.
 
+        Parameters
+        ----------
+        data, tensor, pipeline : int
+            Its sizes, as for `Mesh`.
+
+        Returns
+        -------
+        Mesh
+            Over duplicates of this mesh's communicators.
+
         Raises
         ------
         ValueError
@@ -194,23 +215,24 @@ class Mesh:
                 "for; leave the sizes out to use the mesh as it is, or start from a purely data-parallel one"
             )
         if shape not in self._children:
-            child = Mesh.__new__(Mesh)
-            child.debug, child.ledger, child._watchdog = self.debug, self.ledger, None
-            child._is_child, child._comparison = True, self._comparison
-            child._split(self.world.comm.Dup(), data, tensor, pipeline)
-            self._children[shape] = child
+            self._children[shape] = _ReshapedMesh(self, data, tensor, pipeline)
         return self._children[shape]
 
     @property
     def is_reshaped(self) -> bool:
         """Whether there is another mesh of the same ranks, by `reshaped`."""
-        return self._is_child or bool(self._children)
+        return self._parent is not None or bool(self._children)
 
     def rebind(self, comm: MPI.Intracomm) -> None:
         """Split the ranks of `comm` in place: the axes stay the objects that models and optimizers hold.
 
         The tensor and pipeline sizes stay, the data size follows from the number of ranks.  Collective over `comm`,
         which the mesh owns from now on.  The old communicators are not freed, see `release`.
+
+        Parameters
+        ----------
+        comm : mpi4py.MPI.Intracomm
+            The ranks of the mesh from now on.
 
         Raises
         ------
@@ -224,7 +246,7 @@ class Mesh:
         """Free the communicators, to `rebind` afterwards.  Collective."""
         for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
             axis.free()
-        if self._comparison is not None and not self._is_child:
+        if self._comparison is not None and self._parent is None:
             self._comparison.free()
 
     def revoke(self) -> None:
@@ -264,6 +286,17 @@ class Mesh:
         if self._watchdog is not None:
             self._watchdog.close()
         self.release()
+
+
+class _ReshapedMesh(Mesh):
+    """A mesh of the ranks of another one, which has the watchdog, and the ledger and the comparison of both."""
+
+    def __init__(self, parent: Mesh, data: int, tensor: int, pipeline: int) -> None:
+        self.debug, self.ledger = parent.debug, parent.ledger
+        self._watchdog = None
+        self._parent = parent
+        self._axes = {}
+        self._split(parent.world.comm.Dup(), data, tensor, pipeline)
 
 
 def newcomer_cell() -> tuple[int, int] | None:

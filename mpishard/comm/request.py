@@ -15,9 +15,26 @@ Fields = tuple[Any, ...]  # of a `Call`
 
 
 class Request:
-    """A collective under way.  Its buffers belong to it until `wait` returns.
+    """A collective or message under way.  Its buffers belong to it until `wait` returns.  Not collective.
 
-    `wait` returns what the blocking form returns.
+    `wait` returns what the blocking form returns.  The package makes all of them.
+
+    Parameters
+    ----------
+    ledger : Ledger
+        Where the call is noted when it is over.
+    call : tuple
+        The fields of its `Call`.
+    sent : int
+        Bytes that this rank sends.
+    requests : sequence of mpi4py.MPI.Request
+        What MPI has to finish; none for a call that is done.
+    finish : callable
+        Called without arguments after that, once; it returns the result.
+    read : sequence of array
+        Arrays that MPI reads, kept alive until then.
+    statuses : sequence of mpi4py.MPI.Status, optional
+        One for each of `requests`, filled when it ends.
     """
 
     def __init__(
@@ -48,7 +65,18 @@ class Request:
         return self._call
 
     def test(self) -> bool:
-        """Whether `wait` would return at once; MPI.Exception if somebody has died or revoked the axis (ULFM)."""
+        """Whether `wait` would return at once.
+
+        Returns
+        -------
+        bool
+            True once the data has arrived and the buffers are free.
+
+        Raises
+        ------
+        MPI.Exception
+            If somebody has died or revoked the axis (ULFM).
+        """
         # Not Get_status: in Open MPI 5 it never reports the end or the failure of a message.
         tested = zip(self._requests, self._statuses, strict=True)
         return all(not request or request.Test(status) for request, status in tested)
@@ -63,7 +91,13 @@ class Request:
         self._call = None
 
     def wait(self) -> Array:
-        """Finish the collective and return its result; calling it again returns the same."""
+        """Finish the call, which takes as long as other ranks take to come to it.
+
+        Returns
+        -------
+        array
+            What the blocking form returns; calling it again returns the same.
+        """
         if self._call is not None:
             began = time.perf_counter()
             call, self._call = self._call, None
