@@ -88,7 +88,7 @@ def launch(ranks: int, steps: int, small: bool) -> dict[str, Any]:
     (text,) = children.run(f"{ranks} ranks", [(children.mpirun(ranks, own), {})], TIME_LIMIT)
     lines = [line for line in text.splitlines() if line.startswith('{"layouts"')]
     if not lines:
-        sys.exit(f"the run told no result:\n{text}")
+        sys.exit(f"the run printed no result:\n{text}")
     result: dict[str, Any] = json.loads(lines[0])
     return result
 

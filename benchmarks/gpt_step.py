@@ -186,7 +186,7 @@ def launch(kind: str, steps: int) -> dict[str, Any]:
         texts = children.run(KINDS[kind], commands, TIME_LIMIT)
     lines = [line for text in texts for line in text.splitlines() if line.startswith('{"seconds"')]
     if not lines:
-        sys.exit(f"{KINDS[kind]} told no result:\n" + "\n".join(texts))
+        sys.exit(f"{KINDS[kind]} printed no result:\n" + "\n".join(texts))
     result: dict[str, Any] = json.loads(lines[0])
     result["rate"] = SEQUENCES * CONTEXT * steps / result["seconds"]
     return result

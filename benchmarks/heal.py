@@ -4,10 +4,10 @@
 
 kill: from ``kill -9`` of one of four workers to the next committed step, by shrinking and with a spare, and to the
 first step of four workers where another one is spawned (Open MPI with ULFM).  torch: the same for PyTorch DDP and its
-elastic launcher, which starts all processes again from the newest checkpoint.  resize: from the wish of four workers to
-be eight, four of them spares or spawned, to the first step of eight.  cost: steps of an elastic run without fault
-against the same ones of a plain run, both with ``reproducible=True``, on two ranks, of the GPT of gpt_step.py.  All
-with ZeRO-1, whose state has one owner and a copy at its buddy; medians.
+elastic launcher, which starts all processes again from the newest checkpoint.  resize: from a request for eight workers
+where there are four, to the first step of eight; the other four are spares or are spawned.  cost: steps of an elastic
+run without a fault against those of a plain run, both with ``reproducible=True``, on two ranks, of the GPT of
+gpt_step.py.  All with ZeRO-1, whose state has one owner and a copy at its buddy; medians.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def kill(folder: str, spares: int, respawn: bool) -> None:
 
 
 def grow() -> float:
-    """Seconds from a wish for eight workers, where there are four processes, to the end of their first step."""
+    """Seconds from a request for eight workers, where there are four processes, to the end of their first step."""
     import mpishard
 
     with mpishard.Mesh() as mesh:
@@ -104,7 +104,7 @@ def grow() -> float:
 
 
 def resize(repeats: int) -> list[float]:
-    """Seconds from a wish for eight workers to the end of their first step, of which the step is a part."""
+    """Seconds from a request for eight workers to the end of their first step, of which the step is a part."""
     import mpishard
 
     seconds: list[float] = []
@@ -203,7 +203,7 @@ def child(name: str, *arguments: str) -> None:
         print(json.dumps(found), flush=True)
 
 
-def told(what: str, times: list[float], unit: float = 1.0, name: str = "s") -> None:
+def report(what: str, times: list[float], unit: float = 1.0, name: str = "s") -> None:
     low, high = min(times) * unit, max(times) * unit
     print(f"{what:44s}{statistics.median(times) * unit:8.3f} {name} ({low:.3f} to {high:.3f}, {len(times)} times)")
 
@@ -223,22 +223,22 @@ def main() -> None:
     version = subprocess.run([children.mpirun(1, [])[0], "--version"], capture_output=True, text=True, check=True)
     if "kill" in parts and "Open MPI" in version.stdout:
         for spares, what in ((0, "kill to next step, by shrinking to 3"), (1, "kill to next step, with a spare")):
-            told(what, [time_kill(spares, respawn=False)["healed"] for _ in range(options.repeats)])
+            report(what, [time_kill(spares, respawn=False)["healed"] for _ in range(options.repeats)])
         times = [time_kill(0, respawn=True) for _ in range(options.repeats)]
-        told("the same, while one is spawned", [each["healed"] for each in times])
-        told("kill to first step of 4 again, one spawned", [each["restored"] for each in times])
+        report("the same, while one is spawned", [each["healed"] for each in times])
+        report("kill to first step of 4 again, one spawned", [each["restored"] for each in times])
     if "torch" in parts:
         times = [time_torch() for _ in range(options.repeats)]
         lost = TORCH_KILL_AFTER % TORCH_SAVE_EVERY
-        told("PyTorch: kill to next step", [each["again"] for each in times])
-        told(f"PyTorch: to next new one, {lost} done again", [each["new"] for each in times])
+        report("PyTorch: kill to next step", [each["again"] for each in times])
+        report(f"PyTorch: to next new one, {lost} done again", [each["new"] for each in times])
     if "resize" in parts:
-        told("resize 4 to 8 by spares, with a step", json.loads(launch(8, ["resize", str(options.repeats)])))
-        told("resize 4 to 8 by spawn, with a step", [json.loads(launch(4, ["grow"])) for _ in range(options.repeats)])
+        report("resize 4 to 8 by spares, with a step", json.loads(launch(8, ["resize", str(options.repeats)])))
+        report("resize 4 to 8 by spawn, with a step", [json.loads(launch(4, ["grow"])) for _ in range(options.repeats)])
     if "cost" in parts:
         found = json.loads(launch(2, ["cost", str(options.repeats), str(options.steps)]))
         for name, times in found.items():
-            told(f"step of a run that is {name}", times, 1e3, "ms")
+            report(f"step of a run that is {name}", times, 1e3, "ms")
         ratios = [one / two for one, two in zip(found["elastic"], found["plain"], strict=True)]
         print(f"elastic to plain: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
 

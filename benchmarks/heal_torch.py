@@ -43,7 +43,7 @@ def main() -> None:
         optimizer.zero_grad()
         model(torch.randn(16, WIDTH)).square().mean().backward()
         optimizer.step()
-        dist.barrier()  # as an elastic run of ours, which does not go on before all have done the step
+        dist.barrier()  # as in an elastic run of ours: none goes on before all have done the step
         step += 1
         if rank == 0 and step % every == 0:
             torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, saved)

@@ -1,4 +1,4 @@
-"""What gradients lose by compression: the loss that a small GPT comes to, with all that sends less than plain DDP.
+"""What compression costs: the loss that a small GPT reaches, with each setting that sends less than plain DDP.
 
     python benchmarks/quality.py [--kinds ddp int8 ...] [--seeds 0 1 2] [--steps N] [--compress-after N] [--nodes N]
 
@@ -55,7 +55,7 @@ def train(kind: str, seed: int, steps: int, settings: dict[str, Any]) -> None:
         )
         result = optimizer.optimize(problem, progress=False)
         sent = statistics.fmean(mesh.world.allgather_object(mesh.ledger.sent()))
-        told = {
+        measured = {
             "held_out": held_out_loss(mesh, model, held_out, HELD_OUT),
             "training": float(result.loss_history[-10:].mean()),
             "bytes": sent / steps,
@@ -63,7 +63,7 @@ def train(kind: str, seed: int, steps: int, settings: dict[str, Any]) -> None:
             "blas": blas(),
         }
         if mesh.rank == 0:
-            print(json.dumps(told), flush=True)
+            print(json.dumps(measured), flush=True)
 
 
 def launch(kind: str, seed: int, steps: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def launch(kind: str, seed: int, steps: int, settings: dict[str, Any]) -> dict[s
     (text,) = children.run(kind, [(children.mpirun(RANKS, own), {})], TIME_LIMIT)
     lines = [line for line in text.splitlines() if line.startswith('{"held_out"')]
     if not lines:
-        sys.exit(f"{kind} told no result:\n{text}")
+        sys.exit(f"{kind} printed no result:\n{text}")
     result: dict[str, Any] = json.loads(lines[0])
     return result
 
@@ -82,21 +82,21 @@ def table(found: dict[str, list[dict[str, Any]]]) -> None:
 
     print(f"{'':36}{'held out':>10}{'training':>10}{'above DDP (range)':>28}{'kB/step':>10}{'of DDP':>9}")
     for kind, runs in found.items():
-        told = share = "-"
+        above_ddp = share = "-"
         if "ddp" in found:
             above = [100 * (a["held_out"] / b["held_out"] - 1) for a, b in zip(runs, found["ddp"], strict=True)]
-            told = f"{statistics.fmean(above):+.2f} % ({min(above):+.2f} to {max(above):+.2f})"
+            above_ddp = f"{statistics.fmean(above):+.2f} % ({min(above):+.2f} to {max(above):+.2f})"
             share = f"{100 * mean(kind, 'bytes') / mean('ddp', 'bytes'):.2f} %"
         print(
-            f"{KINDS[kind]:36}{mean(kind, 'held_out'):10.4f}{mean(kind, 'training'):10.4f}{told:>28}"
+            f"{KINDS[kind]:36}{mean(kind, 'held_out'):10.4f}{mean(kind, 'training'):10.4f}{above_ddp:>28}"
             f"{mean(kind, 'bytes') / 1e3:10,.1f}{share:>9}"
         )
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        kind, seed, count, told = sys.argv[2:]
-        train(kind, int(seed), int(count), json.loads(told))
+        kind, seed, count, settings = sys.argv[2:]
+        train(kind, int(seed), int(count), json.loads(settings))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     listed = f"of {', '.join(KINDS)} (default all)"

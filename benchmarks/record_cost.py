@@ -170,9 +170,9 @@ def train(way: str, steps: int, folder: str) -> None:
         optimizer.optimize(problem, callback=note, record=record, progress=False)
         step = (time.perf_counter() - began) / steps
         own = found()
-        told = mesh.world.allgather_object(tuple(own.values()))
+        gathered = mesh.world.allgather_object(tuple(own.values()))
         if mesh.rank == 0:
-            worst = {name: max(values) for name, values in zip(own, zip(*told, strict=True), strict=True)}
+            worst = {name: max(values) for name, values in zip(own, zip(*gathered, strict=True), strict=True)}
             shares = own if way == "turns" else worst  # the steps of all ranks take the same time
             print(json.dumps({"step_s": step, "shares": shares, "blas": blas()}), flush=True)
 
@@ -196,7 +196,7 @@ def main() -> None:
                 (text,) = children.run("record", [(children.mpirun(options.ranks, own), {})], TIME_LIMIT)
             lines = [line for line in text.splitlines() if line.startswith('{"step_s"')]
             if not lines:
-                sys.exit(f"the run told no result:\n{text}")
+                sys.exit(f"the run printed no result:\n{text}")
             runs.append(json.loads(lines[0]))
     print(found["turns"][0]["blas"])
     step = statistics.median(run["step_s"] for run in found["turns"])

@@ -1,4 +1,4 @@
-"""Time until a small GPT has learned so much, on two hosts with a slow link between them, with all that sends less.
+"""Time until a small GPT reaches a loss, on two hosts with a slow link, with each setting that sends less.
 
     python benchmarks/slow_link.py [--kinds ddp low-bandwidth torch-ddp ...] [--repeats N] [--target LOSS]
 
@@ -6,14 +6,14 @@ Two hosts made of network namespaces, two ranks of one thread on each.  What a h
 Mbit/s and arrives 5 ms later; on one host ranks are as near as ever.  What the link really does is measured first: the
 round trip of 64 bytes by UDP, and a transfer of 12.5 MB by TCP each way.
 
-Trained is a byte-level GPT as in examples/train_gpt.py (width 256, 4 layers, 8 heads, context 64, 8 windows a step, 3.3
-million float32 parameters, AdamW, gradients clipped to a norm of 1), always on the same samples from the same seed,
-until the mean training loss over all samples of the last 20 steps is at most the target: 13 MB of gradients a step,
-which take the link a second.  The clock starts at the end of the first step, in which connections are made.  Plain DDP
-and most kinds have the settings that a user gets without asking for any.  PyTorch trains the same architecture on the
-same samples, over gloo.  Kinds take turns; figures are medians, with the range over the repeats.  Bytes are those of
-rank 0 by the ledger, which counts as if all-reduces went around a ring, and those that its host really sent over the
-link.  Needs root, as tests/namespaces.py does.
+It trains a byte-level GPT as in examples/train_gpt.py (width 256, 4 layers, 8 heads, context 64, 8 windows a step,
+3.3 million float32 parameters, AdamW, gradients clipped to a norm of 1), always on the same samples from the same
+seed, until the mean training loss over all samples of the last 20 steps is at most the target.  A step has 13 MB of
+gradients, for which the link needs a second.  The clock starts at the end of the first step, in which connections are
+made.  Plain DDP and most kinds have the settings that a user gets without asking for any.  PyTorch trains the same
+architecture on the same samples, over gloo.  Kinds take turns; figures are medians, with the range over the repeats.
+Bytes are those of rank 0 by the ledger, which counts as if all-reduces went around a ring, and those that its host
+really sent over the link.  Needs root, as tests/namespaces.py does.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def train(kind: str, steps: int, target: float, group_size: int) -> None:
 
 
 def write_batches(folder: str, steps: int) -> None:
-    """The samples of each step for who has no sampler: a file of bytes, (steps, BATCH, CONTEXT + 1)."""
+    """The samples of each step, for a program without our sampler: a file of bytes, (steps, BATCH, CONTEXT + 1)."""
     import numpy as np
 
     from mpishard.data.sampling import Sampler
@@ -274,7 +274,7 @@ def launch(hosts: Sequence[Any], kind: str, folder: str, steps: int, target: flo
     texts = children.run(kind, commands, TIME_LIMIT)
     lines = [line for text in texts for line in text.splitlines() if line.startswith('{"reached"')]
     if not lines:
-        sys.exit(f"{kind} told no result:\n" + "\n".join(texts))
+        sys.exit(f"{kind} printed no result:\n" + "\n".join(texts))
     result: dict[str, Any] = json.loads(lines[0])
     return result
 
@@ -300,13 +300,13 @@ def table(found: dict[str, list[dict[str, Any]]]) -> None:
     for kind, runs in found.items():
         seconds = [run["seconds"] for run in runs]
         if all(run["reached"] for run in runs):
-            told = f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
+            time_to = f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
         else:
-            told = f"not reached: {median(kind, 'loss'):.2f}"
+            time_to = f"not reached: {median(kind, 'loss'):.2f}"
         step = 1e3 * statistics.median(run["seconds"] / max(1, run["steps"] - 1) for run in runs)
         ledger = "-" if kind in TORCH_KINDS else f"{median(kind, 'ledger') / 1e3:,.1f}"
         print(
-            f"{(KINDS | TORCH_KINDS)[kind]:38}{median(kind, 'steps'):7.0f}{told:>24}{step:9.0f}{ledger:>10}"
+            f"{(KINDS | TORCH_KINDS)[kind]:38}{median(kind, 'steps'):7.0f}{time_to:>24}{step:9.0f}{ledger:>10}"
             f"{median(kind, 'link') / 1e3:10,.1f}{ratios(found, kind, plain):>8}{ratios(found, kind, peer):>9}"
         )
     print("ledger: kB a step that rank 0 sent; link: kB a step that its host sent to the other")

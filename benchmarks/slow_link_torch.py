@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional
 
-TOLD_EVERY = 10  # steps
+REDUCE_EVERY = 10  # steps
 INITIAL = 0.02  # standard deviation
 
 
@@ -92,11 +92,11 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         record.note(float(loss.detach()))
-        if (step + 1) % TOLD_EVERY == 0:
-            told = torch.tensor(record.losses[-TOLD_EVERY:])
-            dist.all_reduce(told)
-            record.losses[-TOLD_EVERY:] = (told / ranks).tolist()
-            if any(record.is_reached(step + 1 - earlier) for earlier in range(TOLD_EVERY)):
+        if (step + 1) % REDUCE_EVERY == 0:
+            losses = torch.tensor(record.losses[-REDUCE_EVERY:])
+            dist.all_reduce(losses)
+            record.losses[-REDUCE_EVERY:] = (losses / ranks).tolist()
+            if any(record.is_reached(step + 1 - earlier) for earlier in range(REDUCE_EVERY)):
                 break
     if rank == 0:
         blas = f"torch {torch.__version__}, {torch.get_num_threads()} thread(s)"

@@ -1,4 +1,4 @@
-"""A directive that lists the commands of ``mpishard`` with their arguments and options, as ``--help`` tells them."""
+"""A directive that lists the commands of ``mpishard`` with their arguments and options, as ``--help`` shows them."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Commands(SphinxDirective):
 
 def _definitions(records: Iterable[tuple[str, str]]) -> nodes.definition_list:
     found = nodes.definition_list()
-    for term, told in records:
+    for term, text in records:
         item = nodes.definition_list_item()
         item += nodes.term("", "", nodes.literal("", term))
-        item += nodes.definition("", _paragraph(told))
+        item += nodes.definition("", _paragraph(text))
         found += item
     return found
 

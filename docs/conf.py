@@ -37,7 +37,7 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autosummary_generate = False
 numpydoc_show_class_members = False
-# What docstrings put in single backticks is a link where that is documented, and else only set apart.
+# What is in single backticks in a docstring is a link where that name is documented, and else only set apart.
 default_role = "autolink"
 
 # A public name that no page of the reference has is a mistake.
@@ -45,7 +45,7 @@ DOCUMENTED = ("mpishard", "mpishard.nn", "mpishard.compression")
 
 
 def _quiet(app: Any, env: Any, node: Any, contnode: Any) -> Any:
-    """Names that need lead nowhere: in single backticks parameters and methods, in signatures what is not public."""
+    """Allow names without a link: parameters and methods in single backticks, and private names in signatures."""
     if node.get("refdomain") != "py":
         return None
     return contnode if node.get("reftype") == "obj" or node["reftarget"].startswith("mpishard.") else None

@@ -30,7 +30,7 @@ NEEDS = {"tutorials/pytorch.md": "torch", "tutorials/jax-function.md": "jax"}
 
 
 def program(page: Path) -> str:
-    """The blocks of a page, each in its own lines, so that a traceback tells the line of the page."""
+    """The blocks of a page, each in its own lines, so that a traceback has the line numbers of the page."""
     text = page.read_text("utf-8")
     lines = [""] * (text.count("\n") + 1)
     for block in BLOCK.finditer(text):
@@ -97,15 +97,18 @@ def main(names: list[str]) -> int:
                 folder = stack.enter_context(tempfile.TemporaryDirectory()) if first else ""
                 os.chdir(world.allgather_object(folder)[0])
                 wrong = run(page, source)
-                told = world.allgather_object(wrong)
+                errors = world.allgather_object(wrong)
                 os.chdir(DOCS)
                 world.barrier()
             if first:
-                print(f"{name}: {'failed' if any(told) else 'ok'}, {time.perf_counter() - began:.1f} s", flush=True)
-                for rank, text in enumerate(told):
+                print(
+                    f"{name}: {'failed' if any(errors) else 'ok'}, {time.perf_counter() - began:.1f} s",
+                    flush=True,
+                )
+                for rank, text in enumerate(errors):
                     if text:
                         print(f"on rank {rank}:\n{text}", flush=True)
-            failures += any(told)
+            failures += any(errors)
     return 1 if failures else 0
 
 

@@ -1,7 +1,7 @@
 """mpirun -n 4 python examples/train_elastic.py [--seed 0]
 
 Train a small GPT while its workers come and go: the run shrinks, grows, spawns a worker that was not there, and, where
-MPI tells survivors of a death (Open MPI's mpirun --with-ft ulfm), one is shot and a spare takes its place. Then
+MPI reports a death to the survivors (Open MPI's mpirun --with-ft ulfm), one is shot and a spare takes its place. Then
 train it once more on one rank alone: both runs have the same bits. Writes a plot of the loss and of the workers.
 """
 
