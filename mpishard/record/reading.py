@@ -37,7 +37,18 @@ class Process:
     lines: list[dict[str, Any]]
 
     def by_step(self, what: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps, and ``"seconds"`` or ``"busy"`` of each: int64 and float64 (steps,)."""
+        """Steps, and the time of each.
+
+        Parameters
+        ----------
+        what : {"seconds", "busy"}
+            The whole time, or that without the time in collectives.
+
+        Returns
+        -------
+        (ndarray of int64, ndarray of float64), each of shape (steps,)
+            Numbers of the steps, and seconds.
+        """
         steps = [line["step"] + index for line in self.lines for index in range(len(line[what]))]
         values = [value for line in self.lines for value in line[what]]
         return np.array(steps, np.int64), np.array(values, np.float64)
@@ -47,9 +58,12 @@ class Process:
 class Run:
     """The record of a run.
 
+    Not collective: one process reads the files.
+
     Parameters
     ----------
     folder : Path
+        Where it was read.
     starts : list of dict
         The environment and settings of each start.
     metrics : dict of arrays
@@ -70,6 +84,16 @@ class Run:
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Run:
         """Read all that is written by now.
+
+        Parameters
+        ----------
+        folder : path
+            That of the `RunRecord`.
+
+        Returns
+        -------
+        Run
+            What processes have written so far; lines that are half written are left out.
 
         Raises
         ------
