@@ -23,9 +23,12 @@ from mpishard.nn.architecture import Architecture
 class Estimate:
     """Cost of a layout.
 
+    No method is collective.
+
     Parameters
     ----------
     layout : Layout
+        As it was given; with one tensor rank there is no sequence parallelism.
     shape : BatchShape
         Sequences per data rank and step, tokens per sequence, and number of micro-batches.
     stages : tuple of StageEstimate
@@ -84,7 +87,13 @@ class Estimate:
         return by_axis
 
     def as_dict(self) -> dict[str, Any]:
-        """The estimate as plain numbers, for JSON."""
+        """The estimate as plain numbers, for JSON.
+
+        Returns
+        -------
+        dict
+            The fields of layout and batch, seconds, bytes, and a list of the stages.
+        """
         return {
             **asdict(self.layout),
             "ranks": self.layout.ranks,
@@ -117,24 +126,28 @@ def estimate(
     profile: MachineProfile = TYPICAL,
     **options: Any,
 ) -> Estimate:
-    """Estimate the cost of training a model in a layout; needs neither the ranks nor the memory.
+    """Estimate the cost of training a model in a layout.
+
+    Needs neither the ranks nor the memory.  Not collective.
 
     Parameters
     ----------
     architecture : Architecture
+        The sizes of the model.
     layout : Layout, optional
         Default: one rank.
     workload : Workload, optional
         Default: one sequence.
     profile : MachineProfile
         Speeds of the machine.
-    options
-        Fields of `Layout` in place of `layout`, and of `Workload` in place of `workload`:
-        ``estimate(gpt, data=8, zero_stage=2, batch=4)``.
+    **options : object
+        Fields of `Layout` in place of `layout`, and of `Workload` in place of `workload`: ``estimate(gpt, data=8,
+        zero_stage=2, batch=4)``.
 
     Returns
     -------
     Estimate
+        Memory, bytes and seconds by stage, and of the whole.
 
     Raises
     ------
@@ -187,16 +200,28 @@ def table(
 ) -> list[Estimate]:
     """Estimate many layouts and sort them, the fastest first.
 
+    Not collective.
+
     Parameters
     ----------
     candidates : iterable of Layout
         For example from `layouts`.
     architecture : Architecture
+        The sizes of the model.
     batch : int
         Sequences per step over all data ranks, the same for all layouts, in place of `Workload.batch`.  The estimate is
         that of the data rank that has most of them.
-    workload, profile, options
-        As for `estimate`; no options of the layout.
+    workload : Workload, optional
+        As for `estimate`.
+    profile : MachineProfile
+        Speeds of the machine.
+    **options : object
+        Fields of `Workload` in place of `workload`; none of the layout.
+
+    Returns
+    -------
+    list of Estimate
+        Of equally fast ones that with less memory comes first.
     """
     workload = whole_or_fields("table()", "workload", Workload, workload, options)
     no_others("table()", options)

@@ -14,6 +14,8 @@ from mpishard.nn.architecture import Architecture
 class Workload:
     """What a data rank computes in a step, and the memory of its numbers.
 
+    No method is collective.
+
     Parameters
     ----------
     batch : int
@@ -51,6 +53,18 @@ class Workload:
     def batch_shape(self, architecture: Architecture, layout: Layout) -> BatchShape:
         """The batch of a data rank, with the defaults of this model and layout.
 
+        Parameters
+        ----------
+        architecture : Architecture
+            Its context length is the default length.
+        layout : Layout
+            Its pipeline ranks decide the default number of micro-batches.
+
+        Returns
+        -------
+        BatchShape
+            With all numbers given.
+
         Raises
         ------
         ValueError
@@ -67,7 +81,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The batch of a data rank: sequences, tokens of each, and micro-batches into which it is cut."""
+    """The batch of a data rank.
+
+    Parameters
+    ----------
+    batch : int
+        Sequences.
+    length : int
+        Tokens of each.
+    microbatches : int
+        Number of micro-batches into which it is cut.
+    """
 
     batch: int
     length: int
