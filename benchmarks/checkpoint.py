@@ -66,7 +66,7 @@ def state_of(mesh: Any) -> Any:
     parameters.flat[:] = np.random.default_rng(0).standard_normal(parameters.size, np.float32)
     optimizer = mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=1e-3), mesh)
     optimizer.bind(parameters)
-    state = optimizer.run_state()
+    state = optimizer.state.capture()
     for shard in state.shards[1:]:
         shard.array[:] = np.random.default_rng(mesh.rank).standard_normal(shard.array.size, np.float32)
     return state

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 _told: set[str] = set()
@@ -40,3 +41,26 @@ def renamed_method(owner: str, old: str, new: str) -> Callable[..., Any]:
     method.__qualname__ = f"{owner}.{old}"
     method.__doc__ = f"Deprecated: `{new}` under its old name."
     return method
+
+
+def renamed_attribute(instance: Any, owner: str, name: str, renamed: Mapping[str, str]) -> Any:
+    """What ``instance.__getattr__(name)`` returns where attributes have new names; it warns.
+
+    Parameters
+    ----------
+    instance : object
+    owner : str
+        The name of its class, for the warning.
+    name : str
+    renamed : mapping
+        The new names by the old ones; a new name may have dots, as ``state.restore``.
+
+    Raises
+    ------
+    AttributeError
+        If `name` is none of the old names.
+    """
+    if name not in renamed:
+        raise AttributeError(f"{type(instance).__name__!r} object has no attribute {name!r}")
+    warn_renamed(f"{owner}.{name}", f"{owner}.{renamed[name]}", stacklevel=3)
+    return attrgetter(renamed[name])(instance)

@@ -208,7 +208,7 @@ def strike(
     A spare is in no phase of a step: the first process strikes it as soon as that is in the phase itself.
     """
     from mpishard.checkpoint import polling, saver
-    from mpishard.data_parallel import sharded_optimizer
+    from mpishard.data_parallel import update
     from mpishard.elastic import joining, loop, membership, spawning
 
     together = ("resize", "heal")  # in which spares take part
@@ -267,7 +267,7 @@ def strike(
     # The parameters of ZeRO-3 are gathered in the forward pass, those of ZeRO-1 and 2 and gradients of DDP after it.
     within(mesh.data, "start_all_to_all", "reduction")
     within(mesh.data, "start_all_gather", "all-gather")
-    within(sharded_optimizer, "take_step", "update")
+    within(update, "take_step", "update")
     within(mesh.data, "start_send", "buddy", lambda label="", **_: label == "buddy")
     before(loop.ElasticLoop, "_agree", "agreement")
     before(loop.ElasticLoop, "_commit", "committed")

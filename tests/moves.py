@@ -109,7 +109,7 @@ class Session:
 
     @property
     def state(self) -> RunState:
-        return self.optimizer.run_state()
+        return self.optimizer.state.capture()
 
     def train(self, last: int) -> list[float]:
         """Go on to step `last`; returns the losses."""
@@ -155,12 +155,12 @@ def move(how: str, world: mpishard.Mesh, folder: str, source: Session | None, ta
         facts = reshard_state(world.world, mine, other, bucket_bytes=BUCKET_BYTES)
     elif target is not None:
         with Checkpoints(folder, target.mesh) as checkpoints:
-            found = checkpoints.load(target.state, check=target.optimizer.check_facts)
+            found = checkpoints.load(target.state, check=target.optimizer.state.check)
         assert found is not None
         facts = found.facts
     if target is not None:
-        target.optimizer.check_facts(facts)
-        target.optimizer.restore(facts)
+        target.optimizer.state.check(facts)
+        target.optimizer.state.restore(facts)
 
 
 def moves_from(

@@ -59,6 +59,7 @@ class LocalUpdates(DataParallel):
     """
 
     errors_kind = AVERAGE_ERRORS
+    workers_differ = True
 
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
         super().__init__(config, parameters)
@@ -94,6 +95,13 @@ class LocalUpdates(DataParallel):
     def error_scale(self, loss_scale: float) -> float:
         """1: the errors are differences of parameters, which contain no loss scale."""
         return 1.0
+
+    def prepare_step(self, compresses: bool, loss_scale: float) -> None:
+        """As `Strategy.prepare_step`, but averages are compressed always.
+
+        `compress_after` is for rules that divide by the size of what is compressed.
+        """
+        super().prepare_step(True, loss_scale)
 
     def keep_errors(self) -> None:
         """Do nothing: a worker's own step compresses nothing."""

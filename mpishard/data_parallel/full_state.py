@@ -12,6 +12,8 @@ import numpy as np
 from mpishard.layout.run_state import brief
 from mpishard.layout.specs import ParameterSpec
 
+OUTER = "outer/"  # before the name of a slot of the outer rule, among the kinds of state
+
 
 @dataclass(frozen=True)
 class FullState:
@@ -33,6 +35,21 @@ class FullState:
     outer_rule: str = ""
     outer_steps: int = 0
     others: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a `RunState` of this state has among its facts."""
+        outer = [kind.removeprefix(OUTER) for kind in self.others if kind.startswith(OUTER)]
+        return {
+            "rule": self.rule,
+            "rule.json": self.configuration,
+            "slots.json": list(self.slots),
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "outer_rule": self.outer_rule,
+            "outer_slots.json": outer,
+            "outer_steps": self.outer_steps,
+        }
 
     def check_parameters(self, specs: Sequence[ParameterSpec], dtype: np.dtype) -> None:
         """Raise ValueError unless the state belongs to parameters of these names, shapes and dtype, in this order."""

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from mpishard.arguments import integer
-from mpishard.backend import array as arrays
-from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.averages import Averages, LocalUpdates
+from mpishard.data_parallel.averages import LocalUpdates
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.full_state import FullState
-from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
-from mpishard.data_parallel.optimizer_state import changed_numbers, shards
-from mpishard.data_parallel.settings import settings_of_rule
+from mpishard.data_parallel.local_state import LocalState
+from mpishard.data_parallel.local_steps import AveragingSchedule
+from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.data_parallel.slots import fill_slots, whole_slots
 from mpishard.data_parallel.strategies import Strategy
-from mpishard.layout.run_state import RunState, brief, names_fact
 from mpishard.optim import Rule
-from mpishard.parameters.flat import FlatParameters
 
-Array = Any
-_OUTER = "outer/"  # before the name of a slot of the outer rule, among the kinds of state
 _SYNC_EVERY = 8
-
-
-@arrays.elementwise
-def _divide(total, /, count):  # type: ignore[no-untyped-def]
-    """``total /= count``"""
-    total = total / count
-    return total
 
 
 class LocalSGDOptimizer(ShardedOptimizer):
@@ -67,8 +49,6 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     Attributes
     ----------
-    staleness : int
-        Steps between the start of the last average and its use.
     gradient_norm : float
         Norm of this worker's gradient.  With `measure_norm` it is the largest norm of all workers, which costs 8 bytes
         a step over the data axis.
@@ -98,7 +78,6 @@ class LocalSGDOptimizer(ShardedOptimizer):
     """
 
     strategy: type[Strategy] = LocalUpdates
-    _strategy: LocalUpdates
 
     def __init__(
         self,
@@ -140,282 +119,49 @@ class LocalSGDOptimizer(ShardedOptimizer):
                 "auto_sync_gradients=False accumulates gradients until synchronize_optimizer_state, but here every "
                 "step is the worker's own already; leave it out, and accumulate over micro-batches of a step"
             )
-        super().__init__(rule, config)
         self.sync_every: int = int(sync_every)
         self.outer = outer
         self.parts: int = int(parts)
         self.delay: int = int(delay)
-        self.staleness: int = 0
-        self._averages: Averages
-        self._local = 0  # steps since all workers were in one state
-        self._problem: Exception | None = None
-        self._may_differ = False
+        self._local = LocalState(self, AveragingSchedule(self.sync_every, self.parts, self.delay), outer)
+        super().__init__(rule, config)
 
-    # -- steps ------------------------------------------------------------------------------------------------------
+    def _make_state(self) -> OptimizerState:
+        return OptimizerState(self, [self._local])
 
-    def begin_run(self) -> None:
-        """Bring the workers, which have taken steps by themselves, to one state."""
-        self.prepare_save()
+    @property
+    def outer_steps(self) -> int:
+        """Averages so far of the part that has had most of them."""
+        return self._local.outer_steps
+
+    @property
+    def staleness(self) -> int:
+        """Steps between the start of the last average and its use."""
+        return self._local.staleness
 
     def update(
         self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "", interrupted: bool = False
     ) -> bool:
         """Take this worker's own step, dividing its gradient by its share of `count`; then average the parts due."""
-        self.resync()
-        if self._local == 0:
-            self._averages.begin()
+        self.state.resync()
+        steps = self._local.steps
+        steps.begin()
         try:
-            share = count / self._strategy.workers
+            share = count / self._local.workers
             usable = super().update(
                 share, rate_factor=rate_factor, nonfinite_loss=nonfinite_loss, interrupted=interrupted
             )
         except FloatingPointError as error:
             usable = False
-            self.skipped_steps += 1
-            self._problem = self._problem or error
+            self._counters.skipped_steps += 1
+            steps.note(error)
         if self.measure_norm:
             self._share_norm()
-        self._local += 1
-        self._averages.progress()
-        self._average(self._due(self._local))
+        steps.end()
         return usable
-
-    def synchronize_optimizer_state(self) -> None:
-        """Bring all workers to one state now; then as `ShardedOptimizer.synchronize_optimizer_state`."""
-        if all(self.world.allgather_object(self._parameters is not None)):
-            self.prepare_save()
-        self._mend()
-
-    def prepare_save(self) -> None:
-        """Bring all workers to one state; see the notes of the class.  Steps until the next average count from here.
-
-        Raises
-        ------
-        FloatingPointError
-            On every rank, if any worker had a NaN or infinite gradient that it must raise for.  All workers are in one
-            state then too.
-        """
-        self.resync()
-        if self._local:
-            problem = None
-            try:
-                self._average([p for p in range(self.parts) if self._averages.lacks(p, self._local)], all_of_it=True)
-            except FloatingPointError as error:
-                problem = error
-            self._level()
-            if problem is not None:
-                raise problem
-        super().prepare_save()
-
-    @property
-    def synchronizes_next_step(self) -> bool:
-        return self.measure_norm or self._begins_and_ends or self._averages.ends(self._local + 1 - self.delay)
-
-    @property
-    def _begins_and_ends(self) -> bool:
-        """Whether the next step both starts and finishes an average."""
-        return self.delay == 0 and bool(self._due(self._local + 1))
-
-    @property
-    def agrees_in_update(self) -> bool:
-        return False
-
-    @property
-    def prepares_saves(self) -> bool:
-        return True
-
-    def _due(self, now: int) -> list[int]:
-        """The parts whose average starts after step `now`."""
-        parts, every = self.parts, self.sync_every
-        return [part for part in range(parts) if (now + part * every // parts) % every == 0]
-
-    def _average(self, due: list[int], *, all_of_it: bool = False) -> None:
-        """Finish averages that started `delay` steps ago, or with `all_of_it` all of them; start those of `due`.
-
-        Averages that are due as soon as they start finish here too.
-        """
-        now, averages = self._local, self._averages
-        latest = now if all_of_it else now - self.delay
-        found = [averages.take_in(now, latest)]
-        for part in due:
-            averages.start(part, now, self._problem)
-            self._problem = None
-        found.append(averages.take_in(now, latest))
-        for staleness, _, _ in found:
-            if staleness is not None:
-                self.staleness = staleness
-        if any(trouble for _, trouble, _ in found):
-            self.axis.raise_together(found[0][2] or found[1][2])
-
-    def _level(self) -> None:
-        """Average the rule's state over the workers, and make its numbers equal; the parameters already are."""
-        axis = self.axis
-        for slot in self._slots.values():
-            mean = slot.copy()  # if a worker dies during the sum, the slot must not hold half of it
-            axis.all_reduce(mean, label="state")
-            _divide(mean, axis.size)
-            slot[...] = mean
-        norm = -1.0 if math.isnan(self.gradient_norm) else self.gradient_norm
-        numbers = np.array([self.skipped_steps, norm, -self.scaling.value, -self.scaling.good_steps])
-        axis.all_reduce(numbers, op="max", label="control")
-        skipped, norm, scale, good = numbers.tolist()
-        self.steps, self.skipped_steps = self.clock - int(skipped), int(skipped)
-        self.gradient_norm = math.nan if norm < 0 else norm
-        self.scaling.restore((-scale, int(-good)))
-        self._prepare_step()
-        self._averages.steps = [max(self._averages.steps)] * self.parts
-        self._restart()
-        if self.mesh.debug:
-            super()._check_copies()
-
-    def _restart(self) -> None:
-        """Restart the count of local steps; all workers are in one state."""
-        self._local = 0
-        self._problem = None
-
-    def resync(self) -> None:
-        if self._may_differ:
-            self._mend()
-
-    def _mend(self) -> None:
-        """Set all copies to those of the first worker."""
-        self._may_differ = False
-        super().synchronize_optimizer_state()
-        if self._parameters is not None:
-            for slot in self._averages.slots.values():
-                self._strategy.resync(slot)
 
     def _share_norm(self) -> None:
         """Set the norm to the largest of all workers, or to NaN if any worker's norm is not finite."""
         norm = np.array([math.inf if math.isnan(self.gradient_norm) else self.gradient_norm])
         self.axis.all_reduce(norm, op="max", label="control")
-        self.gradient_norm = float(norm[0]) if math.isfinite(norm[0]) else math.nan
-
-    # -- state ------------------------------------------------------------------------------------------------------
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of state on this rank: state of both rules, and the anchor of the averages.  Not collective."""
-        return super().state_bytes + (0 if self._parameters is None else self._averages.nbytes)
-
-    @property
-    def outer_steps(self) -> int:
-        """Averages so far of the part that has had most of them."""
-        return 0 if self._parameters is None else max(self._averages.steps)
-
-    def run_state(self) -> RunState:
-        state, slots = super().run_state(), self._averages.slots
-        outer = zip(slots, shards(self._strategy, slots)[1 : 1 + len(slots)], strict=True)
-        shared = (replace(shard, kind=_OUTER + name) for name, shard in outer)
-        return replace(state, shards=(*state.shards, *shared))
-
-    @property
-    def further_facts(self) -> dict[str, Any]:
-        local = {"sync_every": self.sync_every, "parts": self.parts, "delay": self.delay}
-        facts: dict[str, Any] = {"local_sgd.json": local, "outer_steps": self.outer_steps}
-        if self.outer is not None:
-            facts |= {"outer_rule": self._outer_name, "outer_rule.json": self.outer.configuration()}
-            facts |= {"outer_slots.json": list(self.outer.slots)}
-        return facts
-
-    def changed_numbers(self, facts: Mapping[str, Any]) -> list[str]:
-        changed = super().changed_numbers(facts)
-        if self.outer is not None:
-            changed += changed_numbers(self.outer, facts.get("outer_rule.json"), of="outer ")
-        return changed
-
-    @property
-    def further_settings(self) -> dict[str, Any]:
-        local = {"sync_every": self.sync_every, "parts": self.parts, "delay": self.delay, "outer": self._outer_name}
-        return local if self.outer is None else local | settings_of_rule(self.outer, of="outer ")
-
-    def check_facts(self, facts: Any) -> None:
-        super().check_facts(facts)
-        self._check_outer(facts.get("outer_rule", ""), names_fact(facts, "outer_slots.json"))
-
-    def restore(self, facts: Any) -> None:
-        self._averages.discard()
-        super().restore(facts)
-        self._averages.steps = [int(facts.get("outer_steps", 0))] * self.parts
-        self._restart()
-
-    def rebuild_state(self, parameters: FlatParameters) -> None:
-        super().rebuild_state(parameters)
-        # After a death no average was possible, so that each worker still has its own parameters and state.
-        self._may_differ = True
-
-    def abandon(self) -> None:
-        super().abandon()
-        if self._parameters is not None:
-            self._averages.abandon()
-
-    def _make_state(self, parameters: FlatParameters) -> None:
-        restored, self._restored = self._restored, None
-        super()._make_state(parameters)
-        try:
-            self._check_parts()
-        except ValueError:
-            self._restored = restored
-            raise
-        self._averages = Averages(self._strategy, self.outer, self.parts, lasting=self.delay > 0)
-        self._restart()
-        if restored is not None:
-            self._restore(restored)
-
-    def _restore(self, state: FullState) -> None:
-        self._averages.discard()
-        self._may_differ = True  # the optimizer's state does not contain the parameters
-        super()._restore(state)
-        slots = self._averages.slots
-        fill_slots(self._strategy, slots, {name: state.others[_OUTER + name] for name in slots})
-        self._averages.steps = [state.outer_steps] * self.parts
-        self._restart()
-
-    def _full_state(self, parameters: FlatParameters) -> FullState:
-        state = super()._full_state(parameters)
-        outer = whole_slots(self.world, self._strategy, self._averages.slots)
-        others = {**state.others, **{_OUTER + name: whole for name, whole in outer.items()}}
-        return replace(state, outer_rule=self._outer_name, outer_steps=self.outer_steps, others=others)
-
-    def _prepare_step(self) -> None:
-        super()._prepare_step()
-        self._strategy.compresses = True  # `compress_after` is for rules that divide by the size of what is compressed
-
-    # -- checks -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _outer_name(self) -> str:
-        return "" if self.outer is None else type(self.outer).__name__
-
-    def _who_agrees(self) -> Axis | ModelParallelGroup:
-        if self._parameters is None or self._begins_and_ends:
-            return self.world
-        return self._strategy.team
-
-    def _check_state(self, state: FullState) -> None:
-        super()._check_state(state)
-        saved = [kind.removeprefix(_OUTER) for kind in state.others if kind.startswith(_OUTER)]
-        self._check_outer(state.outer_rule, saved)
-
-    def _check_outer(self, saved: str, saved_slots: Any) -> None:
-        own = () if self.outer is None else self.outer.slots
-        if (saved, sorted(saved_slots)) != (self._outer_name, sorted(own)):
-            theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, own))
-            raise ValueError(
-                f"the state is of the outer rule {brief(saved) or 'none'} (slots: {theirs}), but this optimizer has "
-                f"{self._outer_name or 'none'} (slots: {ours}); give outer= as it was when it was saved, or leave its "
-                "state and take the parameters alone"
-            )
-
-    def _check_parts(self) -> None:
-        """Raise on all ranks unless each part gets a bucket on some rank.  Collective."""
-        # A pipeline stage may have fewer buckets than another, or none.
-        most = max(self.world.allgather_object(len(self._strategy.buckets.buckets)))
-        if most < self.parts and self.parts > 1:
-            raise ValueError(
-                f"parts={self.parts}, but no rank has more than {most} buckets to deal out; use fewer parts, or a "
-                f"smaller minimum_parameter_group_size than {self.config.minimum_parameter_group_size}"
-            )
-
-    def _check_copies(self) -> None:
-        """Workers differ between averages; `_level` compares them."""
+        self._counters.gradient_norm = float(norm[0]) if math.isfinite(norm[0]) else math.nan

@@ -1,148 +1,183 @@
-"""The state of a run in its optimizer: parameters, slots and numbers, ready to be saved or moved."""
+"""The state of an optimizer: what training loops, elastic runs and checkpoints need of it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from mpishard.comm.axis import Axis
-from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.strategies import Strategy
-from mpishard.layout.boxes import split
-from mpishard.layout.local_layout import LocalLayout, cut_holding
-from mpishard.layout.run_state import (
-    PARAMETERS,
-    SLOT,
-    RunState,
-    Shard,
-    brief,
-    counted_pieces,
-    finite_fact,
-    pieces_of_ranges,
-    whole_fact,
-)
-from mpishard.optim import Rule
-from mpishard.optim.loss_scale import LossScale
+from mpishard.data_parallel.binding import Binding
+from mpishard.data_parallel.counters import check_numbers
+from mpishard.data_parallel.further_state import FurtherState
+from mpishard.data_parallel.settings import Configured, changed_settings
+from mpishard.data_parallel.validation import check_rule
+from mpishard.io import log
+from mpishard.layout.run_state import RunState, names_fact
 from mpishard.parameters.flat import FlatParameters
 
-Array = Any
-Range = tuple[int, int]
 
+class OptimizerState:
+    """The state of one optimizer, as those see it who save it, move it and restore it.
 
-class Stepping(Protocol):
-    """The parts of an optimizer that `facts_of` reads."""
+    Methods are collective over the mesh unless their docstrings say otherwise.
+
+    Parameters
+    ----------
+    optimizer : Configured
+        Has the rule, the configuration and the strategy.
+    further : sequence of FurtherState
+        State besides that of the rule.
+
+    Attributes
+    ----------
+    binding : Binding
+        The parameters, the arrays and the numbers.
+    """
+
+    def __init__(self, optimizer: Configured, further: Sequence[FurtherState] = ()) -> None:
+        self.binding = Binding(optimizer, further)
+        self._optimizer = optimizer
+        self._reported = False
+
+    # -- saves and moves --------------------------------------------------------------------------------------------
 
     @property
-    def rule(self) -> Rule: ...
+    def facts(self) -> dict[str, Any]:
+        """The optimizer's settings, for people to read, and the numbers that `restore` needs.  Not collective."""
+        rule, config = self._optimizer.rule, self._optimizer.config
+        facts = {
+            "optimizer": type(self._optimizer).__name__,
+            "rule": type(rule).__name__,
+            "rule.json": rule.configuration(),
+            "slots.json": list(rule.slots),
+            "sharding.json": config.settings(),
+            "mesh.json": dict(config.mesh.shape),
+            **self.binding.counters.facts,
+        }
+        for each in self.binding.further:
+            facts |= each.facts
+        return facts
+
     @property
-    def config(self) -> ShardingConfiguration: ...
+    def needs_consolidation(self) -> bool:
+        """Whether `consolidate` has something to do.  The same on all ranks; not collective."""
+        return self._optimizer.config.compressor is not None or bool(self.binding.further)
+
+    def consolidate(self) -> None:
+        """Prepare for a save or a move to other ranks: no rank keeps anything that only it needs.
+
+        Call this before `capture` when saving.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if a backward pass has begun to send compressed gradients and no step has used them yet.
+        FloatingPointError
+            On every rank, if any worker of Local SGD had a NaN or infinite gradient that it must raise for.  All
+            workers are in one state then too.
+        """
+        self.resync()
+        for each in self.binding.further:
+            each.consolidate()
+        compressed = self.binding.on_rank.strategy.compressed if self.binding.is_bound else None
+        if compressed is not None:
+            problem = None
+            if compressed.sending:
+                problem = ValueError(
+                    "compressed gradients of a backward pass are on their way, and what they leave out belongs to no "
+                    "step yet; take the step, or call parameters.reset_gradients(), before the state is saved"
+                )
+            self._optimizer.world.raise_if_any(problem)
+            compressed.fold()
+
+    def capture(self) -> RunState:
+        """The state that the run needs to continue: the live arrays, and the numbers.  Not collective.
+
+        Raises
+        ------
+        ValueError
+            Before the first step, unless `ShardedOptimizer.bind` was called.
+        """
+        on_rank = self.binding.on_rank
+        shards = on_rank.shards() + tuple(shard for each in self.binding.further for shard in each.shards())
+        return RunState(on_rank.parameters.specs, shards, self.facts)
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the optimizer can continue from the state of these facts.  Not collective."""
+        check_rule(self._optimizer.rule, facts.get("rule", "none"), names_fact(facts, "slots.json"))
+        check_numbers(facts)
+        for each in self.binding.further:
+            each.check(facts)
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Continue from these facts of `capture`, once its arrays are filled.  Not collective."""
+        on_rank = self.binding.on_rank
+        for each in self.binding.further:
+            each.restore(facts)
+        self.binding.counters.restore(facts)
+        on_rank.resume(self.binding.counters, float(facts.get("loss_scale", 1.0)))
+
+    def rebuild(self, parameters: FlatParameters) -> None:
+        """Create new state for the parameters after the mesh has moved to other ranks.
+
+        Arrays of an earlier `capture` stay unchanged.
+        """
+        self.binding.rebuild(parameters)
+
+    def resync(self) -> None:
+        """Make all copies equal again after the mesh has moved to other ranks, if they may differ."""
+        if any(each.may_differ for each in self.binding.further):
+            self.binding.spread()
+
+    def abandon(self) -> None:
+        """Drop pending communication, which cannot finish after a rank has died.  Not collective."""
+        if self.binding.is_bound:
+            self.binding.on_rank.strategy.abandon()
+            for each in self.binding.further:
+                each.abandon()
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
     @property
-    def steps(self) -> int: ...
+    def synchronizes_next_step(self) -> bool:
+        """Whether the next update waits for the other data ranks.  The same on all ranks; not collective."""
+        return all(self._optimizer.measure_norm or each.synchronizes_next_step for each in self.binding.further)
+
     @property
-    def skipped_steps(self) -> int: ...
+    def agrees_in_update(self) -> bool:
+        """Whether each update contains an agreement of all ranks.  The same on all ranks; not collective."""
+        config, measure_norm = self._optimizer.config, self._optimizer.measure_norm
+        inspects = config.nonfinite_gradients != "ignore" or config.max_gradient_norm is not None or measure_norm
+        return inspects and not self._optimizer.strategy.workers_differ
+
     @property
-    def clock(self) -> int: ...
+    def interrupted(self) -> bool:
+        """Whether any rank was interrupted, as of the last update; the same on all ranks if `agrees_in_update`."""
+        return self.binding.on_rank.inspection.interrupted
+
+    # -- for people -------------------------------------------------------------------------------------------------
+
     @property
-    def scaling(self) -> LossScale: ...
+    def nbytes(self) -> int:
+        """Bytes of the state arrays on this rank.  Not collective."""
+        return self.binding.nbytes
+
     @property
-    def gradient_norm(self) -> float: ...
-    @property
-    def further_facts(self) -> Mapping[str, Any]: ...
+    def gradient_bytes(self) -> int:
+        """Peak bytes of the optimizer's gradient memory on this rank.  Not collective."""
+        return self.binding.on_rank.strategy.gradient_bytes if self.binding.is_bound else 0
 
+    def report_changes(self, facts: Mapping[str, Any]) -> None:
+        """Report on rank 0 the settings of the rules that differ from those in saved facts.  Not collective."""
+        changed = changed_settings(self.facts, facts)
+        if changed and self._optimizer.world.rank == 0:
+            log.inform(f"the saved state goes on with {', '.join(changed)}")
 
-def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
-    """Parameters and slots of this rank, and the compression errors of the sums that it owns."""
-    parameters = strategy.parameters
-    own = cut_holding(parameters.pieces, strategy.own)
-    pairs = zip(strategy.own, strategy.counted, _starts(strategy.own), strict=True)
-    counted = _counted(
-        parameters, strategy.counted, [offset + first - start for (start, _), (first, _), offset in pairs]
-    )
-    if parameters.sharded is not None:
-        values = Shard(PARAMETERS, parameters.sharded.shard, own, counted)
-    else:
-        starts = [start for start, _ in strategy.counted]
-        values = Shard(PARAMETERS, parameters.flat, parameters.pieces, _counted(parameters, strategy.counted, starts))
-    found = [values, *(Shard(SLOT.format(name), slot, own, counted) for name, slot in slots.items())]
-    if strategy.compressed is not None:
-        ranges = strategy.error_ranges
-        left = pieces_of_ranges(parameters.pieces, ranges, _starts(ranges))
-        counted = counted_pieces(left, parameters.specs, parameters.place)
-        found.append(Shard(strategy.errors_kind, strategy.compressed.owned, left, counted, required=False))
-    return tuple(found)
-
-
-def facts_of(optimizer: Stepping) -> dict[str, Any]:
-    """The optimizer's settings, for people to read, and the numbers that `ShardedOptimizer.restore` needs."""
-    facts = {
-        "optimizer": type(optimizer).__name__,
-        "rule": type(optimizer.rule).__name__,
-        "rule.json": optimizer.rule.configuration(),
-        "slots.json": list(optimizer.rule.slots),
-        "sharding.json": optimizer.config.settings(),
-        "mesh.json": dict(optimizer.config.mesh.shape),
-        "step": optimizer.clock,
-        "steps": optimizer.steps,
-        "skipped_steps": optimizer.skipped_steps,
-        "loss_scale": optimizer.scaling.value,
-    }
-    if optimizer.scaling.dynamic:
-        facts["good_steps"] = optimizer.scaling.good_steps
-    if not math.isnan(optimizer.gradient_norm):
-        facts["gradient_norm"] = optimizer.gradient_norm
-    return facts | dict(optimizer.further_facts)
-
-
-def check_numbers(facts: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the numbers among these facts are valid for `ShardedOptimizer.restore`."""
-    for name in ("steps", "skipped_steps"):
-        whole_fact(facts, name)
-    for name in ("good_steps", "outer_steps"):
-        whole_fact(facts, name, 0)
-    if "good_steps" in facts or "loss_scale" in facts:
-        finite_fact(facts, "loss_scale")
-    finite_fact(facts, "gradient_norm", 0.0, above=-1.0)
-
-
-def check_rule(rule: Rule, saved: str, saved_slots: Collection[str]) -> None:
-    """Raise ValueError unless the saved state is of a rule with the name and the slots of `rule`."""
-    if (saved, sorted(saved_slots)) != (type(rule).__name__, sorted(rule.slots)):
-        theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, rule.slots))
-        raise ValueError(
-            f"the state is of the rule {brief(saved)} (slots: {theirs}), but this optimizer has {type(rule).__name__} "
-            f"(slots: {ours}); make the rule as it was when it was saved, or leave its state and take the parameters "
-            "alone"
-        )
-
-
-def changed_numbers(rule: Rule, saved: Any, of: str = "") -> list[str]:
-    """Descriptions of a rule's settings that differ from the `configuration` in its saved state."""
-    if not isinstance(saved, Mapping):
-        return []
-    changed = [(name, value, saved[name]) for name, value in rule.configuration().items() if name in saved]
-    return [f"{of}{name}={value} in place of {brief(then)}" for name, value, then in changed if then != value]
-
-
-def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
-    """The state of a model without an optimizer: its parameters, divided evenly among the ranks of the data axis."""
-    if parameters.sharded is not None:
-        own = parameters.sharded.own
-        layout = cut_holding(parameters.pieces, own)
-        shard = Shard(PARAMETERS, parameters.sharded.shard, layout, _counted(parameters, own, _starts(own)))
-    else:
-        cuts = split(parameters.size, axis.size)
-        start, stop = cuts[axis.rank], cuts[axis.rank + 1]
-        counted = _counted(parameters, [(start, stop)], [start])
-        shard = Shard(PARAMETERS, parameters.flat, parameters.pieces, counted)
-    return RunState(parameters.specs, (shard,))
-
-
-def _starts(ranges: Sequence[Range]) -> list[int]:
-    """The start of each range when the ranges lie end to end."""
-    return [0, *accumulate(stop - start for start, stop in ranges)][:-1]
-
-
-def _counted(parameters: FlatParameters, ranges: Sequence[Range], starts: Sequence[int]) -> LocalLayout:
-    return counted_pieces(pieces_of_ranges(parameters.pieces, ranges, starts), parameters.specs, parameters.place)
+    def report_continuation(self) -> None:
+        """Report on rank 0, the first time only, that a run does not start afresh.  Not collective."""
+        if self._optimizer.world.rank == 0 and not self._reported:
+            log.inform(
+                f"this optimizer goes on after the {self.binding.counters.clock} steps that it has taken, with its "
+                "state, the learning rate's schedule and the samples that come next; make a new optimizer to start "
+                "afresh"
+            )
+        self._reported = True

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import h5py
 import numpy as np
 
+from mpishard.data_parallel.counters import check_numbers
 from mpishard.data_parallel.full_state import FullState
-from mpishard.data_parallel.optimizer_state import check_numbers
 from mpishard.io import hdf5
 from mpishard.layout.run_state import brief, link_name
 from mpishard.layout.specs import ParameterSpec

@@ -19,6 +19,7 @@ from mpishard.comm.axis import Axis
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.strategies import Strategy
+from mpishard.layout.run_state import brief
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.version import VERSION
@@ -42,15 +43,21 @@ class Configured(Protocol):
     def world(self) -> Axis: ...
     @property
     def measure_norm(self) -> bool: ...
-    @property
-    def further_settings(self) -> Mapping[str, Any]: ...
 
 
 class Settings:
-    """The settings of one optimizer and their fingerprint, computed again if its rule or configuration is replaced."""
+    """The settings of one optimizer and their fingerprint, computed again if its rule or configuration is replaced.
 
-    def __init__(self, optimizer: Configured) -> None:
+    Parameters
+    ----------
+    optimizer : Configured
+    further : mapping
+        Settings that decide the steps besides the rule and the configuration.
+    """
+
+    def __init__(self, optimizer: Configured, further: Mapping[str, Any]) -> None:
         self._optimizer = optimizer
+        self._further = dict(further)
         self._rule: Rule | None = None
         self._config: ShardingConfiguration | None = None
         self._fingerprint = 0
@@ -73,7 +80,7 @@ class Settings:
         config = {field.name: getattr(optimizer.config, field.name) for field in fields(optimizer.config)}
         del config["mesh"]
         kinds = {"mpishard": VERSION, "optimizer": type(optimizer).__name__, "strategy": optimizer.strategy.__name__}
-        described = {name: _text(value) for name, value in (config | dict(optimizer.further_settings)).items()}
+        described = {name: _text(value) for name, value in (config | self._further).items()}
         return kinds | described | settings_of_rule(optimizer.rule)
 
     def of_state(self, parameters: FlatParameters) -> dict[str, str]:
@@ -162,6 +169,18 @@ def settings_of_rule(rule: Rule, of: str = "") -> dict[str, str]:
     settings |= {f"lr({step})": _value(rule.learning_rate, step) for step in _STEPS}
     settings |= {f"scalars({step})": _value(rule.scalars, step) for step in _STEPS}
     return {f"{of}{name}": text for name, text in settings.items()}
+
+
+def changed_settings(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Descriptions of the settings of rules that differ between the facts of an optimizer and saved ones."""
+    changed = []
+    for of, name in (("", "rule.json"), ("outer ", "outer_rule.json")):
+        ours, theirs = facts.get(name), saved.get(name)
+        if not (isinstance(ours, Mapping) and isinstance(theirs, Mapping)):
+            continue
+        differ = [(key, value, theirs[key]) for key, value in ours.items() if key in theirs and theirs[key] != value]
+        changed += [f"{of}{key}={value} in place of {brief(then)}" for key, value, then in differ]
+    return changed
 
 
 def _value(function: Callable[[int], Any], step: int) -> str:

@@ -75,6 +75,7 @@ class Strategy(ABC):
     gradients_on_demand: ClassVar[bool] = False
     shards_parameters: ClassVar[bool] = False
     gathers_gradients: ClassVar[bool] = False
+    workers_differ: ClassVar[bool] = False
 
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
         self.mesh: Mesh
@@ -219,6 +220,12 @@ class Strategy(ABC):
     def error_scale(self, loss_scale: float) -> float:
         """The factor on the compression errors when gradients are multiplied by `loss_scale`."""
         return loss_scale
+
+    def prepare_step(self, compresses: bool, loss_scale: float) -> None:
+        """Set whether the gradients of the next step are compressed, and the loss scale that they contain."""
+        self.compresses = compresses
+        if self.compressed is not None:
+            self.compressed.rescale(self.error_scale(loss_scale))
 
     def keep_errors(self) -> None:
         """After a step, keep what compression left out of it; the next step sends it."""

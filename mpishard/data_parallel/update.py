@@ -1,16 +1,87 @@
-"""One update of the parameters that this rank owns."""
+"""An update: finish the sums of the gradients, agree on whether to use them, clip, and step along them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from mpishard.backend import array as arrays
+from mpishard.data_parallel.binding import Binding
+from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.tensor_norms import norms
+from mpishard.data_parallel.validation import check_copies
 from mpishard.optim import LAMB, Rule
 
 Array = Any
+# torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
+_CLIP_EPSILON = 1e-6
+
+
+def update(
+    optimizer: Configured,
+    binding: Binding,
+    count: float,
+    *,
+    rate_factor: float,
+    nonfinite_loss: str,
+    interrupted: bool,
+) -> bool:
+    """Update the bound parameters; the arguments and the result are those of `ShardedOptimizer.update`.
+
+    Collective over the mesh; between averages of Local SGD over the ranks of a worker.
+    """
+    config, counters, on_rank = optimizer.config, binding.counters, binding.on_rank
+    strategy, inspection = on_rank.strategy, on_rank.inspection
+    strategy.buckets.end_pass()
+    strategy.wait_all()
+    divisor = float(count) * counters.scaling.value
+    inspection.nonfinite_loss, inspection.interrupted = nonfinite_loss, interrupted
+    usable = _gradients_are_usable(optimizer, binding, divisor)
+    if usable:
+        clip = 1.0
+        if config.max_gradient_norm is not None and not math.isnan(counters.gradient_norm):
+            clip = min(1.0, config.max_gradient_norm / (counters.gradient_norm + _CLIP_EPSILON))
+        counters.steps += 1
+        config.mesh.ledger.step = counters.clock
+        slots = list(on_rank.slots.values())
+        take_step(optimizer.rule.scaled(rate_factor), strategy, slots, counters.steps, divisor=divisor, clip=clip)
+        strategy.all_gather_parameters()
+        strategy.keep_errors()
+        counters.scaling.succeeded()
+    else:
+        counters.skipped_steps += 1
+    on_rank.prepare_step(counters)
+    strategy.buckets.reset()
+    if config.mesh.debug and not strategy.workers_differ:
+        check_copies(strategy.replicas, counters.steps)
+    return usable
+
+
+def _gradients_are_usable(optimizer: Configured, binding: Binding, divisor: float) -> bool:
+    """Agree on whether to take the step; compute the gradient's norm if clipping or `measure_norm` needs it."""
+    counters, inspection = binding.counters, binding.on_rank.inspection
+    mode, limit = optimizer.config.nonfinite_gradients, optimizer.config.max_gradient_norm
+    counters.gradient_norm = math.nan
+    measure = limit is not None or optimizer.measure_norm
+    if mode == "ignore" and not measure and not inspection.is_first:
+        return True
+    norm = inspection.norm(measure)
+    if not math.isinf(norm):
+        counters.gradient_norm = norm / divisor
+        if inspection.finite_loss:
+            return True
+    elif counters.scaling.overflowed():
+        return False
+    if mode == "raise":
+        what = inspection.culprits(counters.clock + 1)
+        binding.on_rank.strategy.buckets.reset()
+        raise FloatingPointError(
+            f"{what}; parameters and state are unchanged.  "
+            'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'
+        )
+    return mode == "ignore"
 
 
 def take_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.settings import Settings, differing
 from mpishard.data_parallel.shared_parameters import Replicas
 from mpishard.data_parallel.strategies import Strategy
+from mpishard.layout.run_state import brief
+from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters, check_flat
 from mpishard.parameters.gradient_buckets import GradientBuckets
 
@@ -158,6 +161,17 @@ def tell_of_other_starts(mesh: Mesh, parameters: FlatParameters) -> None:
             "them before (mesh.world.broadcast(start)); else give all ranks one seed",
             RuntimeWarning,
             stacklevel=users_level(),
+        )
+
+
+def check_rule(rule: Rule, saved: str, saved_slots: Collection[str]) -> None:
+    """Raise ValueError unless the saved state is of a rule with the name and the slots of `rule`."""
+    if (saved, sorted(saved_slots)) != (type(rule).__name__, sorted(rule.slots)):
+        theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, rule.slots))
+        raise ValueError(
+            f"the state is of the rule {brief(saved)} (slots: {theirs}), but this optimizer has {type(rule).__name__} "
+            f"(slots: {ours}); make the rule as it was when it was saved, or leave its state and take the parameters "
+            "alone"
         )
 
 

@@ -31,7 +31,6 @@ from mpishard.backend.blas_threads import own_cores
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.reshard import reshard_state
 from mpishard.comm.watchdog import die, fail_alone
-from mpishard.data_parallel.optimizer_state import facts_of
 from mpishard.data_parallel.settings import agree_on_settings
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.committed_state import Committed
@@ -206,7 +205,7 @@ class ElasticLoop(Loop):
             self.recruiter.dismiss()
         order = self._change()
         if order is not None:
-            if self.optimizer.prepares_saves:
+            if self.optimizer.state.needs_consolidation:
                 self._prepare_move()
             self._agree()  # either all workers go on to the resizing, or none
             self.pending_agreements = {_CREW}
@@ -217,8 +216,8 @@ class ElasticLoop(Loop):
     def _prepare_move(self) -> None:
         """Commit a state in which no worker has data for its own use only (error feedback), so that it can move."""
         committed = self._committed()
-        committed.begin(self.optimizer.run_state().facts)
-        self.optimizer.prepare_save()
+        committed.begin(self.optimizer.state.capture().facts)
+        self.optimizer.state.consolidate()
         committed.send_copies()
         self._agree()
         committed.commit()
@@ -243,7 +242,7 @@ class ElasticLoop(Loop):
             self._decide()
             return
         began = time.perf_counter()
-        committed.begin(self.optimizer.run_state().facts)
+        committed.begin(self.optimizer.state.capture().facts)
         loss, rate = self.advance(step)
         committed.send_copies()
         self.ready = loss
@@ -328,7 +327,7 @@ class ElasticLoop(Loop):
     def _roll_back(self) -> None:
         facts = self._committed().roll_back()
         if facts is not None:
-            self.optimizer.restore(facts)
+            self.optimizer.state.restore(facts)
         self.ready = None
 
     def _committed(self) -> Committed:
@@ -353,7 +352,7 @@ class ElasticLoop(Loop):
         self._check_scripts()
         source = target = None
         if self.committed is not None:
-            facts = {**facts_of(optimizer), "loss": self.losses.to_array(), "reason": self.reason, "done": self.done}
+            facts = {**optimizer.state.facts, "loss": self.losses.to_array(), "reason": self.reason, "done": self.done}
             facts |= {"decided": self.decided, "request": self.worker_target.agreed, "before": self.before}
             facts |= {"skipped_before": self.skipped_before, "resumed": self.resumed, "saved": self.saved}
             facts |= {"discovered": self.outside.discovered}
@@ -374,9 +373,9 @@ class ElasticLoop(Loop):
                 self.checkpoints.rebind()
         self._agree_as_crew()  # Open MPI 5 crashes if a communicator is revoked where it is still being made
         if comm is not None:
-            optimizer.rebuild_state(self.runner.parameters)
+            optimizer.state.rebuild(self.runner.parameters)
             self.runner.attach()
-            target = optimizer.run_state()
+            target = optimizer.state.capture()
         if self.optimizer.config.hierarchical:
             self._agree_as_crew()  # the same: sums by nodes have communicators of their own
         restored = self._reshard(source, target)
@@ -387,8 +386,8 @@ class ElasticLoop(Loop):
         self.all_know = bool(self.reason)
         committed = None
         if comm is not None:
-            optimizer.restore(restored)
-            optimizer.resync()
+            optimizer.state.restore(restored)
+            optimizer.state.resync()
             self.losses.restore(restored["loss"])
             self.done, self.decided = restored["done"], restored["decided"]
             self.before, self.position = restored["before"], restored["position"]
@@ -454,7 +453,7 @@ class ElasticLoop(Loop):
     def _commit_anew(self) -> Committed:
         crew, members = self.crew, self.mesh.data.members
         identities, nodes = [crew.identities[rank] for rank in members], [crew.fellows[rank].host for rank in members]
-        return Committed(self.mesh.data, identities, nodes, self.optimizer.run_state())
+        return Committed(self.mesh.data, identities, nodes, self.optimizer.state.capture())
 
     def _heal(self, error: MPI.Exception) -> Order:
         """Remove the dead processes and return to the last committed step; returns the order for the next workers."""
@@ -471,7 +470,7 @@ class ElasticLoop(Loop):
         self.mesh.revoke()
         if self.checkpoints is not None:
             self.checkpoints.revoke()
-        self.optimizer.abandon()
+        self.optimizer.state.abandon()
         self.whole = False
         crew.revoke()
         self._settle()

@@ -79,7 +79,7 @@ class Loop:
             self.check(checkpoints)
             restored = options.resume and self.resume(checkpoints)
         if self.begins and optimizer.clock and not restored:
-            optimizer.tell_of_state()
+            optimizer.state.report_continuation()
         if self.scaling.batch_size(problem.batch_size, workers) < workers:
             raise ValueError(
                 f"batch_size={problem.batch_size} gives some of the {workers} data-parallel ranks no sample; "
@@ -100,7 +100,7 @@ class Loop:
         if self.optimizer.mesh.debug and not reason:
             check_sums(self.runner, self.sampler.following(self.position, self.batch_size))
         # If ranks agree in every update, they learn of Ctrl-C there, and need no further collective.
-        self.watching |= not self.optimizer.agrees_in_update
+        self.watching |= not self.optimizer.state.agrees_in_update
         try:
             with self.interrupts:
                 while not reason:
@@ -169,7 +169,7 @@ class Loop:
 
         def check(facts: Mapping[str, Any]) -> None:
             nonlocal losses
-            optimizer.check_facts(facts)
+            optimizer.state.check(facts)
             whole_fact(facts, "samples_consumed", 0)
             whole_fact(facts, "first_workers", 1, least=1)
             clock = whole_fact(facts, "steps") + whole_fact(facts, "skipped_steps")
@@ -184,10 +184,10 @@ class Loop:
                     "values it was saved with, or load_checkpoint() into the model and begin a new run"
                 )
 
-        found = checkpoints.load(optimizer.run_state(), check=check)
+        found = checkpoints.load(optimizer.state.capture(), check=check)
         if found is not None:
-            optimizer.tell_of_changes(found.facts)
-            optimizer.restore(found.facts)
+            optimizer.state.report_changes(found.facts)
+            optimizer.state.restore(found.facts)
             self.position = self.sampler.consumed(optimizer.clock)
             if of_loop(found.facts):
                 self.position = found.facts["samples_consumed"]
@@ -233,7 +233,7 @@ class Loop:
     def state(self) -> RunState:
         """The state that a checkpoint saves now."""
         own = {"samples_consumed": self.position, "first_workers": self.scaling.first, "loss": self.losses.to_array()}
-        return self.optimizer.run_state().with_facts({**self.order(), **own}).with_facts(self.problem.facts)
+        return self.optimizer.state.capture().with_facts({**self.order(), **own}).with_facts(self.problem.facts)
 
     def save(self, last: bool) -> None:
         """Save if a save is due; after the last step, bring all ranks to one state even without checkpoints."""
@@ -241,7 +241,7 @@ class Loop:
         with self.phase("saving"):
             if due:
                 self.losses.reduce()
-                self.optimizer.prepare_save()
+                self.optimizer.state.consolidate()
             if self.checkpoints is None:
                 return
             if due:
@@ -263,7 +263,7 @@ class Loop:
         losses, count = self.runner.losses_and_gradient(self.batch)
         if self.optimizer.mesh.debug or len(self.losses) == self.resumed:
             self.refuse_misuse()
-        self.synchronizes_next_step = self.meets_always or self.optimizer.synchronizes_next_step
+        self.synchronizes_next_step = self.meets_always or self.optimizer.state.synchronizes_next_step
         mean = self.losses.mean_over_ranks if self.synchronizes_next_step else self.losses.mean_of_rank
         loss = mean(losses, count)
         factor = self.rate_factor
@@ -327,7 +327,7 @@ class Loop:
             self.requested, changed = self.optimizer.world.all_reduce(own, op="max", label="control").tolist()
             if changed:  # by a callback
                 self.optimizer.settings.agree()
-        elif self.optimizer.interrupted:
+        elif self.optimizer.state.interrupted:
             self.requested = StopRequest.SIGNAL
         return self.why_stop(self.requested)
 

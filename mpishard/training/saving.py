@@ -10,8 +10,8 @@ from typing import Any
 from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint.index import check_facts
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.optimizer_state import parameters_alone
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.data_parallel.state_shards import parameters_alone
 from mpishard.data_parallel.validation import agree_on_step, check_place
 from mpishard.parameters.flat import FlatParameters, check_flat
 
@@ -50,14 +50,14 @@ def save_checkpoint(
     ------
     OSError
         On every rank, if the disk fails or is full.  Earlier checkpoints stay complete, and memory is unchanged except
-        by `ShardedOptimizer.prepare_save`.
+        by `OptimizerState.consolidate`.
     ValueError, TypeError
         On every rank, if the parameters or facts of any rank are invalid, or parameters differ between ranks.
     """
     facts = facts or {}
     optimizer.bind(_agreed(parameters, optimizer, optimizer.mesh, facts))
-    optimizer.prepare_save()
-    state = optimizer.run_state().with_facts(facts)
+    optimizer.state.consolidate()
+    state = optimizer.state.capture().with_facts(facts)
     with _for_once(folder, optimizer.mesh, keep=keep, compression=compression) as checkpoints:
         checkpoints.adopt()
         written = checkpoints.save(state)
@@ -110,7 +110,7 @@ def load_checkpoint(
     named = _agreed(parameters, optimizer, mesh)
     if optimizer is not None:
         optimizer.bind(named)
-        state, check = optimizer.run_state(), optimizer.check_facts
+        state, check = optimizer.state.capture(), optimizer.state.check
     else:
         state, check = parameters_alone(named, mesh.data), None
     with _for_once(folder, mesh) as checkpoints:
@@ -118,8 +118,8 @@ def load_checkpoint(
     if found is None:
         raise FileNotFoundError(f"there is no checkpoint in {folder}")
     if optimizer is not None:
-        optimizer.tell_of_changes(found.facts)
-        optimizer.restore(found.facts)
+        optimizer.state.report_changes(found.facts)
+        optimizer.state.restore(found.facts)
     elif named.sharded is not None:
         named.sharded.drop()
     return dict(found.facts)

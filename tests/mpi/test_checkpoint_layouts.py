@@ -18,7 +18,7 @@ from mpishard.backend import array as arrays
 from mpishard.checkpoint.index import read_index, write_index
 from mpishard.checkpoint.pieces import Part, pieces_file, stored, write_pieces
 from mpishard.checkpoint.reading import fill
-from mpishard.data_parallel.optimizer_state import parameters_alone
+from mpishard.data_parallel.state_shards import parameters_alone
 from mpishard.layout.run_state import RunState
 from mpishard.parameters.flat import FlatParameters
 
@@ -92,19 +92,19 @@ def test_every_layout_reads_what_another_wrote(base, folder):
         if base.rank == 0:
             place.mkdir()
         base.world.barrier()
-        save(place, optimizer.run_state(), base.world)
+        save(place, optimizer.state.capture(), base.world)
         trained.append((place, gathered(parameters, optimizer.config), optimizer.serialize()))
     for number, case in enumerate(cases):
         for place, whole, image in (trained[number - 1], trained[number - len(cases) // 2]):
             optimizer, parameters = built(*case, start=np.full(hybrid.SIZE, np.nan))
             contents = read_index(place)
-            state = optimizer.run_state()
-            optimizer.check_facts(contents.facts)
+            state = optimizer.state.capture()
+            optimizer.state.check(contents.facts)
             fill(contents, state, base.world, base.world)
-            optimizer.restore(contents.facts)
+            optimizer.state.restore(contents.facts)
             assert np.array_equal(gathered(parameters, optimizer.config), whole), case
             assert optimizer.serialize() == image, case
-            for shard in optimizer.run_state().shards:
+            for shard in optimizer.state.capture().shards:
                 assert not np.isnan(shard.array).any(), case
 
 
@@ -112,7 +112,7 @@ def test_parameters_alone(base, folder):
     """A checkpoint may have more than is wanted."""
     optimizer, parameters = built(base, ZeRO2Optimizer)
     train(optimizer, parameters)
-    save(folder, optimizer.run_state(), base.world)
+    save(folder, optimizer.state.capture(), base.world)
     for mesh in hybrid.meshes(base):
         fresh = model(mesh, start=np.full(hybrid.SIZE, np.nan))
         fill(read_index(folder), parameters_alone(fresh, mesh.data), base.world, base.world)
@@ -123,7 +123,7 @@ def test_parameters_alone(base, folder):
 def test_device_arrays(base, folder, strategy):
     optimizer, parameters = built(base, DDPOptimizer)
     train(optimizer, parameters)
-    save(folder, optimizer.run_state(), base.world)
+    save(folder, optimizer.state.capture(), base.world)
     contents = read_index(folder)
     module = arrays.module_of(standin.empty(0))
     for mesh in hybrid.meshes(base):
@@ -132,7 +132,7 @@ def test_device_arrays(base, folder, strategy):
         )
         other = strategy(RULE, ShardingConfiguration(mesh, minimum_parameter_group_size=24))
         other.bind(fresh)
-        fill(contents, other.run_state(), base.world, base.world)
+        fill(contents, other.state.capture(), base.world, base.world)
         other.restore(contents.facts)
         assert np.array_equal(arrays.to_host(gathered(fresh, mesh)), gathered(parameters, base)), mesh
         assert other.serialize() == optimizer.serialize(), mesh
@@ -141,7 +141,7 @@ def test_device_arrays(base, folder, strategy):
 def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_is_written(base, folder):
     optimizer, parameters = built(base, ZeRO1Optimizer)
     train(optimizer, parameters)
-    state = optimizer.run_state()
+    state = optimizer.state.capture()
     save(folder, state, base.world)
     contents = read_index(folder)
     before = [shard.array.copy() for shard in state.shards]
@@ -166,20 +166,20 @@ def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_is_written(ba
 
 def test_a_piece_that_one_rank_cannot_read_raises_on_all(base, folder):
     optimizer, _ = built(base, ZeRO1Optimizer)
-    save(folder, optimizer.run_state(), base.world)
+    save(folder, optimizer.state.capture(), base.world)
     contents = read_index(folder)
     base.world.barrier()
     if base.rank == 0:
         (folder / pieces_file(base.size - 1)).write_bytes(b"")
     base.world.barrier()
     with pytest.raises(ValueError, match=r"pieces-.*are not those of this checkpoint"):
-        fill(contents, optimizer.run_state(), base.world, base.world)
+        fill(contents, optimizer.state.capture(), base.world, base.world)
 
 
 def test_each_element_is_read_from_the_disk_once(base, folder, monkeypatch):
     optimizer, parameters = built(base, DDPOptimizer)
     train(optimizer, parameters)
-    save(folder, optimizer.run_state(), base.world)
+    save(folder, optimizer.state.capture(), base.world)
     read = []
     monkeypatch.setattr(
         "mpishard.checkpoint.reading.PieceReader.read",
@@ -188,7 +188,7 @@ def test_each_element_is_read_from_the_disk_once(base, folder, monkeypatch):
     for mesh in hybrid.meshes(base):
         read.clear()
         optimizer, _ = built(mesh, DDPOptimizer)
-        fill(read_index(folder), optimizer.run_state(), base.world, base.world)
+        fill(read_index(folder), optimizer.state.capture(), base.world, base.world)
         seen = {(kind, spec.name): np.zeros(spec.shape, int) for spec in hybrid.specs() for kind in KINDS}
         for told in base.world.allgather_object(read):
             for kind, name, box in told:

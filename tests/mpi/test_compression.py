@@ -50,8 +50,8 @@ def zeros(dtype=np.float64):
 
 def left_over(optimizer, mesh):
     """All ranks' errors together, in flat order."""
-    optimizer.prepare_save()
-    shard = next(shard for shard in optimizer.run_state().shards if shard.kind == "gradient_errors")
+    optimizer.state.consolidate()
+    shard = next(shard for shard in optimizer.state.capture().shards if shard.kind == "gradient_errors")
     starts = {piece.name: piece.start for piece in optimizer.parameters.pieces}
     shapes = {piece.name: piece.shape for piece in optimizer.parameters.pieces}
     errors = np.zeros(SIZE)
@@ -82,7 +82,7 @@ def test_what_was_applied_and_what_is_left_are_all_gradients(mesh, same_on_all, 
     parameters, total = zeros(), np.zeros(SIZE)
     for step in range(steps):
         if step % 50 == 49:
-            optimizer.prepare_save()
+            optimizer.state.consolidate()
         own = gradient(step, mesh.rank)
         if step % 7 == 3:
             own[step % SIZE] = np.nan if mesh.rank == mesh.size - 1 else 1.0

@@ -150,7 +150,7 @@ def test_a_step_that_is_taken_back_takes_its_samples_again(mesh, monkeypatch):
             again.append(step)
             advance(loop, step)
             loop._roll_back()
-            loop._committed().begin(loop.optimizer.run_state().facts)
+            loop._committed().begin(loop.optimizer.state.capture().facts)
         return advance(loop, step)
 
     resizes = {3: 1, 7: mesh.size}

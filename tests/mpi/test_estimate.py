@@ -75,8 +75,8 @@ def test_bytes_of_a_step(comm, what, zero_stage, options):
         memory = stage.memory
         measured = {
             "parameters": (model.parameters.nbytes, memory.parameters + memory.gathered),
-            "gradients": (optimizer.gradient_bytes, memory.gradients + memory.buckets),
-            "state": (optimizer.state_bytes, memory.state),
+            "gradients": (optimizer.state.gradient_bytes, memory.gradients + memory.buckets),
+            "state": (optimizer.state.nbytes, memory.state),
             "activations": (model.activation_bytes, memory.activations + memory.scratch),
         }
         for kind, (bytes_, estimated) in measured.items():

@@ -205,11 +205,11 @@ def test_bytes_sent_and_held(base, strategy):
         assert sums(axis="pipeline") == 0
 
         whole = sum(sizes.values())
-        held = (optimizer.state_bytes, parameters.nbytes)
+        held = (optimizer.state.nbytes, parameters.nbytes)
         if strategy is DDPOptimizer:
             assert held == (2 * whole, whole)
         else:
-            assert mesh.data.comm.allreduce(optimizer.state_bytes) == 2 * whole
+            assert mesh.data.comm.allreduce(optimizer.state.nbytes) == 2 * whole
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -271,15 +271,15 @@ def test_state_that_drifts_is_mended(base, strategy):
         optimizer, parameters = strategy(AdamW(lr=0.1), mesh), model(mesh)
         train(optimizer, parameters)
         state = optimizer.serialize()
-        views = optimizer._strategy.state_views(optimizer._slots["exp_avg"])
+        views = optimizer.state.binding.on_rank.strategy.state_views(optimizer.state.binding.on_rank.slots["exp_avg"])
         first = mesh.data.rank == 0 or strategy is not DDPOptimizer
         held = dict(zip(parameters, parameters.local, strict=True))
-        for tensor, owned, start, stop in optimizer._strategy.owned_parts:
+        for tensor, owned, start, stop in optimizer.state.binding.on_rank.strategy.owned_parts:
             spec = held[parameters.specs[tensor].name]
             if not (first and mesh.place.counts(spec)):
                 views[owned][start:stop] = np.nan
         optimizer.synchronize_optimizer_state()
-        assert not any(np.isnan(slot).any() for slot in optimizer._slots.values()), mesh
+        assert not any(np.isnan(slot).any() for slot in optimizer.state.binding.on_rank.slots.values()), mesh
         assert optimizer.serialize() == state
 
 
@@ -332,7 +332,7 @@ def test_hybrid_optimizer_arranges_the_ranks(comm, zero_stage):
                 alone(mesh, rule, data).parameters,
             )
             assert (parameters.sharded is not None) == (zero_stage == 3)
-            assert (optimizer.state_bytes == 2 * 8 * parameters.size) == (zero_stage == 0 or data == 1)
+            assert (optimizer.state.nbytes == 2 * 8 * parameters.size) == (zero_stage == 0 or data == 1)
 
 
 def test_sizes_that_do_not_fit(comm):

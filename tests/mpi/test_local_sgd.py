@@ -175,7 +175,7 @@ def test_after_a_death_the_first_worker_counts(mesh, same_on_all):
     """Each survivor has what it came to by itself; the next average is of one state all the same."""
     optimizer, parameters = LocalSGDOptimizer(SGD(lr=1.0), mesh, 1), FlatParameters.over(np.zeros(4))
     optimizer.step(parameters, np.zeros(4))
-    optimizer.rebuild_state(parameters)
+    optimizer.state.rebuild(parameters)
     parameters.flat[...] = 5.0 + mesh.rank
     optimizer.step(parameters, np.full(4, float(mesh.rank)))
     assert same_on_all(parameters.flat)
@@ -321,7 +321,7 @@ def test_nodes_are_workers(mesh, same_on_all, every):
         for name, total in mesh.ledger.summary().items()
         if name.startswith("data across nodes") and "gradients" in name
     )
-    assert between == (0 if ranks == 1 else 20 // every * len(optimizer._strategy.buckets.buckets))
+    assert between == (0 if ranks == 1 else 20 // every * len(optimizer.state.binding.on_rank.strategy.buckets.buckets))
 
 
 @pytest.mark.parametrize("options", [{}, {"outer": NESTEROV}, {"outer": NESTEROV, "parts": 3, "delay": 2}], ids=str)
@@ -330,7 +330,9 @@ def test_one_state_when_asked_for(mesh, same_on_all, options):
     parameters = FlatParameters.over(START.copy(), SPECS)
     train(optimizer, parameters, range(1, 8))
     optimizer.synchronize_optimizer_state()
-    assert same_on_all(parameters.flat) and all(same_on_all(slot) for slot in optimizer._slots.values())
+    assert same_on_all(parameters.flat) and all(
+        same_on_all(slot) for slot in optimizer.state.binding.on_rank.slots.values()
+    )
     before = parameters.flat.copy(), optimizer.serialize()
     optimizer.synchronize_optimizer_state()
     assert np.array_equal(parameters.flat, before[0]) and optimizer.serialize() == before[1]

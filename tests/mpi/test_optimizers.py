@@ -149,7 +149,7 @@ def test_bytes_of_state_and_gradients_a_rank(mesh):
         for _ in range(2):
             write_gradients(parameters, np.ones(parameters.size, np.float32))
             optimizer.step(parameters)
-        assert (optimizer.state_bytes, optimizer.gradient_bytes) == (state, gradient), strategy.__name__
+        assert (optimizer.state.nbytes, optimizer.state.gradient_bytes) == (state, gradient), strategy.__name__
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

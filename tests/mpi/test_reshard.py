@@ -164,8 +164,8 @@ def test_the_state_of_a_run(mesh):
     (one, before), (other, after) = states(
         mesh, rule, [mpishard.ZeRO2Optimizer, mpishard.ZeRO1Optimizer], [shapes[0], shapes[-1]]
     )
-    source = one.run_state().with_facts({"history": np.arange(3.0), "words.json": ["a", 1], "seed": 5})
-    facts = reshard_state(mesh.world, source, other.run_state(), bucket_bytes=64)
+    source = one.state.capture().with_facts({"history": np.arange(3.0), "words.json": ["a", 1], "seed": 5})
+    facts = reshard_state(mesh.world, source, other.state.capture(), bucket_bytes=64)
     assert facts["steps"] == 3
     assert (facts["seed"], facts["words.json"]) == (5, ["a", 1])
     assert np.array_equal(facts["history"], np.arange(3.0))

@@ -92,8 +92,8 @@ def test_memory_is_the_share_and_the_units_in_use(mesh, from_the_start):
     train(model, optimizer)
     largest = 8 * max(sizes)
     assert parameters.nbytes == share + 2 * largest  # the unit in use, and the next
-    assert optimizer.state_bytes == 2 * share
-    assert share + largest <= optimizer.gradient_bytes <= share + 2 * largest
+    assert optimizer.state.nbytes == 2 * share
+    assert share + largest <= optimizer.state.gradient_bytes <= share + 2 * largest
 
 
 def test_ranks_without_samples_take_part(mesh):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import deprecated
+from mpishard.data_parallel import sharded_optimizer
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +36,20 @@ def test_methods() -> None:
         assert caught[0].filename == __file__
         with pytest.warns(DeprecationWarning, match=r"Axis\.agree is called Axis\.raise_if_any now"):
             mesh.world.agree(None)
+
+
+def test_members_of_an_optimizer_behind_its_state() -> None:
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), mesh)
+        optimizer.step(np.ones(2), np.ones(2))
+        name = r"ShardedOptimizer\.run_state is called ShardedOptimizer\.state\.capture now"
+        with pytest.warns(DeprecationWarning, match=name) as caught:
+            assert optimizer.run_state().facts["steps"] == 1
+        assert caught[0].filename == __file__
+        with pytest.warns(DeprecationWarning):
+            assert optimizer.gradient_bytes == optimizer.state.gradient_bytes
+        assert not hasattr(optimizer, "learning_rate")
+        assert all(attrgetter(new)(optimizer) is not None for new in sharded_optimizer._RENAMED.values())
 
 
 def test_once_a_process() -> None:

@@ -1,0 +1,108 @@
+"""What one rank holds of an optimizer's state, for the parameters that the optimizer trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend import array as arrays
+from mpishard.backend import exact_norm
+from mpishard.comm.axis import Axis
+from mpishard.data_parallel.accumulation import Accumulation
+from mpishard.data_parallel.counters import Counters
+from mpishard.data_parallel.full_state import FullState
+from mpishard.data_parallel.gradient_checks import Inspection
+from mpishard.data_parallel.settings import Configured
+from mpishard.data_parallel.slots import fill_errors, fill_slots, make_slots, whole_errors, whole_slots
+from mpishard.data_parallel.state_shards import shards
+from mpishard.data_parallel.strategies import Strategy
+from mpishard.layout.run_state import Shard
+from mpishard.parameters.flat import FlatParameters
+
+Array = Any
+
+
+class RankState:
+    """This rank's state arrays of one optimizer for one set of parameters, and the strategy that divides them.
+
+    Creation is collective over the mesh and makes all copies of the parameters equal.
+
+    Attributes
+    ----------
+    strategy : Strategy
+    slots : dict of 1-D arrays
+        The state of the rule: each array holds the ranges in ``strategy.own`` end to end.
+    inspection : Inspection
+        Checks the gradients.
+    accumulation : Accumulation
+        Gradients that wait for `synchronize_optimizer_state`.
+    """
+
+    def __init__(self, optimizer: Configured, parameters: FlatParameters) -> None:
+        self._optimizer = optimizer
+        config, rule = optimizer.config, optimizer.rule
+        self.strategy: Strategy = optimizer.strategy.fitting(parameters)(config, parameters)
+        self.accumulation = Accumulation()
+        self.strategy.buckets.on_reset.append(self.accumulation.forget)
+        self.inspection = Inspection(self.strategy, parameters)
+        if config.nonfinite_gradients == "ignore":
+            self.strategy.buckets.inspect = None
+        if not arrays.is_device(parameters.like):
+            rule.kernel.expect(parameters.dtype)
+            exact_norm.expect(parameters.dtype, config.max_gradient_norm is not None or rule.norm_based)
+        self.slots: dict[str, Array] = make_slots(rule, self.strategy.owned, parameters.dtype, like=parameters.like)
+
+    @property
+    def parameters(self) -> FlatParameters:
+        """The parameters that the optimizer trains."""
+        return self.strategy.parameters
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots."""
+        return sum(int(slot.nbytes) for slot in self.slots.values())
+
+    def shards(self) -> tuple[Shard, ...]:
+        """The live arrays of this rank with their layouts: parameters, slots and compression errors."""
+        return shards(self.strategy, self.slots)
+
+    def prepare_step(self, counters: Counters) -> None:
+        """Set the loss scale of the parameters, and the compression of the strategy, for the next step."""
+        compresses = counters.steps >= self._optimizer.config.compress_after
+        self.parameters.loss_scale = counters.scaling.value
+        self.strategy.prepare_step(compresses, counters.scaling.value)
+
+    def spread(self) -> None:
+        """Make all copies of parameters and slots equal.  Collective over the mesh."""
+        self.strategy.replicas.spread()
+        for slot in self.slots.values():
+            self.strategy.resync(slot)
+
+    def resume(self, counters: Counters, loss_scale: float) -> None:
+        """Prepare the next step after other parameters and state have replaced those of a step under way.
+
+        Parameters
+        ----------
+        loss_scale : float
+            The loss scale that the compression errors of the new state contain.
+        """
+        if self.strategy.compressed is not None:
+            self.strategy.compressed.forget(self.strategy.error_scale(loss_scale))
+        self.prepare_step(counters)
+        self.parameters.reset_gradients()
+        if self.parameters.sharded is not None:
+            self.parameters.sharded.drop()
+
+    def gather_slots(self, world: Axis) -> dict[str, np.ndarray]:
+        """The slots of the whole model, on every rank.  Collective over `world`."""
+        return whole_slots(world, self.strategy, self.slots)
+
+    def gather_errors(self, world: Axis) -> dict[str, np.ndarray]:
+        """The compression errors of the whole model, by kind, on every rank.  Collective over `world`."""
+        return whole_errors(world, self.strategy)
+
+    def fill(self, full: FullState) -> None:
+        """Fill this rank's arrays from a full state.  Not collective."""
+        fill_slots(self.strategy, self.slots, full.slots)
+        fill_errors(self.strategy, full.others)
