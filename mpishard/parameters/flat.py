@@ -26,6 +26,8 @@ Array = Any
 class FlatParameters:
     """One flat parameter buffer, one flat gradient buffer, and named views into both.
 
+    Not collective, unless a method says otherwise.
+
     Parameters
     ----------
     specs : sequence of ParameterSpec
@@ -57,6 +59,13 @@ class FlatParameters:
     loss_scale : float
         A backward pass multiplies the gradient of its loss by this, so that half-precision gradients keep small
         values.  The optimizer sets it, and divides it out again.
+
+    Raises
+    ------
+    TypeError
+        If `dtype` is neither, or a spec is no ParameterSpec.
+    ValueError
+        If two tensors have one name, ties do not fit each other, or a tensor is in no unit.
     """
 
     def __init__(
@@ -83,7 +92,25 @@ class FlatParameters:
 
     @classmethod
     def over(cls, flat: Array, specs: Sequence[ParameterSpec] | None = None) -> FlatParameters:
-        """Named views of an existing flat array, which is not copied; without `specs` it is one tensor."""
+        """Named views of an existing flat array, which is not copied.
+
+        Parameters
+        ----------
+        flat : 1-D array
+            Contiguous, float32 or float64, of NumPy or CuPy.
+        specs : sequence of ParameterSpec, optional
+            Names and shapes, in order; default: one tensor named ``"parameters"``.
+
+        Returns
+        -------
+        FlatParameters
+            Its `flat` is the array.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the array is not as above, or the specs do not have its size.
+        """
         check_flat("parameters", flat)
         if specs is None:
             specs = [ParameterSpec("parameters", (flat.size,))]
@@ -108,6 +135,18 @@ class FlatParameters:
             Anything that ``module.from_dlpack`` takes, e.g. ``p.detach()`` of PyTorch's parameters; all of one dtype.
         module : module
             ``numpy`` (default) or ``cupy``: where the tensors are.
+
+        Returns
+        -------
+        FlatParameters
+            With the tensors in the order of the mapping.
+
+        Raises
+        ------
+        TypeError
+            If a tensor cannot be taken, or they are not of one dtype, float32 or float64.
+        ValueError
+            If there is no tensor.
         """
         if not isinstance(tensors, Mapping):
             raise TypeError(f"tensors must be a mapping of names to tensors, got {type(tensors).__name__}")
@@ -154,6 +193,18 @@ class FlatParameters:
         The tensors of one stage are a run, or with `by_unit` those of one unit.  A tied tensor is a run of its own,
         which waits for the end of the step.  With `replicas_apart` no run has both tensors that every tensor rank
         holds whole and tensors that are split.
+
+        Parameters
+        ----------
+        by_unit : bool
+            Whether runs end at units, and not only at stages.
+        replicas_apart : bool
+            Whether runs end between split and replicated tensors.
+
+        Returns
+        -------
+        list of Run
+            In the order of the tensors held here.
         """
 
         def key(spec: ParameterSpec) -> object:
@@ -168,7 +219,13 @@ class FlatParameters:
 
     @property
     def flat(self) -> Array:
-        """The flat buffer of all parameters of this model-parallel rank."""
+        """The flat buffer of all parameters of this model-parallel rank.
+
+        Raises
+        ------
+        ValueError
+            Under ZeRO-3, where there is no such array.
+        """
         if self._flat is None:
             raise ValueError(
                 "these parameters are sharded over the data axis (ZeRO-3) and have no flat array; "
@@ -188,6 +245,7 @@ class FlatParameters:
 
     @property
     def dtype(self) -> np.dtype:
+        """The type of the elements, float32 or float64."""
         return np.dtype(self._like.dtype)
 
     @property
@@ -202,7 +260,13 @@ class FlatParameters:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
     def digest(self) -> int:
-        """A hash of 62 bits of the values held here.  Not collective."""
+        """A hash of 62 bits of the values held here.  Not collective.
+
+        Returns
+        -------
+        int
+            Equal for equal bits of `held`.
+        """
         import xxhash  # imported at the first use, not with the package
 
         return int(xxhash.xxh3_64_intdigest(arrays.to_host(self.held).data)) >> 2
@@ -242,11 +306,30 @@ class FlatParameters:
         return len(self._piece_of)
 
     def box(self, name: str) -> Box:
-        """The box of this rank's slice of tensor `name`."""
+        """The box of this rank's slice of a tensor.
+
+        Parameters
+        ----------
+        name : str
+            A tensor that is held here.
+
+        Returns
+        -------
+        tuple of (int, int)
+            Start and stop in each dimension of the whole tensor.
+        """
         return self._piece_of[name].box
 
     def assign(self, name: str, values: Array) -> None:
-        """Set this rank's slice of `name` to `values`, an array of its shape; also for sharded parameters."""
+        """Set this rank's slice of a tensor; also for sharded parameters.
+
+        Parameters
+        ----------
+        name : str
+            A tensor that is held here.
+        values : array
+            Of the shape of the slice, on its device; copied.
+        """
         if self.sharded is None:
             self._views[name][...] = values
         else:
@@ -255,22 +338,57 @@ class FlatParameters:
     # -- ZeRO-3: parameters exist only while they are used ----------------------------------------------------------
 
     def use(self, names: Sequence[str]) -> None:
-        """Gather the tensors `names` under ZeRO-3, collective over the data axis; else nothing happens."""
+        """Gather tensors under ZeRO-3; else nothing happens.
+
+        Collective over the data axis under ZeRO-3.
+
+        Parameters
+        ----------
+        names : sequence of str
+            Their whole units are gathered; each use takes one `release`.
+        """
         if self.sharded is not None:
             self.sharded.use(self._units(names))
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Start to gather the tensors of the next `use`.  Collective like `use`."""
+        """Start to gather the tensors of the next `use`.
+
+        Collective like `use`.
+
+        Parameters
+        ----------
+        names : sequence of str
+            As for `use`.
+        """
         if self.sharded is not None:
             self.sharded.prefetch(self._units(names))
 
     def release(self, names: Sequence[str]) -> None:
-        """Free the gathered tensors `names`, which are not needed for now."""
+        """Free gathered tensors that are not needed for now.
+
+        Parameters
+        ----------
+        names : sequence of str
+            As for `use`.
+
+        Raises
+        ------
+        RuntimeError
+            If they are not in use.
+        """
         if self.sharded is not None:
             self.sharded.release(self._units(names))
 
     def shard(self, axis: Axis) -> None:
-        """From now on keep only this rank's share of every unit.  Not collective; all ranks must hold equal values."""
+        """Keep only this rank's share of every unit from now on.
+
+        Not collective, but all ranks must hold equal values.
+
+        Parameters
+        ----------
+        axis : Axis
+            The ranks that share each unit evenly.
+        """
         if self.sharded is not None:
             return
         sharded = ShardedUnits(self.pieces, self.units, axis, self._like)
@@ -285,7 +403,15 @@ class FlatParameters:
         self._bind(self._flat, sharded)
 
     def gather(self) -> Array:
-        """All parameters of this model-parallel rank as a new flat array.  Collective under ZeRO-3."""
+        """All parameters of this model-parallel rank as a new flat array.
+
+        Collective over the data axis under ZeRO-3.
+
+        Returns
+        -------
+        1-D array
+            Of `size` elements, of the dtype and device of the parameters.
+        """
         if self.sharded is None:
             return self.flat.copy()
         flat = arrays.empty(self.size, self.dtype, like=self._like)
@@ -302,21 +428,43 @@ class FlatParameters:
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradient(self, name: str) -> tuple[Array, bool]:
-        """The memory for the gradient of `name` in a backward pass: ``(view, accumulate)``.
+        """The memory for the gradient of a tensor in a backward pass.
 
-        If ``accumulate`` is False the view holds garbage and must be overwritten; else the pass adds to it.  Ask again
-        in every pass: under ZeRO-2 the memory changes.
+        Ask again in every pass: under ZeRO-2 the memory changes.
+
+        Parameters
+        ----------
+        name : str
+            A tensor that is held here.
+
+        Returns
+        -------
+        (array, bool)
+            A view of the shape of the slice, and whether to add to it.  If False, it holds garbage and must be
+            overwritten.
         """
         return self.gradients.gradient(name)
 
     finished = renamed_method("FlatParameters", "finished", "mark_ready")
 
     def mark_ready(self, name: str) -> None:
-        """Mark the gradient of `name` as complete in this backward pass, so that its reduction may start."""
+        """Mark a gradient as complete in this backward pass, so that its reduction may start.
+
+        The order of the calls does not matter: buckets are reduced in a fixed order.  It may wait for other ranks
+        (ZeRO-2).
+
+        Parameters
+        ----------
+        name : str
+            A tensor that is held here.
+        """
         self.gradients.mark_ready(name)
 
     def reset_gradients(self) -> None:
-        """Discard the gradients; the next backward pass starts from zero.  Optimizers do this after each step."""
+        """Discard the gradients; the next backward pass starts from zero.
+
+        Optimizers do this after each step.
+        """
         self.gradients.reset()
 
 
