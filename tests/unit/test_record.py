@@ -435,7 +435,7 @@ def test_the_next_first_rank_writes_what_a_dead_one_has_not(tmp_path: Path, monk
         lines = read_lines(tmp_path / "metrics.jsonl")[0][4:]
         assert [(line["step"], line["start"], line["loss"]) for line in lines] == [(s, 2, 1 / s) for s in range(2, 9)]
         assert set(lines[3]) == set(lines[0])  # of the one and of the other
-        dying._metrics._waiting.clear()  # which a death takes along
+        dying._files.metrics._waiting.clear()  # which a death takes along
         dying.close()
 
 

@@ -1,0 +1,139 @@
+"""The files of a record that one process writes: the folder is opened, lines are written, and the end is noted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpishard.comm.mesh import Mesh
+from mpishard.io import log
+from mpishard.io.files import warn_of_writers
+from mpishard.record.events import Events
+from mpishard.record.json_lines import JsonLinesWriter, read_lines
+from mpishard.record.reading import ENDS, LOGGED, METRICS, PROCESSES, STARTS, TRACE
+from mpishard.record.starts import plain, surroundings
+
+# Largest number of files of processes: a hundred thousand in a folder would burden a file system.
+_MOST_PROCESSES = 1024
+
+
+class RecordFiles:
+    """The files of a record, as one process writes them.
+
+    If one cannot be written, a message says so once, and none is written any more.
+
+    Parameters
+    ----------
+    folder : Path
+    mesh : Mesh
+    tensorboard : bool
+        Whether there are event files for TensorBoard, too.
+
+    Attributes
+    ----------
+    name : str
+        Of this process, in names of files: its host and number.
+    metrics, logged, process, spans : JsonLinesWriter
+        The first two are the first rank's.
+    events : Events or None
+        For TensorBoard, the first rank's.
+    broken : bool
+        Whether nothing is written any more.
+    """
+
+    def __init__(self, folder: Path, mesh: Mesh, tensorboard: bool) -> None:
+        self.folder = folder
+        self.name = f"{os.uname().nodename}-{os.getpid()}"
+        self.metrics = JsonLinesWriter(folder / METRICS)
+        self.logged = JsonLinesWriter(folder / LOGGED)
+        self.process = JsonLinesWriter(folder / PROCESSES / f"{self.name}.jsonl")
+        self.spans = JsonLinesWriter(folder / PROCESSES / f"{self.name}{TRACE}")
+        self.events = Events(folder / "tensorboard") if tensorboard else None
+        self.broken = False
+        self._mesh = mesh
+        self._start = 0  # the number of this start, 0 until it is needed
+        written: tuple[JsonLinesWriter | Events | None, ...]
+        written = (self.process, self.metrics, self.logged, self.spans, self.events)
+        self._all = [each for each in written if each is not None]
+
+    @property
+    def has_process(self) -> bool:
+        """Whether this process has files of its own."""
+        return self._mesh.rank % -(-self._mesh.size // _MOST_PROCESSES) == 0
+
+    def open(self, facts: Mapping[str, Any], every: float) -> None:
+        """Make the folder, and note a start with its environment and `facts`.  Collective.
+
+        Raises
+        ------
+        OSError
+            On every rank, if the folder cannot be made or written; not for a full disk.
+        """
+        failed = None
+        try:
+            (self.folder / PROCESSES).mkdir(parents=True, exist_ok=True)
+            if self._mesh.rank == 0:
+                warn_of_writers(self.folder)
+                starts = JsonLinesWriter(self.folder / STARTS)
+                starts.add({**surroundings(self._mesh), "every": every, **plain(facts)})
+                starts.close()
+        except OSError as error:
+            failed = (error.errno, error.strerror or str(error), str(error.filename or self.folder))
+        failures = self._mesh.world.allgather_object(failed)
+        rank = next((rank for rank, each in enumerate(failures) if each is not None), None)
+        if rank is not None:
+            number, text, path = failures[rank]
+            what = f"the record of the run cannot be written: rank {rank} failed at {path}: {text}"
+            if number not in (errno.ENOSPC, errno.EDQUOT):
+                raise OSError(
+                    number, f"{what}; give RunRecord a folder that all ranks may write into, or leave the record out"
+                )
+            self.broken = True
+            if self._mesh.rank == 0:
+                log.warn(f"{what}; training goes on without")
+        self._start = 0
+
+    def number_of_start(self) -> int:
+        """The number of this start, from 1; read from the folder, so that a process that joined later has it too."""
+        if not self._start:
+            try:
+                self._start = len(read_lines(self.folder / STARTS)[0])
+            except OSError as error:
+                self.give_up(error)
+        return self._start
+
+    def write(self, *files: JsonLinesWriter | Events) -> None:
+        """Write the lines of these files that wait."""
+        if self.broken:
+            return
+        try:
+            for written in files:
+                written.flush()
+        except OSError as error:
+            self.give_up(error)
+
+    def flush(self) -> None:
+        """Write all lines that wait."""
+        self.write(*self._all)
+
+    def give_up(self, error: OSError) -> None:
+        """Write nothing any more, and say why."""
+        self.broken = True
+        log.warn(f"the record of the run ends here, training goes on: {error}")
+
+    def end(self, line: Mapping[str, Any]) -> None:
+        """Note the end of this start; the first rank does that."""
+        ends = JsonLinesWriter(self.folder / ENDS)
+        ends.add(dict(line))
+        self.write(ends)
+        ends.close()
+
+    def close(self) -> None:
+        """Close the files; a line that is written later opens its file again."""
+        for written in self._all:
+            with contextlib.suppress(OSError):
+                written.close()
