@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 from mpishard.backend import array as arrays
 from mpishard.data_parallel.binding import Binding
@@ -12,11 +12,37 @@ from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.tensor_norms import norms
 from mpishard.data_parallel.validation import check_copies
-from mpishard.optim import LAMB, Rule
+from mpishard.optim import Rule
 
 Array = Any
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
 _CLIP_EPSILON = 1e-6
+
+
+class NormBased(Protocol):
+    """What a rule with ``norm_based`` has besides: the halves of its step, before and after norms of whole tensors."""
+
+    def direction(
+        self,
+        parameters: Array,
+        gradients: Array,
+        slots: Sequence[Array],
+        step: int,
+        *,
+        divisor: float,
+        clip: float,
+        out: Array,
+    ) -> None:
+        """Update the slots, and write the direction of the step into `out`."""
+        ...
+
+    def trust_ratio(self, parameter_norm: float, direction_norm: float) -> float:
+        """The factor on the direction of one tensor."""
+        ...
+
+    def apply(self, parameters: Array, direction: Array, step: int, ratio: float) -> None:
+        """Move the parameters of one tensor, or of a slice of it, along the direction."""
+        ...
 
 
 def update(
@@ -94,8 +120,8 @@ def take_step(
     owned, gradients = strategy.values(), strategy.gradients()
     views = [strategy.state_views(slot) for slot in slots]
     states = [list(parts) for parts in zip(*views, strict=True)] if views else [[] for _ in owned]
-    if isinstance(rule, LAMB):
-        _take_step_by_norms(rule, strategy, owned, gradients, states, step, divisor, clip)
+    if rule.norm_based:
+        _take_step_by_norms(cast(NormBased, rule), strategy, owned, gradients, states, step, divisor, clip)
         return
     for values, gradient, state in zip(owned, gradients, states, strict=True):
         if values.size:
@@ -103,7 +129,7 @@ def take_step(
 
 
 def _take_step_by_norms(
-    rule: LAMB,
+    rule: NormBased,
     strategy: Strategy,
     owned: Sequence[Array],
     gradients: Sequence[Array],
