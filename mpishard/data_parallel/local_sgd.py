@@ -27,6 +27,9 @@ class LocalSGDOptimizer(ShardedOptimizer):
     sum their gradients every step.  A worker holds whole parameters and state, as under `DDPOptimizer`, and updates
     them with the gradient of its own samples.  `sync_every` steps send as much over the data axis as one step of DDP.
 
+    Creation is not collective.  The methods are, as those of `ShardedOptimizer`; see the notes for when a step waits
+    for others.
+
     Parameters
     ----------
     rule : Rule
@@ -142,7 +145,26 @@ class LocalSGDOptimizer(ShardedOptimizer):
     def update(
         self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "", interrupted: bool = False
     ) -> bool:
-        """Take this worker's own step, dividing its gradient by its share of `count`; then average the parts due."""
+        """Take this worker's own step, then average the parts that are due.
+
+        Collective over the ranks of the worker; in a step that starts or ends an average, over the mesh.
+
+        Parameters
+        ----------
+        count : float
+            As for `step`; the gradient is divided by this worker's share of it.
+        rate_factor : float
+            Multiplies the rule's learning rate.
+        nonfinite_loss : str
+            A description of what is NaN or infinite in this rank's loss, if anything is; it counts as a NaN gradient.
+        interrupted : bool
+            Whether this rank was interrupted.
+
+        Returns
+        -------
+        bool
+            False if this worker skipped its step.
+        """
         self.state.resync()
         steps = self._local.steps
         steps.begin()

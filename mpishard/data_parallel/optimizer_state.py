@@ -20,6 +20,8 @@ class OptimizerState:
 
     Methods are collective over the mesh unless their docstrings say otherwise.
 
+    It is the `state` of an optimizer.
+
     Parameters
     ----------
     optimizer : Configured
@@ -92,6 +94,11 @@ class OptimizerState:
     def capture(self) -> RunState:
         """The state that the run needs to continue: the live arrays, and the numbers.  Not collective.
 
+        Returns
+        -------
+        RunState
+            Its arrays are those that the optimizer goes on to change.
+
         Raises
         ------
         ValueError
@@ -102,14 +109,35 @@ class OptimizerState:
         return RunState(on_rank.parameters.specs, shards, self.facts)
 
     def check(self, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the optimizer can continue from the state of these facts.  Not collective."""
+        """Raise unless the optimizer can continue from a state.
+
+        Not collective.
+
+        Parameters
+        ----------
+        facts : mapping
+            The facts of the state.
+
+        Raises
+        ------
+        ValueError
+            If they are of another rule, or a number is invalid.
+        """
         check_rule(self._optimizer.rule, facts.get("rule", "none"), names_fact(facts, "slots.json"))
         check_numbers(facts)
         for each in self.binding.further:
             each.check(facts)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Continue from these facts of `capture`, once its arrays are filled.  Not collective."""
+        """Continue from a state, once its arrays are filled.
+
+        Not collective.
+
+        Parameters
+        ----------
+        facts : mapping
+            The facts of the state, see `capture`.
+        """
         on_rank = self.binding.on_rank
         for each in self.binding.further:
             each.restore(facts)
@@ -120,6 +148,11 @@ class OptimizerState:
         """Create new state for the parameters after the mesh has moved to other ranks.
 
         Arrays of an earlier `capture` stay unchanged.
+
+        Parameters
+        ----------
+        parameters : FlatParameters
+            Those that the optimizer has trained.
         """
         self.binding.rebuild(parameters)
 
@@ -167,7 +200,13 @@ class OptimizerState:
         return self.binding.on_rank.strategy.gradient_bytes if self.binding.is_bound else 0
 
     def report_changes(self, facts: Mapping[str, Any]) -> None:
-        """Report on rank 0 the settings of the rules that differ from those in saved facts.  Not collective."""
+        """Report on rank 0 the settings of the rules that differ from those in saved facts.  Not collective.
+
+        Parameters
+        ----------
+        facts : mapping
+            The facts of the state.
+        """
         changed = changed_settings(self.facts, facts)
         if changed and self._optimizer.world.rank == 0:
             log.inform(f"the saved state goes on with {', '.join(changed)}")

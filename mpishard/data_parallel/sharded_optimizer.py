@@ -52,6 +52,8 @@ class ShardedOptimizer:
 
     Every method is collective over ``config.mesh`` unless its docstring says otherwise.
 
+    Creation is not collective.
+
     Parameters
     ----------
     rule : Rule
@@ -70,6 +72,14 @@ class ShardedOptimizer:
         The settings that all ranks compare.
     state : OptimizerState
         What training loops and checkpoints save, move and restore.
+
+    Raises
+    ------
+    TypeError
+        If `rule` is no rule, or `config` neither a mesh nor a configuration.
+    ValueError
+        If the configuration has a setting that this strategy does not have: compression under ZeRO-3, or reproducible
+        sums under ZeRO-2 and 3 with pipeline ranks.
     """
 
     strategy: type[Strategy]
@@ -203,6 +213,11 @@ class ShardedOptimizer:
         calls of `step` on all data ranks; ranks may differ in their number of calls.  Otherwise ranks agree already.
         Parameters and state with copies on several ranks are then copied again from data rank 0, tensor rank 0 and the
         stages that own ties, which repairs copies that other code has changed.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if some ranks have called `step` and others have not, or settings differ between ranks.
         """
         binding = self._binding
         states = self.world.allgather_object((binding.is_bound, self.settings.fingerprint))
@@ -251,6 +266,7 @@ class ShardedOptimizer:
         Parameters
         ----------
         problem : OptimizationProblem
+            What is minimised, over which samples, and when the run stops.
         callback : callable, optional
             Called with a `TrainingState` on every rank after every step; returning True on any rank stops all of them.
         progress : bool
@@ -270,6 +286,7 @@ class ShardedOptimizer:
         Returns
         -------
         OptimizationResult
+            The same on every rank except for `communication`; each has its part of a model that is split over ranks.
 
         Raises
         ------
@@ -285,9 +302,19 @@ class ShardedOptimizer:
         )
 
     def bind(self, parameters: FlatParameters) -> Strategy:
-        """Create the state for these parameters, or attach them to existing state; `step` does this by itself.
+        """Create the state for these parameters, or attach them to existing state.
 
-        Collective at the first call, which makes all copies of the parameters equal.
+        `step` does this by itself.  Collective at the first call, which makes all copies of the parameters equal.
+
+        Parameters
+        ----------
+        parameters : FlatParameters
+            Laid out for ``mesh.place``.
+
+        Returns
+        -------
+        Strategy
+            What spreads gradients and state of these parameters over the ranks.
 
         Raises
         ------
@@ -336,7 +363,18 @@ class ShardedOptimizer:
         return OptimizerState(self)
 
     def serialize(self) -> bytes:
-        """The whole state as an HDF5 file image, the same bytes on every rank; `deserialize` reads it in any layout."""
+        """The whole state as an HDF5 file image, which `deserialize` reads in any layout.
+
+        Returns
+        -------
+        bytes
+            The same on every rank; parameters are not in it.
+
+        Raises
+        ------
+        ValueError
+            Before the first step, when there is no state.
+        """
         from mpishard.data_parallel import serialization  # imports h5py, which only this and `deserialize` need
 
         if self._binding.is_bound:
@@ -347,6 +385,11 @@ class ShardedOptimizer:
         """Restore the state that `serialize` returned, from this or another number of ranks, mesh or strategy.
 
         Before the first step the names and shapes of the parameters are unknown; the first step compares them.
+
+        Parameters
+        ----------
+        data : bytes
+            What `serialize` returned, the same on every rank.
 
         Raises
         ------
