@@ -67,13 +67,13 @@ class Agreement:
         mine = np.array([failure is not None], dtype=np.int8)
         flags = np.zeros(self.size, dtype=np.int8)
         request = self.world.Iallgather(mine, flags)
-        start, told = time.monotonic(), False
+        start, reported = time.monotonic(), False
         limit = self.limit if failure is None else AFTER_FAILURE
         while not request.Test():
             waited = time.monotonic() - start
-            if failure is not None and not told and waited > QUIET:
+            if failure is not None and not reported and waited > QUIET:
                 self.say(f"failed in {where}:\n{failure}")
-                told = True
+                reported = True
             if waited > limit:
                 self.say(f"{where}: other ranks did not follow within {limit:.0f} s; ending the job")
                 self.world.Abort(1)

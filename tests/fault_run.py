@@ -45,7 +45,7 @@ class Case:
 
     `processes` are there at the start, and up to `workers` replicas of the model train, of tensor x pipeline processes
     each; with `spawns` the run begins with fewer, and with `respawn` others are spawned for the dead.  `lost`: that it
-    must end, since nobody is left who has some state, or who could be told of a death.
+    must end, since nobody is left who has some state, or who could learn of a death.
     """
 
     name: str
@@ -275,7 +275,7 @@ def strike(
     before(saver, "write_pieces", "save", lambda **_: any(fault.kind in ("kill", "stop") for _, fault in here))
     before(checkpoints, "save", "save", lambda **_: all(fault.kind in ("exception", "exit") for _, fault in here))
     # Those who write tell the first what they wrote, and how long that is.
-    within(polling, "_sizes", "told")
+    within(polling, "_sizes", "reported")
     healing = []
     before(loop, "reshard_state", "resize", lambda **_: notes.has("resizes") and not healing)
     if me == 0:

@@ -40,8 +40,8 @@ from mpishard.record.json_lines import read_lines
 
 VICTIMS = ("first", "middle", "last", "spawned", "spare")
 PHASES = (
-    *("forward", "reduction", "all-gather", "update", "buddy", "agreement", "committed", "save", "told", "last-save"),
-    *("resize", "heal"),
+    *("forward", "reduction", "all-gather", "update", "buddy", "agreement", "committed"),
+    *("save", "reported", "last-save", "resize", "heal"),
     *RECRUITING,
 )
 KINDS = ("kill", "exception", "stop", "exit")

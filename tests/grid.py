@@ -210,14 +210,15 @@ def main() -> int:
             if comm.rank > 0:
                 results = []
             comm.Free()
-        told = [result for part in world.allgather(results) for result in part]
-        failed += sum(not passes(found) for _, found in told)
+        gathered = [result for part in world.allgather(results) for result in part]
+        failed += sum(not passes(found) for _, found in gathered)
         if world.rank == 0:
-            worst = {name: max(found[name] for _, found in told) for name in told[0][1]}
+            worst = {name: max(found[name] for _, found in gathered) for name in gathered[0][1]}
             text = ", ".join(f"{name} {value:.1e}" for name, value in worst.items())
-            bad = sum(not passes(found) for _, found in told)
+            bad = sum(not passes(found) for _, found in gathered)
             seconds = time.monotonic() - began
-            print(f"{ranks} ranks: {len(told)} cases, {bad} failed, in {seconds:.0f} s; largest: {text}", flush=True)
+            outcome = f"{len(gathered)} cases, {bad} failed"
+            print(f"{ranks} ranks: {outcome}, in {seconds:.0f} s; largest: {text}", flush=True)
     if world.rank == 0:
         print("FAIL" if failed else "PASS")
     return int(failed > 0)

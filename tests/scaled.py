@@ -111,7 +111,7 @@ def main() -> None:
         if mesh.rank == 0:
             same = bits(result) == plain(*expected("linear", workers, first=2))
             (folder / "telling").write_text(f"{same} {' '.join(map(str, workers))}")
-            (folder / "telling").rename(folder / "told")
+            (folder / "telling").rename(folder / "report")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ SAMPLE = [
     ("middle", "called", "kill", "ZeRO1"),
     ("last", "joined", "kill", "ZeRO1"),
     ("spawned", "joined", "exception", "ZeRO1"),
-    ("first", "told", "kill", "ZeRO1"),
+    ("first", "reported", "kill", "ZeRO1"),
     ("first", "last-save", "kill", "ZeRO1"),
 ]
 AT_ONCE, NEIGHBOURS, RESPAWNED = 1, 2, 3

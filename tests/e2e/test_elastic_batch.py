@@ -11,14 +11,14 @@ SCRIPT = Path(__file__).parents[1] / "scaled.py"
 
 
 def test_workers_are_spawned_and_die(mpirun, tmp_path):
-    ulfm, told = faults.launcher(), tmp_path / "told"
+    ulfm, report = faults.launcher(), tmp_path / "report"
     if ulfm is None:
         assert mpirun(2, SCRIPT, tmp_path).code == 0
     else:
         # After a death the launcher may not end by itself, and has the code of the dead to report.
-        output, _ = faults.execute([*ulfm, "-n", "2", sys.executable, str(SCRIPT), str(tmp_path)], 60, told.exists)
-        assert told.exists(), output
-    same, *workers = told.read_text().split()
+        output, _ = faults.execute([*ulfm, "-n", "2", sys.executable, str(SCRIPT), str(tmp_path)], 60, report.exists)
+        assert report.exists(), output
+    same, *workers = report.read_text().split()
     sizes = [size for place, size in enumerate(workers) if place == 0 or size != workers[place - 1]]
     assert same == "True"
     assert sizes[:2] == ["2", "3"]

@@ -94,7 +94,7 @@ with mpishard.Mesh(tensor=tensor) as mesh:
         waited = seen[2:].index(3) if 3 in seen else 0
         changes = [size for place, size in enumerate(seen) if place == 0 or size != seen[place - 1]]
         print("same:", same, "workers:", *changes, "steps meanwhile:", waited, "late" * is_late(), flush=True)
-        (folder / "told").touch()
+        (folder / "report").touch()
 """
 ULFM = faults.launcher()
 needs_ulfm = pytest.mark.skipif(ULFM is None, reason="deaths are survived in place under Open MPI only")
@@ -190,6 +190,6 @@ def test_the_shell_waits_for_them(launch, script, tmp_path):
 def test_another_one_comes_for_the_dead(script, tmp_path, case, ranks, word):
     """A whole replica where a worker is one; and nobody any more if who comes dies at once."""
     command = [*ULFM, "-n", str(ranks), sys.executable, str(script), case, str(tmp_path)]
-    output, how = faults.execute(command, 90, (tmp_path / "told").exists)
+    output, how = faults.execute(command, 90, (tmp_path / "report").exists)
     assert how != "hangs" and f"same: True {word}" in output and "late" not in output, output
     assert none_is_left(tmp_path)

@@ -62,7 +62,7 @@ def test_ctrl_c_is_no_failure(failing: Callable[..., Any]) -> None:
 
 
 def test_ctrl_c_while_ranks_start(mpirun: Callable[..., Any]) -> None:
-    """In the middle of imports and before MPI has begun, where no line of ours could be told."""
+    """In the middle of imports and before MPI has begun, where mpishard could not write a line."""
     script = """
 import signal, sys
 
@@ -109,7 +109,7 @@ def test_exception_before_the_mesh(tmp_path: Path, mpirun: Callable[..., Any]) -
     assert finished.seconds < SOON
 
 
-def test_what_all_ranks_raise_is_told_once(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
+def test_what_all_ranks_raise_is_shown_once(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
     script = tmp_path / "script.py"
     script.write_text("import mpishard\nmesh = mpishard.Mesh()\nmpishard.cosine(float('nan'), steps=9)\n")
     finished = mpirun(3, script, timeout=30)
@@ -200,8 +200,8 @@ def test_a_set_up_is_waited_for_unless_nobody_is_at_work(tmp_path: Path, mpirun:
     assert finished.code != 0
     assert "no rank has been at work for 1 s" in finished.errors, finished.all
     for rank, call, line in ((0, "data.all_reduce", 8), (1, "world.barrier #2", 9), (2, "world.barrier #2", 9)):
-        (told,) = [text for text in finished.errors.splitlines() if text.startswith(f"  rank {rank} waits")]
-        assert call in told and f"script.py:{line}" in told
+        (line_of_rank,) = [text for text in finished.errors.splitlines() if text.startswith(f"  rank {rank} waits")]
+        assert call in line_of_rank and f"script.py:{line}" in line_of_rank
 
 
 def test_rank_that_leaves_the_mesh_early(tmp_path: Path, mpirun: Callable[..., Any]) -> None:

@@ -26,8 +26,8 @@ def test_one_screen_for_all_ranks(ranks: int, mpirun: Callable[..., Any]) -> Non
     finished = mpirun(ranks, "-m", "mpishard", "info", COLUMNS="100")
     assert finished.code == 0, finished.all
     assert finished.output.count("started by") == 1, finished.all
-    told = f"{ranks} rank{'s' if ranks > 1 else ''}; MPI_COMM_WORLD has {ranks}"
-    assert f"started by  mpirun of {LIBRARY}, {told}" in finished.output, finished.all
+    ranks_text = f"{ranks} rank{'s' if ranks > 1 else ''}; MPI_COMM_WORLD has {ranks}"
+    assert f"started by  mpirun of {LIBRARY}, {ranks_text}" in finished.output, finished.all
     assert "Nothing is wrong" in finished.output, finished.all
 
 
@@ -45,20 +45,20 @@ def test_json_of_all_ranks(mpirun: Callable[..., Any]) -> None:
     assert {rank["mpi"]["library"] for rank in report["ranks"]} == {LIBRARY}
 
 
-def test_threads_that_mpi4py_was_told_not_to_have(mpirun: Callable[..., Any]) -> None:
+def test_threads_that_mpi4py_was_set_not_to_have(mpirun: Callable[..., Any]) -> None:
     finished = mpirun(2, "-m", "mpishard", "info", MPI4PY_RC_THREAD_LEVEL="funneled", COLUMNS="1000")
     assert finished.code == 0, finished.all
     assert "collectives have no time limit" in finished.output, finished.all
 
 
-@pytest.mark.parametrize("told", [OTHER, SRUN], ids=["mpirun", "srun"])
-def test_a_launcher_of_another_mpi(told: dict[str, str], alone: Callable[..., Any]) -> None:
-    finished = alone("-m", "mpishard", "info", COLUMNS="1000", **told)
+@pytest.mark.parametrize("variables", [OTHER, SRUN], ids=["mpirun", "srun"])
+def test_a_launcher_of_another_mpi(variables: dict[str, str], alone: Callable[..., Any]) -> None:
+    finished = alone("-m", "mpishard", "info", COLUMNS="1000", **variables)
     assert finished.code == 1, finished.all
-    (launch,) = launches(told)
+    (launch,) = launches(variables)
     said = f"{launch.launcher} started 3 ranks, but each is alone in an MPI_COMM_WORLD of size 1: mpi4py is bound to "
     assert f"wrong  {said}{LIBRARY}" in finished.output, finished.all
-    second = {name: "1" if value == "0" and name != "SLURM_STEP_ID" else value for name, value in told.items()}
+    second = {name: "1" if value == "0" and name != "SLURM_STEP_ID" else value for name, value in variables.items()}
     finished = alone("-m", "mpishard", "info", **second)
     assert (finished.code, finished.output) == (0, ""), finished.all
 
@@ -79,7 +79,7 @@ def test_no_colours_under_a_launcher(mpirun: Callable[..., Any]) -> None:
     assert "all_reduce" in finished.output and "\x1b" not in finished.output, finished.all
 
 
-def test_wrong_usage_is_told_once(mpirun: Callable[..., Any]) -> None:
+def test_wrong_usage_is_one_message(mpirun: Callable[..., Any]) -> None:
     finished = mpirun(3, "-m", "mpishard", "bench", "--tensor", "0")
     assert finished.code == 2, finished.all
     assert finished.all.count("mpishard: error:") == 1, finished.all

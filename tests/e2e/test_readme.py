@@ -81,8 +81,8 @@ def test_the_quickstart_is_watched(
     finished = mpirun(3, path)
     assert finished.code == 0, finished.all
     assert main(["top", str(folder)]) == main(["plot", str(folder)]) == main(["why", str(folder)]) == 0
-    told = capsys.readouterr().out
-    assert "step 300 of 300" in told and str(folder / "run.png") in told and "the run has ended" in told
+    output = capsys.readouterr().out
+    assert "step 300 of 300" in output and str(folder / "run.png") in output and "the run has ended" in output
 
 
 def test_the_lines_for_pytorch_are_those_of_its_example() -> None:

@@ -1,4 +1,4 @@
-"""Processes that are spawned while a run goes on: taken in, told to go, failing, dying, left alone."""
+"""Processes that are spawned while a run goes on: taken in, sent away, failing, dying, left alone."""
 
 from __future__ import annotations
 

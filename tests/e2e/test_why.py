@@ -108,8 +108,8 @@ def start(launch, tmp_path):
 def test_a_stuck_run(start, how: str, expected: list[str]) -> None:
     folder = start(how, 4)
     time.sleep(1.5)  # what waits for less is nothing unusual
-    told = mpishard("why", folder)
-    assert all(part in told for part in expected), told
+    output = mpishard("why", folder)
+    assert all(part in output for part in expected), output
     if how == "asleep":
         data = json.loads(mpishard("why", folder, "--json", "--wait", 0))
         assert [finding["kind"] for finding in data["findings"]] == ["waits", "missing"]
@@ -125,14 +125,14 @@ def test_signal_quit_writes_where_a_rank_is(start) -> None:
         time.sleep(0.1)
     stacks = [file.read_text() for file in (folder / "processes").glob("*.stack")]
     assert sum("in stuck" in stack for stack in stacks) == 1 and sum("all_reduce" in stack for stack in stacks) == 2
-    told = mpishard("why", folder, "--wait", 0)
-    assert "rank 2 is waited for, and runs" in told, told
+    output = mpishard("why", folder, "--wait", 0)
+    assert "rank 2 is waited for, and runs" in output, output
 
 
 def test_a_straggler_is_named(start) -> None:
     folder = start("straggler", 40)
-    told = mpishard("top", folder)
-    assert "straggler: rank 2" in told and "straggler: rank 0" not in told, told
+    output = mpishard("top", folder)
+    assert "straggler: rank 2" in output and "straggler: rank 0" not in output, output
     (slow,) = json.loads(mpishard("top", folder, "--json"))["stragglers"]
     assert slow["rank"] == 2 and slow["busy"] > 1.5 * slow["median"]
     assert "nobody has waited for long" in mpishard("why", folder)

@@ -76,7 +76,7 @@ def save(folder, state, axis):
             generation=1,
             tensors={spec.name: spec.shape for spec in state.specs},
             kinds={shard.kind: shard.array.dtype for shard in state.shards},
-            pieces=[piece for rank, told in enumerate(boxes) for piece in stored(told, pieces_file(rank))],
+            pieces=[piece for rank, read_there in enumerate(boxes) for piece in stored(read_there, pieces_file(rank))],
             facts=state.facts,
         )
     axis.barrier()
@@ -190,7 +190,7 @@ def test_each_element_is_read_from_the_disk_once(base, folder, monkeypatch):
         optimizer, _ = built(mesh, DDPOptimizer)
         fill(read_index(folder), optimizer.state.capture(), base.world, base.world)
         seen = {(kind, spec.name): np.zeros(spec.shape, int) for spec in hybrid.specs() for kind in KINDS}
-        for told in base.world.allgather_object(read):
-            for kind, name, box in told:
+        for read_there in base.world.allgather_object(read):
+            for kind, name, box in read_there:
                 seen[kind, name][(*(slice(*run) for run in box), ...)] += 1
         assert all((count == 1).all() for count in seen.values()), mesh

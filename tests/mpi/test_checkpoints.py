@@ -65,9 +65,9 @@ def warns_on_rank_0(mesh, match):
     if mesh.rank:
         yield
     else:
-        with pytest.warns(RuntimeWarning, match=match) as told:
+        with pytest.warns(RuntimeWarning, match=match) as caught:
             yield
-        assert {each.filename for each in told} == {__file__}  # the caller's line, not one of ours
+        assert {each.filename for each in caught} == {__file__}  # the caller's line, not one of ours
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

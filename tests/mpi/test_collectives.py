@@ -452,7 +452,7 @@ def test_a_blocking_call_may_come_before_or_after_a_started_one(mesh):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_message_that_is_too_short_is_told(mesh):
+def test_a_message_that_is_too_short_is_an_error(mesh):
     axis = mesh.data
     if axis.rank == 0:
         axis.send(np.ones(3), 1)

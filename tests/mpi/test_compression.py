@@ -196,7 +196,7 @@ def test_what_does_not_go_together(mesh):
 
 @pytest.mark.parametrize("nodes", [False, 2])
 @pytest.mark.parametrize("compressor", [None, *COMPRESSORS], ids=str)
-def test_the_bytes_that_are_foretold_are_those_of_the_ledger(mesh, compressor, nodes):
+def test_the_bytes_that_are_predicted_are_those_of_the_ledger(mesh, compressor, nodes):
     config = configured(mesh, compressor, hierarchical=nodes, sync_every=8)
     optimizer, parameters = STRATEGIES[0](SGD(lr=0.1), config), zeros(np.float32)
     optimizer.bind(parameters)

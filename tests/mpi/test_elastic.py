@@ -168,11 +168,11 @@ def test_spares_of_the_start_take_part_later(mesh):
     callback = resizing(optimizer, {3: 1, 6: most}, noted)
     found = bits(optimizer.optimize(gpt_problem(mesh), callback=callback, progress=False))
     assert found == alone(gpt_problem)
-    told = mesh.world.allgather_object(tuple(sorted(noted.items())))
+    gathered = mesh.world.allgather_object(tuple(sorted(noted.items())))
     expected = [{step: 1 if 3 < step <= 6 else most for step in range(1, STEPS + 1)}]
     expected += [{step: most for step in range(1, STEPS + 1) if not 3 < step <= 6}] * (most - 1)
     expected += [{}] * (mesh.size - most)
-    assert [dict(each) for each in told] == expected
+    assert [dict(each) for each in gathered] == expected
 
 
 def test_every_sample_once_an_epoch(mesh):

@@ -40,8 +40,8 @@ class Run:
 
     def samples_by_step(self):
         """Of all ranks; collective."""
-        told = self.mesh.world.comm.allgather(self.taken)
-        return {step: sorted(sum((each.get(step, []) for each in told), [])) for step in set().union(*told)}
+        gathered = self.mesh.world.comm.allgather(self.taken)
+        return {step: sorted(sum((each.get(step, []) for each in gathered), [])) for step in set().union(*gathered)}
 
 
 def workers_by_step(begin, resizes):

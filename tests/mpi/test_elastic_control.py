@@ -70,7 +70,7 @@ def alone():
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Who is told does not wait whether the others are, too."""
+    """A rank that gets the signal does not wait for others to get it, too."""
     monkeypatch.setattr("mpishard.elastic.signals._SKEW_S", 0.0)
 
 
@@ -80,16 +80,16 @@ def folder(tmp_path):
     return Path(MPI.COMM_WORLD.bcast(str(tmp_path / "run")))
 
 
-def tell(*numbers):
+def signal_self(*numbers):
     for number in numbers:
         os.kill(os.getpid(), number)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_all_ranks_are_told_to_stop(number, alone, folder):
+def test_all_ranks_stop_at_a_signal(number, alone, folder):
     before = signal.getsignal(number)
-    first = Run(checkpoints=folder).go(lambda step: tell(number) if step == 4 else None)
+    first = Run(checkpoints=folder).go(lambda step: signal_self(number) if step == 4 else None)
     assert first.reason == "signal" and first.result.steps == 4
     assert signal.getsignal(number) == before
     second = Run(checkpoints=folder).go()
@@ -99,7 +99,7 @@ def test_all_ranks_are_told_to_stop(number, alone, folder):
 
 @pytest.mark.mpi
 def test_what_ends_the_run_anyway_comes_first():
-    run = Run(steps=4).go(lambda step: tell(signal.SIGUSR1) if step == 4 else None)
+    run = Run(steps=4).go(lambda step: signal_self(signal.SIGUSR1) if step == 4 else None)
     assert run.reason == "steps"
 
 
@@ -108,11 +108,11 @@ def test_what_ends_the_run_anyway_comes_first():
 def test_one_rank_leaves_and_the_others_go_on(which, alone, at_once):
     world = MPI.COMM_WORLD
     who = {"first": 0, "last": world.size - 1}[which]
-    run = Run().go(lambda step: tell(signal.SIGTERM) if step == 4 and world.rank == who else None)
+    run = Run().go(lambda step: signal_self(signal.SIGTERM) if step == 4 and world.rank == who else None)
     assert run.reason == "steps" and same_bits(run.result, alone)
-    told = world.allgather(run.workers)
-    assert told[who] == [world.size] * 4
-    other = told[1 if who == 0 else 0]
+    gathered = world.allgather(run.workers)
+    assert gathered[who] == [world.size] * 4
+    other = gathered[1 if who == 0 else 0]
     assert other == [world.size] * 4 + [world.size - 1] * 16
 
 
@@ -120,17 +120,17 @@ def test_one_rank_leaves_and_the_others_go_on(which, alone, at_once):
 def test_two_ranks_leave_one_after_the_other_and_one_that_waits_comes_in(alone, at_once):
     world = MPI.COMM_WORLD
     leaves_after = {0: 4, 1: 8}.get(world.rank)
-    run = Run(max_workers=world.size - 1).go(lambda step: tell(signal.SIGUSR1) if step == leaves_after else None)
+    run = Run(max_workers=world.size - 1).go(lambda step: signal_self(signal.SIGUSR1) if step == leaves_after else None)
     assert run.reason == "steps" and same_bits(run.result, alone)
-    told = world.allgather(run.workers)
-    assert told[0] == [world.size - 1] * 4
-    assert told[1] == [world.size - 1] * 8
+    gathered = world.allgather(run.workers)
+    assert gathered[0] == [world.size - 1] * 4
+    assert gathered[1] == [world.size - 1] * 8
     # The one that waited took the first one's place.
-    assert told[world.size - 1] == [world.size - 1] * 4 + [world.size - 2] * 12
+    assert gathered[world.size - 1] == [world.size - 1] * 4 + [world.size - 2] * 12
 
 
 @pytest.mark.mpi(min_size=3)
-def test_who_is_told_while_it_waits_is_not_taken(alone, at_once):
+def test_a_spare_that_is_asked_to_leave_is_not_taken(alone, at_once):
     world = MPI.COMM_WORLD
     spare = world.size - 1
     process = world.allgather(os.getpid())[spare]
@@ -147,15 +147,15 @@ def test_who_is_told_while_it_waits_is_not_taken(alone, at_once):
     run = Run()
     run.go(act)
     assert run.result.stop_reason == "steps" and same_bits(run.result, alone)
-    told = world.allgather(run.workers)
-    assert told[spare] == [world.size] and told[0] == [world.size] + [world.size - 1] * 19
+    gathered = world.allgather(run.workers)
+    assert gathered[spare] == [world.size] and gathered[0] == [world.size] + [world.size - 1] * 19
 
 
 @pytest.mark.mpi(min_size=2)
 def test_too_few_workers_would_be_left(at_once):
     world = MPI.COMM_WORLD
     run = Run(min_workers=world.size)
-    run.go(lambda step: tell(signal.SIGTERM) if step == 4 and world.rank == 1 else None)
+    run.go(lambda step: signal_self(signal.SIGTERM) if step == 4 and world.rank == 1 else None)
     assert run.reason == "signal" and run.result.steps == 4
 
 

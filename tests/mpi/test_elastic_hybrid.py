@@ -145,22 +145,22 @@ def test_processes_beyond_the_limit_are_spares_until_the_end(comm, shape, expect
 
 
 @pytest.mark.parametrize("with_spares", [False, True], ids=["its worker goes", "a spare takes its place"])
-def test_a_process_that_is_told_to_leaves(comm, shape, expected, monkeypatch, with_spares):
+def test_a_process_that_is_asked_to_leaves(comm, shape, expected, monkeypatch, with_spares):
     """The last process of the first worker: another of its place moves up, and those without partners wait."""
     monkeypatch.setattr("mpishard.elastic.signals._SKEW_S", 0.0)
     noted = {}
     with Mesh(comm, **shape) as mesh:
         most, data_rank = mesh.data.size, mesh.data.rank
         workers = most - with_spares
-        told = data_rank == 0 and mesh.place.tensor_rank == mesh.tensor.size - 1
-        told = told and mesh.place.pipeline_rank == mesh.pipeline.size - 1
-        in_its_place = mesh.place == comm.bcast(mesh.place, root=comm.allgather(told).index(True))
+        is_asked = data_rank == 0 and mesh.place.tensor_rank == mesh.tensor.size - 1
+        is_asked = is_asked and mesh.place.pipeline_rank == mesh.pipeline.size - 1
+        in_its_place = mesh.place == comm.bcast(mesh.place, root=comm.allgather(is_asked).index(True))
         model = make_model(mesh)
         optimizer = ElasticOptimizer(inner(ZeRO1Optimizer, mesh), max_workers=workers)
 
         def callback(state):
             noted[state.step] = optimizer.current_workers, mesh.data.rank
-            if told and state.step == 3:
+            if is_asked and state.step == 3:
                 os.kill(os.getpid(), signal.SIGUSR1)
 
         result = optimizer.optimize(problem_of(model), callback=callback, progress=False)
@@ -169,7 +169,7 @@ def test_a_process_that_is_told_to_leaves(comm, shape, expected, monkeypatch, wi
     wanted = {step: (workers, data_rank) for step in range(1, 4) if data_rank < workers}
     # Who is behind it in its place moves up by one.
     now = data_rank - in_its_place
-    if not told and now < after:
+    if not is_asked and now < after:
         wanted |= dict.fromkeys(range(4, STEPS + 1), (after, now))
     assert noted == wanted
 
@@ -222,17 +222,17 @@ def test_a_spare_takes_over_from_one_of_its_place(comm):
     def members(part):
         return None if part is None else part.allgather(comm.rank)
 
-    def told(workers, leaves=False, ends=False):
+    def split_to(workers, leaves=False, ends=False):
         return next(each for each in comm.allgather(members(crew.split(workers, leaves, ends))) if each)
 
     tensor, whole = comm.rank % 2, comm.size // 2
     crew = Membership(comm, ModelParallelRank(tensor_rank=tensor, tensor_size=2), whole)
     assert (crew.workers, crew.able, crew.most, crew.identity) == (whole, whole, whole, comm.rank)
-    assert told(whole) == list(range(2 * whole))
-    assert told(whole, leaves=comm.rank == 0) == {3: [2, 1], 4: [2, 1], 8: [2, 1, 4, 3, 6, 5]}[comm.size]
+    assert split_to(whole) == list(range(2 * whole))
+    assert split_to(whole, leaves=comm.rank == 0) == {3: [2, 1], 4: [2, 1], 8: [2, 1, 4, 3, 6, 5]}[comm.size]
     assert (crew.able, crew.most, crew.identity) == ((comm.size - 1) // 2, whole, comm.rank)
     # Whoever is left over then is the one that was to leave.
-    assert told(whole, ends=comm.rank == 1) == {3: [2, 1], 4: [2, 1, 0, 3], 8: [2, 1, 4, 3, 6, 5, 0, 7]}[comm.size]
+    assert split_to(whole, ends=comm.rank == 1) == {3: [2, 1], 4: [2, 1, 0, 3], 8: [2, 1, 4, 3, 6, 5, 0, 7]}[comm.size]
     assert crew.works == (comm.rank > 0 or comm.size > 3)
     crew.axis.free()
 

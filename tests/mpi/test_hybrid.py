@@ -250,7 +250,7 @@ def test_debug_notices_copies_that_drift(debug_base, strategy, name):
         spec = next(spec for spec in parameters.specs if spec.name == name)
         inside = len(mesh.place.holders(spec)) > 1 or (spec.tensor_dim is None and mesh.tensor.size > 1)
         copied = inside or (mesh.data.size > 1 and strategy is DDPOptimizer)
-        last = max(mesh.world.comm.allgather((name in parameters, mesh.rank, mesh.place)), key=lambda told: told[:2])
+        last = max(mesh.world.comm.allgather((name in parameters, mesh.rank, mesh.place)), key=lambda found: found[:2])
         if mesh.place == last[2] if inside else mesh.rank == last[1]:
             parameters.assign(name, np.full(parameters.gradients.gradient(name)[0].shape, 7.0))
             parameters.reset_gradients()

@@ -468,7 +468,7 @@ def test_a_worker_with_nan_leaves_its_step_out(mesh, same_on_all, delay):
         assert (optimizer.steps, optimizer.skipped_steps) == (7, 1)
 
 
-def test_nan_before_a_save_is_told_then(mesh):
+def test_nan_before_a_save_is_reported_then(mesh):
     optimizer = LocalSGDOptimizer(SGD(lr=1.0), mesh, 8)
     flat = np.zeros(3)
     optimizer.step(flat, np.full(3, np.nan if mesh.rank == 0 else 1.0))

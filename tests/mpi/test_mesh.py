@@ -47,7 +47,7 @@ def test_one_size_is_inferred(comm):
         ({"tensor": 16}, r"needs a multiple of 16 ranks, got \d"),
     ],
 )
-def test_bad_sizes_are_told_on_all_ranks(comm, sizes, message):
+def test_bad_sizes_are_an_error_on_all_ranks(comm, sizes, message):
     with pytest.raises(ValueError, match=message):
         mpishard.Mesh(comm, **sizes)
 

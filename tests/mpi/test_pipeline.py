@@ -131,8 +131,8 @@ def test_runs_what_the_simulator_ran(pipe, comm, schedule, chunks):
     assert line.peak_in_flight == timeline.peak_live[pipe.rank]
     times = {
         (item.action.kind, chunk_stage(item.action, rank, pipe.size), item.action.microbatch): item
-        for rank, told in enumerate(comm.allgather(line.executed))
-        for item in told
+        for rank, actions in enumerate(comm.allgather(line.executed))
+        for item in actions
     }
     back = "I" if schedule == "zb-h1" else "B"
     for (kind, stage, microbatch), item in times.items():

@@ -55,12 +55,12 @@ def test_a_run_goes_on_where_it_stopped(mesh, folder, same_on_all, asynchronous,
         result = DDPOptimizer(RULE, mesh).optimize(problem(9), progress=False, checkpoints=checkpoints, resume=True)
         assert (result.steps, result.resumed_steps) == (9, 9)
         assert np.array_equal(result.parameters, whole.parameters)
-        told = "had reached steps=9 at step 9: nothing is left to do"
-        assert (told in capsys.readouterr().err) == (mesh.rank == 0)
+        nothing_left = "had reached steps=9 at step 9: nothing is left to do"
+        assert (nothing_left in capsys.readouterr().err) == (mesh.rank == 0)
 
 
-def test_a_rule_with_other_numbers_is_told(mesh, folder, capsys):
-    def told():
+def test_a_rule_with_other_numbers_is_reported(mesh, folder, capsys):
+    def message():
         shown = capsys.readouterr().err
         assert not shown if mesh.rank else shown.count("mpishard:") <= 1
         return shown
@@ -76,7 +76,7 @@ def test_a_rule_with_other_numbers_is_told(mesh, folder, capsys):
         steps += 2
         with Checkpoints(folder, mesh) as checkpoints:
             optimizer.optimize(problem(steps), progress=False, checkpoints=checkpoints, resume=True)
-        shown = told()
+        shown = message()
         assert shown == "" if mesh.rank or not expected else expected in shown
     other, flat = DDPOptimizer(AdamW(lr=0.3, weight_decay=0.0), mesh), np.zeros(5)
     for load in (
@@ -84,14 +84,14 @@ def test_a_rule_with_other_numbers_is_told(mesh, folder, capsys):
         lambda: other.deserialize(optimizer.serialize()),
     ):
         load()
-        shown = told()
+        shown = message()
         assert shown == ("" if mesh.rank else "mpishard: the saved state goes on with lr=0.3 in place of 0.1\n")
     mpishard.load_checkpoint(folder, flat, optimizer)
     unnamed = [DDPOptimizer(AdamW(lr=lambda step: 0.1), mesh) for _ in range(2)]
     for each in unnamed:
         each.step(flat, np.ones(5))
     unnamed[0].deserialize(unnamed[1].serialize())
-    assert told() == ""
+    assert message() == ""
 
 
 def gpt_run(comm, steps, zero_stage, tensor=1, pipeline=1, folder=None, resume=False):

@@ -1,4 +1,4 @@
-"""Ranks whose rules or settings differ are told so, all of them, before they drift apart or wait for each other."""
+"""Ranks whose rules or settings differ all get an error, before they drift apart or wait for each other."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def config(mesh, **options):
     return ShardingConfiguration(mesh, **options)
 
 
-# What an optimizer is made of on rank 0 and on the others, and what is told of it.
+# What an optimizer is made of on rank 0 and on the others, and the message.
 DIFFERENT = {
     "lr": (lambda mesh, odd: DDPOptimizer(SGD(lr=0.2 if odd else 0.1), mesh), r"lr\(1\) is 0.1 on rank 0, 0.2 on rank"),
     "schedule": (

@@ -442,7 +442,7 @@ def test_infinite_loss_is_no_fault_of_the_loss_scale(mesh):
 
 
 @pytest.mark.parametrize("mode", ["raise", "ignore"])
-def test_a_gradient_that_nobody_sees_is_told_once(mesh, mode):
+def test_a_gradient_that_nobody_sees_is_reported_once(mesh, mode):
     def assigns(parameters, samples, gradients):
         gradients = DATA[samples].T @ np.ones(len(samples))
         return float(gradients @ gradients)
@@ -451,9 +451,9 @@ def test_a_gradient_that_nobody_sees_is_told_once(mesh, mode):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.optimize(replace(problem(), function=assigns), progress=False)
-    told = [warning for warning in caught if "gradient is exactly zero" in str(warning.message)]
-    assert len(told) == (mesh.rank == 0)
-    assert all(warning.filename == __file__ for warning in told)
+    of_zeros = [warning for warning in caught if "gradient is exactly zero" in str(warning.message)]
+    assert len(of_zeros) == (mesh.rank == 0)
+    assert all(warning.filename == __file__ for warning in of_zeros)
 
 
 def mean(parameters, samples, gradients):
@@ -515,10 +515,10 @@ def test_a_function_must_not_change_what_it_reads(strategy, debug):
 
 def test_a_second_run_says_that_it_goes_on(mesh, capsys):
     optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
-    told = "goes on after the 2 steps that it has taken"
+    message = "goes on after the 2 steps that it has taken"
     for number in range(3):
         optimizer.optimize(problem(steps=2), progress=False)
-        assert (told in capsys.readouterr().err) == (number == 1 and mesh.rank == 0)
+        assert (message in capsys.readouterr().err) == (number == 1 and mesh.rank == 0)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -299,24 +299,24 @@ def use_kernel(folder: Path, **environment: str) -> tuple[float, str]:
 def test_kernels_are_cached_and_go_stale_with_their_file(tmp_path: Path) -> None:
     source = tmp_path / "kernel.py"
     source.write_text(KERNEL)
-    result, told = use_kernel(tmp_path)
-    assert result == 0.75 and "data saved" in told
-    result, told = use_kernel(tmp_path)
-    assert result == 0.75 and "data loaded" in told and "saved" not in told
+    result, log = use_kernel(tmp_path)
+    assert result == 0.75 and "data saved" in log
+    result, log = use_kernel(tmp_path)
+    assert result == 0.75 and "data loaded" in log and "saved" not in log
     source.write_text(KERNEL.replace("0.5", "0.25"))
-    result, told = use_kernel(tmp_path)
-    assert result == 0.875 and "data saved" in told and "data loaded" not in told
+    result, log = use_kernel(tmp_path)
+    assert result == 0.875 and "data saved" in log and "data loaded" not in log
 
 
 def test_kernels_work_where_no_cache_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "kernel.py").write_text(KERNEL)
     (tmp_path / "__pycache__").write_text("a file where the cache's folder would be")
     elsewhere = tmp_path / "user"
-    result, told = use_kernel(tmp_path, XDG_CACHE_HOME=str(elsewhere))
-    assert result == 0.75 and str(elsewhere) in told and "data saved" in told
+    result, log = use_kernel(tmp_path, XDG_CACHE_HOME=str(elsewhere))
+    assert result == 0.75 and str(elsewhere) in log and "data saved" in log
     nowhere = str(tmp_path / "kernel.py")
-    result, told = use_kernel(tmp_path, XDG_CACHE_HOME=nowhere)
-    assert result == 0.75 and not told
+    result, log = use_kernel(tmp_path, XDG_CACHE_HOME=nowhere)
+    assert result == 0.75 and not log
 
 
 def test_processes_that_start_together_all_get_their_kernel(tmp_path: Path) -> None:

@@ -80,10 +80,10 @@ def test_whatever_happens_to_a_file_the_one_before_is_loaded(run, mesh, monkeypa
                 path.write_bytes(data)
             with monkeypatch.context() as patch:
                 patch.setattr(h5py, "File", guarded)
-                with pytest.warns(RuntimeWarning, match="passed over") as told:
+                with pytest.warns(RuntimeWarning, match="passed over") as caught:
                     check_load(checkpoints, 1)
-            assert {each.filename for each in told} == {__file__}  # the caller's line, not one of ours
-            texts = [str(each.message) for each in told]
+            assert {each.filename for each in caught} == {__file__}  # the caller's line, not one of ours
+            texts = [str(each.message) for each in caught]
             assert any(str(path) in text for text in texts), (path, texts)
             if path.name.startswith("pieces") and data == (before / path.name).read_bytes():
                 assert any("stale" in text for text in texts), texts

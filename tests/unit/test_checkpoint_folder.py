@@ -78,8 +78,8 @@ def test_the_one_that_latest_names_is_kept(tmp_path, monkeypatch):
         unfinished = folder.begin(tmp_path, step)
         folder.publish(unfinished, Manifest(unfinished.id, unfinished.generation, step, {"index.h5": FileEntry(0, "")}))
         unfinished.held.close()
-        (told,) = folder.tidy(unfinished.target, 1, unfinished.others | {unfinished.id})
-        assert "latest does not point to" in told
+        (message,) = folder.tidy(unfinished.target, 1, unfinished.others | {unfinished.id})
+        assert "latest does not point to" in message
     assert first.is_dir()
 
 
@@ -89,7 +89,7 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path):
     (tmp_path / "step-00000007").mkdir()
     for step in (1, 2, 3):
         save(tmp_path, step, 1)
-    # A folder without a manifest may be anybody's: told of, and not removed.
+    # A folder without a manifest may be anybody's: it is reported, and not removed.
     assert found(tmp_path) == ["step-00000003", "step-00000007"]
     assert names(tmp_path) == ["latest", "step-00000001", "step-00000003", "step-00000007", "step-notes"]
     assert "manifest.json is missing" in folder.candidates(tmp_path)[-1].problem
@@ -199,8 +199,8 @@ def test_a_folder_that_can_no_longer_be_listed_is_told_of(tmp_path, monkeypatch)
         raise OSError(116, "Stale file handle", str(path))
 
     monkeypatch.setattr(os, "listdir", stale)
-    (told,) = folder.tidy(unfinished.target, 1, {unfinished.id})
-    assert "cannot be listed, so what is beyond keep=1 stays: Stale file handle" in told
+    (message,) = folder.tidy(unfinished.target, 1, {unfinished.id})
+    assert "cannot be listed, so what is beyond keep=1 stays: Stale file handle" in message
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):
@@ -241,7 +241,7 @@ def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda link: None, ""),
         (lambda link: link.symlink_to("step-00000001"), ""),
@@ -250,11 +250,11 @@ def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypat
         (lambda link: link.write_text("step-00000001"), "is not a link"),
     ],
 )
-def test_a_link_that_went_astray(tmp_path, make, told):
+def test_a_link_that_went_astray(tmp_path, make, message):
     save(tmp_path, 1)
     (tmp_path / "latest").unlink()
     make(tmp_path / "latest")
-    assert told in folder.astray(tmp_path) and bool(told) == bool(folder.astray(tmp_path))
+    assert message in folder.astray(tmp_path) and bool(message) == bool(folder.astray(tmp_path))
 
 
 def test_what_keep_counts(tmp_path):

@@ -163,17 +163,17 @@ def test_the_tools_of_hdf5_read_the_index(folder, tmp_path):
 
     index = str(folder / "index.h5")
     listed = [line.split(maxsplit=1) for line in tool("h5ls", "-r", index).splitlines()]
-    for name, told in (
+    for name, shape in (
         ("plain.weight", "{4, 6}"),
         ("with%2Fslash", "{3}"),
         ("scalar", "{SCALAR}"),
         ("empty", "{0, 3}"),
     ):
-        assert [f"/optimizer/exp_avg/{name}", f"Dataset {told}"] in listed
+        assert [f"/optimizer/exp_avg/{name}", f"Dataset {shape}"] in listed
     for name in ("plain.weight", "percent%b", "scalar"):
         text = tool("h5dump", "-y", "-w", "0", "-d", f"/parameters/{link_name(name)}", index)
-        told = text.partition("DATA {")[2].partition("}")[0].replace(",", " ").split()
-        assert [float(value) for value in told] == values("parameters", name).ravel().tolist()
+        numbers = text.partition("DATA {")[2].partition("}")[0].replace(",", " ").split()
+        assert [float(value) for value in numbers] == values("parameters", name).ravel().tolist()
 
 
 def test_files_tell_what_they_are_of_without_hdf5(folder):

@@ -147,7 +147,7 @@ def replaced_by_folder(path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda path: path.unlink(), "is missing"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cut short: 10751 bytes of 10752"),
@@ -160,9 +160,9 @@ def replaced_by_folder(path):
         (replaced_by_folder, "no file"),
     ],
 )
-def test_a_damaged_file_is_named(checkpoint, change, told):
+def test_a_damaged_file_is_named(checkpoint, change, message):
     folder, manifest = checkpoint
     change(folder / "pieces-00000.h5")
     (problem,) = problems(folder, manifest)
-    assert told in problem and str(folder / "pieces-00000.h5") in problem
+    assert message in problem and str(folder / "pieces-00000.h5") in problem
     assert problems(folder, manifest, ["index.h5"]) == []

@@ -23,8 +23,8 @@ class Ranks:
         if not asks.pop():
             return False
         self.asked.append(step)
-        told = [pace.measured(step) for pace in self.paces]
-        answers = {pace.decide(step, told) for pace in self.paces}
+        all_measured = [pace.measured(step) for pace in self.paces]
+        answers = {pace.decide(step, all_measured) for pace in self.paces}
         assert len(answers) == 1
         return answers.pop()
 
@@ -98,9 +98,9 @@ def test_other_ranks_than_before():
     assert not old.asks(7) and new.asks(8)
     old.ask_soon()
     new.ask_soon()
-    told = [new.measured(8), old.measured(8)]
-    assert told == [None, Measured(stall=2.0, elapsed=2.0, step=0.0)]
-    assert [pace.decide(8, told) for pace in (new, old)] == [False, False]
+    all_measured = [new.measured(8), old.measured(8)]
+    assert all_measured == [None, Measured(stall=2.0, elapsed=2.0, step=0.0)]
+    assert [pace.decide(8, all_measured) for pace in (new, old)] == [False, False]
     assert [pace.asks(9) for pace in (new, old)] == [True, True]
     assert new.decide(8, [None, None])
 

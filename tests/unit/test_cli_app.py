@@ -17,10 +17,10 @@ from mpishard.version import VERSION
 
 def test_no_summary_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    told = capsys.readouterr().out
-    commands = told.partition("Commands:\n")[2].splitlines()
+    shown = capsys.readouterr().out
+    commands = shown.partition("Commands:\n")[2].splitlines()
     assert len(commands) == 16 and all(line.endswith(".") and "..." not in line for line in commands)
-    assert max(map(len, told.splitlines())) <= 80
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,12 +47,12 @@ def test_the_tab_key_completes(
 
 def test_wrong_usage_says_where_help_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", "--unheard"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("mpishard: error: ") and told.endswith("--unheard; see mpishard plot --help\n")
+    shown = capsys.readouterr().err
+    assert shown.startswith("mpishard: error: ") and shown.endswith("--unheard; see mpishard plot --help\n")
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "shown"),
     [
         ("inspct", "there is no command 'inspct'; did you mean inspect?  Or see"),
         ("Run", "there is no command 'Run'; did you mean run?  Or see"),
@@ -61,9 +61,9 @@ def test_wrong_usage_says_where_help_is(capsys: pytest.CaptureFixture[str]) -> N
         ("frobnicate", "there is no command 'frobnicate'; see"),
     ],
 )
-def test_a_misspelt_command_is_told_the_nearest(typed: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_command_gets_the_nearest(typed: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([typed, "--some", "option"]) == 2
-    assert " ".join(capsys.readouterr().err.split()) == f"mpishard: error: {' '.join(told.split())} mpishard --help"
+    assert " ".join(capsys.readouterr().err.split()) == f"mpishard: error: {' '.join(shown.split())} mpishard --help"
 
 
 def test_completion_is_of_the_shell_that_is_named(
@@ -72,8 +72,8 @@ def test_completion_is_of_the_shell_that_is_named(
     monkeypatch.setenv("HOME", str(tmp_path))
     for option in ("--install-completion", "--show-completion"):
         assert main([option, "foo"]) == 2
-        told = capsys.readouterr()
-        assert "has no shell 'foo'; choose one of bash, zsh, fish, powershell, pwsh" in told.err and not told.out
+        shown = capsys.readouterr()
+        assert "has no shell 'foo'; choose one of bash, zsh, fish, powershell, pwsh" in shown.err and not shown.out
     assert not list(tmp_path.iterdir())
     assert main(["--show-completion", "zsh"]) == 0
     assert "compdef _mpishard_completion mpishard" in capsys.readouterr().out
@@ -99,8 +99,8 @@ def test_mpi_starts_where_no_home_is_known() -> None:
 @pytest.mark.parametrize("name", _COMMANDS)
 def test_the_list_begins_as_what_commands_say_of_themselves(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert _COMMANDS[name][1].removesuffix(".").partition(":")[0] in told
+    shown = " ".join(capsys.readouterr().out.split())
+    assert _COMMANDS[name][1].removesuffix(".").partition(":")[0] in shown
 
 
 COMMANDS_WITHOUT_MPI = """

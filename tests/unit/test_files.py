@@ -1,4 +1,4 @@
-"""Files in folders that others may write into: links are not followed, and who may write there is told of once."""
+"""Files in folders that others may write into: links are not followed, and one warning names the others."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ class TestPrivateFolders:
 
 
 class TestOthers:
-    @pytest.mark.parametrize(("mode", "told"), [(0o755, ""), (0o777, "all users"), (0o1777, "all users")])
-    def test_are_told_of(self, tmp_path, mode, told):
+    @pytest.mark.parametrize(("mode", "message"), [(0o755, ""), (0o777, "all users"), (0o1777, "all users")])
+    def test_are_reported(self, tmp_path, mode, message):
         tmp_path.chmod(mode)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("default")
             files.warn_of_writers(tmp_path)
             files.warn_of_writers(tmp_path)
-        assert [told in str(each.message) for each in found] == [True] * bool(told)
+        assert [message in str(each.message) for each in found] == [True] * bool(message)
 
     def test_a_group_of_ones_own_is_nobody_else(self, tmp_path, monkeypatch):
         tmp_path.chmod(0o775)
@@ -161,5 +161,6 @@ class TestTheStartOfARun:
 
         monkeypatch.setattr(JsonLinesWriter, "flush", full)
         assert self.optimize(mesh, record=RunRecord(tmp_path / "run", mesh, every=0)) == 2
-        told = capfd.readouterr().err
-        assert told.count("\n") == 1 and "the record of the run cannot be written" in told and "goes on without" in told
+        shown = capfd.readouterr().err
+        assert shown.count("\n") == 1
+        assert "the record of the run cannot be written" in shown and "goes on without" in shown

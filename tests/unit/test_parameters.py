@@ -40,11 +40,11 @@ def test_a_dictionary_of_jax_is_taken():
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "told"),
+    ("dtypes", "message"),
     [(("float32", "float64"), "got float32 and float64"), (("float16",), "got float16"), (("int64",), "got int64")],
 )
-def test_other_dtypes_are_refused(dtypes, told):
-    with pytest.raises(TypeError, match=told):
+def test_other_dtypes_are_refused(dtypes, message):
+    with pytest.raises(TypeError, match=message):
         FlatParameters.of({dtype: np.zeros(2, dtype) for dtype in dtypes})
 
 

@@ -16,9 +16,9 @@ def test_lines_of_a_day(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         now[0] += 1
         shown.advance("loss 1")
         if now[0] < 700 or now[0] > 86_000:
-            told = capsys.readouterr().err
-            times += [now[0]] * bool(told)
-            before += len(told.splitlines())
+            lines = capsys.readouterr().err
+            times += [now[0]] * bool(lines)
+            before += len(lines.splitlines())
     shown.close()
     assert times[:5] == [1, 6, 11, 16, 21] and times[-1] == 86_400
     assert before + len(capsys.readouterr().err.splitlines()) < 1600

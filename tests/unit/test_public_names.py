@@ -36,8 +36,8 @@ def seen_after(code: str, **environment: str) -> tuple[int, set[str]]:
     """How many files Python opens in `code`, and which modules it imports, in a process that no launcher started."""
     alone = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
     command = [sys.executable, "-c", COUNT.format(code)]
-    told = subprocess.run(command, env=alone | environment, capture_output=True, text=True, check=True).stdout
-    count, modules = json.loads(told.splitlines()[-1])
+    output = subprocess.run(command, env=alone | environment, capture_output=True, text=True, check=True).stdout
+    count, modules = json.loads(output.splitlines()[-1])
     return count, set(modules)
 
 

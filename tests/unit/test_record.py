@@ -78,20 +78,20 @@ class TestLines:
             "for number in itertools.count(start):\n"
             "    lines.add({'number': number, 'padding': 'x' * 3000}); lines.flush(); print(number, flush=True)"
         )
-        path, told = tmp_path / "a", []
+        path, printed = tmp_path / "a", []
         for start in (0, 10**6, 2 * 10**6):
             with subprocess.Popen(
                 [sys.executable, "-c", script, str(path), str(start)], stdout=subprocess.PIPE, text=True
             ) as child:
                 assert child.stdout is not None
-                told.append(int(child.stdout.readline()))
+                printed.append(int(child.stdout.readline()))
                 time.sleep(0.02)
                 child.send_signal(signal.SIGKILL)
-                told.extend(int(line) for line in child.stdout.read().splitlines() if line)
+                printed.extend(int(line) for line in child.stdout.read().splitlines() if line)
         there = [line["number"] for line in read_lines(path)[0]]
-        assert len(told) > 10 and set(told) <= set(there) and len(there) - len(told) <= 3
+        assert len(printed) > 10 and set(printed) <= set(there) and len(there) - len(printed) <= 3
 
-    def test_a_full_disk_is_told_with_the_path(self, tmp_path: Path) -> None:
+    def test_a_full_disk_is_reported_with_the_path(self, tmp_path: Path) -> None:
         before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         lines = JsonLinesWriter(tmp_path / "a")
         lines.add({"padding": "x" * 1000})
@@ -221,13 +221,13 @@ def test_a_loop_of_ones_own_notes_its_end(tmp_path: Path) -> None:
 
 class TestSpent:
     def test_means_over_processes_and_sums_of_bytes(self, tmp_path: Path) -> None:
-        def told(computation, data, sent):
+        def sums(computation, data, sent):
             axes = {"data": {"bytes": sent, "seconds": data}}
             return {"phases": {"computation": computation}, "axes": axes}
 
         lines = [
-            [process_line(0, 1, [1, 1], **told(1.0, 1.0, 100)), process_line(0, 3, [1], **told(1.0, 0.0, 8))],
-            [process_line(1, 1, [1, 1, 1], **told(3.0, 0.0, 30))],
+            [process_line(0, 1, [1, 1], **sums(1.0, 1.0, 100)), process_line(0, 3, [1], **sums(1.0, 0.0, 8))],
+            [process_line(1, 1, [1, 1, 1], **sums(3.0, 0.0, 30))],
         ]
         found = spent(Run.read(write(tmp_path / "run", processes=lines)))
         np.testing.assert_array_equal(found.steps, [1, 2, 3])
@@ -260,9 +260,9 @@ def test_settings_become_plain() -> None:
     import mpishard
 
     mesh = mpishard.Mesh()
-    told = plain(mpishard.ShardingConfiguration(mesh, gradient_compressor=mpishard.compression.Int8Compressor(64)))
+    settings = plain(mpishard.ShardingConfiguration(mesh, gradient_compressor=mpishard.compression.Int8Compressor(64)))
     mesh.free()
-    assert "mesh" not in told and told["gradient_compressor"] == {"type": "Int8Compressor", "block": 64}
+    assert "mesh" not in settings and settings["gradient_compressor"] == {"type": "Int8Compressor", "block": 64}
     assert plain({"a": np.int64(3), "b": (1, None), "c": len}) == {"a": 3, "b": [1, None], "c": repr(len)}
 
 
@@ -273,9 +273,9 @@ def test_surroundings_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JWT", "secret")
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     with mpishard.Mesh() as mesh:
-        told = surroundings(mesh)
-    assert told["environment"]["SLURM_JOB_ID"] == "42" and "secret" not in json.dumps(told)
-    assert told["versions"]["NumPy"] == np.__version__ and told["ranks"] == 1 and told["command"][1:] == sys.argv
+        found = surroundings(mesh)
+    assert found["environment"]["SLURM_JOB_ID"] == "42" and "secret" not in json.dumps(found)
+    assert found["versions"]["NumPy"] == np.__version__ and found["ranks"] == 1 and found["command"][1:] == sys.argv
 
 
 class TestPlot:
@@ -293,9 +293,9 @@ class TestPlot:
 
     def test_data(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["plot", str(run), "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert told["logged"] == {}
-        assert told["metrics"]["loss"][:2] == [1, 0.5] and told["phases"]["computation"][0] == 0.5
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["logged"] == {}
+        assert shown["metrics"]["loss"][:2] == [1, 0.5] and shown["phases"]["computation"][0] == 0.5
         assert not (run / "run.png").exists()
 
     def test_series_beside_the_loss(self, run: Path) -> None:
@@ -316,10 +316,10 @@ class TestPlot:
         run = write(tmp_path / "run", metrics, [lines])
         (run / "logged.jsonl").write_text(json.dumps({"step": 1, "a_name_of_a_series_that_is_long": 1}) + "\n")
         assert main(["plot", str(run)]) == 0
-        told = {axis.get_ylabel(): [text.get_text() for text in axis.texts] for axis in drawn}
-        empty = [label for label, texts in told.items() if texts]
-        assert empty == ["loss"] and told["loss"] == ["nothing noted"]
-        assert "a name of a series that is\nlong" in told and "kB sent / step, all ranks" in told
+        panels = {axis.get_ylabel(): [text.get_text() for text in axis.texts] for axis in drawn}
+        empty = [label for label, texts in panels.items() if texts]
+        assert empty == ["loss"] and panels["loss"] == ["nothing noted"]
+        assert "a name of a series that is\nlong" in panels and "kB sent / step, all ranks" in panels
         assert len({axis.get_xlim() for axis in drawn}) == 1
         for axis in drawn:  # steps are whole
             assert all(float(tick).is_integer() for tick in axis.get_xticks())
@@ -361,9 +361,9 @@ class TestTrace:
     def test_events_have_what_the_format_asks_for(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Complete events and metadata of the "Trace Event Format", times in microseconds."""
         assert main(["trace", str(run), "--png"]) == 0
-        told = json.loads((run / "trace.json").read_text())
-        assert told["displayTimeUnit"] == "ms"
-        events = told["traceEvents"]
+        shown = json.loads((run / "trace.json").read_text())
+        assert shown["displayTimeUnit"] == "ms"
+        events = shown["traceEvents"]
         assert {event["ph"] for event in events} == {"M", "X"}
         whole = [event for event in events if event["ph"] == "X"]
         for event in whole:
@@ -451,8 +451,8 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(
         record.close()
         for step in (2, 3):
             record.step(step, loss=1.0)
-    told = capsys.readouterr().err
-    assert told.count("the record of the run ends here") == 1 and str(tmp_path / "run") in told
+    shown = capsys.readouterr().err
+    assert shown.count("the record of the run ends here") == 1 and str(tmp_path / "run") in shown
     assert len(read_lines(tmp_path / "gone" / "metrics.jsonl")[0]) == 1
 
 
@@ -476,8 +476,8 @@ class TestTop:
         metrics = [{"step": 101, "time": time.time() + 1000, "seconds": 0.1, "workers": 1}]
         run = write(tmp_path / "run", metrics, [[self.line(0, 1, 100), late]])
         assert main(["top", "--once", str(run)]) == 0
-        told = capsys.readouterr().out
-        assert "1 worker\n" in told and "80%      21%       10 B" in told
+        shown = capsys.readouterr().out
+        assert "1 worker\n" in shown and "80%      21%       10 B" in shown
 
     def test_nothing_known_yet(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run = write(tmp_path / "run", processes=[[self.line(0, 0, 0, time=time.time(), axes={})]])
@@ -491,17 +491,17 @@ class TestTop:
         lines = [{"step": 10, "a": 1}, {"step": 20, "a": 0.25}, *({"step": 5, f"b{n}": None} for n in range(9))]
         (run / "logged.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         assert main(["top", "--once", str(run)]) == 0
-        told = " ".join(capsys.readouterr().out.split())
-        assert "a 0.25 at step 20, b0 NaN at step 5" in told and "b6 NaN at step 5, and 2 more" in told
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "a 0.25 at step 20, b0 NaN at step 5" in shown and "b6 NaN at step 5, and 2 more" in shown
         assert main(["top", "--json", str(run)]) == 0
         assert json.loads(capsys.readouterr().out)["logged"]["a"] == {"step": 20, "value": 0.25}
 
     def test_many_silent_ranks_are_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run = write(tmp_path / "run", processes=[[self.line(rank, 1, 5, ranks=20)] for rank in range(20)])
         assert main(["top", "--once", "--rows", "1", str(run)]) == 0
-        told = " ".join(capsys.readouterr().out.split())
-        assert re.search("silent: ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more for 6[0-9] s ", told)
-        assert f"mpishard why {run} tells who waits for whom" in told
+        shown = " ".join(capsys.readouterr().out.split())
+        assert re.search("silent: ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more for 6[0-9] s ", shown)
+        assert f"mpishard why {run} tells who waits for whom" in shown
 
     def test_a_run_that_hangs_has_no_time_to_go(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         now = time.time()
@@ -512,8 +512,8 @@ class TestTop:
         assert "step 98 of 100, 10.0 ms a step, 1 s to go\n" in capsys.readouterr().out
         (run / "metrics.jsonl").write_text(json.dumps(metrics[0] | {"time": now - 40}) + "\n")
         assert main(["top", "--once", str(run)]) == 0
-        told = capsys.readouterr().out
-        assert re.search("10.0 ms a step, no step for [4-9][0-9] s\n", told) and "to go" not in told
+        shown = capsys.readouterr().out
+        assert re.search("10.0 ms a step, no step for [4-9][0-9] s\n", shown) and "to go" not in shown
         # What is written every minute is not late after 40 seconds.
         (run / "starts.jsonl").write_text(json.dumps(starts[0] | {"every": 600}) + "\n")
         assert main(["top", "--once", str(run)]) == 0
@@ -558,9 +558,9 @@ class TestTop:
         (run / "ends.jsonl").write_text("".join(json.dumps(line) + "\n" for line in ends))
         (run / "logged.jsonl").write_text(json.dumps({"step": 18, "start": 1, "accuracy": 0.5}) + "\n")
         assert main(["top", "--once", str(run)]) == 0
-        told = capsys.readouterr().out
-        assert headline in told and ("accuracy" in told) == (resumed >= 18)
-        assert (f"ended: {ending}\n" in told) if ending else ("ended" not in told)
+        shown = capsys.readouterr().out
+        assert headline in shown and ("accuracy" in shown) == (resumed >= 18)
+        assert (f"ended: {ending}\n" in shown) if ending else ("ended" not in shown)
         assert main(["why", "--wait", "0.1", str(run)]) == 0
         assert (capsys.readouterr().out == f"the run has ended: {ending}\n") == bool(ending)
 
@@ -588,8 +588,8 @@ class TestTop:
         (run / "ends.jsonl").write_text(json.dumps(end) + "\n")
         ending = "stopped by a signal, such as Ctrl-C, after step 5 of 9; the same command goes on"
         assert main(["top", "--once", str(run)]) == 0
-        told = capsys.readouterr().out
-        assert f"ended: {ending}\n" in told and "silent" not in told
+        shown = capsys.readouterr().out
+        assert f"ended: {ending}\n" in shown and "silent" not in shown
         assert main(["why", str(run)]) == 0
         assert capsys.readouterr().out == f"the run has ended: {ending}\n"
         assert main(["why", str(run), "--json"]) == 0
@@ -603,8 +603,8 @@ class TestTop:
             child.wait()
         (run / "processes" / f"{os.uname().nodename}-{child.pid}.jsonl").write_text(line)
         assert main(["top", "--once", str(run)]) == 0
-        told = " ".join(capsys.readouterr().out.split())
-        assert "ended: none of its processes is left, and step 5 of 9 was the last" in told and "silent" not in told
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "ended: none of its processes is left, and step 5 of 9 was the last" in shown and "silent" not in shown
         assert main(["why", "--wait", "0.1", str(run)]) == 0
         assert "the run has ended: none of its processes is left" in capsys.readouterr().out
 

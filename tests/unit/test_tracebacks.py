@@ -27,8 +27,8 @@ def refused():
         mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), mesh).step(np.zeros(5), np.zeros(4))
 
 
-def told(call, *arguments, **options):
-    """What is told of the exception of a call, and the files of its frames."""
+def text_and_files(call, *arguments, **options):
+    """The text for the exception of a call, and the files of its frames."""
     try:
         call(*arguments, **options)
     except Exception as error:
@@ -38,20 +38,20 @@ def told(call, *arguments, **options):
 
 
 def test_of_a_users_function_only_the_users_frames():
-    text, files = told(train, failing)
+    text, files = text_and_files(train, failing)
     assert files == [__file__] * 3
     assert "frames of mpishard are left out; MPISHARD_TRACEBACK=1" in text
     assert text.endswith("ArithmeticError: spoilt\n") and "KeyError: 'its cause'" in text
 
 
 def test_in_a_library_that_the_users_function_calls():
-    _, files = told(train, lambda parameters, samples, gradients: np.linalg.inv(np.zeros((2, 3))))
+    _, files = text_and_files(train, lambda parameters, samples, gradients: np.linalg.inv(np.zeros((2, 3))))
     assert files[:3] == [__file__] * 3
     assert all("numpy" in file for file in files[3:])
 
 
 def test_of_refused_arguments_the_users_frames_and_who_refuses():
-    text, files = told(refused)
+    text, files = text_and_files(refused)
     assert files[:-1] == [__file__] * 2
     assert files[-1].endswith("validation.py")
     assert text.endswith("ValueError: gradients have 4 elements, but parameters have 5\n")
@@ -59,13 +59,13 @@ def test_of_refused_arguments_the_users_frames_and_who_refuses():
 
 def test_a_fault_inside_of_mpishard_is_told_whole(monkeypatch):
     monkeypatch.setattr("mpishard.data.sampling.permuted", lambda *arguments: None)
-    text, files = told(train, lambda *arguments: 0.0)
+    text, files = text_and_files(train, lambda *arguments: 0.0)
     assert "left out" not in text
     assert len(files) > 5
 
 
 def test_whole_if_asked_for(monkeypatch):
     monkeypatch.setenv("MPISHARD_TRACEBACK", "1")
-    text, files = told(refused)
+    text, files = text_and_files(refused)
     assert "left out" not in text
     assert any(file.endswith("axis.py") for file in files)
