@@ -44,7 +44,7 @@ def info(
         report = {
             "wrong": wrong,
             "findings": [asdict(finding) for finding in found],
-            "ranks": [asdict(each) for each in facts],
+            "ranks": [each.flat() for each in facts],
         }
         typer.echo(json.dumps(report))
     else:

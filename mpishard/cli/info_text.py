@@ -30,18 +30,18 @@ def show(facts: Sequence[Facts], found: Sequence[Finding]) -> None:
 
 def rows(facts: Sequence[Facts]) -> list[tuple[str, str]]:
     """Names and values in the order in which they are shown."""
-    first, mpi = facts[0], facts[0].mpi
+    first, mpi, setup = facts[0], facts[0].mpi, facts[0].mpi_setup
     versions = [f"{name} {version}" for name, version in first.versions.items() if name not in ("h5py", "HDF5")]
     found = [
         ("versions", ", ".join(versions)),
-        ("MPI", f"{mpi.library} {mpi.version}, standard {'.'.join(map(str, mpi.standard))}, {first.thread_level}"),
-        ("", _build(first.mpi_text)),
+        ("MPI", f"{mpi.library} {mpi.version}, standard {'.'.join(map(str, mpi.standard))}, {setup.thread_level}"),
+        ("", _build(setup.mpi_text)),
         ("", "any count in one call" if mpi.large_counts else "counts of 2**31 and more in several calls"),
         ("started by", _launch(first)),
-        ("mpirun", f"{first.mpirun.path} ({first.mpirun.family})" if first.mpirun else "none"),
+        ("mpirun", f"{setup.mpirun.path} ({setup.mpirun.family})" if setup.mpirun else "none"),
     ]
-    if first.mpirun_on_path is not None:
-        found.append(("", f"{first.mpirun_on_path.path} ({first.mpirun_on_path.family}) on the PATH"))
+    if setup.mpirun_on_path is not None:
+        found.append(("", f"{setup.mpirun_on_path.path} ({setup.mpirun_on_path.family}) on the PATH"))
     found += [
         ("deaths", _deaths(first)),
         ("GPUs", _gpus(first)),
@@ -64,54 +64,58 @@ def _build(text: str) -> str:
 
 
 def _launch(first: Facts) -> str:
-    launch = launch_of(first.launches, first.ranks)
+    launch = launch_of(first.process.launches, first.process.ranks)
     if launch is None:
         return "no launcher: one rank"
-    return f"{launch.launcher}, {count(launch.ranks, 'rank')}; MPI_COMM_WORLD has {first.ranks}"
+    return f"{launch.launcher}, {count(launch.ranks, 'rank')}; MPI_COMM_WORLD has {first.process.ranks}"
 
 
 def _deaths(first: Facts) -> str:
-    if first.heals:
+    if first.mpi_setup.heals:
         return "healed in place (ULFM is on)"
-    return "end the job; ULFM is there, but off" if first.could_heal else "end the job"
+    return "end the job; ULFM is there, but off" if first.mpi_setup.could_heal else "end the job"
 
 
 def _gpus(first: Facts) -> str:
-    if not first.gpus:
+    if not first.memory.gpus:
         return "none"
     way = "MPI takes device pointers" if first.mpi.device_buffers else "arrays travel through the host"
-    return f"{first.gpus}; {way}"
+    return f"{first.memory.gpus}; {way}"
 
 
 def _h5py(first: Facts) -> str:
-    return "built with MPI (not needed)" if first.h5py_mpi else "built without MPI (not needed)"
+    return "built with MPI (not needed)" if first.h5py.h5py_mpi else "built without MPI (not needed)"
 
 
 def _blas(first: Facts) -> str:
-    if not first.blas:
+    processor = first.processor
+    if not processor.blas:
         return "unknown to threadpoolctl"
-    blas = first.blas[0]
+    blas = processor.blas[0]
     kernels = f" with {blas.kernels} kernels" if blas.kernels else ""
-    limit = f"by {first.blas_chosen}" if first.blas_chosen else "a mesh limits them to a rank's share of the cores"
+    limit = (
+        f"by {processor.blas_chosen}" if processor.blas_chosen else "a mesh limits them to a rank's share of the cores"
+    )
     return f"{blas.library} {blas.version}{kernels}, {count(blas.threads, 'thread')}: {limit}"
 
 
 def _memory(first: Facts) -> str:
+    memory = first.memory
     locked = (
-        "any amount" if first.locked_memory is None else size(first.locked_memory) if first.locked_memory else "none"
+        "any amount" if memory.locked_memory is None else size(memory.locked_memory) if memory.locked_memory else "none"
     )
     text = f"a process may lock {locked}"
-    if first.shared_memory is None or first.shared_memory_free is None:
+    if memory.shared_memory is None or memory.shared_memory_free is None:
         return f"{text}; no /dev/shm"
-    return f"{text}; /dev/shm has {size(first.shared_memory_free)} free of {size(first.shared_memory)}"
+    return f"{text}; /dev/shm has {size(memory.shared_memory_free)} free of {size(memory.shared_memory)}"
 
 
 def _node(node: Sequence[Facts]) -> str:
-    first, last = node[0].rank, node[-1].rank
+    first, last = node[0].process.rank, node[-1].process.rank
     ranks = f"ranks {first} to {last}" if last > first else f"rank {first}"
     if last - first >= len(node):
         ranks = f"{len(node)} of the {ranks}"
-    return f"{node[0].host}: {ranks} on {count(cores_of(node), 'core')}{limit_of(node)}"
+    return f"{node[0].process.host}: {ranks} on {count(cores_of(node), 'core')}{limit_of(node)}"
 
 
 def _print_columns(lines: Sequence[tuple[str, str]]) -> None:

@@ -7,7 +7,8 @@ import os
 import platform
 import resource
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import h5py
 from mpi4py import MPI
@@ -16,6 +17,7 @@ from threadpoolctl import threadpool_info
 from mpishard.backend.array import can_pin, device_count
 from mpishard.backend.blas_threads import chosen_by_user, cpu_quota, own_cores
 from mpishard.comm.capabilities import Capabilities, could_heal_in_place, heals_in_place, probe
+from mpishard.deprecated import warn_renamed
 from mpishard.launch.detection import Launch, launches
 from mpishard.launch.launchers import Launcher, find_launcher
 from mpishard.version import versions
@@ -50,8 +52,8 @@ class Blas:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The facts of one process.  Ranks send them to each other, and ``mpishard info --json`` prints them for each rank.
+class Process:
+    """A process among others.
 
     Parameters
     ----------
@@ -63,10 +65,21 @@ class Facts:
         The lowest rank that shares memory with this process.
     launches : tuple of Launch
         The launches that launchers report in the environment.
-    versions : dict
-        See `mpishard.version.versions`; also the version of HDF5.
-    mpi : Capabilities
-        The name and version of the MPI library, and what it can do.
+    """
+
+    rank: int
+    ranks: int
+    host: str
+    node: int
+    launches: tuple[Launch, ...]
+
+
+@dataclass(frozen=True)
+class MpiSetup:
+    """How MPI was built and started, and what starts it.
+
+    Parameters
+    ----------
     mpi_text : str
         The MPI library's own full version text.
     thread_level : str
@@ -78,10 +91,39 @@ class Facts:
     mpirun, mpirun_on_path : Launcher or None
         The mpirun beside this Python, or else that on the PATH; and that on the PATH if it is a different one.  Only
         rank 0 looks for them.
+    """
+
+    mpi_text: str
+    thread_level: str
+    heals: bool
+    could_heal: bool
+    without_han: bool
+    mpirun: Launcher | None
+    mpirun_on_path: Launcher | None
+
+
+@dataclass(frozen=True)
+class H5py:
+    """How h5py was built.
+
+    Parameters
+    ----------
     h5py_mpi : bool
-        Whether h5py was built with MPI, which mpishard does not need.
+        Whether with MPI, which mpishard does not need.
     h5py_lacks : tuple of str
         Features that checkpoints need or offer, and that this h5py does not have.
+    """
+
+    h5py_mpi: bool
+    h5py_lacks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What the process computes with on the host.
+
+    Parameters
+    ----------
     blas : tuple of Blas
         The libraries that are loaded.
     blas_chosen : str
@@ -90,6 +132,20 @@ class Facts:
         Numbers of the cores on which the process may run.
     cpu_quota : float or None
         CPU time, as a number of cores, that the process may use together with its control group; None: no limit.
+    """
+
+    blas: tuple[Blas, ...]
+    blas_chosen: str
+    cores: tuple[int, ...]
+    cpu_quota: float | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """GPUs, and memory of the host that they and MPI use.
+
+    Parameters
+    ----------
     gpus : int
         Number of GPUs that the process can see.
     pins_memory : bool
@@ -99,31 +155,71 @@ class Facts:
         folder.
     """
 
-    rank: int
-    ranks: int
-    host: str
-    node: int
-    launches: tuple[Launch, ...]
-    versions: dict[str, str]
-    mpi: Capabilities
-    mpi_text: str
-    thread_level: str
-    heals: bool
-    could_heal: bool
-    without_han: bool
-    mpirun: Launcher | None
-    mpirun_on_path: Launcher | None
-    h5py_mpi: bool
-    h5py_lacks: tuple[str, ...]
-    blas: tuple[Blas, ...]
-    blas_chosen: str
-    cores: tuple[int, ...]
-    cpu_quota: float | None
     gpus: int
     pins_memory: bool
     locked_memory: int | None
     shared_memory: int | None
     shared_memory_free: int | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of one process.  Ranks send them to each other, and ``mpishard info --json`` prints them for each rank.
+
+    Parameters
+    ----------
+    process : Process
+        Its rank, its machine, and who started it.
+    versions : dict
+        See `mpishard.version.versions`; also the version of HDF5.
+    mpi : Capabilities
+        The name and version of the MPI library, and what it can do.
+    mpi_setup : MpiSetup
+        How it was built and started.
+    h5py : H5py
+        What checkpoints are written with.
+    processor : Processor
+        Cores and BLAS.
+    memory : Memory
+        GPUs and memory.
+    """
+
+    process: Process
+    versions: dict[str, str]
+    mpi: Capabilities
+    mpi_setup: MpiSetup
+    h5py: H5py
+    processor: Processor
+    memory: Memory
+
+    def flat(self) -> dict[str, Any]:
+        """The facts by name, without their groups, as ``mpishard info --json`` prints them.
+
+        Not collective.
+
+        Returns
+        -------
+        dict
+            For JSON: the fields of the groups, the versions by package, and the fields of `mpi`.
+        """
+        found: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            found |= {name: value} if name in ("versions", "mpi") else value
+        return found
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Deprecated: a fact by its own name, without its group."""
+            group = _GROUP_OF.get(name)
+            if group is None:
+                raise AttributeError(f"'Facts' object has no attribute {name!r}", name=name, obj=self)
+            warn_renamed(f"Facts.{name}", f"Facts.{group}.{name}")
+            return getattr(getattr(self, group), name)
+
+
+_GROUPS = {"process": Process, "mpi_setup": MpiSetup, "h5py": H5py, "processor": Processor, "memory": Memory}
+_GROUP_OF = {field.name: group for group, kind in _GROUPS.items() for field in fields(kind)}
 
 
 def collect(comm: MPI.Intracomm) -> Facts:
@@ -151,31 +247,38 @@ def collect(comm: MPI.Intracomm) -> Facts:
     shared_memory, shared_memory_free = _shared_memory()
     quota = cpu_quota()
     return Facts(
-        rank=comm.rank,
-        ranks=comm.size,
-        host=platform.node(),
-        node=node,
-        launches=launches(os.environ),
+        process=Process(
+            rank=comm.rank,
+            ranks=comm.size,
+            host=platform.node(),
+            node=node,
+            launches=launches(os.environ),
+        ),
         versions={**versions(), "HDF5": h5py.version.hdf5_version},
         mpi=probe(device=True),
-        mpi_text=MPI.Get_library_version().strip("\0\n "),
-        thread_level=_THREAD_LEVELS[MPI.Query_thread()],
-        heals=heals_in_place(),
-        could_heal=could_heal_in_place(),
-        without_han=_without_han(os.environ.get("OMPI_MCA_coll", "")),
-        mpirun=mpirun,
-        mpirun_on_path=on_path,
-        h5py_mpi=bool(h5py.get_config().mpi),
-        h5py_lacks=_h5py_lacks(),
-        blas=_blas(),
-        blas_chosen=chosen_by_user() or "",
-        cores=tuple(sorted(own_cores())),
-        cpu_quota=None if math.isinf(quota) else quota,
-        gpus=gpus,
-        pins_memory=gpus > 0 and can_pin(),
-        locked_memory=None if locked == resource.RLIM_INFINITY else locked,
-        shared_memory=shared_memory,
-        shared_memory_free=shared_memory_free,
+        mpi_setup=MpiSetup(
+            mpi_text=MPI.Get_library_version().strip("\0\n "),
+            thread_level=_THREAD_LEVELS[MPI.Query_thread()],
+            heals=heals_in_place(),
+            could_heal=could_heal_in_place(),
+            without_han=_without_han(os.environ.get("OMPI_MCA_coll", "")),
+            mpirun=mpirun,
+            mpirun_on_path=on_path,
+        ),
+        h5py=H5py(h5py_mpi=bool(h5py.get_config().mpi), h5py_lacks=_h5py_lacks()),
+        processor=Processor(
+            blas=_blas(),
+            blas_chosen=chosen_by_user() or "",
+            cores=tuple(sorted(own_cores())),
+            cpu_quota=None if math.isinf(quota) else quota,
+        ),
+        memory=Memory(
+            gpus=gpus,
+            pins_memory=gpus > 0 and can_pin(),
+            locked_memory=None if locked == resource.RLIM_INFINITY else locked,
+            shared_memory=shared_memory,
+            shared_memory_free=shared_memory_free,
+        ),
     )
 
 

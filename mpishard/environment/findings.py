@@ -73,20 +73,20 @@ def nodes(facts: Sequence[Facts]) -> list[list[Facts]]:
     """The ranks' facts, grouped by node."""
     found: dict[int, list[Facts]] = {}
     for each in facts:
-        found.setdefault(each.node, []).append(each)
+        found.setdefault(each.process.node, []).append(each)
     return list(found.values())
 
 
 def cores_of(node: Sequence[Facts]) -> int:
     """Number of cores that the ranks of a node have together; a quota of CPU time limits it, rounded down."""
-    seen = len({core for each in node for core in each.cores})
-    quotas = [each.cpu_quota for each in node if each.cpu_quota is not None]
+    seen = len({core for each in node for core in each.processor.cores})
+    quotas = [each.processor.cpu_quota for each in node if each.processor.cpu_quota is not None]
     return min(seen, max(1, int(max(quotas)))) if len(quotas) == len(node) else seen
 
 
 def limit_of(node: Sequence[Facts]) -> str:
     """A note for messages if a quota of CPU time limits the cores of a node; else an empty string."""
-    fewer = cores_of(node) < len({core for each in node for core in each.cores})
+    fewer = cores_of(node) < len({core for each in node for core in each.processor.cores})
     return " (by a quota of CPU time)" if fewer else ""
 
 
@@ -103,31 +103,32 @@ def fits(launcher: Launcher, library: str) -> bool:
 def _launch(facts: Sequence[Facts]) -> Iterator[Finding]:
     first = facts[0]
     library = first.mpi.library
-    launch = launch_of(first.launches, first.ranks)
-    if launch is not None and launch.ranks != first.ranks:
-        size = "is alone in" if first.ranks == 1 else "is in"
+    ranks, setup = first.process.ranks, first.mpi_setup
+    launch = launch_of(first.process.launches, ranks)
+    if launch is not None and launch.ranks != ranks:
+        size = "is alone in" if ranks == 1 else "is in"
         what = (
-            f"{launch.launcher} started {launch.ranks} ranks, but each {size} an MPI_COMM_WORLD of size {first.ranks}: "
+            f"{launch.launcher} started {launch.ranks} ranks, but each {size} an MPI_COMM_WORLD of size {ranks}: "
             f"mpi4py is bound to {library} {first.mpi.version}"
         )
         yield Finding(WRONG, "launch", what, _right_launcher(first, launch))
         return
     # Ranks that are already in one MPI_COMM_WORLD do not need mpirun.
     level = WRONG if launch is None else WARNING
-    for launcher, where in ((first.mpirun, "that mpishard run takes"), (first.mpirun_on_path, "on the PATH")):
+    for launcher, where in ((setup.mpirun, "that mpishard run takes"), (setup.mpirun_on_path, "on the PATH")):
         if launcher is not None and not fits(launcher, library):
             what = f"the mpirun {where} is of {launcher.family} ({launcher.path}), but mpi4py is bound to {library}"
             yield Finding(level, "launch", f"{what}: ranks would be worlds of size 1, or fail", _right_launcher(first))
 
 
 def _right_launcher(facts: Facts, launch: Launch | None = None) -> str:
-    library = facts.mpi.library
+    library, setup = facts.mpi.library, facts.mpi_setup
     if launch is not None and launch.family == SLURM:
         # In this order: srun --mpi=pmi2 may fail on data from MPICH's ranks (see docs/how-to/slurm.md).
         return (
             f"use mpirun of {library} in a script for sbatch, or srun --mpi={'pmix' if library == OPEN_MPI else 'pmi2'}"
         )
-    right = next((each for each in (facts.mpirun, facts.mpirun_on_path) if each and fits(each, library)), None)
+    right = next((each for each in (setup.mpirun, setup.mpirun_on_path) if each and fits(each, library)), None)
     if right is None:
         return f"use the mpirun of the {library} that mpi4py was built with, or build mpi4py with the other MPI"
     if launch is not None and (launch.family == OPEN_MPI) == (library == OPEN_MPI):
@@ -140,7 +141,7 @@ def _versions(facts: Sequence[Facts]) -> Iterator[Finding]:
     for name in dict.fromkeys(name for versions in of_mpi for name in versions):
         hosts: dict[str, list[str]] = {}
         for each, versions in zip(facts, of_mpi, strict=True):
-            hosts.setdefault(versions.get(name, "none"), []).append(each.host)
+            hosts.setdefault(versions.get(name, "none"), []).append(each.process.host)
         if len(hosts) > 1:
             what = ", ".join(f"{version} on {_hosts(where)}" for version, where in hosts.items())
             level = WRONG if name in ("MPI", "mpishard") else WARNING
@@ -149,7 +150,8 @@ def _versions(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 def _threads(facts: Sequence[Facts]) -> Iterator[Finding]:
     if poor := [each for each in facts if not each.mpi.threads]:
-        what = f"this MPI was started with {poor[0].thread_level}: collectives have no time limit, checkpoints are not "
+        level = poor[0].mpi_setup.thread_level
+        what = f"this MPI was started with {level}: collectives have no time limit, checkpoints are not "
         way_out = "leave MPI4PY_RC_THREAD_LEVEL and mpi4py.rc.threads alone, or build the MPI with MPI_THREAD_MULTIPLE"
         yield Finding(WARNING, "threads", f"{what}written in the background, and no workers are spawned", way_out)
 
@@ -159,7 +161,7 @@ def _cores(facts: Sequence[Facts]) -> Iterator[Finding]:
     if crowded:
         worst = max(crowded, key=lambda node: len(node) / cores_of(node))
         more = f" (and {count(len(crowded) - 1, 'more host')} like it)" if len(crowded) > 1 else ""
-        cores = f"{count(cores_of(worst), 'core')} of {worst[0].host}{limit_of(worst)}{more}"
+        cores = f"{count(cores_of(worst), 'core')} of {worst[0].process.host}{limit_of(worst)}{more}"
         what = f"{len(worst)} ranks share {cores}, and MPI waits busily"
         yield Finding(
             WARNING, "cores", what, f"start at most {count(cores_of(worst), 'rank')} there, or expect slow steps"
@@ -168,22 +170,24 @@ def _cores(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 def _blas(facts: Sequence[Facts]) -> Iterator[Finding]:
     for node in nodes(facts):
-        threads = sum(max((blas.threads for blas in each.blas), default=1) for each in node if each.blas_chosen)
+        processors = [each.processor for each in node]
+        threads = sum(max((blas.threads for blas in each.blas), default=1) for each in processors if each.blas_chosen)
         cores = max(cores_of(node), len(node))  # more ranks than cores is a separate finding
         if threads > cores:
-            variable = next(each.blas_chosen for each in node if each.blas_chosen)
-            what = f"{variable} gives {count(len(node), 'rank')} of {node[0].host} {threads} BLAS threads"
+            variable = next(each.blas_chosen for each in processors if each.blas_chosen)
+            what = f"{variable} gives {count(len(node), 'rank')} of {node[0].process.host} {threads} BLAS threads"
             what += f" on {count(cores_of(node), 'core')}"
             yield Finding(WARNING, "blas", what, "unset it, and a mesh gives each rank its share of the cores")
             return
 
 
 def _hdf5(facts: Sequence[Facts]) -> Iterator[Finding]:
-    lacking = [each for each in facts if each.h5py_lacks]
+    lacking = [each for each in facts if each.h5py.h5py_lacks]
     if lacking:
         poor = lacking[0]
-        level = WRONG if "virtual data sets" in poor.h5py_lacks else WARNING
-        what = f"HDF5 {poor.versions['HDF5']} of h5py on {poor.host} has no {' and no '.join(poor.h5py_lacks)}"
+        level = WRONG if "virtual data sets" in poor.h5py.h5py_lacks else WARNING
+        lacks = " and no ".join(poor.h5py.h5py_lacks)
+        what = f"HDF5 {poor.versions['HDF5']} of h5py on {poor.process.host} has no {lacks}"
         needed = (
             "checkpoints need them" if level == WRONG else "checkpoints compressed with it cannot be written or read"
         )
@@ -192,24 +196,23 @@ def _hdf5(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 def _memory(facts: Sequence[Facts]) -> Iterator[Finding]:
     for node in nodes(facts):
-        free, wanted = node[0].shared_memory_free, len(node) * _SHARED_MEMORY_WANTED
+        host = node[0].process.host
+        free, wanted = node[0].memory.shared_memory_free, len(node) * _SHARED_MEMORY_WANTED
         if free is not None and free < wanted:
             level = WRONG if free < len(node) * _SHARED_MEMORY_NEEDED else WARNING
-            what = (
-                f"/dev/shm of {node[0].host} has {free >> 20} MiB left, and MPI may take {wanted >> 20} MiB there for "
-            )
+            what = f"/dev/shm of {host} has {free >> 20} MiB left, and MPI may take {wanted >> 20} MiB there for "
             way_out = "remove what killed jobs have left in it, or give a container more of it (docker run --shm-size)"
             yield Finding(level, "memory", f"{what}{count(len(node), 'rank')}, or die of a bus error", way_out)
             return
 
 
 def _gpus(facts: Sequence[Facts]) -> Iterator[Finding]:
-    with_gpus = [each for each in facts if each.gpus]
+    with_gpus = [each for each in facts if each.memory.gpus]
     if not with_gpus:
         return
     first = with_gpus[0]
-    where = f"{first.host} has {count(first.gpus, 'GPU')}"
-    limits = [each.locked_memory for each in with_gpus if each.locked_memory is not None]
+    where = f"{first.process.host} has {count(first.memory.gpus, 'GPU')}"
+    limits = [each.memory.locked_memory for each in with_gpus if each.memory.locked_memory is not None]
     if limits and min(limits) < _LOCKED_MEMORY:
         what = (
             f"{where}, but a process may lock {min(limits) / 2**20:.2g} MiB of memory, which network cards need more of"
@@ -221,7 +224,7 @@ def _gpus(facts: Sequence[Facts]) -> Iterator[Finding]:
         what = f"{where}, but this Python has no CuPy"
         yield Finding(NOTE, "gpu", what, "to compute there, pip install cupy-cuda13x (or 12x) as its driver needs")
         return
-    if not all(each.pins_memory for each in with_gpus):
+    if not all(each.memory.pins_memory for each in with_gpus):
         what = f"{where}, but CuPy {first.versions['CuPy']} cannot pin host memory, through which its arrays travel"
         yield Finding(WRONG, "gpu", what, "see what cupy.cuda.alloc_pinned_memory(1) raises")
     if not all(each.mpi.device_buffers for each in with_gpus):
@@ -232,16 +235,16 @@ def _gpus(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _deaths(facts: Sequence[Facts]) -> Iterator[Finding]:
-    first = facts[0]
-    if first.heals and not first.without_han:
+    mpi, setup = facts[0].mpi, facts[0].mpi_setup
+    if setup.heals and not setup.without_han:
         what = "deaths are healed in place, but the collectives of coll/han crash after one"
         yield Finding(WARNING, "death", what, "start with mpirun --with-ft ulfm --mca coll ^han")
-    elif not first.heals and first.could_heal:
+    elif not setup.heals and setup.could_heal:
         what = "a rank that dies ends the job"
         way_out = "to heal in place, start with mpirun --with-ft ulfm --mca coll ^han, or with mpishard run --elastic"
         yield Finding(NOTE, "death", what, way_out)
-    elif not first.heals:
-        what = f"a rank that dies ends the job: {first.mpi.library} {first.mpi.version} does not heal in place"
+    elif not setup.heals:
+        what = f"a rank that dies ends the job: {mpi.library} {mpi.version} does not heal in place"
         way_out = "mpishard run --elastic goes on from the newest checkpoint; Open MPI 5 loses no step"
         yield Finding(NOTE, "death", what, way_out)
 

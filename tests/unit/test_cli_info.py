@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+import pickle
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 
+from mpishard import deprecated
 from mpishard.cli import main
 from mpishard.cli.info_text import show
 from mpishard.comm.capabilities import Capabilities
 from mpishard.environment import Blas, Facts, Finding, findings, launch_of, launches
+from mpishard.environment.facts import H5py, Memory, MpiSetup, Process, Processor
 from mpishard.launch.detection import foreign_launch
 from mpishard.launch.launchers import Launcher
 
@@ -19,35 +22,54 @@ MPICH = Capabilities("MPICH", "5.0.2", (5, 0), True, True, False)
 OPEN_MPI = Capabilities("Open MPI", "5.0.11", (3, 1), True, False, False)
 VERSIONS = {"mpishard": "1.0", "Python": "3.11.7", "NumPy": "2.4", "mpi4py": "4.1.2", "h5py": "3.16", "HDF5": "2.0.0"}
 GOOD = Facts(
-    rank=0,
-    ranks=1,
-    host="n1",
-    node=0,
-    launches=(),
+    process=Process(rank=0, ranks=1, host="n1", node=0, launches=()),
     versions=VERSIONS,
     mpi=OPEN_MPI,
-    mpi_text="Open MPI v5.0.11",
-    thread_level="MPI_THREAD_MULTIPLE",
-    heals=True,
-    could_heal=True,
-    without_han=True,
-    mpirun=Launcher("/opt/bin/mpirun", "Open MPI"),
-    mpirun_on_path=None,
-    h5py_mpi=False,
-    h5py_lacks=(),
-    blas=(Blas("openblas", "0.3.31", "Haswell", 4),),
-    blas_chosen="",
-    cores=(0, 1, 2, 3),
-    cpu_quota=None,
-    gpus=0,
-    pins_memory=False,
-    locked_memory=8 * 2**20,
-    shared_memory=2**36,
-    shared_memory_free=2**35,
+    mpi_setup=MpiSetup(
+        mpi_text="Open MPI v5.0.11",
+        thread_level="MPI_THREAD_MULTIPLE",
+        heals=True,
+        could_heal=True,
+        without_han=True,
+        mpirun=Launcher("/opt/bin/mpirun", "Open MPI"),
+        mpirun_on_path=None,
+    ),
+    h5py=H5py(h5py_mpi=False, h5py_lacks=()),
+    processor=Processor(
+        blas=(Blas("openblas", "0.3.31", "Haswell", 4),), blas_chosen="", cores=(0, 1, 2, 3), cpu_quota=None
+    ),
+    memory=Memory(
+        gpus=0,
+        pins_memory=False,
+        locked_memory=8 * 2**20,
+        shared_memory=2**36,
+        shared_memory_free=2**35,
+    ),
+)
+# What ``mpishard info --json`` has printed for these facts since it was written.
+PRINTED = (
+    '{"rank": 0, "ranks": 1, "host": "n1", "node": 0, "launches": [], "versions": {"mpishard": "1.0", "Python": '
+    '"3.11.7", "NumPy": "2.4", "mpi4py": "4.1.2", "h5py": "3.16", "HDF5": "2.0.0"}, "mpi": {"library": "Open MPI", '
+    '"version": "5.0.11", "standard": [3, 1], "threads": true, "large_counts": false, "device_buffers": false}, '
+    '"mpi_text": "Open MPI v5.0.11", "thread_level": "MPI_THREAD_MULTIPLE", "heals": true, "could_heal": true, '
+    '"without_han": true, "mpirun": {"path": "/opt/bin/mpirun", "family": "Open MPI"}, "mpirun_on_path": null, '
+    '"h5py_mpi": false, "h5py_lacks": [], "blas": [{"library": "openblas", "version": "0.3.31", "kernels": "Haswell", '
+    '"threads": 4}], "blas_chosen": "", "cores": [0, 1, 2, 3], "cpu_quota": null, "gpus": 0, "pins_memory": false, '
+    '"locked_memory": 8388608, "shared_memory": 68719476736, "shared_memory_free": 34359738368}'
 )
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}
 PRTE = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+
+
+def changed(facts: Facts, **values: Any) -> Facts:
+    """The facts with other values, which are named without their groups."""
+    for group in fields(facts):
+        whole = getattr(facts, group.name)
+        if is_dataclass(whole) and group.name != "mpi":
+            own = {field.name: values.pop(field.name) for field in fields(whole) if field.name in values}
+            facts = replace(facts, **{group.name: replace(whole, **own)})
+    return replace(facts, **values)
 
 
 def job(*ranks_on_hosts: int, **changes: Any) -> list[Facts]:
@@ -57,7 +79,7 @@ def job(*ranks_on_hosts: int, **changes: Any) -> list[Facts]:
         node = len(found)
         for _ in range(ranks):
             place = {"rank": len(found), "ranks": sum(ranks_on_hosts), "host": f"n{host + 1}", "node": node}
-            found.append(replace(GOOD, **{**place, **changes}))
+            found.append(changed(GOOD, **{**place, **changes}))
     return found
 
 
@@ -95,7 +117,7 @@ def test_who_started_it(environment: dict[str, str], launcher: str | None, ranks
 def test_of_two_launchers_the_one_that_made_the_world_counts() -> None:
     both = launches({**PRTE, **HYDRA, "PMI_SIZE": "1"})
     assert [launch.ranks for launch in both] == [4, 1]
-    assert findings([replace(GOOD, launches=both)]) == []
+    assert findings([changed(GOOD, launches=both)]) == []
 
 
 @pytest.mark.parametrize(
@@ -130,7 +152,7 @@ def test_the_launcher_of_another_mpi(environment: dict[str, str], library: str, 
     ],
 )
 def test_worlds_of_one(mpi: Capabilities, mpirun: Launcher | None, environment: dict[str, str], way_out: str) -> None:
-    finding = only([replace(GOOD, mpi=mpi, mpirun=mpirun, launches=launches(environment))])
+    finding = only([changed(GOOD, mpi=mpi, mpirun=mpirun, launches=launches(environment))])
     assert (finding.level, finding.about) == ("wrong", "launch")
     assert "started 4 ranks, but each is alone in an MPI_COMM_WORLD of size 1" in finding.what
     assert f"mpi4py is bound to {mpi.library}" in finding.what and way_out in finding.way_out
@@ -138,28 +160,28 @@ def test_worlds_of_one(mpi: Capabilities, mpirun: Launcher | None, environment: 
 
 def test_an_mpirun_that_does_not_fit() -> None:
     other = Launcher("/b/mpirun", "MPICH")
-    finding = only([replace(GOOD, mpirun_on_path=other)])
+    finding = only([changed(GOOD, mpirun_on_path=other)])
     assert finding.level == "wrong" and "/b/mpirun" in finding.what and finding.way_out == "use /opt/bin/mpirun"
-    assert "use the mpirun of the Open MPI" in only([replace(GOOD, mpirun=other)]).way_out
+    assert "use the mpirun of the Open MPI" in only([changed(GOOD, mpirun=other)]).way_out
     # Ranks that found each other have no need of it.
     assert only(job(4, launches=launches(PRTE), mpirun_on_path=other)).level == "warning"
 
 
 def test_differences_between_hosts() -> None:
     facts = job(2, 2)
-    newer = [replace(each, versions={**VERSIONS, "mpishard": "1.1"}) for each in facts[2:]]
+    newer = [changed(each, versions={**VERSIONS, "mpishard": "1.1"}) for each in facts[2:]]
     finding = only(facts[:2] + newer)
     assert finding.level == "wrong" and finding.what == "mpishard differs: 1.0 on n1, 1.1 on n2"
     assert only(facts[:3] + [replace(facts[3], mpi=replace(OPEN_MPI, version="5.0.8"))]).level == "wrong"
-    cupy = [replace(each, versions={**VERSIONS, "CuPy": "13.6"}) for each in facts[2:]]
+    cupy = [changed(each, versions={**VERSIONS, "CuPy": "13.6"}) for each in facts[2:]]
     finding = only(facts[:2] + cupy)
     assert finding.level == "warning" and finding.what == "CuPy differs: none on n1, 13.6 on n2"
-    many = [replace(each, versions={**VERSIONS, "NumPy": "2.5"}) for each in job(1, 1, 1, 1, 1)]
+    many = [changed(each, versions={**VERSIONS, "NumPy": "2.5"}) for each in job(1, 1, 1, 1, 1)]
     assert "2.5 on n1, n2, n3 and 1 more," in only([*many[:4], replace(many[4], versions=VERSIONS)]).what
 
 
 def test_threads() -> None:
-    poor = replace(GOOD, mpi=replace(OPEN_MPI, threads=False), thread_level="MPI_THREAD_FUNNELED")
+    poor = changed(GOOD, mpi=replace(OPEN_MPI, threads=False), thread_level="MPI_THREAD_FUNNELED")
     finding = only([poor])
     assert finding.level == "warning"
     assert "MPI_THREAD_FUNNELED" in finding.what and "no time limit" in finding.what
@@ -170,7 +192,7 @@ def test_more_ranks_than_cores() -> None:
     assert finding.level == "warning"
     assert finding.what.startswith("9 ranks share 4 cores of n3 (and 1 more host like it)")
     # Each rank is bound to a core of its own.
-    assert findings([replace(each, cores=(each.rank,)) for each in job(4)]) == []
+    assert findings([changed(each, cores=(each.process.rank,)) for each in job(4)]) == []
 
 
 def test_a_quota_of_cpu_time_counts_as_so_many_cores(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,15 +209,15 @@ def test_more_blas_threads_than_cores() -> None:
     finding = only(job(4, blas_chosen="OMP_NUM_THREADS"))
     assert finding.level == "warning"
     assert finding.what == "OMP_NUM_THREADS gives 4 ranks of n1 16 BLAS threads on 4 cores"
-    assert findings(job(4, blas_chosen="OMP_NUM_THREADS", blas=(replace(GOOD.blas[0], threads=1),))) == []
+    assert findings(job(4, blas_chosen="OMP_NUM_THREADS", blas=(replace(GOOD.processor.blas[0], threads=1),))) == []
     assert findings(job(1, blas_chosen="OMP_NUM_THREADS")) == []
-    one_each = job(8, blas_chosen="OMP_NUM_THREADS", blas=(replace(GOOD.blas[0], threads=1),))
+    one_each = job(8, blas_chosen="OMP_NUM_THREADS", blas=(replace(GOOD.processor.blas[0], threads=1),))
     assert only(one_each).about == "cores"
 
 
 def test_h5py() -> None:
-    assert only([replace(GOOD, h5py_lacks=("virtual data sets",))]).level == "wrong"
-    finding = only([replace(GOOD, h5py_lacks=("gzip", "lzf"))])
+    assert only([changed(GOOD, h5py_lacks=("virtual data sets",))]).level == "wrong"
+    finding = only([changed(GOOD, h5py_lacks=("gzip", "lzf"))])
     assert finding.level == "warning" and "no gzip and no lzf" in finding.what
 
 
@@ -209,26 +231,26 @@ def test_shared_memory() -> None:
 
 
 def test_gpus() -> None:
-    assert findings([replace(GOOD, locked_memory=0)]) == []
-    with_gpu = replace(GOOD, gpus=2, locked_memory=None)
+    assert findings([changed(GOOD, locked_memory=0)]) == []
+    with_gpu = changed(GOOD, gpus=2, locked_memory=None)
     finding = only([with_gpu])
     assert finding.level == "note" and "n1 has 2 GPUs, but this Python has no CuPy" in finding.what
-    with_cupy = replace(with_gpu, versions={**VERSIONS, "CuPy": "13.6"}, pins_memory=True)
+    with_cupy = changed(with_gpu, versions={**VERSIONS, "CuPy": "13.6"}, pins_memory=True)
     finding = only([with_cupy])
     assert finding.level == "note" and "arrays travel through the host" in finding.what
-    aware = replace(with_cupy, mpi=replace(OPEN_MPI, device_buffers=True))
+    aware = changed(with_cupy, mpi=replace(OPEN_MPI, device_buffers=True))
     assert findings([aware]) == []
-    finding = only([replace(aware, locked_memory=8 * 2**20)])
+    finding = only([changed(aware, locked_memory=8 * 2**20)])
     assert finding.level == "warning" and "lock 8 MiB" in finding.what and "ulimit -l" in finding.way_out
-    assert only([replace(aware, pins_memory=False)]).level == "wrong"
+    assert only([changed(aware, pins_memory=False)]).level == "wrong"
 
 
 def test_deaths() -> None:
-    finding = only([replace(GOOD, heals=False)])
+    finding = only([changed(GOOD, heals=False)])
     assert finding.level == "note" and "--with-ft ulfm --mca coll ^han" in finding.way_out
-    finding = only([replace(GOOD, heals=False, could_heal=False, mpi=MPICH, mpirun=None)])
+    finding = only([changed(GOOD, heals=False, could_heal=False, mpi=MPICH, mpirun=None)])
     assert finding.level == "note" and "mpishard run --elastic" in finding.way_out
-    finding = only([replace(GOOD, without_han=False)])
+    finding = only([changed(GOOD, without_han=False)])
     assert finding.level == "warning" and "^han" in finding.way_out
 
 
@@ -266,6 +288,21 @@ def test_a_good_job_fits_an_old_terminal(capsys: pytest.CaptureFixture[str], mon
     assert len(lines) <= 24 and max(map(len, lines)) <= 80
 
 
+def test_what_is_printed_as_json_stays() -> None:
+    assert json.dumps(GOOD.flat()) == PRINTED
+
+
+def test_facts_have_their_old_names_for_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deprecated, "_told", set())
+    with pytest.warns(DeprecationWarning, match=r"Facts\.heals is called Facts\.mpi_setup\.heals now"):
+        assert getattr(GOOD, "heals")  # noqa: B009
+    with pytest.warns(DeprecationWarning):
+        assert {name: getattr(GOOD, name) for name in json.loads(PRINTED)}.keys() == GOOD.flat().keys()
+    with pytest.raises(AttributeError, match="'Facts' object has no attribute 'heels'"):
+        getattr(GOOD, "heels")  # noqa: B009
+    assert pickle.loads(pickle.dumps(GOOD)) == GOOD
+
+
 def test_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in (*HYDRA, *PRTE, *SRUN):
         monkeypatch.delenv(variable, raising=False)
@@ -276,7 +313,7 @@ def test_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     assert list(report) == ["wrong", "findings", "ranks"]
     assert code == int(report["wrong"])
     (rank,) = report["ranks"]
-    assert list(rank) == list(asdict(GOOD))
+    assert list(rank) == list(GOOD.flat())
     assert {"mpishard", "Python", "NumPy", "mpi4py", "h5py", "HDF5"} <= set(rank["versions"])
     assert rank["launches"] == [] and rank["ranks"] == 1
     assert all(list(finding) == ["level", "about", "what", "way_out"] for finding in report["findings"])
