@@ -12,6 +12,8 @@ _POWERS = {"constant": 0.0, "linear": 1.0, "square_root": 0.5}
 class Scaling:
     """A scaling policy, and the number of workers that it starts from.
 
+    No method is collective.
+
     Parameters
     ----------
     policy : {"constant", "linear", "square_root"}
@@ -36,9 +38,33 @@ class Scaling:
             raise ValueError(f"scaling={self.policy!r} is none of {known}")
 
     def batch_size(self, given: int, workers: int) -> int:
-        """Samples in a step, over all workers, rounded down; `given` is the problem's batch size."""
+        """Samples in a step, over all workers, rounded down.
+
+        Parameters
+        ----------
+        given : int
+            The problem's batch size.
+        workers : int
+            Workers that train now.
+
+        Returns
+        -------
+        int
+            At least 1.
+        """
         return given if self.policy == "constant" else max(1, given * workers // self.first)
 
     def rate_factor(self, growth: float) -> float:
-        """The factor on the learning rate for a batch `growth` times as large as the problem's."""
+        """The factor on the learning rate.
+
+        Parameters
+        ----------
+        growth : float
+            The batch divided by the problem's batch.
+
+        Returns
+        -------
+        float
+            1 with "constant".
+        """
         return growth ** _POWERS[self.policy]

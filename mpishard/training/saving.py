@@ -27,7 +27,9 @@ def save_checkpoint(
     compression: str | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a checkpoint that any layout can load, and return its folder.  Collective over the optimizer's mesh.
+    """Write a checkpoint that any layout can load.
+
+    Collective over the optimizer's mesh.
 
     Parameters
     ----------
@@ -45,6 +47,11 @@ def save_checkpoint(
     facts : mapping, optional
         Further values to save, by name: numbers, strings, booleans and 1-D arrays, and any JSON value under a name that
         ends in ``.json``.  Names of the optimizer's own facts, such as ``"steps"``, are not allowed.
+
+    Returns
+    -------
+    Path
+        The folder of the checkpoint, the same on all ranks.
 
     Raises
     ------
@@ -68,7 +75,7 @@ def save_checkpoint(
 def load_checkpoint(
     folder: str | Path, parameters: Any, optimizer: ShardedOptimizer | None = None, *, mesh: Mesh | None = None
 ) -> dict[str, Any]:
-    """Read the newest complete checkpoint, of any layout, into parameters and optimizer, and return its facts.
+    """Read the newest complete checkpoint, of any layout, into parameters and optimizer.
 
     Collective over the mesh.  All hashes, facts and decompressed values are checked first.  Then one rank reads each
     element, directly into its final memory, and MPI sends copies to the other ranks.  A rank therefore needs only some
@@ -85,6 +92,11 @@ def load_checkpoint(
         Its slots, steps and loss scale are restored, and its gradients reset.  Without it only parameters are read.
     mesh : Mesh, optional
         The mesh of the parameters; needed without an optimizer.
+
+    Returns
+    -------
+    dict
+        The facts of the checkpoint, the same on all ranks.
 
     Raises
     ------
