@@ -19,6 +19,7 @@ import numpy as np
 
 from mpishard.data_parallel.counters import check_numbers
 from mpishard.data_parallel.full_state import FullState
+from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.io import hdf5
 from mpishard.layout.run_state import brief, link_name
 from mpishard.layout.specs import ParameterSpec
@@ -31,7 +32,30 @@ _MOST_DIMENSIONS, _LONGEST = 32, 2**60  # the limit of HDF5; longer tensors woul
 _DIGEST = slice(_HEADER.size, _HEADER.size + 32)
 
 
-def identity(state: FullState, data: bytes) -> dict[str, str]:
+def serialize(state: OptimizerState) -> bytes:
+    """The full state of an optimizer as a file image, the same on all ranks.  Collective over the mesh."""
+    if state.binding.is_bound:
+        state.consolidate()
+    return encode(state.binding.gather())
+
+
+def deserialize(state: OptimizerState, data: bytes) -> None:
+    """Continue from a file image of `serialize`; see `ShardedOptimizer.deserialize`.  Collective over the mesh."""
+    binding, full, problem = state.binding, None, None
+    try:
+        full = decode(data)
+        state.check(full.facts)
+        if binding.parameters is not None:
+            full.check_parameters(binding.parameters.specs, binding.parameters.dtype)
+    except (ValueError, TypeError) as error:
+        problem = error
+    binding.settings.agree(None if full is None else _identity(full, data), problem, what="settings and state")
+    assert full is not None
+    state.report_changes(full.facts)
+    binding.fill(full)
+
+
+def _identity(state: FullState, data: bytes) -> dict[str, str]:
     """The facts of a state, read from `data`, that must be the same on all ranks."""
     numbers = {"steps": state.steps, "skipped_steps": state.skipped_steps, "loss_scale": state.loss_scale}
     facts = {f"{name} of the state": str(value) for name, value in numbers.items()}

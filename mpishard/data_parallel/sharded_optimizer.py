@@ -16,7 +16,7 @@ from mpishard.data_parallel.settings import Settings, differing
 from mpishard.data_parallel.step_arguments import checked_arguments
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.data_parallel.update import update
-from mpishard.data_parallel.validation import agree_on_step, check_problem, tell_of_other_starts
+from mpishard.data_parallel.validation import agree_on_step, check_configuration, check_problem, tell_of_other_starts
 from mpishard.deprecated import renamed_attribute
 from mpishard.optim import Rule
 from mpishard.optim.loss_scale import LossScale
@@ -47,6 +47,7 @@ _RENAMED = {
 }
 
 
+# Most lines of this class are docstrings: it is the page on which users read what all optimizers do.
 class ShardedOptimizer:
     """Base of the optimizers, which differ only in their `strategy`.
 
@@ -91,20 +92,10 @@ class ShardedOptimizer:
             )
         self.rule = rule
         self.config: ShardingConfiguration = ShardingConfiguration.of(config)
+        check_configuration(type(self).__name__, self.config, self.strategy)
         if self.config.reproducible:
-            if self.strategy.gradients_on_demand and self.config.mesh.pipeline.size > 1:
-                raise ValueError(
-                    f"reproducible=True with {type(self).__name__} is for meshes without pipeline ranks, whose "
-                    "micro-batches cannot be told apart; use ZeRO-1 or DDP there"
-                )
             fix_blas_threads()
         prepare()  # here, so that the first step does not pay for it
-        if self.config.compressor is not None and self.strategy.shards_parameters:
-            raise ValueError(
-                f"gradient compression is for DDP, ZeRO-1 and ZeRO-2, not for {type(self).__name__}, which sends "
-                "parameters most of the time; use one of these, or a configuration with gradient_compressor=None and "
-                "enable_gradient_compression=False"
-            )
         self.axis: Axis = self.config.mesh.data
         self.world: Axis = self.config.mesh.world
         self.measure_norm = False
@@ -377,9 +368,7 @@ class ShardedOptimizer:
         """
         from mpishard.data_parallel import serialization  # imports h5py, which only this and `deserialize` need
 
-        if self._binding.is_bound:
-            self.state.consolidate()
-        return serialization.encode(self._binding.gather())
+        return serialization.serialize(self.state)
 
     def deserialize(self, data: bytes) -> None:
         """Restore the state that `serialize` returned, from this or another number of ranks, mesh or strategy.
@@ -399,19 +388,7 @@ class ShardedOptimizer:
         """
         from mpishard.data_parallel import serialization
 
-        full, problem = None, None
-        try:
-            full = serialization.decode(data)
-            self.state.check(full.facts)
-            if self.parameters is not None:
-                full.check_parameters(self.parameters.specs, self.parameters.dtype)
-        except (ValueError, TypeError) as error:
-            problem = error
-        further = None if full is None else serialization.identity(full, data)
-        self.settings.agree(further, problem, what="settings and state")
-        assert full is not None
-        self.state.report_changes(full.facts)
-        self._binding.fill(full)
+        serialization.deserialize(self.state, data)
 
     if not TYPE_CHECKING:  # a type checker shall know the new names only
 

@@ -13,6 +13,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.settings import Settings, differing
 from mpishard.data_parallel.shared_parameters import Replicas
@@ -23,6 +24,21 @@ from mpishard.parameters.flat import FlatParameters, check_flat
 from mpishard.parameters.gradient_buckets import GradientBuckets
 
 Array = Any
+
+
+def check_configuration(what: str, config: ShardingConfiguration, strategy: type[Strategy]) -> None:
+    """Raise ValueError unless the strategy has all that the configuration asks for; `what` names the optimizer."""
+    if config.reproducible and strategy.gradients_on_demand and config.mesh.pipeline.size > 1:
+        raise ValueError(
+            f"reproducible=True with {what} is for meshes without pipeline ranks, whose micro-batches cannot be told "
+            "apart; use ZeRO-1 or DDP there"
+        )
+    if config.compressor is not None and strategy.shards_parameters:
+        raise ValueError(
+            f"gradient compression is for DDP, ZeRO-1 and ZeRO-2, not for {what}, which sends parameters most of the "
+            "time; use one of these, or a configuration with gradient_compressor=None and "
+            "enable_gradient_compression=False"
+        )
 
 
 def check_place(parameters: FlatParameters, mesh: Mesh) -> None:
