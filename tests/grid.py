@@ -107,8 +107,7 @@ def count_of(step: int) -> int:
 
 
 def finish(strategy: Any) -> None:
-    strategy.buckets.end_pass()
-    strategy.wait_all()
+    strategy.reducer.finalize()
 
 
 def local(parameters: mpishard.FlatParameters, flat: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.comm.request import ChainedRequest, Request
+from mpishard.comm.request import Request
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.slots import make_slots
@@ -26,6 +26,7 @@ from mpishard.layout.run_state import AVERAGE_ERRORS
 from mpishard.optim import SGD, Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_buckets import Bucket
+from mpishard.parameters.gradient_reducer import Transfer
 
 Array = Any
 
@@ -49,8 +50,8 @@ def _follow(own, anchor, then, /):  # type: ignore[no-untyped-def]
 class LocalUpdates(DataParallel):
     """Every data coordinate is a worker, which updates its own copy of the model with its own gradient.
 
-    With sums by nodes, the data ranks of a node form one worker and sum their gradients every step.  `start` sums
-    differences from the anchor, over all workers.
+    With sums by nodes, the data ranks of a node form one worker and sum their gradients every step.  Sums over all
+    workers are those of averages, of differences from the anchor.
 
     Attributes
     ----------
@@ -68,28 +69,27 @@ class LocalUpdates(DataParallel):
         self._within = None if self.hierarchical is None else self.hierarchical.within
         self.workers: int = self.axis.size // (1 if self._within is None else self._within.size)
 
-    def reduce(self, bucket: Bucket, gradient: Array) -> None:
-        self.reduce_within_replica(bucket, gradient)
-        if self._within is not None:
-            for _, earlier in self._pending:
-                earlier.test()
-            self._pending.append((bucket, self._within.start_all_reduce(gradient, label="gradients")))
-            if not self.overlap:
-                self.wait_all()
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
+        """Start the sum of a gradient within the worker; None if the worker is one data rank."""
+        return None if self._within is None else self._within.start_all_reduce(gradient, label="gradients")
 
-    def wait_all(self) -> None:
-        Strategy.wait_all(self)
+    def complete(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+        Strategy.complete(self, started)
 
-    def start(self, bucket: Bucket, gradient: Array) -> Request | ChainedRequest:
+    def start_average(self, bucket: Bucket, delta: Array) -> Transfer:
+        """Start the sum of a bucket's difference from the anchor over all workers."""
         if self.hierarchical is not None:
-            return self.hierarchical.start_shared(bucket, gradient)
-        return super().start(bucket, gradient)
+            return self.hierarchical.start_shared(bucket, delta)
+        transfer = super().start(bucket, delta)
+        assert transfer is not None
+        return transfer
 
-    def complete(self, pending: Sequence[tuple[Bucket, Array, Request | ChainedRequest]]) -> None:
+    def complete_averages(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+        """Wait for the sums of `start_average`, and write each into its difference."""
         if self.hierarchical is None:
-            super().complete(pending)
+            super().complete(started)
             return
-        arrived = [(bucket, gradient, transfer.wait()) for bucket, gradient, transfer in pending]
+        arrived = [(bucket, delta, transfer.wait()) for bucket, delta, transfer in started]
         self.hierarchical.complete(arrived, compresses=True, shared=True)
 
     def error_scale(self, loss_scale: float) -> float:
@@ -132,7 +132,7 @@ class _Round:
     begun: int
     problem: Exception | None
     trouble: Request
-    sums: list[tuple[Bucket, Array, Request | ChainedRequest]]
+    sums: list[tuple[Bucket, Array, Transfer]]
     then: list[Array]
 
 
@@ -164,7 +164,7 @@ class Averages:
         self._strategy = strategy
         self._rule = rule = outer or _MEAN
         self._lasting = lasting
-        self._parts = [strategy.buckets.buckets[part::parts] for part in range(parts)]
+        self._parts = [strategy.buckets[part::parts] for part in range(parts)]
         self._anchor = arrays.empty(parameters.size, parameters.dtype, like=parameters.like)
         self._rounds: list[_Round] = []
         self._begun = [0] * parts  # for each part, the step after which its last average started
@@ -206,7 +206,7 @@ class Averages:
             delta = arrays.empty(own.size, own.dtype, like=own)
             _lag(delta, self._anchor[bucket.start : bucket.stop], own, strategy.workers)
             then.append(own.copy() if self._lasting else own)
-            sums.append((bucket, delta, strategy.start(bucket, delta)))
+            sums.append((bucket, delta, strategy.start_average(bucket, delta)))
         self._rounds.append(_Round(part, now, problem, pending, sums, then))
         self._begun[part] = now
 
@@ -239,7 +239,7 @@ class Averages:
 
     def _finish(self, finished: _Round, now: int) -> None:
         strategy = self._strategy
-        strategy.complete(finished.sums)
+        strategy.complete_averages(finished.sums)
         self.steps[finished.part] += 1
         step = self.steps[finished.part]
         for (bucket, delta, _), then in zip(finished.sums, finished.then, strict=True):

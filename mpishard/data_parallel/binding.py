@@ -84,7 +84,7 @@ class Binding:
             check_same_model(was.parameters, parameters, optimizer.strategy)
         if self._deserialized is not None:
             self._deserialized.check_parameters(parameters.specs, parameters.dtype)
-        check_reducer(parameters, None if was is None else was.strategy.buckets)
+        check_reducer(parameters, None if was is None else was.strategy.reducer)
 
     def bind(self, parameters: FlatParameters) -> Strategy:
         """Create the arrays for these parameters, or attach them to existing ones: see `ShardedOptimizer.bind`."""
@@ -105,15 +105,15 @@ class Binding:
             on_rank = self._make(parameters)
         else:
             on_rank.strategy.attach(parameters)
-        buckets = on_rank.strategy.buckets
-        buckets.no_sync = not self._optimizer.config.auto_sync_gradients
+        reducer = on_rank.strategy.reducer
+        reducer.auto_sync = self._optimizer.config.auto_sync_gradients
         if not written.reduces and written.has_content:  # a backward pass ran before the first step
             if written.reduced:
                 on_rank.strategy.replicas.zero_duplicates(written.flat)
             else:
-                written.end_pass()
-            buckets.use_external(written.flat)
-        parameters.gradients = buckets
+                written.finalize()
+            reducer.memory.use_external(written.flat)
+        parameters.gradients = reducer
         self._on_rank = on_rank
         on_rank.prepare_step(self.counters)
         return on_rank.strategy

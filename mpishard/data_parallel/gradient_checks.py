@@ -28,6 +28,8 @@ class Inspection:
     strategy : Strategy
     parameters : FlatParameters
         For the names of the tensors.
+    looks : bool
+        Whether to look at each rank's own gradients, to name those that are not finite.
 
     Attributes
     ----------
@@ -43,7 +45,7 @@ class Inspection:
     finite_loss: bool
     interrupted: bool
 
-    def __init__(self, strategy: Strategy, parameters: FlatParameters) -> None:
+    def __init__(self, strategy: Strategy, parameters: FlatParameters, looks: bool) -> None:
         self._strategy = strategy
         self._team = strategy.team
         self._pieces = parameters.pieces
@@ -54,8 +56,7 @@ class Inspection:
         self.nonfinite_loss = ""
         self.finite_loss = True
         self.interrupted = False
-        strategy.buckets.inspect = self.look
-        strategy.buckets.on_reset.append(self.forget)
+        strategy.reducer.inspector = self if looks else None
 
     def forget(self) -> None:
         """Forget what was found; the next gradients belong to another step."""

@@ -227,7 +227,7 @@ class LocalState:
     def _check_parts(self, strategy: LocalUpdates) -> None:
         """Raise on all ranks unless each part gets a bucket on some rank.  Collective over the mesh."""
         # A pipeline stage may have fewer buckets than another, or none.
-        most, parts = max(self._optimizer.world.allgather_object(len(strategy.buckets.buckets))), self._schedule.parts
+        most, parts = max(self._optimizer.world.allgather_object(len(strategy.buckets))), self._schedule.parts
         if most < parts and parts > 1:
             raise ValueError(
                 f"parts={parts}, but no rank has more than {most} buckets to deal out; use fewer parts, or a "

@@ -15,7 +15,7 @@ from mpishard.data_parallel.validation import check_place
 from mpishard.layout.boxes import split
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters, Model
-from mpishard.parameters.gradient_buckets import GradientBuckets
+from mpishard.parameters.gradient_reducer import GradientReducer
 from mpishard.reduction.ordered import OrderedSums
 
 Array = Any
@@ -144,19 +144,18 @@ class ShardedModel:
         Gradients of copies within a data coordinate are summed first.  Afterwards every rank's gradients hold the sum
         (under ZeRO this rank's part of it), until the next step or ``parameters.reset_gradients()``.
         """
-        gradients: GradientBuckets = self.parameters.gradients
+        gradients: GradientReducer = self.parameters.gradients
         if gradients.reduced:
             return
-        gradients.end_pass()
-        if gradients.reduces:
-            gradients.wait_all()
-        else:
+        gradients.finalize()
+        if not gradients.reduces:
             for bucket in reversed(gradients.buckets):
-                self._replicas.sum(bucket, gradients.of_bucket(bucket))
+                self._replicas.sum(bucket, gradients.memory.of_bucket(bucket))
+            flat = gradients.memory.flat
             if self.config.reproducible:
-                OrderedSums(self._axis, gradients.flat).all_reduce(gradients.flat)
+                OrderedSums(self._axis, flat).all_reduce(flat)
             else:
-                self._axis.all_reduce(gradients.flat, label="gradients")
+                self._axis.all_reduce(flat, label="gradients")
 
 
 class HybridShardedModel(ShardedModel):

@@ -9,7 +9,6 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.backend import exact_norm
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.accumulation import Accumulation
 from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.gradient_checks import Inspection
@@ -35,19 +34,13 @@ class RankState:
         The state of the rule: each array holds the ranges in ``strategy.own`` end to end.
     inspection : Inspection
         Checks the gradients.
-    accumulation : Accumulation
-        Gradients that wait for `synchronize_optimizer_state`.
     """
 
     def __init__(self, optimizer: Configured, parameters: FlatParameters) -> None:
         self._optimizer = optimizer
         config, rule = optimizer.config, optimizer.rule
         self.strategy: Strategy = optimizer.strategy.fitting(parameters)(config, parameters)
-        self.accumulation = Accumulation()
-        self.strategy.buckets.on_reset.append(self.accumulation.forget)
-        self.inspection = Inspection(self.strategy, parameters)
-        if config.nonfinite_gradients == "ignore":
-            self.strategy.buckets.inspect = None
+        self.inspection = Inspection(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
         if not arrays.is_device(parameters.like):
             rule.kernel.expect(parameters.dtype)
             exact_norm.expect(parameters.dtype, config.max_gradient_norm is not None or rule.norm_based)

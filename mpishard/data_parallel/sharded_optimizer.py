@@ -180,7 +180,7 @@ class ShardedOptimizer:
         synchronized = by_name and parameters.gradients.reduced
         if by_name and binding.parameters is parameters and gradients is None and not synchronized:
             # The other ranks have started reductions in their backward pass; a rank without one starts them here.
-            binding.on_rank.strategy.buckets.end_pass(last=automatic)
+            binding.on_rank.strategy.reducer.end_pass()
         named, problem = checked_arguments(self, binding, parameters, gradients, count)
         if automatic or synchronized or not binding.is_bound:
             agree_on_step(binding.comparing_ranks, named, count, problem, self.settings)
@@ -192,10 +192,10 @@ class ShardedOptimizer:
         strategy = self.bind(named)
         if automatic or synchronized:
             if gradients is not None:
-                strategy.buckets.use_external(gradients)
+                strategy.reducer.memory.use_external(gradients)
             self.update(count if count is not None else self._calls() or self.axis.size)
             return
-        binding.on_rank.accumulation.add(named, gradients)
+        strategy.reducer.accumulation.add(gradients)
 
     def synchronize_optimizer_state(self) -> None:
         """Bring all ranks to one state.
@@ -222,16 +222,16 @@ class ShardedOptimizer:
         self._level_workers()
         calls = self._calls()
         if calls:
-            total = binding.on_rank.accumulation.total
-            if total is not None:
-                binding.on_rank.strategy.buckets.use_external(total)
+            reducer = binding.on_rank.strategy.reducer
+            if reducer.accumulation.total is not None:
+                reducer.memory.use_external(reducer.accumulation.total)
             self.update(calls)
             return
         binding.spread()
 
     def _calls(self) -> int:
         """Number of calls of `step` that only accumulated since the last update, over all data ranks.  Collective."""
-        return 0 if self.config.auto_sync_gradients else self._binding.on_rank.accumulation.calls(self.mesh)
+        return 0 if self.config.auto_sync_gradients else self._binding.on_rank.strategy.reducer.accumulation.calls(self.mesh)
 
     def _level_workers(self) -> None:
         """Bring workers that take steps by themselves to one state; other ranks take all steps together."""

@@ -1,7 +1,8 @@
 """How gradients and optimizer state are spread over a mesh.
 
-A strategy chooses the ranges of the flat parameters that this rank updates (`own`), reduces the gradients (`reduce` for
-each bucket, then `wait_all`), and sends the new parameters to the other ranks (`all_gather_parameters`).  The stages
+A strategy chooses the ranges of the flat parameters that this rank updates (`own`), sums the gradients over ranks for
+its `GradientReducer` (`start` for each bucket, then `complete`), and sends the new parameters to the other ranks
+(`all_gather_parameters`).  The stages
 are those of Rajbhandari et al., "ZeRO" (2020), section 5.  A strategy only sums gradients; the optimizer divides.
 
 Order of summation: first the micro-batches, in the gradient buffer; then the copies of a tensor within one data
@@ -21,7 +22,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.comm.request import ChainedRequest, Request
+from mpishard.comm.request import Request
 from mpishard.compression import PowerSGDCompressor
 from mpishard.data_parallel.bucket_plan import bucket_layout
 from mpishard.data_parallel.configuration import ShardingConfiguration
@@ -31,7 +32,8 @@ from mpishard.data_parallel.tensor_norms import Part, parts_of
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.run_state import GRADIENT_ERRORS
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.gradient_buckets import Bucket, GradientBuckets
+from mpishard.parameters.gradient_buckets import Bucket, make_buckets
+from mpishard.parameters.gradient_reducer import GradientReducer, Transfer
 from mpishard.parameters.zero3_units import ShardedUnits
 from mpishard.reduction.compressed import PieceSums
 from mpishard.reduction.error_feedback import CompressedSums
@@ -82,38 +84,33 @@ class Strategy(ABC):
         self.mesh = mesh = config.mesh
         self.axis: Axis = mesh.data
         self.team: Axis | ModelParallelGroup = mesh.world
-        self.overlap: bool = config.overlap_communication
         self.ordered: OrderedSums | None = OrderedSums(self.axis, parameters.like) if config.reproducible else None
         Replicas(mesh, parameters).spread()
         self.attach(parameters)
         compressed = config.compressor is not None
         runs, sizes = bucket_layout(parameters, compressed=compressed, by_unit=self.shards_parameters)
-        self.buckets: GradientBuckets = GradientBuckets(
+        self.buckets: tuple[Bucket, ...] = make_buckets(
+            parameters.pieces, config.minimum_parameter_group_size, runs, sizes
+        )
+        self.reducer: GradientReducer = GradientReducer(
             parameters.pieces,
+            self.buckets,
             parameters.like,
-            config.minimum_parameter_group_size,
-            runs=runs,
-            sizes=sizes,
-            reduce=self.reduce,
-            reduce_within_replica=self.reduce_within_replica if config.reproducible else None,
-            drain=self.wait_all,
+            self,
             on_demand=self.gradients_on_demand,
+            overlap=config.overlap_communication,
+            reproducible=config.reproducible,
         )
         self.own: list[Range] = []
         self.counted: list[Range] = []
-        self._counts = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets.buckets]
-        self._pending: list[tuple[Bucket, Request | ChainedRequest]] = []
-        if self.ordered is not None:
-            self.buckets.on_reset.append(self.ordered.reset)
+        self._counts = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets]
         self.compresses = True
         self.compressed: CompressedSums | None = self._make_compressed(config, parameters)
-        if self.compressed is not None:
-            self.buckets.on_reset.append(self.compressed.reset)
 
     def _make_compressed(self, config: ShardingConfiguration, parameters: FlatParameters) -> CompressedSums | None:
         """The sums of compressed gradients, or None without compression.  Collective over the data axis."""
         compressor = config.compressor
-        layout: dict[str, Any] = {"axis": self.axis, "buckets": self.buckets.buckets, "counts": self._counts}
+        layout: dict[str, Any] = {"axis": self.axis, "buckets": self.buckets, "counts": self._counts}
         layout |= {"like": parameters.like, "scale": parameters.loss_scale}
         if isinstance(compressor, PowerSGDCompressor):
             return LowRankSums(compressor, parameters.pieces, self.gathers_gradients, **layout)
@@ -134,25 +131,14 @@ class Strategy(ABC):
         """Number of elements that this rank updates."""
         return sum(stop - start for start, stop in self.own)
 
-    def reduce(self, bucket: Bucket, gradient: Array) -> None:
-        """Sum a bucket's gradient within the data coordinate, then start its sum over the data axis."""
-        if self.ordered is None:
-            self.reduce_within_replica(bucket, gradient)
-        for _, earlier in self._pending:
-            earlier.test()  # MPI moves data only while it is called
-        self._pending.append((bucket, self.start(bucket, gradient)))
-        if not self.overlap:
-            self.wait_all()
-
     def reduce_within_replica(self, bucket: Bucket, gradient: Array) -> None:
         """Sum a bucket's gradient over the copies of its tensors within one data coordinate."""
         self.replicas.sum(bucket, gradient)
 
-    def start(self, bucket: Bucket, gradient: Array) -> Request | ChainedRequest:
-        """Start the sum of a bucket's gradient over the data axis."""
-        pieces = self._counts[bucket.index]
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
+        """Start the sum of a bucket's gradient over the data axis; `earlier` are partial sums of other terms."""
         if self.ordered is not None:
-            partial = [*self.buckets.earlier(bucket), gradient]
+            partial, pieces = [*earlier, gradient], self._counts[bucket.index]
             return self.ordered.start(bucket, partial, pieces, self.target(bucket, gradient))
         if self.compressed is not None and self.compresses:
             return self.compressed.start(bucket, gradient, self.target(bucket, gradient))
@@ -166,26 +152,25 @@ class Strategy(ABC):
     def target(self, bucket: Bucket, gradient: Array) -> Array:
         """The array that receives this rank's part of an ordered or compressed sum; it may be a view of `gradient`."""
 
-    def wait_all(self) -> None:
-        """Wait for all pending reductions."""
-        for bucket, pending in self._pending:
-            self.arrived(bucket, pending.wait())
-            self.buckets.release(bucket)
-        self._pending.clear()
+    def complete(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+        """Wait for the sums of buckets.  Here the results stay in the gradient buffer."""
+        for _, _, transfer in started:
+            transfer.wait()
+
+    def reset(self) -> None:
+        """Forget the sums of this step.  Not collective."""
+        if self.ordered is not None:
+            self.ordered.reset()
+        if self.compressed is not None:
+            self.compressed.reset()
 
     def abandon(self) -> None:
-        """Drop the pending reductions, whose communicators were revoked.  Not collective."""
-        for _, pending in self._pending:
-            pending.abandon()
-        self._pending.clear()
-
-    def arrived(self, bucket: Bucket, result: Array) -> None:
-        """Store the result of a bucket's reduction.  Here it stays in the gradient buffer."""
-        return
+        """Drop the pending sums, whose communicators were revoked.  Not collective."""
+        self.reducer.abandon()
 
     @abstractmethod
     def gradients(self) -> list[Array]:
-        """The summed gradient of each range in `own`; call after `wait_all`."""
+        """The summed gradient of each range in `own`; call after `GradientReducer.finalize`."""
 
     def values(self) -> list[Array]:
         """The parameters of each range in `own`."""
@@ -252,7 +237,7 @@ class Strategy(ABC):
     def gradient_bytes(self) -> int:
         """Peak bytes of gradient memory on this rank."""
         kept = self.ordered or self.compressed
-        return self.buckets.peak_bytes + (0 if kept is None else kept.nbytes)
+        return self.reducer.memory.peak_bytes + (0 if kept is None else kept.nbytes)
 
 
 class DataParallel(Strategy):
@@ -262,7 +247,7 @@ class DataParallel(Strategy):
 
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
         super().__init__(config, parameters)
-        for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True):
+        for bucket, pieces in zip(self.buckets, self._counts, strict=True):
             start = bucket.start + sum(pieces[: self.axis.rank])
             self.own.append((bucket.start, bucket.stop))
             self.counted.append((start, start + pieces[self.axis.rank]))
@@ -273,7 +258,7 @@ class DataParallel(Strategy):
         self.hierarchical: HierarchicalSums | None = None
         if axes is None or isinstance(compressor, PowerSGDCompressor):
             return super()._make_compressed(config, parameters)
-        buckets, scale = self.buckets.buckets, parameters.loss_scale
+        buckets, scale = self.buckets, parameters.loss_scale
         self.hierarchical = HierarchicalSums(axes, buckets, parameters.like, compressor, scale)
         return self.hierarchical.compressed
 
@@ -281,10 +266,10 @@ class DataParallel(Strategy):
     def error_ranges(self) -> list[Range]:
         return self.counted if self.hierarchical is None else self.hierarchical.owned
 
-    def start(self, bucket: Bucket, gradient: Array) -> Request | ChainedRequest:
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
         if self.hierarchical is not None:
             return self.hierarchical.start(bucket, gradient)
-        return super().start(bucket, gradient)
+        return super().start(bucket, gradient, earlier)
 
     def start_plain(self, bucket: Bucket, gradient: Array) -> Request:
         return self.axis.start_all_reduce(gradient, label="gradients")
@@ -293,30 +278,23 @@ class DataParallel(Strategy):
         start, stop = self.counted[bucket.index]
         return gradient[start - bucket.start : stop - bucket.start]
 
-    def wait_all(self) -> None:
-        pending = [(bucket, self.buckets.of_bucket(bucket), transfer) for bucket, transfer in self._pending]
-        self.complete(pending)
-        for bucket, _ in self._pending:
-            self.buckets.release(bucket)
-        self._pending.clear()
-
-    def complete(self, pending: Sequence[tuple[Bucket, Array, Request | ChainedRequest]]) -> None:
-        """Finish the sums that `start` began: wait for each, and write the whole sum into the bucket's gradient."""
-        arrived = [(bucket, gradient, transfer.wait()) for bucket, gradient, transfer in pending]
+    def complete(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+        """Wait for the sums of buckets, and write each whole sum into its gradient."""
+        arrived = [(bucket, gradient, transfer.wait()) for bucket, gradient, transfer in started]
         if self.hierarchical is not None:
             self.hierarchical.complete(arrived, compresses=self.compresses)
         elif self.ordered is not None or (self.compressed is not None and self.compresses):
             for gather in [self._start_gather(bucket, gradient) for bucket, gradient, _ in arrived]:
                 gather.wait()
 
-    def _start_gather(self, bucket: Bucket, gradient: Array) -> Request | ChainedRequest:
+    def _start_gather(self, bucket: Bucket, gradient: Array) -> Transfer:
         pieces = self._counts[bucket.index]
         if self.compressed is not None:
             return self.compressed.start_gather(bucket, gradient)
         return self.axis.start_all_gather(gradient, counts=pieces, label="gradients")
 
     def gradients(self) -> list[Array]:
-        return [self.buckets.of_bucket(bucket) for bucket in self.buckets.buckets]
+        return [self.reducer.memory.of_bucket(bucket) for bucket in self.buckets]
 
     def all_gather_parameters(self) -> None:
         """Send nothing: every data rank has updated all parameters."""
@@ -335,7 +313,7 @@ class ShardedState(Strategy):
 
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
         super().__init__(config, parameters)
-        for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True):
+        for bucket, pieces in zip(self.buckets, self._counts, strict=True):
             start = bucket.start + sum(pieces[: self.axis.rank])
             self.own.append((start, start + pieces[self.axis.rank]))
         self.counted = self.own
@@ -348,8 +326,8 @@ class ShardedState(Strategy):
 
     def gradients(self) -> list[Array]:
         return [
-            self.buckets.of_bucket(bucket)[: pieces[self.axis.rank]]
-            for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True)
+            self.reducer.memory.of_bucket(bucket)[: pieces[self.axis.rank]]
+            for bucket, pieces in zip(self.buckets, self._counts, strict=True)
         ]
 
     def all_gather_parameters(self) -> None:
@@ -370,7 +348,7 @@ class ShardedState(Strategy):
         """All-gather a flat array in which each data rank has filled its own ranges."""
         pending = [
             self.axis.start_all_gather(flat[bucket.start : bucket.stop], counts=pieces, label=label)
-            for bucket, pieces in zip(self.buckets.buckets, self._counts, strict=True)
+            for bucket, pieces in zip(self.buckets, self._counts, strict=True)
         ]
         for gathered in pending:
             gathered.wait()
@@ -385,25 +363,26 @@ class ShardedGradients(ShardedState):
         super().__init__(config, parameters)
         self._shard = arrays.zeros(self.owned, parameters.dtype, like=parameters.like)
         self._summed: set[int] = set()
-        self.buckets.on_reset.append(self._summed.clear)
-
-    def reduce(self, bucket: Bucket, gradient: Array) -> None:
-        # At most one bucket is in flight while the next is filled: ZeRO-2 saves memory by having few buckets at a time.
-        self.wait_all()
-        super().reduce(bucket, gradient)
 
     def target(self, bucket: Bucket, gradient: Array) -> Array:
         return super().target(bucket, gradient) if self.ordered is None else self.gradients()[bucket.index]
 
-    def arrived(self, bucket: Bucket, result: Array) -> None:
-        if self.ordered is not None:
-            return
-        shard = self.gradients()[bucket.index]
-        if bucket.index in self._summed:
-            accumulate(shard, result)
-        else:
-            shard[...] = result
-        self._summed.add(bucket.index)
+    def complete(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+        """Wait for the sums of buckets, and add this rank's part of each to those of earlier micro-batches."""
+        for bucket, _, transfer in started:
+            result = transfer.wait()
+            if self.ordered is not None:
+                continue
+            shard = self.gradients()[bucket.index]
+            if bucket.index in self._summed:
+                accumulate(shard, result)
+            else:
+                shard[...] = result
+            self._summed.add(bucket.index)
+
+    def reset(self) -> None:
+        super().reset()
+        self._summed.clear()
 
     def gradients(self) -> list[Array]:
         return self.state_views(self._shard)

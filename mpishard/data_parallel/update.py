@@ -60,8 +60,7 @@ def update(
     """
     config, counters, on_rank = optimizer.config, binding.counters, binding.on_rank
     strategy, inspection = on_rank.strategy, on_rank.inspection
-    strategy.buckets.end_pass()
-    strategy.wait_all()
+    strategy.reducer.finalize()
     divisor = float(count) * counters.scaling.value
     inspection.nonfinite_loss, inspection.interrupted = nonfinite_loss, interrupted
     usable = _gradients_are_usable(optimizer, binding, divisor)
@@ -79,7 +78,7 @@ def update(
     else:
         counters.skipped_steps += 1
     on_rank.prepare_step(counters)
-    strategy.buckets.reset()
+    strategy.reducer.reset()
     if config.mesh.debug and not strategy.workers_differ:
         check_copies(strategy.replicas, counters.steps)
     return usable
@@ -102,7 +101,7 @@ def _gradients_are_usable(optimizer: Configured, binding: Binding, divisor: floa
         return False
     if mode == "raise":
         what = inspection.culprits(counters.clock + 1)
-        binding.on_rank.strategy.buckets.reset()
+        binding.on_rank.strategy.reducer.reset()
         raise FloatingPointError(
             f"{what}; parameters and state are unchanged.  "
             'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'

@@ -21,7 +21,7 @@ from mpishard.data_parallel.strategies import Strategy
 from mpishard.layout.run_state import brief
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters, check_flat
-from mpishard.parameters.gradient_buckets import GradientBuckets
+from mpishard.parameters.gradient_reducer import GradientReducer
 
 Array = Any
 
@@ -106,10 +106,10 @@ def check_no_gradients(parameters: FlatParameters) -> None:
         )
 
 
-def check_reducer(parameters: FlatParameters, buckets: GradientBuckets | None) -> None:
-    """Raise ValueError if buckets of another optimizer already reduce the gradients of these parameters."""
+def check_reducer(parameters: FlatParameters, reducer: GradientReducer | None) -> None:
+    """Raise ValueError if the reducer of another optimizer already reduces the gradients of these parameters."""
     theirs = parameters.gradients
-    if theirs.reduces and theirs.has_content and theirs is not buckets:
+    if theirs.reduces and theirs.has_content and theirs is not reducer:
         raise ValueError(
             "the gradients of these parameters went to another optimizer, which reduces them; "
             "call parameters.reset_gradients() before the backward pass whose gradients this one shall use"

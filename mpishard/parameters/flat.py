@@ -17,7 +17,8 @@ from mpishard.deprecated import renamed_method
 from mpishard.layout.boxes import Box
 from mpishard.layout.local_layout import WHOLE, LocalLayout, ModelParallelRank
 from mpishard.layout.specs import ParameterSpec, merge_ties
-from mpishard.parameters.gradient_buckets import GradientBuckets, Run, make_runs
+from mpishard.parameters.gradient_buckets import Run, make_buckets, make_runs
+from mpishard.parameters.gradient_reducer import GradientReducer
 from mpishard.parameters.zero3_units import ShardedUnits
 
 Array = Any
@@ -53,7 +54,7 @@ class FlatParameters:
         Of the tensors held here.
     pieces : tuple of Piece
         The slice of each tensor in `local` that is held here, and its start in the flat buffer.
-    gradients : GradientBuckets
+    gradients : GradientReducer
     lent : bool
         Whether the flat buffer is the caller's, so that it must stay whole.
     loss_scale : float
@@ -183,9 +184,8 @@ class FlatParameters:
         else:
             assert sharded is not None
             self._views = sharded.views
-        self.gradients: GradientBuckets = GradientBuckets(
-            self.pieces, self._like, minimum=max(1, self.size), runs=self.gradient_runs()
-        )
+        buckets = make_buckets(self.pieces, max(1, self.size), self.gradient_runs())
+        self.gradients: GradientReducer = GradientReducer(self.pieces, buckets, self._like)
 
     def gradient_runs(self, *, by_unit: bool = False, replicas_apart: bool = False) -> list[Run]:
         """Runs of pieces whose gradients are complete at different times; no bucket may span two runs.

@@ -31,7 +31,7 @@ class OptimizationProblem(Objective[P]):
         ``function(parameters, samples, gradients) -> loss``: for one micro-batch, whose sample indices are `samples`
         (int64, never empty), return the summed loss and ADD its gradient into `gradients`.  The function must only read
         parameters and samples; the first step raises if it changes them.  Parameters and gradients are flat arrays like
-        `start`.  If `start` is a FlatParameters, the function gets `start` and its `GradientBuckets`; add to them by
+        `start`.  If `start` is a FlatParameters, the function gets `start` and its `GradientReducer`; add to them by
         name, ``gradients["k"] += ...``, or let the model write them.  If ranks wait for each other inside a model
         (ZeRO-2 and 3, tensor or pipeline ranks), all ranks call the function equally often, some with no samples.
     start : 1-D array or FlatParameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from mpishard.backend.blas_threads import fix_blas_threads
 from mpishard.data.sampling import micro_batches, share
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.gradient_buckets import GradientBuckets
+from mpishard.parameters.gradient_reducer import GradientReducer
 from mpishard.reduction.ordered import OrderedSums
 from mpishard.reduction.tree_sum import TermAssignment
 from mpishard.training.input_checks import Untouched
@@ -53,10 +54,12 @@ class StepRunner:
         If the optimizer has a loss scale, but the problem has no model that multiplies its gradients by it.
     """
 
-    buckets: GradientBuckets
+    reducer: GradientReducer
     ordered: OrderedSums | None
     together: bool
-    # The function adds its gradient to this: the buckets, or a flat array if the function takes flat arrays.
+    # The context of a micro-batch that is not the last one of its step.
+    _another_follows: AbstractContextManager[None]
+    # The function adds its gradient to this: the reducer, or a flat array if the function takes flat arrays.
     _gradients: Any
 
     def __init__(self, problem: Objective[Any], optimizer: ShardedOptimizer, looks: bool) -> None:
@@ -86,21 +89,24 @@ class StepRunner:
         optimizer = self.optimizer
         strategy = optimizer.bind(self.parameters)
         strategy.replicas.spread()
-        self.buckets = strategy.buckets
+        self.reducer = strategy.reducer
+        self.reducer.auto_sync = True
         self.ordered = strategy.ordered
         if self.ordered is not None:
             fix_blas_threads()  # a mesh created after the optimizer has changed their number
         split = self.parameters.sharded is not None or optimizer.mesh.data.size < optimizer.mesh.size
         # If other ranks wait for this rank inside the model, it must run the model even without samples: they need its
         # part of the model, or they reduce after each micro-batch that the model makes.
-        self.together = split or (self.of_model and self.buckets.on_demand)
-        self._gradients = self.buckets
-        if not self.of_model:
+        self.together = split or (self.of_model and self.reducer.on_demand)
+        self._gradients = self.reducer
+        self._another_follows = self.reducer.no_sync()
+        if not self.of_model:  # the reducer gets the gradient after the last micro-batch
+            self._another_follows = nullcontext()
             self._gradients = arrays.zeros(self.parameters.size, self.parameters.dtype, like=self.parameters.like)
 
     def detach(self) -> None:
-        """Set the buckets back to the configuration's `auto_sync_gradients`, for gradients of other code."""
-        self.buckets.no_sync = not self.optimizer.config.auto_sync_gradients
+        """Set the reducer back to the configuration's `auto_sync_gradients`, for gradients of other code."""
+        self.reducer.auto_sync = self.optimizer.config.auto_sync_gradients
 
     def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
         """Losses of a batch and its global number of terms; the batch's loss is the sum of these losses over ranks."""
@@ -110,10 +116,10 @@ class StepRunner:
         else:
             losses = self._forward_backward_terms(batch, self.ordered)
         if not self.of_model:
-            self.buckets.use_external(self._gradients)
+            self.reducer.memory.use_external(self._gradients)
         # Ranks without samples start their reductions here; the others have started theirs in the backward pass.  No
         # other collective may come before.
-        self.buckets.end_pass()
+        self.reducer.end_pass()
         return losses, len(batch) * self.problem.tokens_per_sample
 
     def sums_of(self, *parts: np.ndarray) -> tuple[list[float], list[np.ndarray]]:
@@ -126,11 +132,9 @@ class StepRunner:
         if not self.of_model:
             self._gradients[...] = 0
         for samples in parts:
-            self.buckets.no_sync = True
-            losses.append(self._forward_backward(samples))
-            if self.of_model:
-                self.buckets.end_pass(last=False)
-            values = self.buckets.flat if self.of_model else self._gradients
+            with self._another_follows:
+                losses.append(self._forward_backward(samples))
+            values = self.reducer.memory.flat if self.of_model else self._gradients
             gradients.append(np.array(arrays.to_host(values), np.float64))
         return losses, gradients
 
@@ -140,13 +144,10 @@ class StepRunner:
         loss_sum = 0.0
         if not self.of_model:
             self._gradients[...] = 0
-        for number, samples in enumerate(shares, start=1):
-            last = number == len(shares)
-            self.buckets.no_sync = not last
-            loss_sum += self._forward_backward(samples)
-            if self.of_model and not last:
-                self.buckets.end_pass(last=False)
-        return loss_sum
+        for samples in shares[:-1]:
+            with self._another_follows:
+                loss_sum += self._forward_backward(samples)
+        return loss_sum + self._forward_backward(shares[-1])
 
     def _forward_backward_terms(self, batch: np.ndarray, ordered: OrderedSums) -> np.ndarray:
         """Forward and backward with each micro-batch as a term of an ordered sum.
@@ -154,31 +155,29 @@ class StepRunner:
         Returns the losses of all micro-batches of the batch; those of other ranks are 0.
         """
         micro = micro_batches(batch, self.problem.micro_batch_size)
-        in_turns = self.of_model and self.buckets.on_demand
+        in_turns = self.of_model and self.reducer.on_demand
         ordered.deal = assignment = TermAssignment(len(micro), self.axis.size, in_turns)
         own = assignment.terms(self.axis.rank)
         tree_merges = assignment.tree_merges(self.axis.rank) or [0]
-        losses = np.zeros(len(micro))
         # A rank with fewer terms still takes part in the collectives of the other ranks in the model.
         rounds = assignment.exchanges if in_turns else max(1, len(own))
-        for number in range(rounds):
-            last = number == rounds - 1
-            self.buckets.no_sync = not last
-            self.buckets.tree_merges = tree_merges[-1] if last else 0
-            if not self.of_model:
-                self._gradients[...] = 0
-            if number < len(own):
-                losses[own[number]] = self._forward_backward(micro[own[number]])
-            else:
-                self._forward_backward(micro[0][:0])
-            if last:
-                break
-            if not self.of_model:
-                self._gradients = self.buckets.swap_external(self._gradients, tree_merges[number])
-            elif in_turns:
-                self.buckets.end_pass(last=False)
-            else:
-                self.buckets.push_partial(tree_merges[number])
+        shares = [micro[term] for term in own] + [micro[0][:0]] * (rounds - len(own))
+        found = []
+        for number in range(rounds - 1):
+            with self._another_follows:
+                if not self.of_model:
+                    self._gradients[...] = 0
+                found.append(self._forward_backward(shares[number]))
+                if not self.of_model:
+                    self._gradients = self.reducer.memory.push_external(self._gradients, tree_merges[number])
+                elif not in_turns:
+                    self.reducer.push_partial(tree_merges[number])
+        self.reducer.merge_newest(tree_merges[-1])
+        if not self.of_model:
+            self._gradients[...] = 0
+        found.append(self._forward_backward(shares[-1]))
+        losses = np.zeros(len(micro))
+        losses[own.start : own.stop : own.step] = found[: len(own)]
         return losses
 
     def _forward_backward(self, samples: np.ndarray) -> float:

@@ -165,7 +165,7 @@ def test_the_state_of_a_gpt(mesh):
     fresh = ZeRO2Optimizer(AdamW(lr=0.1), mesh)
     fresh.deserialize(data)
     model.loss_and_gradient(tokens, tokens)
-    model.parameters.gradients.end_pass()
+    model.parameters.gradients.finalize()
     assert optimizer.serialize() == data
 
 

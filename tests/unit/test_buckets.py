@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ from hypothesis import given
 from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.gradient_buckets import GradientBuckets, Run, make_buckets
+from mpishard.parameters.gradient_buckets import Run, make_buckets
+from mpishard.parameters.gradient_reducer import TRANSITIONS, GradientReducer, Phase
 
 LIKE = np.zeros(1)
 
@@ -31,28 +34,43 @@ def test_buckets_hold_the_minimum_and_cover_everything(sizes, minimum):
         assert min(bucket.size for bucket in buckets) >= minimum
 
 
-class Recorder:
-    """A reducer that notes what it gets, and holds on to it until `wait_all`."""
+class Transfer:
+    """A sum under way."""
 
-    def __init__(self, sizes, minimum, on_demand=False, runs=None):
+    def wait(self):
+        pass
+
+    test = abandon = wait
+
+
+class Recorder:
+    """Sums that note what they get."""
+
+    def __init__(self, sizes, minimum, runs=None, factor=1, **options):
+        pieces = specs(*sizes)
         self.got = []
-        self.open = []
-        self.gradients = GradientBuckets(
-            specs(*sizes), LIKE, minimum, runs=runs, reduce=self.reduce, drain=self.wait_all, on_demand=on_demand
-        )
+        self.complete_calls = []
+        self.resets = 0
+        self.factor = factor
+        self.gradients = GradientReducer(pieces, make_buckets(pieces, minimum, runs), LIKE, self, **options)
 
     @property
     def order(self):
         return [index for index, _ in self.got]
 
-    def reduce(self, bucket, array):
-        self.got.append((bucket.index, array.tolist()))
-        self.open.append(bucket)
+    def reduce_within_replica(self, bucket, gradient):
+        gradient *= self.factor
 
-    def wait_all(self):
-        for bucket in self.open:
-            self.gradients.release(bucket)
-        self.open.clear()
+    def start(self, bucket, gradient, earlier=()):
+        self.got.append((bucket.index, gradient.tolist()))
+        self.earlier = [partial.tolist() for partial in earlier]
+        return Transfer()
+
+    def complete(self, started):
+        self.complete_calls.append([bucket.index for bucket, _, _ in started])
+
+    def reset(self):
+        self.resets += 1
 
     def backward(self, names, value=1.0):
         for name in names:
@@ -80,14 +98,12 @@ def test_tensors_without_a_gradient_are_zero():
 
 def test_held_passes_add_up_and_travel_once():
     recorder = Recorder([2, 2], 2)
-    recorder.gradients.no_sync = True
-    recorder.backward(["t1", "t0"])
-    recorder.gradients.end_pass(last=False)
-    recorder.gradients.no_sync = False
+    with recorder.gradients.no_sync():
+        recorder.backward(["t1", "t0"])
     recorder.backward(["t1", "t0"], 2.0)
     assert recorder.got == [(1, [3, 3]), (0, [3, 3])]
-    recorder.gradients.end_pass()
-    recorder.wait_all()
+    recorder.gradients.finalize()
+    assert recorder.complete_calls == [[1, 0]]
     recorder.gradients.reset()
     recorder.backward(["t1", "t0"], 5.0)
     assert recorder.got[2:] == [(1, [5, 5]), (0, [5, 5])]
@@ -96,13 +112,13 @@ def test_held_passes_add_up_and_travel_once():
 def test_on_demand_every_pass_travels_and_memory_is_used_again():
     recorder = Recorder([4, 2, 3], 2, on_demand=True)
     for value in (1.0, 2.0):
-        for name in ("t2", "t1", "t0"):
-            recorder.backward([name], value)
-            recorder.wait_all()
-        recorder.gradients.end_pass(last=False)
+        with recorder.gradients.no_sync():
+            recorder.backward(["t2", "t1", "t0"], value)
     assert [index for index, _ in recorder.got] == [2, 1, 0, 2, 1, 0]
     assert recorder.got[-1] == (0, [2, 2, 2, 2])
-    assert recorder.gradients.peak_bytes == 4 * LIKE.itemsize  # one bucket, the largest
+    # Two blocks of the largest bucket: one is under way while the next one is written.
+    assert recorder.gradients.memory.peak_bytes == 2 * 4 * LIKE.itemsize
+    assert recorder.complete_calls == [[2], [1], [0]] * 2
     with pytest.raises(ValueError, match="no flat buffer"):
         _ = recorder.gradients.flat
 
@@ -111,11 +127,10 @@ def test_on_demand_every_pass_travels_and_memory_is_used_again():
 def test_lent_memory_is_not_counted_or_kept(on_demand):
     recorder = Recorder([4, 2], 2, on_demand=on_demand)
     flat = np.arange(6.0)
-    recorder.gradients.use_external(flat)
-    recorder.gradients.end_pass()
-    recorder.wait_all()
+    recorder.gradients.memory.use_external(flat)
+    recorder.gradients.finalize()
     assert recorder.got == [(1, [4, 5]), (0, [0, 1, 2, 3])]
-    assert recorder.gradients.peak_bytes == 0
+    assert recorder.gradients.memory.peak_bytes == 0
 
 
 def test_buckets_are_cut_by_the_sizes_that_are_given():
@@ -141,7 +156,7 @@ def test_no_bucket_spans_two_runs():
 def test_stages_are_handed_over_apart_and_a_tie_last(on_demand):
     """Tensors 1 and 2 are of stage 0, tensor 3 of stage 1, and tensor 0 is tied between them."""
     runs = [Run(0, 1, 0, tied=True), Run(1, 3, 0), Run(3, 4, 1)]
-    recorder = Recorder([2, 2, 2, 2], 2, on_demand, runs)
+    recorder = Recorder([2, 2, 2, 2], 2, runs, on_demand=on_demand)
     recorder.backward(["t2", "t1", "t0"])  # stage 0 before stage 1, as a schedule may have it
     assert recorder.order == [2, 1]
     recorder.backward(["t3", "t0"])
@@ -155,13 +170,12 @@ def test_stages_are_handed_over_apart_and_a_tie_last(on_demand):
 def test_only_the_last_micro_batch_of_a_stage_travels(on_demand):
     """On demand every one does, but for ties."""
     runs = [Run(0, 1, 0, tied=True), Run(1, 3, 0), Run(3, 4, 1)]
-    recorder = Recorder([2, 2, 2, 2], 2, on_demand, runs)
+    recorder = Recorder([2, 2, 2, 2], 2, runs, on_demand=on_demand)
     for stage, names in ((1, ["t3"]), (0, ["t2", "t0"])):
         for last in (False, True):
             recorder.gradients.begin_stage(stage, last)
             recorder.backward(names)
             recorder.gradients.end_stage(stage)
-            recorder.wait_all()
     recorder.gradients.end_pass()
     if on_demand:
         assert recorder.got == [
@@ -180,15 +194,14 @@ def test_only_the_last_micro_batch_of_a_stage_travels(on_demand):
 @pytest.mark.parametrize("on_demand", [False, True])
 def test_passes_of_several_micro_batches_each(on_demand):
     """A held pass in which a stage has two micro-batches, and then another: nothing travels twice."""
-    recorder = Recorder([2, 2], 2, on_demand)
-    for last_pass in (False, True):
-        recorder.gradients.no_sync = not last_pass
-        for last in (False, True):
-            recorder.gradients.begin_stage(0, last)
-            recorder.backward(["t1", "t0"])
-            recorder.gradients.end_stage(0)
-            recorder.wait_all()
-        recorder.gradients.end_pass(last=last_pass)
+    recorder = Recorder([2, 2], 2, on_demand=on_demand)
+    for context in (recorder.gradients.no_sync(), nullcontext()):
+        with context:
+            for last in (False, True):
+                recorder.gradients.begin_stage(0, last)
+                recorder.backward(["t1", "t0"])
+                recorder.gradients.end_stage(0)
+    recorder.gradients.end_pass()
     total = np.zeros((2, 2))
     for index, values in recorder.got:
         total[index] += values
@@ -212,7 +225,7 @@ def test_names_take_what_is_added_to_them():
 
 def test_a_rank_without_parameters():
     recorder = Recorder([], 1, runs=[])
-    recorder.gradients.end_pass()
+    recorder.gradients.finalize()
     assert recorder.gradients.reduced
     recorder.gradients.reset()
     assert recorder.got == []
@@ -262,49 +275,138 @@ def test_bad_parameters():
 
 
 def test_gradients_that_are_set_aside_stay_apart_until_they_are_merged():
-    recorder = Recorder([2, 3], 2)
-    recorder.gradients.no_sync = True
+    recorder = Recorder([2, 3], 2, reproducible=True)
+    gradients = recorder.gradients
     for value, tree_merges in ((1.0, 0), (10.0, 0), (100.0, 1)):
-        recorder.backward(["t1", "t0"] if value > 1 else ["t1"], value)  # what a pass leaves out is zero in its own
-        recorder.gradients.push_partial(tree_merges)
-    recorder.gradients.no_sync = False
-    recorder.backward(["t1", "t0"], 1000.0)
+        with gradients.no_sync():
+            recorder.backward(["t1", "t0"] if value > 1 else ["t1"], value)  # what a pass leaves out is zero in its own
+            gradients.push_partial(tree_merges)
+    recorder.backward(["t1"], 1000.0)
+    assert recorder.earlier == [[1, 1, 1], [110, 110, 110]]
+    recorder.backward(["t0"], 1000.0)
+    assert recorder.earlier == [[0, 0], [110, 110]]
     assert recorder.got == [(1, [1000] * 3), (0, [1000] * 2)]
-    first, last = recorder.gradients.buckets
-    assert [partial.tolist() for partial in recorder.gradients.earlier(first)] == [[0, 0], [110, 110]]
-    assert [partial.tolist() for partial in recorder.gradients.earlier(last)] == [[1, 1, 1], [110, 110, 110]]
-    assert recorder.gradients.nbytes == recorder.gradients.peak_bytes == 3 * 5 * LIKE.itemsize
-    recorder.gradients.end_pass()
-    recorder.wait_all()
-    recorder.gradients.reset()
-    assert recorder.gradients.earlier(first) == []
-    recorder.gradients.no_sync = True
-    recorder.backward(["t1", "t0"], 1.0)
-    recorder.gradients.push_partial(0)
-    recorder.gradients.no_sync, recorder.gradients.tree_merges = False, 1
+    assert gradients.memory.nbytes == gradients.memory.peak_bytes == 3 * 5 * LIKE.itemsize
+    gradients.finalize()
+    gradients.reset()
+    with gradients.no_sync():
+        recorder.backward(["t1", "t0"], 1.0)
+        gradients.push_partial(0)
+    gradients.merge_newest(1)
     recorder.backward(["t1", "t0"], 2.0)
     assert recorder.got[2:] == [(1, [3] * 3), (0, [3] * 2)]
-    assert recorder.gradients.earlier(first) == []
-    assert recorder.gradients.peak_bytes == 3 * 5 * LIKE.itemsize  # memory is used again
+    assert recorder.earlier == []
+    assert gradients.memory.peak_bytes == 3 * 5 * LIKE.itemsize  # memory is used again
 
 
-def test_a_gradient_is_settled_before_it_is_merged():
-    sizes, seen = [2, 3], []
-    gradients = GradientBuckets(
-        specs(*sizes),
-        LIKE,
-        2,
-        reduce=lambda bucket, array: seen.append(("reduced", bucket.index, array.tolist())),
-        reduce_within_replica=lambda bucket, array: array.__imul__(2),
-    )
-    gradients.no_sync = True
-    for value in (1.0, 10.0):
-        for name in ("t1", "t0"):
-            view, add = gradients.gradient(name)
-            view[...] = value
-            assert not add
-            gradients.mark_ready(name)
-        if value == 1:
-            gradients.push_partial(0)
-            gradients.no_sync, gradients.tree_merges = False, 1
-    assert seen == [("reduced", 1, [22] * 3), ("reduced", 0, [22] * 2)]
+def test_a_gradient_is_reduced_within_the_replica_before_it_is_merged():
+    recorder = Recorder([2, 3], 2, factor=2, reproducible=True)
+    with recorder.gradients.no_sync():
+        recorder.backward(["t1", "t0"], 1.0)
+        recorder.gradients.push_partial(0)
+    recorder.gradients.merge_newest(1)
+    recorder.backward(["t1", "t0"], 10.0)
+    assert recorder.got == [(1, [22] * 3), (0, [22] * 2)]
+
+
+# By phase and call: the phase that follows, or the error.
+PHASES = {
+    (Phase.ACCUMULATING, "gradient"): Phase.ACCUMULATING,
+    (Phase.ACCUMULATING, "no_sync"): Phase.ACCUMULATING,
+    (Phase.ACCUMULATING, "mark_ready"): Phase.REDUCING,
+    (Phase.ACCUMULATING, "end_pass"): Phase.REDUCING,
+    (Phase.ACCUMULATING, "finalize"): Phase.REDUCED,
+    (Phase.ACCUMULATING, "reset"): Phase.ACCUMULATING,
+    (Phase.REDUCING, "gradient"): Phase.REDUCING,  # of a bucket that is not reduced yet
+    (Phase.REDUCING, "no_sync"): "no_sync.. comes too late",
+    (Phase.REDUCING, "mark_ready"): Phase.REDUCING,
+    (Phase.REDUCING, "end_pass"): Phase.REDUCING,
+    (Phase.REDUCING, "finalize"): Phase.REDUCED,
+    (Phase.REDUCING, "reset"): Phase.ACCUMULATING,
+    (Phase.REDUCED, "gradient"): "'t0' is reduced already, so another backward pass cannot add to it",
+    (Phase.REDUCED, "no_sync"): "no_sync.. comes too late",
+    (Phase.REDUCED, "mark_ready"): Phase.REDUCED,
+    (Phase.REDUCED, "end_pass"): Phase.REDUCED,
+    (Phase.REDUCED, "finalize"): Phase.REDUCED,
+    (Phase.REDUCED, "reset"): Phase.ACCUMULATING,
+}
+
+
+@pytest.mark.parametrize("on_demand", [False, True])
+@pytest.mark.parametrize(("phase", "call"), PHASES)
+def test_phases_of_a_step(phase, call, on_demand):
+    """Each call in each phase; two buckets, of which the last is reduced in the phase REDUCING."""
+    recorder = Recorder([2, 2], 2, on_demand=on_demand)
+    gradients = recorder.gradients
+    gradients.gradient("t1")
+    if phase is not Phase.ACCUMULATING:
+        gradients.mark_ready("t1")
+    if phase is Phase.REDUCED:
+        gradients.finalize()
+    assert gradients.phase is phase
+
+    def act():
+        if call == "no_sync":
+            with gradients.no_sync():
+                pass
+        elif call == "gradient":
+            gradients.gradient("t0")
+        elif call == "mark_ready":
+            gradients.mark_ready("t1")
+        else:
+            getattr(gradients, call)()
+
+    expected = PHASES[phase, call]
+    if isinstance(expected, str):
+        with pytest.raises(RuntimeError, match=expected):
+            act()
+        assert gradients.phase is phase
+        return
+    act()
+    assert gradients.phase is expected
+    assert gradients.reduced == (expected is Phase.REDUCED)
+    assert recorder.resets == (call == "reset")
+    steps = [Phase.ACCUMULATING, Phase.REDUCING, Phase.REDUCED]
+    passed = steps[steps.index(phase) : steps.index(expected) + 1] if call != "reset" else [phase, expected]
+    assert all(one is two or (one, two) in TRANSITIONS for one, two in zip(passed[:-1], passed[1:], strict=True))
+
+
+def test_a_pass_that_fails_sends_nothing_and_the_step_goes_on_without_it():
+    recorder = Recorder([2, 2], 2, on_demand=True)
+    with pytest.raises(ZeroDivisionError), recorder.gradients.no_sync():
+        recorder.gradients.gradient("t1")
+        raise ZeroDivisionError
+    assert recorder.got == []
+    recorder.gradients.reset()
+    recorder.backward(["t1", "t0"])
+    assert recorder.order == [1, 0]
+    assert recorder.gradients.phase is Phase.REDUCING
+
+
+def test_passes_without_a_context_are_held_where_gradients_are_not_synchronized_automatically():
+    """As between calls of `step` with auto_sync_gradients=False."""
+    recorder = Recorder([2, 2], 2)
+    recorder.gradients.auto_sync = False
+    for value in (1.0, 2.0):
+        recorder.backward(["t1", "t0"], value)
+        recorder.gradients.end_pass()
+    assert recorder.got == []
+    recorder.gradients.finalize()
+    assert recorder.got == [(1, [3, 3]), (0, [3, 3])]
+
+
+def test_a_caller_s_gradients_add_up_until_the_step_is_taken():
+    gradients = Recorder([2, 2], 2).gradients
+    for flat in (np.arange(4.0), None, np.ones(4)):
+        gradients.accumulation.add(flat)
+    assert gradients.accumulation.total.tolist() == [1, 2, 3, 4]
+    gradients.reset()
+    assert gradients.accumulation.total is None
+
+
+def test_sums_under_way_can_be_abandoned():
+    recorder = Recorder([2], 2)
+    recorder.backward(["t0"])
+    recorder.gradients.abandon()
+    recorder.gradients.reset()
+    assert recorder.complete_calls == []

@@ -120,7 +120,6 @@ def test_two_micro_batches_add_up_to_one_batch():
     loss, gradient = run(gpt, tokens, targets)
     gradients = gpt.parameters.gradients
     gradients.reset()
-    gradients.no_sync = True
     parts = gpt.loss_and_gradient(tokens[:3], targets[:3]) + gpt.loss_and_gradient(tokens[3:], targets[3:])
     assert parts == pytest.approx(loss, rel=1e-13)
     np.testing.assert_allclose(gradients.flat, gradient, rtol=1e-12, atol=1e-12)
@@ -132,7 +131,6 @@ def test_two_micro_batches_in_flight():
     loss, gradient = run(gpt, tokens, targets)
     gradients = gpt.parameters.gradients
     gradients.reset()
-    gradients.no_sync = True
     (chunk,) = gpt.chunks
     works = [chunk.workspace(), chunk.workspace()]
     halves = [Batch(tokens[i : i + 2].ravel(), targets[i : i + 2].ravel(), 100) for i in (0, 2)]

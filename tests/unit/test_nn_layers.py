@@ -151,7 +151,6 @@ def test_a_second_pass_adds_to_the_first(name):
     case = CASES[name]()
     _, once = case.gradients()
     case.parameters.gradients.reset()
-    case.parameters.gradients.no_sync = True
     for _ in range(2):
         case.layer.forward(case.x.copy(), case.work, **case.arguments)
         case.layer.backward(case.cotangent.copy(), case.work, **case.arguments)

@@ -9,7 +9,6 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
 from mpishard.comm.mesh import Mesh
-from mpishard.parameters.flat import FlatParameters
 
 Array = Any
 
@@ -27,12 +26,12 @@ class Accumulation:
         self.total: Array | None = None
         self._calls = 0
 
-    def add(self, parameters: FlatParameters, gradients: Array | None) -> None:
+    def add(self, gradients: Array | None) -> None:
         """Count a call of `step`, and add the array that it was given.  Not collective."""
         self._calls += 1
         if gradients is not None:
             if self.total is None:
-                self.total = arrays.zeros(parameters.size, parameters.dtype, like=parameters.like)
+                self.total = arrays.zeros(gradients.size, gradients.dtype, like=gradients)
             accumulate(self.total, gradients)
 
     def forget(self) -> None:

@@ -1,0 +1,378 @@
+"""A step's gradients, from the backward pass that writes them to the sums over ranks that an optimizer uses.
+
+A reducer gets each bucket as soon as the last backward pass has completed it.  Buckets are reduced in one fixed order,
+the last bucket first.  So a rank without samples in a step, which marks nothing ready, issues the same collectives in
+the same order as the others.  Where a rank runs several pipeline stages, each stage has its own order; the schedule,
+the same on all ranks of the data axis, decides how the orders interleave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from types import TracebackType
+from typing import Any, Protocol
+
+from mpishard.backend import array as arrays
+from mpishard.comm.request import ChainedRequest, Request
+from mpishard.layout.local_layout import Piece
+from mpishard.parameters.accumulation import Accumulation
+from mpishard.parameters.bucket_memory import BucketMemory
+from mpishard.parameters.gradient_buckets import Bucket
+from mpishard.parameters.partial_sums import PartialSums
+from mpishard.parameters.ready_tracker import Order, ReadyTracker
+
+Array = Any
+Transfer = Request | ChainedRequest
+
+
+class Phase(Enum):
+    """How far a step's gradients are."""
+
+    ACCUMULATING = "backward passes add to the gradients, and another may follow"
+    REDUCING = "the last pass has completed buckets, and their sums over ranks are under way"
+    REDUCED = "all sums are complete; nothing can be added until the next step"
+
+
+# From which phase a step may get to which other one.
+TRANSITIONS: tuple[tuple[Phase, Phase], ...] = (
+    (Phase.ACCUMULATING, Phase.REDUCING),  # the last pass completes a bucket, or ends
+    (Phase.REDUCING, Phase.REDUCED),  # `finalize`
+    (Phase.REDUCING, Phase.ACCUMULATING),  # `reset`
+    (Phase.REDUCED, Phase.ACCUMULATING),  # `reset`
+)
+
+
+class BucketSums(Protocol):
+    """What sums buckets over ranks for a `GradientReducer`, which decides when.  Collective, except `reset`."""
+
+    def reduce_within_replica(self, bucket: Bucket, gradient: Array) -> None:
+        """Add the terms of the other ranks of this model replica to a gradient."""
+
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
+        """Start the sum of a bucket over the data axis; None if there is nothing to wait for.
+
+        `earlier` are the partial sums that belong to other terms of the sum than the gradient, oldest first.
+        """
+
+    def complete(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+        """Wait for sums, given as ``(bucket, gradient, start(bucket, gradient))``, and store their results."""
+
+    def reset(self) -> None:
+        """Forget the sums of this step; the next gradients belong to another."""
+
+
+class Inspector(Protocol):
+    """What looks at a rank's own gradients before they are summed."""
+
+    def look(self, bucket: Bucket, gradient: Array) -> None:
+        """Look at the complete local gradient of a bucket."""
+
+    def forget(self) -> None:
+        """Forget what was found in this step."""
+
+
+class _NoSync:
+    """The context of `GradientReducer.no_sync`."""
+
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer = reducer
+
+    def __enter__(self) -> None:
+        if self._reducer.phase is not Phase.ACCUMULATING:
+            raise RuntimeError(
+                "the gradients of this step are being reduced, so that no_sync() comes too late for another backward "
+                "pass; call step() or reset_gradients() before"
+            )
+        self._reducer._held = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self._reducer._end_pass(False)
+        self._reducer._held = False
+
+
+class GradientReducer:
+    """Owns the gradients of one model on one rank for the duration of a step.
+
+    A backward pass asks for memory by `gradient`, writes to it, and calls `mark_ready`.  What is ready is reduced at
+    once in the last pass of a step.  Passes before it run within `no_sync`, or between calls of `end_pass` if
+    `auto_sync` is False.  `finalize` ends the last pass and waits for the sums; `reset` begins the next step.
+
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        Tensors in flat order.
+    buckets : sequence of Bucket
+        They cover the pieces.
+    like : array
+        An array of the dtype and device that the gradients shall have.
+    sums : BucketSums, optional
+        Sums complete buckets over ranks.  Without it the gradients stay local.
+    on_demand : bool
+        False: micro-batches add up in memory, and are reduced after the last of them.  True: a bucket has memory from
+        its first gradient until its reduction, after every micro-batch, and one reduction is under way at a time
+        (ZeRO-2).  Buckets of tied tensors are kept until the last micro-batch in both cases.
+    overlap : bool
+        False: wait for each sum as soon as it has started.
+    reproducible : bool
+        Whether micro-batches may be kept apart as partial sums.  A gradient is then reduced within the replica before
+        it is added to another.
+
+    Attributes
+    ----------
+    phase : Phase
+    memory : BucketMemory
+    partials : PartialSums or None
+        None unless `reproducible`.
+    auto_sync : bool
+        Whether a pass is the last of its step, unless it runs within `no_sync`.
+    inspector : Inspector or None
+    accumulation : Accumulation
+        Gradients of the caller that wait for an update.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        buckets: Sequence[Bucket],
+        like: Array,
+        sums: BucketSums | None = None,
+        *,
+        on_demand: bool = False,
+        overlap: bool = True,
+        reproducible: bool = False,
+    ) -> None:
+        self.buckets: tuple[Bucket, ...] = tuple(buckets)
+        self.on_demand = on_demand
+        self.partials: PartialSums | None = PartialSums() if reproducible else None
+        self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self.partials)
+        self.phase: Phase = Phase.ACCUMULATING
+        self.inspector: Inspector | None = None
+        self.auto_sync: bool = sums is not None
+        self.accumulation = Accumulation()
+        self._sums = sums
+        self._overlap = overlap
+        self._tracker = ReadyTracker(pieces, buckets)
+        self._held = False  # within `no_sync`
+        self._no_sync = _NoSync(self)
+        self._pending: list[tuple[Bucket, Array, Transfer]] = []
+
+    # -- what is known ----------------------------------------------------------------------------------------------
+
+    @property
+    def flat(self) -> Array:
+        """The one flat gradient buffer, in flat order (only where memory is not on demand)."""
+        return self.memory.flat
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the gradients are reduced, since an optimizer has bound them."""
+        return self._sums is not None
+
+    @property
+    def reduced(self) -> bool:
+        """Whether this step's gradients are complete and reduced; nothing can be added then."""
+        return self.phase is Phase.REDUCED
+
+    @property
+    def has_content(self) -> bool:
+        """Whether gradients were written or reduced since the last `reset`."""
+        return bool(self.memory.written) or self.phase is not Phase.ACCUMULATING or self._tracker.begun
+
+    # -- backward passes --------------------------------------------------------------------------------------------
+
+    def gradient(self, name: str) -> tuple[Array, bool]:
+        """The memory for the gradient of tensor `name`, and whether to add to it (else: overwrite its content)."""
+        index, order = self._tracker.places[name]
+        if self.on_demand and order.next < order.first and (self._held or not self.auto_sync):
+            self._begin(order)  # the last pass has reduced all buckets, and this is another
+        if self.phase is Phase.REDUCED or index > order.next:
+            raise RuntimeError(
+                f"the gradient of {name!r} is reduced already, so another backward pass cannot add to it; call step() "
+                "or reset_gradients() in between, or set auto_sync_gradients=False to accumulate over several passes"
+            )
+        return self.memory.view(name)
+
+    def __getitem__(self, name: str) -> Array:
+        """The gradient of tensor `name`, for ``gradients[name] += ...``; zeros where nothing was added yet."""
+        view, accumulate = self.gradient(name)
+        if not accumulate:
+            view[...] = 0
+        return view
+
+    def __setitem__(self, name: str, value: Array) -> None:
+        """Accept the result of ``gradients[name] += ...``, which has added in place."""
+        view, _ = self.gradient(name)
+        is_view = type(value) is type(view) and value.shape == view.shape
+        if not is_view or (view.size and not arrays.overlap(value, view)):
+            raise TypeError(f"gradients[{name!r}] = ... forgets what was added; write gradients[{name!r}] += ...")
+
+    def __iadd__(self, other: Any) -> GradientReducer:
+        name = next(iter(self._tracker.places), "name")
+        raise TypeError(
+            f"gradients of a start with names are added to by name, gradients[{name!r}] += ...; a start that is one "
+            "flat array has a flat gradient"
+        )
+
+    def mark_ready(self, name: str) -> None:
+        """Mark the gradient of `name` as complete in this pass, so that its bucket may be reduced."""
+        order = self._tracker.mark(name)
+        if not order.tied and (self.on_demand or (self.auto_sync and not self._held and not order.more)):
+            while self._tracker.is_complete(order):
+                self._reduce(order)
+
+    def no_sync(self) -> _NoSync:
+        """A context for a backward pass that is not the last one of the step; the exit is collective as `end_pass` is.
+
+        Raises
+        ------
+        RuntimeError
+            At the entry, if the last pass has begun to reduce.
+        """
+        return self._no_sync
+
+    def begin_stage(self, stage: int, last: bool) -> None:
+        """Begin a micro-batch's backward pass of a pipeline stage; `last`: no other follows in this pass."""
+        for order in self._tracker.orders:
+            if order.stage == stage:
+                order.more = not last
+
+    def end_stage(self, stage: int) -> None:
+        """End a micro-batch's backward pass of a stage; reduce its other buckets.  Collective over the data axis."""
+        for order in reversed(self._tracker.orders):
+            if order.stage != stage or order.tied:
+                continue
+            if self.on_demand or (self.auto_sync and not self._held and not order.more):
+                self._reduce_rest(order)
+            if self.on_demand and order.more:
+                self._begin(order)  # after the last micro-batch `end_pass` does this
+            self._tracker.end(order)
+
+    def end_pass(self) -> None:
+        """End a backward pass; in the last one reduce the other buckets, with zeros for what has no gradient.
+
+        Collective over the data axis, but for passes before the last one where memory is not on demand.
+        """
+        self._end_pass(self.auto_sync and not self._held)
+
+    def finalize(self) -> None:
+        """End the last pass, if that is not done, and wait for all sums.  Collective over the data axis."""
+        if self.phase is not Phase.REDUCED:
+            self._end_pass(True)
+            self._wait_all()
+            self._enter(Phase.REDUCED)
+
+    def abandon(self) -> None:
+        """Drop the sums under way, whose communicators were revoked.  Not collective."""
+        for _, _, transfer in self._pending:
+            transfer.abandon()
+        self._pending.clear()
+
+    def reset(self) -> None:
+        """Discard the gradients: the next pass starts from zero.  Waits for sums under way."""
+        self._wait_all()
+        for order in self._tracker.orders:
+            self._tracker.begin(order)
+            order.more = False
+        self.memory.forget()
+        if self.partials is not None:
+            self.partials.forget()
+        self.accumulation.forget()
+        self._enter(Phase.ACCUMULATING)
+        if self._sums is not None:
+            self._sums.reset()
+        if self.inspector is not None:
+            self.inspector.forget()
+
+    # -- micro-batches that are kept apart --------------------------------------------------------------------------
+
+    def push_partial(self, tree_merges: int) -> None:
+        """Within `no_sync`: complete a micro-batch's gradient, and push it as a partial sum of its own.
+
+        The next micro-batch starts a gradient of its own.  Collective as `BucketSums.reduce_within_replica` is.  Not
+        for memory on demand.
+
+        Parameters
+        ----------
+        tree_merges : int
+            How many of the newest partial sums are popped and added, the newest first.
+        """
+        for bucket in reversed(self.buckets):
+            gradient = self.memory.complete(bucket)
+            if self._sums is not None:
+                self._sums.reduce_within_replica(bucket, gradient)
+        self.memory.push_flat(tree_merges)
+
+    def merge_newest(self, tree_merges: int) -> None:
+        """Add the `tree_merges` newest partial sums to the gradient of the last micro-batch, before it is reduced."""
+        assert self.partials is not None
+        self.partials.newest = tree_merges
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _enter(self, phase: Phase) -> None:
+        if phase is not self.phase:
+            assert (self.phase, phase) in TRANSITIONS, f"{self.phase} to {phase}"
+            self.phase = phase
+
+    def _end_pass(self, last: bool) -> None:
+        if self.phase is Phase.REDUCED:
+            return
+        if last and self.phase is Phase.ACCUMULATING:
+            self._enter(Phase.REDUCING)
+        for order in reversed(self._tracker.orders):
+            if last:
+                self._reduce_rest(order)
+            elif self.on_demand and not order.tied:
+                self._reduce_rest(order)
+                self._begin(order)
+            else:
+                self._tracker.end(order)
+
+    def _wait_all(self) -> None:
+        """Wait until no sum is under way."""
+        if self._pending and self._sums is not None:
+            self._sums.complete(self._pending)
+            for bucket, _, _ in self._pending:
+                self.memory.release(bucket)
+            self._pending.clear()
+
+    def _begin(self, order: Order) -> None:
+        self._wait_all()
+        self._tracker.begin(order)
+
+    def _reduce_rest(self, order: Order) -> None:
+        while order.next >= order.first:
+            self._reduce(order)
+
+    def _reduce(self, order: Order) -> None:
+        """Complete the next bucket of an order, and start its sum over ranks."""
+        bucket, sums, partials = self.buckets[order.next], self._sums, self.partials
+        gradient = self.memory.complete(bucket)
+        earlier: Sequence[Array] = ()
+        if partials is not None:
+            if sums is not None:
+                sums.reduce_within_replica(bucket, gradient)
+            partials.add_newest(bucket, gradient)
+            earlier = partials.earlier(bucket)
+        order.next -= 1
+        if self.phase is Phase.ACCUMULATING and self.auto_sync and not self._held:
+            self._enter(Phase.REDUCING)
+        if self.inspector is not None:
+            for partial in (*earlier, gradient):
+                self.inspector.look(bucket, partial)
+        if sums is None:
+            self.memory.release(bucket)
+            return
+        if self.on_demand:
+            self._wait_all()  # ZeRO-2 saves memory by having few buckets at a time
+        if partials is None:
+            sums.reduce_within_replica(bucket, gradient)
+        for _, _, transfer in self._pending:
+            transfer.test()  # MPI moves data only while it is called
+        started = sums.start(bucket, gradient, earlier)
+        if started is not None:
+            self._pending.append((bucket, gradient, started))
+        if not self._overlap:
+            self._wait_all()

@@ -1,0 +1,80 @@
+"""Which gradients a backward pass has completed, and which bucket is reduced next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpishard.layout.local_layout import Piece
+from mpishard.parameters.gradient_buckets import Bucket
+
+
+@dataclass
+class Order:
+    """Buckets `first` to `last` of one stage, which are reduced in turn, the last one first; `next` is the next one.
+
+    A tied tensor is an order by itself.  `more`: more micro-batches of the stage follow in this backward pass.
+    """
+
+    stage: int
+    tied: bool
+    first: int
+    last: int
+    next: int
+    more: bool = False
+
+
+class ReadyTracker:
+    """The buckets of a model in the orders in which they are reduced, and the tensors that are ready in this pass.
+
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        Tensors in flat order.
+    buckets : sequence of Bucket
+
+    Attributes
+    ----------
+    orders : list of Order
+        In flat order; end a pass in the reverse order.
+    places : dict
+        By the name of a tensor: the index of its bucket, and the order of that.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], buckets: Sequence[Bucket]) -> None:
+        self.orders: list[Order] = []
+        self.places: dict[str, tuple[int, Order]] = {}
+        self._tensors = [bucket.last - bucket.first for bucket in buckets]
+        self._ready: list[set[str]] = [set() for _ in buckets]
+        for bucket in buckets:
+            order = self.orders[-1] if self.orders else None
+            if order is None or bucket.tied or order.tied or order.stage != bucket.stage:
+                order = Order(bucket.stage, bucket.tied, bucket.index, bucket.index, bucket.index)
+                self.orders.append(order)
+            order.last = order.next = bucket.index
+            self.places.update({piece.name: (bucket.index, order) for piece in pieces[bucket.first : bucket.last]})
+
+    @property
+    def begun(self) -> bool:
+        """Whether a bucket that has others before it was handed over in this pass."""
+        return any(order.next < order.last for order in self.orders)
+
+    def mark(self, name: str) -> Order:
+        """Mark the gradient of a tensor as complete in this pass; returns the order of its bucket."""
+        index, order = self.places[name]
+        self._ready[index].add(name)
+        return order
+
+    def is_complete(self, order: Order) -> bool:
+        """Whether all gradients of the next bucket are complete; False after the order's last bucket."""
+        return order.next >= order.first and len(self._ready[order.next]) == self._tensors[order.next]
+
+    def end(self, order: Order) -> None:
+        """End a micro-batch: no gradient of the next one is complete yet."""
+        for ready in self._ready[order.first : order.last + 1]:
+            ready.clear()
+
+    def begin(self, order: Order) -> None:
+        """Begin another pass over the buckets."""
+        self.end(order)
+        order.next = order.last
