@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from math import prod
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from mpishard.backend import array as arrays
+from mpishard.layout.boxes import counts, split
 
 Array = Any
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 _ALIGNMENT = 4  # bytes; a message begins with 4-byte numbers
 
 
@@ -20,13 +25,92 @@ def _leave(rest, whole, /):  # type: ignore[no-untyped-def]
     return rest
 
 
-class PieceCompressor(ABC):
+class Collective(NamedTuple):
+    """One collective of a sum: its name, the elements of each rank (or of all), and the bytes of an element."""
+
+    operation: str
+    counts: Sequence[int]
+    itemsize: int
+
+
+class Reducers(Protocol[T_co]):
+    """What can sum gradients with each kind of compressor; `Compressor.make_reducer` chooses among its methods."""
+
+    def of_pieces(self, compressor: PieceCompressor) -> T_co:
+        """What sums the gradients of each rank piece by piece.
+
+        Parameters
+        ----------
+        compressor : PieceCompressor
+        """
+
+    def of_low_rank(self, compressor: Any) -> T_co:
+        """What sums the factors of matrices.
+
+        Parameters
+        ----------
+        compressor : PowerSGDCompressor
+        """
+
+
+class Compressor(ABC):
+    """What makes the messages of a sum of gradients smaller.  A frozen value without state.
+
+    Attributes
+    ----------
+    by_nodes : bool
+        Whether it compresses any run of elements, so that sums by nodes can compress what they send between nodes.
+    """
+
+    by_nodes: ClassVar[bool]
+
+    @abstractmethod
+    def make_reducer(self, reducers: Reducers[T]) -> T:
+        """Make what sums gradients with this compressor.  Collective if that is.
+
+        Parameters
+        ----------
+        reducers : Reducers
+            They know the model, its buckets and the ranks.
+
+        Returns
+        -------
+        T
+            The result of the one method of `reducers` that is for this kind of compressor.
+        """
+
+    @abstractmethod
+    def collectives(self, shapes: Sequence[Sequence[int]], dtype: np.dtype, ranks: int) -> list[Collective]:
+        """The collectives of one sum whose result all ranks get.
+
+        Parameters
+        ----------
+        shapes : sequence of shapes
+            Of the tensors of a bucket.
+        dtype : dtype
+            Of the gradients.
+        ranks : int
+            The number of ranks that sum.
+        """
+
+
+class PieceCompressor(Compressor):
     """Encodes any run of a flat gradient as bytes, and decodes these, independently of other runs and ranks.
 
-    A compressor is a frozen value without state.  The number of bytes depends only on the number and dtype of elements,
-    so that ranks need not send it.  A subclass must define the three abstract methods; it may also override `split` and
-    `add`, to do in one pass what these do in two.
+    The number of bytes depends only on the number and dtype of elements, so that ranks need not send it.  A subclass
+    must define the three abstract methods; it may also override `split` and `add`, to do in one pass what these do in
+    two.
     """
+
+    by_nodes: ClassVar[bool] = True
+
+    def make_reducer(self, reducers: Reducers[T]) -> T:
+        return reducers.of_pieces(self)
+
+    def collectives(self, shapes: Sequence[Sequence[int]], dtype: np.dtype, ranks: int) -> list[Collective]:
+        size = sum(prod(shape) for shape in shapes)
+        sizes = [self.nbytes(count, dtype) for count in counts(split(size, ranks))]
+        return [Collective("all_to_all", sizes, 1), Collective("all_gather", sizes, 1)]
 
     @abstractmethod
     def nbytes(self, size: int, dtype: np.dtype) -> int:

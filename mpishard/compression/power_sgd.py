@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from mpishard.arguments import integer
 from mpishard.backend import array as arrays
 from mpishard.backend.random import normal
+from mpishard.compression.compressor import Collective, Compressor, Reducers, T
 
 Array = Any
 
 
 @dataclass(frozen=True)
-class PowerSGDCompressor:
+class PowerSGDCompressor(Compressor):
     """The best approximation of low rank that one step of subspace iteration finds (Vogels et al., "PowerSGD", 2019).
 
     A gradient of shape (m, ...) is a matrix M of m rows and n columns.  It is sent as P = M Q and as M' P', where P' is
@@ -33,10 +36,20 @@ class PowerSGDCompressor:
         If `rank` is no whole number of at least 1.
     """
 
+    by_nodes: ClassVar[bool] = False  # what it sends is small already
+
     rank: int = 4
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rank", integer("rank", self.rank, least=1))
+
+    def make_reducer(self, reducers: Reducers[T]) -> T:
+        return reducers.of_low_rank(self)
+
+    def collectives(self, shapes: Sequence[Sequence[int]], dtype: np.dtype, ranks: int) -> list[Collective]:
+        first = sum(self.first_elements(shape) for shape in shapes)
+        rest = sum(self.elements(shape) for shape in shapes) - first
+        return [Collective("all_reduce", [count], dtype.itemsize) for count in (first, rest)]
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Whether the two factors of a tensor of this shape are smaller than the tensor.

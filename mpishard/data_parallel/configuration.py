@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from mpishard.arguments import flag, integer, number
 from mpishard.comm.mesh import Mesh
-from mpishard.compression import Int8Compressor, PieceCompressor, PowerSGDCompressor
+from mpishard.compression import Compressor, Int8Compressor
 from mpishard.data_parallel.gradient_traffic import Traffic, gradient_traffic
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.hierarchical import nodes_of_data
@@ -26,7 +26,7 @@ class ConfigurationOptions(TypedDict, total=False):
     loss_scale: float | Literal["dynamic"] | None
     reproducible: bool
     enable_gradient_compression: bool
-    gradient_compressor: PieceCompressor | PowerSGDCompressor | None
+    gradient_compressor: Compressor | None
     compress_after: int
     hierarchical: bool | int
     sync_every: int
@@ -75,7 +75,7 @@ class ShardingConfiguration:
         Send gradients over the data axis compressed, with error feedback: DDP, ZeRO-1 and ZeRO-2.  The remaining
         errors are state.  A save or a resize sends them uncompressed to the ranks that own them, which takes about half
         the time of a step without compression.  A death in an elastic run may lose them.
-    gradient_compressor : PieceCompressor or PowerSGDCompressor, optional
+    gradient_compressor : Compressor, optional
         A compressor of `mpishard.compression`; setting one enables compression.  Default: `Int8Compressor`.
     compress_after : int
         Number of updates that send uncompressed gradients before compression begins.  Rules that divide by the size of
@@ -107,7 +107,7 @@ class ShardingConfiguration:
     loss_scale: float | Literal["dynamic"] | None = field(default=None, kw_only=True)
     reproducible: bool = field(default=False, kw_only=True)
     enable_gradient_compression: bool = field(default=False, kw_only=True)
-    gradient_compressor: PieceCompressor | PowerSGDCompressor | None = field(default=None, kw_only=True)
+    gradient_compressor: Compressor | None = field(default=None, kw_only=True)
     compress_after: int = field(default=0, kw_only=True)
     hierarchical: bool | int = field(default=False, kw_only=True)
     sync_every: int = field(default=1, kw_only=True)
@@ -135,7 +135,7 @@ class ShardingConfiguration:
                 "reproducible=True gives the same bits on any number of ranks, and what compression leaves out depends "
                 "on that number; use one of the two"
             )
-        if not (self.compressor is None or isinstance(self.compressor, PieceCompressor | PowerSGDCompressor)):
+        if not (self.compressor is None or isinstance(self.compressor, Compressor)):
             raise TypeError(
                 f"gradient_compressor={self.gradient_compressor!r} must be one of mpishard.compression, such as "
                 "Int8Compressor()"
@@ -164,7 +164,7 @@ class ShardingConfiguration:
             )
 
     @property
-    def compressor(self) -> PieceCompressor | PowerSGDCompressor | None:
+    def compressor(self) -> Compressor | None:
         """The compressor of the gradients, or None without compression."""
         if self.gradient_compressor is not None:
             return self.gradient_compressor
@@ -310,12 +310,12 @@ def _in_words(config: ShardingConfiguration) -> list[str]:
     if config.reproducible:
         sentences.append("The sum is taken in an order that does not depend on the number of ranks.")
     nodes = nodes_of_data(config.mesh, config.hierarchical)
-    if any(nodes) and not isinstance(compressor, PowerSGDCompressor):
+    if any(nodes) and (compressor is None or compressor.by_nodes):
         sentences.append(f"DDP and Local SGD sum by nodes: within each of the {max(nodes) + 1}, then between them.")
     elif config.hierarchical is not False:
         sentences.append("They are summed over all ranks at once" + _why_not_by_nodes(config) + ".")
     if compressor is not None:
-        where = " between nodes" if any(nodes) and isinstance(compressor, PieceCompressor) else ""
+        where = " between nodes" if any(nodes) and compressor.by_nodes else ""
         sentences.append(
             f"What travels{where} is compressed by {compressor}; what that leaves out goes into later steps."
         )
@@ -328,7 +328,7 @@ def _in_words(config: ShardingConfiguration) -> list[str]:
 
 
 def _why_not_by_nodes(config: ShardingConfiguration) -> str:
-    if isinstance(config.compressor, PowerSGDCompressor):
+    if config.compressor is not None and not config.compressor.by_nodes:
         return ", since there is little of them"
     return ": they are not on several nodes with equally many, and more than one, on each"
 

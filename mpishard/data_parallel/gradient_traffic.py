@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,8 @@ import numpy as np
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
 from mpishard.comm.mesh import Mesh
-from mpishard.compression import PieceCompressor, PowerSGDCompressor
+from mpishard.compression import Compressor
+from mpishard.compression.compressor import Collective
 from mpishard.data_parallel.bucket_plan import bucket_layout
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.local_layout import WHOLE, LocalLayout
@@ -18,8 +20,6 @@ from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_buckets import Bucket, make_buckets
 from mpishard.reduction.hierarchical import nodes_of_data
-
-Compressor = PieceCompressor | PowerSGDCompressor
 
 
 class Traffic(NamedTuple):
@@ -53,7 +53,7 @@ def gradient_traffic(
     mesh : Mesh
     minimum : int
         Minimum number of elements in a bucket.
-    compressor : PieceCompressor or PowerSGDCompressor, optional
+    compressor : Compressor, optional
         The compressor of the gradients.
     hierarchical : bool or int
         Whether to sum by nodes, as in a `ShardingConfiguration`.
@@ -81,24 +81,31 @@ def _of_bucket(
     compressor: Compressor | None,
     nodes: Sequence[int],
 ) -> Traffic:
-    if isinstance(compressor, PowerSGDCompressor):
-        first = sum(compressor.first_elements(piece.shape) for piece in pieces)
-        rest = sum(compressor.elements(piece.shape) for piece in pieces) - first
-        elements = sum(all_reduce_elements(count, axis.size, axis.rank) for count in (first, rest))
-        return Traffic(elements * dtype.itemsize, 0)
-    if not any(nodes):
-        return Traffic(_sum_bytes(bucket.size, axis.size, axis.rank, compressor, dtype), 0)
+    if not any(nodes) or (compressor is not None and not compressor.by_nodes):
+        shapes = [piece.shape for piece in pieces]
+        return Traffic(_sum_bytes(shapes, axis.size, axis.rank, compressor, dtype), 0)
     ranks, number = nodes.count(0), max(nodes) + 1
     local_rank = nodes[: axis.rank].count(nodes[axis.rank])
     parts = counts(split(bucket.size, ranks))
     within = sum(ring_elements(op, parts, local_rank) for op in ("reduce_scatter", "all_gather")) * dtype.itemsize
-    across = _sum_bytes(parts[local_rank], number, nodes[axis.rank], compressor, dtype)
+    across = _sum_bytes([(parts[local_rank],)], number, nodes[axis.rank], compressor, dtype)
     return Traffic(within + across, across)
 
 
-def _sum_bytes(size: int, ranks: int, rank: int, compressor: PieceCompressor | None, dtype: np.dtype) -> int:
-    """Bytes that a rank sends for a sum of `size` elements over `ranks` ranks, if all ranks get the result."""
+def _sum_bytes(
+    shapes: Sequence[Sequence[int]], ranks: int, rank: int, compressor: Compressor | None, dtype: np.dtype
+) -> int:
+    """Bytes that a rank sends for a sum of tensors over `ranks` ranks, if all ranks get the result."""
     if compressor is None:
-        return all_reduce_elements(size, ranks, rank) * dtype.itemsize
-    sizes = [compressor.nbytes(count, dtype) for count in counts(split(size, ranks))]
-    return sum(ring_elements(op, sizes, rank) for op in ("all_to_all", "all_gather"))
+        collectives = [Collective("all_reduce", [sum(map(prod, shapes))], dtype.itemsize)]
+    else:
+        collectives = compressor.collectives(shapes, dtype, ranks)
+    return sum(
+        each.itemsize
+        * (
+            all_reduce_elements(each.counts[0], ranks, rank)
+            if each.operation == "all_reduce"
+            else ring_elements(each.operation, each.counts, rank)
+        )
+        for each in collectives
+    )

@@ -231,7 +231,11 @@ class ShardedOptimizer:
 
     def _calls(self) -> int:
         """Number of calls of `step` that only accumulated since the last update, over all data ranks.  Collective."""
-        return 0 if self.config.auto_sync_gradients else self._binding.on_rank.strategy.reducer.accumulation.calls(self.mesh)
+        return (
+            0
+            if self.config.auto_sync_gradients
+            else self._binding.on_rank.strategy.reducer.accumulation.calls(self.mesh)
+        )
 
     def _level_workers(self) -> None:
         """Bring workers that take steps by themselves to one state; other ranks take all steps together."""

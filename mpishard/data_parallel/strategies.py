@@ -23,7 +23,6 @@ from mpishard.backend.array import accumulate
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.request import Request
-from mpishard.compression import PowerSGDCompressor
 from mpishard.data_parallel.bucket_plan import bucket_layout
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
@@ -35,11 +34,10 @@ from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_buckets import Bucket, make_buckets
 from mpishard.parameters.gradient_reducer import GradientReducer, Transfer
 from mpishard.parameters.zero3_units import ShardedUnits
-from mpishard.reduction.compressed import PieceSums
 from mpishard.reduction.error_feedback import CompressedSums
 from mpishard.reduction.hierarchical import HierarchicalSums, node_axes
-from mpishard.reduction.low_rank import LowRankSums
 from mpishard.reduction.ordered import OrderedSums
+from mpishard.reduction.reducers import CompressedReducers
 
 Array = Any
 Range = tuple[int, int]
@@ -109,12 +107,13 @@ class Strategy(ABC):
 
     def _make_compressed(self, config: ShardingConfiguration, parameters: FlatParameters) -> CompressedSums | None:
         """The sums of compressed gradients, or None without compression.  Collective over the data axis."""
-        compressor = config.compressor
-        layout: dict[str, Any] = {"axis": self.axis, "buckets": self.buckets, "counts": self._counts}
-        layout |= {"like": parameters.like, "scale": parameters.loss_scale}
-        if isinstance(compressor, PowerSGDCompressor):
-            return LowRankSums(compressor, parameters.pieces, self.gathers_gradients, **layout)
-        return None if compressor is None else PieceSums(compressor, **layout)
+        if config.compressor is None:
+            return None
+        like, scale, pieces = parameters.like, parameters.loss_scale, parameters.pieces
+        reducers = CompressedReducers(
+            self.axis, self.buckets, self._counts, like, scale, pieces, self.gathers_gradients
+        )
+        return config.compressor.make_reducer(reducers)
 
     @classmethod
     def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
@@ -256,7 +255,7 @@ class DataParallel(Strategy):
         compressor = config.compressor
         axes = node_axes(self.mesh, config.hierarchical)
         self.hierarchical: HierarchicalSums | None = None
-        if axes is None or isinstance(compressor, PowerSGDCompressor):
+        if axes is None or (compressor is not None and not compressor.by_nodes):
             return super()._make_compressed(config, parameters)
         buckets, scale = self.buckets, parameters.loss_scale
         self.hierarchical = HierarchicalSums(axes, buckets, parameters.like, compressor, scale)

@@ -15,11 +15,11 @@ from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.request import ChainedRequest, Request
-from mpishard.compression import PieceCompressor
+from mpishard.compression import Compressor
 from mpishard.layout.boxes import counts, split
 from mpishard.parameters.gradient_buckets import Bucket
-from mpishard.reduction.compressed import PieceSums
 from mpishard.reduction.error_feedback import CompressedSums
+from mpishard.reduction.reducers import CompressedReducers
 
 Array = Any
 
@@ -79,8 +79,8 @@ class HierarchicalSums:
     buckets : sequence of Bucket
     like : array
         An array of the dtype and device of the gradients.
-    compressor : PieceCompressor, optional
-        Compresses the messages between nodes.
+    compressor : Compressor, optional
+        Compresses the messages between nodes; one of those that can (`Compressor.by_nodes`).
     scale : float
         As for `CompressedSums`.
 
@@ -95,7 +95,7 @@ class HierarchicalSums:
     """
 
     def __init__(
-        self, axes: NodeAxes, buckets: Sequence[Bucket], like: Array, compressor: PieceCompressor | None, scale: float
+        self, axes: NodeAxes, buckets: Sequence[Bucket], like: Array, compressor: Compressor | None, scale: float
     ) -> None:
         self._axes = axes
         self.within: Axis = axes.within
@@ -118,9 +118,7 @@ class HierarchicalSums:
         self.compressed: CompressedSums | None = None
         if compressor is not None:
             inner = list(self._inner.values())
-            self.compressed = PieceSums(
-                compressor, axis=axes.across, buckets=inner, counts=parts, like=like, scale=scale
-            )
+            self.compressed = compressor.make_reducer(CompressedReducers(axes.across, inner, parts, like, scale))
 
     def start(self, bucket: Bucket, gradient: Array) -> Request:
         """Start to sum a bucket over the ranks of this node; `complete` does the rest.  Collective."""

@@ -159,15 +159,13 @@ class StepRunner:
         ordered.deal = assignment = TermAssignment(len(micro), self.axis.size, in_turns)
         own = assignment.terms(self.axis.rank)
         tree_merges = assignment.tree_merges(self.axis.rank) or [0]
-        # A rank with fewer terms still takes part in the collectives of the other ranks in the model.
         rounds = assignment.exchanges if in_turns else max(1, len(own))
-        shares = [micro[term] for term in own] + [micro[0][:0]] * (rounds - len(own))
-        found = []
+        losses = np.zeros(len(micro))
         for number in range(rounds - 1):
             with self._another_follows:
                 if not self.of_model:
                     self._gradients[...] = 0
-                found.append(self._forward_backward(shares[number]))
+                losses[own[number]] = self._forward_backward(micro[own[number]])
                 if not self.of_model:
                     self._gradients = self.reducer.memory.push_external(self._gradients, tree_merges[number])
                 elif not in_turns:
@@ -175,9 +173,10 @@ class StepRunner:
         self.reducer.merge_newest(tree_merges[-1])
         if not self.of_model:
             self._gradients[...] = 0
-        found.append(self._forward_backward(shares[-1]))
-        losses = np.zeros(len(micro))
-        losses[own.start : own.stop : own.step] = found[: len(own)]
+        if len(own) == rounds:
+            losses[own[-1]] = self._forward_backward(micro[own[-1]])
+        else:  # a rank with fewer terms still takes part in the collectives of the other ranks in the model
+            self._forward_backward(micro[0][:0])
         return losses
 
     def _forward_backward(self, samples: np.ndarray) -> float:

@@ -15,6 +15,7 @@ from mpishard.compression import (
     Float16Compressor,
     Int8Compressor,
     PieceCompressor,
+    PowerSGDCompressor,
     SignCompressor,
     TopKCompressor,
 )
@@ -260,3 +261,27 @@ def test_eight_bits_are_within_half_a_level(values, block):
 def test_bad_settings(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
+
+
+class Kinds:
+    """Says which of its methods a compressor has chosen."""
+
+    def of_pieces(self, compressor):
+        return "pieces", compressor
+
+    def of_low_rank(self, compressor):
+        return "low rank", compressor
+
+
+@pytest.mark.parametrize("compressor", [*ALL, PowerSGDCompressor(2)], ids=str)
+def test_a_compressor_chooses_what_sums_with_it(compressor):
+    """And says which collectives that takes, of a matrix and a vector over 3 ranks."""
+    low_rank = isinstance(compressor, PowerSGDCompressor)
+    assert compressor.make_reducer(Kinds()) == ("low rank" if low_rank else "pieces", compressor)
+    assert compressor.by_nodes == (not low_rank)
+    found = compressor.collectives([(10, 20), (4,)], np.dtype(np.float64), 3)
+    if low_rank:
+        assert found == [("all_reduce", [2 * 10 + 4], 8), ("all_reduce", [2 * 20], 8)]
+    else:
+        sizes = [compressor.nbytes(68, np.dtype(np.float64))] * 3
+        assert found == [("all_to_all", sizes, 1), ("all_gather", sizes, 1)]
