@@ -65,7 +65,8 @@ def run(
     the run.
 
     SIGTERM and Ctrl-C let the ranks leave (they see SIGTERM, under Open MPI SIGUSR1) and then end them; SIGUSR1 is
-    passed on.  A command that begins with python means this Python.
+    passed on.  A command that begins with python means this Python.  A script or module that Python runs is run by
+    mpishard.launch.worker, which notes how it ended.
     """
     if hosts:
         parse_hosts(hosts)

@@ -1,6 +1,7 @@
 """Reports of a process of a supervised job to its supervisor: its step, why its script failed, and how it ended.
 
 A script has ended in order if it ran to its end or called ``sys.exit``, not if it raised an exception or was killed.
+`mpishard.launch.endings` finds that out.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from mpi4py import MPI
 
 from mpishard.comm.mesh import NEWCOMER
 from mpishard.comm.watchdog import die
+from mpishard.launch.python_command import parted, without_runner
 
 # Tags of the messages from joining processes to the leader, and WORD for the leader's; then the leader's two words.
 HELLO, HERE, FAILED, COMES, WORD = 1, 2, 3, 4, 5
@@ -50,7 +50,6 @@ BOOT = (
     "import os, signal; signal.alarm(20 * (os.environ.get('OMPI_MCA_mpi_ft_enable') == '1')); from mpi4py import MPI; "
     "signal.alarm(0); from mpishard.elastic.joining import run_script; run_script()"
 )
-_FLAGS = "[bBdEhiIOPqRsSuvVx]*"
 
 
 class Message(NamedTuple):
@@ -83,29 +82,14 @@ def command(argv: Sequence[str], cell: tuple[int, int]) -> list[str]:
     ValueError
         If the script cannot be run again.
     """
-    options, script = _parted(list(argv[1:]))
-    if script[:2] == ["-c", BOOT]:
-        script = script[2:]
+    options, script = parted(argv[1:])
+    script = script[2:] if script[:2] == ["-c", BOOT] else without_runner(script)
     if not script or script[0] == "-":
         raise ValueError("their script was read from the standard input, and cannot be read again")
     for number in reversed(range(len(options) - 1)):
         if options[number] == "-X" and options[number + 1].startswith(NEWCOMER):
             del options[number : number + 2]
     return ["-X", f"{NEWCOMER}={cell[0]}x{cell[1]}", *options, "-c", BOOT, *script]
-
-
-def _parted(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split into options of the interpreter, and ``-c ...``, ``-m ...`` or a path with the arguments of the script."""
-    at = 0
-    while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "-":
-        runs = re.match(f"-({_FLAGS})([cm])(.*)", arguments[at], re.DOTALL)
-        if runs:
-            flags, kind, value = runs.groups()
-            script = [f"-{kind}", *([value] if value else []), *arguments[at + 1 :]]
-            return arguments[:at] + ([f"-{flags}"] if flags else []), script
-        takes_value = re.fullmatch(f"-{_FLAGS}[XW]|--check-hash-based-pycs", arguments[at])
-        at += 2 if takes_value else 1
-    return arguments[:at], arguments[at:]
 
 
 class SpawnRequest:

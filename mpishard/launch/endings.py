@@ -1,5 +1,8 @@
 """The exit code of this process's script: how it is found before the exit, and set to 130 after Ctrl-C.
 
+Under `mpishard run` the runner of the script knows it, see `mpishard.launch.worker`.  For scripts without the runner
+there is a hook on `sys.exit`.
+
 After Ctrl-C has stopped a run in order, the script continues to its end.  That is no success, and a shell loop around
 the script must see it.
 """
@@ -15,14 +18,19 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+if TYPE_CHECKING:
+    from mpishard.launch.worker import Script
 
 # The exit code that shells give to a program ended by Ctrl-C.
 INTERRUPTED = 128 + signal.SIGINT
 
 
 class Ending:
-    """Finds the exit code of the running script.  It wraps `sys.exit` when it is created.
+    """Knows the exit code of the running script, once it has ended: from the runner, or else from a hook.
+
+    The hook wraps `sys.exit` when this is created: in a process that `mpishard run` has not started by its runner.
 
     Attributes
     ----------
@@ -36,20 +44,14 @@ class Ending:
     interrupted: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._main = _main_frame()
-        self._exit: Any = _Unknown
-        self._really_exit: Callable[..., NoReturn] = sys.exit
-        sys.exit = self._note_exit
+        self._hook = None if _runner() is not None else _ExitHook()
         Ending.this = self
-
-    def _note_exit(self, status: Any = None, /) -> NoReturn:
-        self._exit = status
-        self._really_exit(status)
 
     @property
     def code(self) -> int | None:
-        """The exit code of the script, after its end; None if the script raised SystemExit itself."""
-        code = _exit_code(self._exit, _ran_to_its_end(self._main))
+        """The exit code, after the end; None after an exception, and if only the launcher will know it."""
+        script = _runner() or self._hook
+        code = None if script is None else script.code
         return INTERRUPTED if code == 0 and Ending.interrupted else code
 
 
@@ -73,6 +75,31 @@ def _end(ending: Ending, process: int) -> None:
         for function, argument in (("_exit", INTERRUPTED), ("fflush", None)):
             address = ctypes.cast(getattr(library, function), ctypes.c_void_p)
             library.__cxa_atexit(address, ctypes.c_void_p(argument), None)
+
+
+def _runner() -> Script | None:
+    """What runs this process's script, if it is `mpishard.launch.worker`, which may be on its way to be imported."""
+    worker = sys.modules.get("mpishard.launch.worker")
+    return None if worker is None else worker.Script.this
+
+
+class _ExitHook:
+    """Finds the exit code of a script that Python itself runs: from the call of `sys.exit`, and from its frame."""
+
+    def __init__(self) -> None:
+        self._main = _main_frame()
+        self._exit: Any = _Unknown
+        self._really_exit: Callable[..., NoReturn] = sys.exit
+        sys.exit = self._note_exit
+
+    def _note_exit(self, status: Any = None, /) -> NoReturn:
+        self._exit = status
+        self._really_exit(status)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of the script, after its end; None if the script raised SystemExit itself."""
+        return _exit_code(self._exit, _ran_to_its_end(self._main))
 
 
 class _Unknown:

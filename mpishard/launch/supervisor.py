@@ -26,6 +26,7 @@ from mpishard.launch.leftovers import Leftovers
 from mpishard.launch.policy import History, Outcome, Policy, Start, Stop, decide, exit_code, name_of
 from mpishard.launch.processes import Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
 from mpishard.launch.progress_monitor import Limits, ProgressMonitor
+from mpishard.launch.python_command import with_runner
 from mpishard.launch.run_folder import RunFolder
 
 _POLL_S = 0.02
@@ -97,6 +98,7 @@ class Supervisor:
         check_shell(self.hosts, job.shell)
         self.ranks = ranks
         self.launcher: Launcher = find_launcher(job.launcher)
+        self._command = with_runner(job.command, elsewhere=bool(self.hosts))
         self._line = ""  # the command line of the last start, as a user would type it
         self._leftovers = Leftovers()  # of the last start
         self._signals: list[int] = []
@@ -176,16 +178,20 @@ class Supervisor:
         job, elastic = self.job, self.job.policy.elastic
         given = {**os.environ, **folder.environment()}
         environment = self.launcher.environment(given, start.ranks, self.slots, elastic)
-        command = self.launcher.command(
-            job.command, start.ranks, hosts=start.hosts, elastic=elastic, shell=job.shell, environment=environment
+        words = self.launcher.command(
+            (), start.ranks, hosts=start.hosts, elastic=elastic, shell=job.shell, environment=environment
         )
         own = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if given.get(name) != value]
-        line = " ".join([*own, shlex.join(command)])
+        line = " ".join([*own, shlex.join([*words, *job.command])])
         if line != self._line:
             self._line = line
             self._say(f"starts {line}")
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True, preexec_fn=die_with_parent
+            [*words, *self._command],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
         )
 
     def _watch(

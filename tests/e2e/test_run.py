@@ -270,7 +270,12 @@ def test_a_failure_that_does_not_come_back_is_survived(run):
     ],
 )
 def test_the_exit_code_is_what_the_run_itself_reports(run, end, code, said):
-    script = "import os, signal, sys, time, mpishard\nfrom mpi4py import MPI\nmesh = mpishard.Mesh()\nmesh.free()\n"
+    script = (
+        "import os, signal, sys, time\nassert 'mpi4py' not in sys.modules\nbefore = sys.exit\nimport mpishard\n"
+        "from mpi4py import MPI\nmesh = mpishard.Mesh()\nmesh.free()\nassert sys.exit is before\n"
+        "def twice(value):\n    return 2 * value\n"
+        "assert MPI.COMM_WORLD.bcast(twice) is twice and __file__ == os.path.abspath(sys.argv[0])\n"
+    )
     ended = run(["-n", 2], f"{script}MPI.COMM_WORLD.Barrier()\n{end}")
     assert (ended.code() == code) if code is not None else (ended.code() != 0), ended.errors
     assert said in ended.errors

@@ -6,6 +6,7 @@ import pytest
 
 from mpishard.comm.mesh import NEWCOMER
 from mpishard.elastic.spawning import BOOT, command
+from mpishard.launch.python_command import RUNNER
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,8 @@ def test_the_script_runs_with_its_options(arguments, options, script):
     expected = ["-X", f"{NEWCOMER}=2x1", *options, "-c", BOOT, *script]
     assert command(["python", *arguments], (2, 1)) == expected
     assert command(["python", *expected], (2, 1)) == expected, "a newcomer recruits others"
+    for runner in ([RUNNER], ["-m", "mpishard.launch.worker"]):  # the runner of `mpishard run`; spawning has its own
+        assert command(["python", *options, *runner, *script], (2, 1)) == expected
 
 
 @pytest.mark.parametrize("arguments", [[], ["-"], ["-u", "-"], ["-i"]])

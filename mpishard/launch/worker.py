@@ -1,0 +1,117 @@
+"""The runner of `mpishard run`: runs a script as Python itself would, and knows afterwards how it ended.
+
+``python worker.py SCRIPT ARGUMENTS...`` or ``python worker.py -m MODULE ARGUMENTS...``.  `mpishard run` starts this
+file by its path.  It imports nothing of mpishard, since that starts MPI in a rank, and a script may set variables or
+options of mpi4py before.  ``python -m mpishard.launch.worker`` does the same, and starts MPI first.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import runpy
+import sys
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+from typing import Any, ClassVar
+
+_NAME = "mpishard.launch.worker"
+
+
+class Script:
+    """The script of this process, which this module runs.
+
+    Attributes
+    ----------
+    this : Script or None
+        None in a process that this module has not started.
+    code : int or None
+        Its exit code; None until it has ended, and after an exception other than SystemExit.
+    """
+
+    this: ClassVar[Script | None] = None
+    code: int | None = None
+
+    def run(self, arguments: list[str]) -> None:
+        """Run ``SCRIPT ARGUMENTS...`` or ``-m MODULE ARGUMENTS...`` as the module ``__main__``.
+
+        Raises
+        ------
+        BaseException
+            What the script raises.  What the interpreter then shows of it begins with the script's own frames.
+        """
+        main = ModuleType("__main__")
+        main.__dict__.update(__builtins__=builtins, __annotations__={}, __file__=None, __cached__=None)
+        sys.modules["__main__"] = main
+        try:
+            if arguments[0] == "-m":
+                _run_module(arguments[1], arguments[2:])
+            else:
+                _run_file(main, arguments)
+        except SystemExit as error:
+            status = error.code
+            self.code = 0 if status is None else status & 0xFF if isinstance(status, int) else 1
+            raise
+        except BaseException as error:
+            _show_without_runner(error)
+            raise
+        self.code = 0
+
+
+def _run_file(main: ModuleType, arguments: list[str]) -> None:
+    sys.argv[:] = arguments
+    path = os.path.join(os.getcwd(), arguments[0])
+    _begin_path(os.path.dirname(os.path.realpath(path)))
+    main.__file__ = path
+    main.__loader__ = loader = SourceFileLoader("__main__", path)
+    try:
+        source = loader.get_data(path)
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {path!r}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    exec(loader.source_to_code(source, path), main.__dict__)
+
+
+def _run_module(name: str, arguments: list[str]) -> None:
+    sys.argv[:] = ["-m", *arguments]
+    _begin_path(os.getcwd())
+    # What the interpreter itself calls for -m.  runpy.run_module would restore __main__ while threads still run.
+    run_as_main: Any = vars(runpy)["_run_module_as_main"]
+    run_as_main(name)
+
+
+def _begin_path(folder: str) -> None:
+    """Set the first entry of ``sys.path``, which is the folder of this file; there is none with -I or -P."""
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
+        sys.path[0] = folder
+
+
+def _show_without_runner(error: BaseException) -> None:
+    """Let the excepthook, which the interpreter calls next, get a traceback that begins in the script."""
+    hook, trace = sys.excepthook, error.__traceback__
+    while trace is not None and _is_not_the_scripts(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+
+    def show(kind: type[BaseException], value: BaseException, whole: TracebackType | None) -> None:
+        sys.excepthook = hook
+        hook(kind, value.with_traceback(trace), trace)
+
+    sys.excepthook = show
+
+
+def _is_not_the_scripts(file: str) -> bool:
+    return file in (__file__, runpy.__file__) or file.startswith("<frozen ")
+
+
+def main() -> None:
+    """Run the script that the arguments of this process name, with the arguments that follow it."""
+    if len(sys.argv) < 2 or sys.argv[1:] == ["-m"]:
+        sys.exit("usage: worker.py SCRIPT ARGUMENTS..., or worker.py -m MODULE ARGUMENTS...")
+    # The module by its own name, whatever it was started as: mpishard finds here how the script has ended.
+    sys.modules[_NAME] = sys.modules["__main__"]
+    Script.this = Script()
+    Script.this.run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The runner of scripts: nothing differs from what Python itself does with them, and it knows how they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpishard
+from mpishard.launch import python_command
+from mpishard.launch.python_command import RUNNER, with_runner, without_runner
+from mpishard.launch.run_folder import Ended, RunFolder
+
+PACKAGE = str(Path(mpishard.__file__).parents[1])
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(mpishard._STARTED_BY)}
+ENVIRONMENT["PYTHONPATH"] = PACKAGE
+ADDRESS = re.compile("0x[0-9a-f]+")
+SEEN = """
+'''What a script sees.'''
+from __future__ import annotations
+import sys
+def function(): pass
+value: int = 1
+print(sys.argv, sys.path, __name__, __doc__, __package__, __spec__, type(__loader__), __builtins__, __annotations__)
+print(__file__, __cached__, function.__module__, function.__code__.co_filename)
+print(sorted(globals()), sys.modules["__main__"].function is function)
+print(sys.exit, sys.excepthook, sys.gettrace(), sys.flags, {"mpishard", "mpi4py"} & set(sys.modules))
+"""
+
+
+def run(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, cwd=cwd, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def both(*words: str, cwd: Path) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
+    """What Python does, and what it does with the runner."""
+    folder = os.getcwd()
+    os.chdir(cwd)
+    try:
+        command = with_runner(["python", *words])[1:]
+    finally:
+        os.chdir(folder)
+    assert RUNNER in command
+    return run(*words, cwd=cwd), run(*command, cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "script.py",
+        "./folder/other.py a -m b",
+        "link.py --flag",
+        "-P script.py",
+        "-Iu -X dev -W error script.py",
+        "-m script x y",
+        "-m package -v",
+        "-m package.module",
+        "-Bm package.module",
+    ],
+)
+def test_a_script_sees_what_it_sees_without(words: str, tmp_path: Path) -> None:
+    for name in ("script.py", "folder/other.py", "package/module.py", "package/__main__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(SEEN)
+    (tmp_path / "package/__init__.py").write_text("")
+    (tmp_path / "link.py").symlink_to("folder/other.py")
+    plain, runs = both(*words.split(), cwd=tmp_path)
+    assert plain.returncode == 0 == runs.returncode, plain.stderr + runs.stderr
+    assert ADDRESS.sub("", runs.stdout) == ADDRESS.sub("", plain.stdout)
+
+
+ENDS = [
+    ("pass", 0),
+    ("sys.exit()", 0),
+    ("sys.exit(3)", 3),
+    ("sys.exit(-1)", 255),
+    ("sys.exit(True)", 1),
+    ("sys.exit('no data')", 1),
+    ("raise SystemExit(4)", 4),
+    ("def f():\n    sys.exit(5)\nf()", 5),
+    ("try:\n    sys.exit(6)\nexcept SystemExit:\n    pass", 0),
+    ("thread = threading.Thread(target=sys.exit, args=(7,))\nthread.start()\nthread.join()", 0),
+    ("threading.Timer(0.01, lambda: None).start()", 0),
+    ("1 / 0", None),
+    ("def f():\n    raise ValueError('bad')\ntry:\n    1 / 0\nexcept ZeroDivisionError as e:\n    f()", None),
+    (
+        "def f():\n    raise ValueError('bad')\ntry:\n    f()\nexcept ValueError as e:\n    raise KeyError(2) from e",
+        None,
+    ),
+    ("raise ExceptionGroup('two', [ValueError(1), KeyError(2)])", None),
+    ("import json\njson.loads('{')", None),
+    ("import no_such_module", None),
+    ("exec('1 +')", None),
+    ("x = = 1", None),
+    ("x = '\\udc00\\x00", None),
+    ("raise KeyboardInterrupt", None),
+    ("class Stop(BaseException): pass\nraise Stop(1)", None),
+    ("sys.excepthook = lambda *e: print(e, e[2].tb_frame.f_code, e[2].tb_next, sys.excepthook)\n1 / 0", None),
+    ("os._exit(8)", None),
+    ("os.kill(os.getpid(), 15)", None),
+]
+
+
+# Lets a script print what its runner knows, at its end.
+BEGIN = """import atexit, os, sys, threading
+def tell():
+    worker = sys.modules.get("mpishard.launch.worker")
+    print("exit code", worker and worker.Script.this.code)
+atexit.register(tell)
+"""
+CODE = "exit code .*\n"
+
+
+@pytest.mark.parametrize(("end", "code"), ENDS)
+def test_a_script_ends_as_without(end: str, code: int | None, tmp_path: Path) -> None:
+    """With the same exit code and output, which a traceback belongs to; the runner knows the code."""
+    (tmp_path / "script.py").write_text(BEGIN + end)
+    plain, runs = both("script.py", "argument", cwd=tmp_path)
+    assert runs.returncode == plain.returncode
+    assert runs.stderr == plain.stderr
+    told, out = re.findall(CODE, runs.stdout), re.sub(CODE, "", runs.stdout)
+    assert ADDRESS.sub("", out) == ADDRESS.sub("", re.sub(CODE, "", plain.stdout))
+    assert told in ([f"exit code {code}\n"], [] if code is None else None)
+
+
+@pytest.mark.parametrize("module", ["failing", "package", "package.absent", "absent"])
+def test_a_module_that_fails(module: str, tmp_path: Path) -> None:
+    """The frames of runpy, which Python shows before those of the module, are left out."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("")
+    for name in ("failing.py", "package/__main__.py"):
+        (tmp_path / name).write_text("def f():\n    1 / 0\nf()\n")
+    plain, runs = both("-m", module, cwd=tmp_path)
+    assert runs.returncode == plain.returncode == 1
+    assert runs.stderr == re.sub('  File "<frozen runpy>.*\n', "", plain.stderr) != ""
+
+
+def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+    """As on another host."""
+    runs = run(RUNNER, "absent.py", cwd=tmp_path)
+    assert runs.returncode == 2 and f"can't open file '{tmp_path}/absent.py': [Errno 2]" in runs.stderr
+    for words in ([RUNNER], [RUNNER, "-m"]):
+        assert "usage: worker.py SCRIPT" in run(*words, cwd=tmp_path).stderr
+
+
+MAIN = """
+import multiprocessing, pickle, sys
+from dataclasses import dataclass
+
+@dataclass
+class Point:
+    x: int
+
+def twice(point):
+    return Point(2 * point.x), sys.argv, __name__
+
+if __name__ == "__main__":
+    assert pickle.loads(pickle.dumps(twice)) is twice
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    assert MPI.pickle.loads(MPI.pickle.dumps([twice, Point(3)])) == [twice, Point(3)]
+    assert world.bcast((twice, Point)) == (twice, Point)
+    for method in ("spawn", "forkserver", "fork"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            (found,) = pool.map(twice, [Point(3)])
+        assert found == (Point(6), sys.argv, "__main__" if method == "fork" else "__mp_main__"), found
+    print("done")
+"""
+
+
+@pytest.mark.parametrize("words", ["script.py 1", "-m script 1"])
+def test_main_is_found_by_pickle_and_by_processes_that_it_starts(words: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(MAIN)
+    for done in both(*words.split(), cwd=tmp_path):
+        assert done.returncode == 0 and done.stdout == "done\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "end", "ended"),
+    [
+        ([RUNNER, "script.py"], "raise SystemExit(3)", Ended(3)),
+        ([RUNNER, "script.py"], "sys.exit()", Ended(0)),
+        ([RUNNER, "script.py"], "from mpishard.launch.endings import note_run; note_run(True)", Ended(130)),
+        ([RUNNER, "script.py"], "raise ArithmeticError", None),
+        ([RUNNER, "-m", "script"], "sys.exit(75)", Ended(75)),
+        (["-m", "mpishard.launch.worker", "script.py"], "raise SystemExit(3)", Ended(3)),
+        (["script.py"], "sys.exit(3)", Ended(3)),  # by the hook
+        (["script.py"], "raise SystemExit(3)", Ended(None)),
+    ],
+)
+def test_what_the_supervisor_hears(words: list[str], end: str, ended: Ended | None, tmp_path: Path) -> None:
+    hooked = words == ["script.py"]
+    begin = f"import sys\nbefore = sys.exit\nimport mpishard\nassert (sys.exit is before) == {not hooked}\n"
+    (tmp_path / "script.py").write_text(begin + end)
+    folder = RunFolder.create(tmp_path / "run")
+    done = run(*words, cwd=tmp_path, **folder.environment())
+    assert folder.ended == ended, done.stderr
+    assert (folder.failure is None) == (ended is not None) and (folder.started), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "script"),
+    [
+        ("python script.py -m a", "", "script.py -m a"),
+        ("/usr/bin/python3 ./script.py", "", "./script.py"),
+        ("python3.11 -uX dev -Wd script.py", "-uX dev -Wd", "script.py"),
+        ("python -um package a", "-u", "-m package a"),
+        ("python -mpackage", "", "-m package"),
+        ("python --check-hash-based-pycs never script.py", "--check-hash-based-pycs never", "script.py"),
+    ],
+)
+def test_where_the_runner_goes(words: str, options: str, script: str, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    command = words.split()
+    expected = [command[0], *options.split(), RUNNER, *script.split()]
+    assert with_runner(command) == expected == with_runner(expected)
+    assert without_runner([RUNNER, *script.split()]) == script.split() == without_runner(script.split())
+    assert with_runner(command, elsewhere=True) == command
+    monkeypatch.setattr(python_command.sys, "executable", command[0])
+    assert with_runner(command, elsewhere=True) == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pytest script.py",
+        "ipython script.py",
+        "pythonic script.py",
+        "python",
+        "python -",
+        "python -c pass",
+        "python -ic pass",
+        "python -i script.py",
+        "python -xu script.py",
+        "python -V",
+        "python --help",
+        "python -m",
+        "python -X",
+        "python absent.py",
+        "python folder",
+        "python archive",
+        "python script.pyc",
+        "python -m mpishard.launch.worker script.py",
+    ],
+)
+def test_commands_that_are_left_alone(words: str, tmp_path: Path, monkeypatch) -> None:
+    for name in ("script.py", "script.pyc"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "archive").write_bytes(b"PK\5\6" + bytes(18))
+    monkeypatch.chdir(tmp_path)
+    assert with_runner(words.split()) == words.split()
