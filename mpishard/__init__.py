@@ -179,7 +179,7 @@ if _runs_distributed():
 
         check_before_mpi()
 
-        from mpishard.comm.watchdog import abort_on_exception, restore_sigusr1
+        from mpishard.comm.abort import abort_on_exception, restore_sigusr1
         from mpishard.elastic.completion import watch_script
 
         abort_on_exception()

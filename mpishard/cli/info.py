@@ -12,7 +12,7 @@ import typer
 from mpi4py import MPI
 
 from mpishard.cli.info_text import show
-from mpishard.comm.watchdog import abort
+from mpishard.comm.abort import abort
 from mpishard.environment import collect, findings, launch_of, launches
 
 _PATIENCE_S = 30.0

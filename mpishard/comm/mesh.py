@@ -16,11 +16,12 @@ from mpi4py import MPI
 
 from mpishard.arguments import flag
 from mpishard.backend.blas_threads import limit_blas_threads
+from mpishard.comm.abort import abort_on_exception
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.comparison import Comparison
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.watchdog import Watchdog, abort_on_exception
+from mpishard.comm.watchdog import Watchdog
 from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
 from mpishard.layout.local_layout import ModelParallelRank
 

@@ -1,304 +1,39 @@
-"""Ends the job when a rank fails, so that no rank waits for ever, and reports which rank failed.
+"""Ends the job when a collective waits too long, and reports where each rank is.
 
-If any rank raises an uncaught exception, that rank prints its traceback and aborts the job.  On every rank a watchdog
-thread detects a collective that exceeds the time limit.  The thread asks all ranks where they are, prints where each
-rank waits and which ranks are missing, and aborts the job.  The threads have a communicator of their own.  A death
-monitor reports the rank that is killed.
-
-Under Open MPI's ULFM, ``MPI_Abort`` ends only the rank that calls it, and MPI does not inform the other ranks (5.0.11,
-4 ranks).  Nor does MPI inform them of a rank that ends with an exit code other than 0.  MPI does inform them of a rank
-that a signal kills.  So under ULFM a rank that aborts the job kills itself, and the informed ranks do the same.
+On every rank a watchdog thread detects a collective that exceeds the time limit.  The thread asks all ranks where they
+are, prints where each rank waits and which ranks are missing, and aborts the job.  The threads have a communicator of
+their own.  A death monitor reports the rank that is killed.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import os
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
+from mpishard.comm.abort import FIRST_S, LAST_S, abort, dead_ranks, forget, let_mpi_progress
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.comm.death_monitor import DeathMonitor, silence_death_monitors
+from mpishard.comm.death_monitor import DeathMonitor
 from mpishard.comm.ledger import Call, Ledger
-from mpishard.launch.endings import INTERRUPTED
-from mpishard.launch.tracebacks import describe
+from mpishard.comm.time_limit import LEAST_S, TimeLimit
 
 _ASK, _ASK_ALL, _ANSWER, _FAILED = 1, 2, 3, 4
 _POLL_S = 0.25
 # After this wait a rank asks its neighbour whether it is still in the script.
 _SUSPICION_S = 5.0
 _ANSWER_S = 2.0
-_FLUSH_S = 0.2
-# The default time limits of a collective: seconds before the first step is over, when one rank may read data or compile
-# while the others wait; seconds if all ranks wait, and at least; and afterwards a multiple of the longest step.
-_SET_UP_S, _LEAST_S, _STEPS = 1800.0, 120.0, 10
-# How often a rank asks, before the first step is over, whether any rank is at work.
-_LOOK_S = 15.0
-# How long other ranks leave to the first to report an error that all have; it ends them by then.
-_FIRST_S = 1.0
-# Time until a Ctrl-C is sent again that Python ignored, since it came where no exception can be raised.
-_AGAIN_S = 0.05
+# How often a rank asks, before the first step is over, whether any rank is at work, and after which wait.
+_LOOK_S, _IDLE_S = 15.0, LEAST_S
 # How long the first rank waits to hear whether all have failed.
 _ALIKE_S = 0.6
-# The longest wait of a rank for others that end too, and its sleep between two checks.
-_LAST_S, _NAP_S = 5.0, 0.02
 # Longest answer; more stack frames fit than anybody reads.
 _ANSWER_BYTES = 2000
-
-
-def abort(message: str, code: int = 1) -> None:
-    """Print `message` on stderr and end every process of the job with an exit code."""
-    hook = sys.excepthook if isinstance(sys.excepthook, _AbortOnException) else None
-    if hook is not None and hook.alone:
-        die(message)
-    if hook is not None and hook.note_abort is not None:
-        hook.note_abort()
-    silence_death_monitors()
-    if heals_in_place():
-        _end_with_others(message, code)
-    _print(message)
-    with contextlib.suppress(OSError):  # no output after ours: MPICH prints from this process that MPI_Abort was called
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    MPI.COMM_WORLD.Abort(code)
-
-
-def die(message: str) -> NoReturn:
-    """Print `message` on stderr and kill this process alone, so that ULFM informs the others.
-
-    MPI_Finalize would wait for the others, and ULFM does not inform them of an exit code other than 0.
-    """
-    _print(message)
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("this process lives")
-
-
-def _end_with_others(message: str, code: int) -> NoReturn:
-    """`abort` under ULFM: the others are informed of the death of this process and end in the same way.
-
-    The lowest rank stays until the others are gone and exits with `code`: killed ranks do not set the launcher's code.
-    """
-    world = MPI.COMM_WORLD
-    dead = _dead()
-    if not dead or not set(range(world.rank)) <= set(dead):
-        die(message)
-    _print(message)
-    deadline = time.monotonic() + _LAST_S
-    while len(_dead()) < world.size - 1:
-        if time.monotonic() > deadline:
-            os.kill(os.getpid(), signal.SIGKILL)
-        _progress()
-    os._exit(code)
-
-
-def _print(message: str) -> None:
-    if not message:
-        return
-    sys.stderr.write(message if message.endswith("\n") else message + "\n")
-    sys.stderr.flush()
-    time.sleep(_FLUSH_S)  # launchers drop the output still in the pipe when the job is aborted
-
-
-def _dead() -> list[int]:
-    """The ranks that MPI reports as dead."""
-    world = MPI.COMM_WORLD
-    return sorted(MPI.Group.Translate_ranks(world.Get_failed(), None, world.Get_group()))
-
-
-def _dead_within(seconds: float) -> list[int]:
-    """The ranks reported dead within so many seconds, or until rank 0 is; none if MPI reports no deaths."""
-    if not heals_in_place():
-        time.sleep(seconds)
-        return []
-    deadline = time.monotonic() + seconds
-    while 0 not in _dead() and time.monotonic() < deadline:
-        _progress()
-    return _dead()
-
-
-def _progress() -> None:
-    """Sleep, and let MPI notice deaths, which it does only inside its calls."""
-    with contextlib.suppress(MPI.Exception):
-        MPI.COMM_WORLD.Iprobe()
-    time.sleep(_NAP_S)
-
-
-def _print_error(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    """The excepthook of a process without others, which ends by itself."""
-    interrupted = issubclass(kind, KeyboardInterrupt)
-    sys.stderr.write("mpishard: ended by Ctrl-C\n" if interrupted else describe(error or kind(), trace))
-
-
-def _try_again(ignored: sys.UnraisableHookArgs) -> None:
-    """The process's unraisablehook: send a Ctrl-C again that came in a callback from C, e.g. while kernels compile."""
-    main = threading.main_thread().ident
-    if issubclass(ignored.exc_type, KeyboardInterrupt) and main is not None:
-        timer = threading.Timer(_AGAIN_S, signal.pthread_kill, (main, signal.SIGINT))  # this wakes the thread, too
-        timer.daemon = True
-        timer.start()
-    else:
-        sys.__unraisablehook__(ignored)
-
-
-class _AbortOnException:
-    """The process's excepthook: prints the traceback with the rank and, if known, the step, then aborts."""
-
-    def __init__(self) -> None:
-        self.ledger: Ledger | None = None
-        self.note: Callable[[BaseException, int], None] | None = None
-        self.note_abort: Callable[[], None] | None = None
-        self.watchdog: Watchdog | None = None
-        self.alone = False
-        self._first = threading.Lock()
-
-    def __call__(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-        if MPI.Is_finalized():
-            sys.__excepthook__(kind, error or kind(), trace)
-            return
-        self._first.acquire()  # never released: another thread that fails has nothing to add
-        comm = MPI.COMM_WORLD
-        number = self.ledger.step if self.ledger is not None else 0
-        step = f" at step {number}" if number else ""
-        if self.note is not None:
-            self.note(error or kind(), number)
-        if issubclass(kind, KeyboardInterrupt):
-            if comm.rank > 0:
-                time.sleep(_FIRST_S)
-            abort(f"mpishard: Ctrl-C{step} ends the job", INTERRUPTED)
-        text = describe(error or kind(), trace)
-        if self.alone:
-            die(f"mpishard: process {comm.rank} failed{step} and leaves the run\n{text}")
-        failed = self.watchdog.gather_failures() if self.watchdog is not None else []
-        dead = _dead_within(_FIRST_S if comm.rank > 0 and not failed else 0.0)
-        if 0 in dead and len(failed) == comm.size:
-            abort("")  # rank 0 has reported the error of all
-        if dead and (isinstance(error, MPI.Exception) or 0 in dead):
-            why = text.splitlines()[-1]
-            abort(f"mpishard: rank {comm.rank} of {comm.size} ends{step} after rank {dead[0]} has: {why}")
-        if len(failed) < 2:
-            abort(f"mpishard: rank {comm.rank} of {comm.size} failed{step} and ends the job\n{text}")
-        some = f"ranks {', '.join(map(str, failed))} of {comm.size}"
-        who = f"all {comm.size} ranks" if len(failed) == comm.size else some
-        abort(f"mpishard: {who} failed{step} and end the job; of rank {comm.rank}:\n{text}")
-
-    def in_thread(self, args: threading.ExceptHookArgs) -> None:
-        if args.exc_type is not SystemExit:
-            self(args.exc_type, args.exc_value, args.exc_traceback)
-
-
-def abort_on_exception(
-    ledger: Ledger | None = None,
-    *,
-    note: Callable[[BaseException, int], None] | None = None,
-    note_abort: Callable[[], None] | None = None,
-    watchdog: Watchdog | None = None,
-) -> None:
-    """Make an uncaught exception in any thread of this process abort the job, if it has several ranks.
-
-    Importing mpishard does this, since a rank may fail before it has a mesh; a mesh adds its ledger, which knows the
-    step.  Interactive sessions are left alone.  A single rank that no other has spawned only gets a shorter traceback,
-    unless a caller asks for a note.
-
-    Parameters
-    ----------
-    note : callable, optional
-        Called first, with the exception and the step, 0 if it is not known.
-    note_abort : callable, optional
-        Called before this process ends the job, for that or another reason.
-    watchdog : Watchdog, optional
-        With it ranks that fail together learn of each other, so that one of them reports for all.
-    """
-    known = isinstance(sys.excepthook, _AbortOnException)
-    alone = MPI.COMM_WORLD.size == 1 and MPI.Comm.Get_parent() == MPI.COMM_NULL
-    if hasattr(sys, "ps1"):
-        return
-    if sys.unraisablehook is sys.__unraisablehook__:
-        sys.unraisablehook = _try_again
-    if alone and note is None and not known:
-        if sys.excepthook is sys.__excepthook__:
-            sys.excepthook = _print_error
-        return
-    if not isinstance(sys.excepthook, _AbortOnException):
-        hook = _AbortOnException()
-        sys.excepthook, threading.excepthook = hook, hook.in_thread
-    assert isinstance(sys.excepthook, _AbortOnException)
-    sys.excepthook.ledger, sys.excepthook.watchdog = ledger, watchdog
-    sys.excepthook.note = note or sys.excepthook.note
-    sys.excepthook.note_abort = note_abort or sys.excepthook.note_abort
-
-
-def restore_sigusr1() -> None:
-    """Let SIGUSR1 end a script that has no handler for it; a batch script asks ranks to leave with that signal.
-
-    MPICH installs a handler when it starts, which ignores the signal: the job would run into its time limit, and nobody
-    would queue it again.
-    """
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-
-def fail_alone(alone: bool) -> None:
-    """Set whether an uncaught exception ends this process only; MPI informs the others (ULFM)."""
-    if isinstance(sys.excepthook, _AbortOnException):
-        sys.excepthook.alone = alone
-
-
-class TimeLimit:
-    """How many seconds a collective may wait: the chosen number, or one that follows from the longest step so far.
-
-    Parameters
-    ----------
-    chosen : float or None
-        None: `_SET_UP_S` until the first step is over; then ten times the longest step (from its begin to the begin of
-        the next), at least `_LEAST_S`.
-    """
-
-    def __init__(self, chosen: float | None) -> None:
-        self.chosen = chosen
-        self._step = 0
-        self._began = 0.0
-        self._longest: float | None = None
-
-    def note(self, step: int, now: float, any_over: bool = False) -> None:
-        """Note that `step` is under way at the time `now`; 0 before the first.
-
-        `any_over`: a step has ended, perhaps before the first call of this.
-        """
-        if any_over and self._longest is None:
-            self._longest = 0.0
-        if step == self._step:
-            return
-        if self._step:
-            self._longest = max(self._longest or 0.0, now - self._began)
-        self._step, self._began = step, now
-
-    @property
-    def in_set_up(self) -> bool:
-        """Whether no limit was chosen and no step is over."""
-        return self.chosen is None and self._longest is None
-
-    @property
-    def seconds(self) -> float:
-        if self.chosen is not None:
-            return self.chosen
-        return _SET_UP_S if self._longest is None else max(_LEAST_S, _STEPS * self._longest)
-
-    def __str__(self) -> str:
-        ways = "MPISHARD_TIMEOUT or Mesh(timeout=...)"
-        if self.chosen is not None:
-            return f"{self.seconds:g} s ({ways})"
-        rule = f"{_STEPS} times the longest step and at least {_LEAST_S:g} s"
-        return (
-            f"{self.seconds:.0f} s ({'before the first step' if self._longest is None else rule}; {ways} sets another)"
-        )
 
 
 class _Reply(NamedTuple):
@@ -339,8 +74,7 @@ class Watchdog:
     def close(self) -> None:
         """End the watch and free the communicator."""
         atexit.unregister(self._end_of_script)
-        if isinstance(sys.excepthook, _AbortOnException) and sys.excepthook.watchdog is self:
-            sys.excepthook.watchdog = None
+        forget(self)
         self._leave("has freed its mesh")
         if self._death_monitor is not None:
             self._death_monitor.close()
@@ -371,10 +105,10 @@ class Watchdog:
             if self._thread is None:
                 with contextlib.suppress(MPI.Exception):
                     self._serve()
-            patience = _LAST_S if min(self._failed) < comm.rank else _FIRST_S if comm.rank else _ALIKE_S
-            if time.monotonic() - began > patience or (heals_in_place() and 0 in _dead()):
+            patience = LAST_S if min(self._failed) < comm.rank else FIRST_S if comm.rank else _ALIKE_S
+            if time.monotonic() - began > patience or (heals_in_place() and 0 in dead_ranks()):
                 break
-            _progress()
+            let_mpi_progress()
         return sorted(self._failed)
 
     def _end_of_script(self) -> None:
@@ -404,9 +138,9 @@ class Watchdog:
             waited = time.perf_counter() - call.began
             if waited > self._limit.seconds:
                 self._report(f"past the time limit of {self._limit}")
-            elif waited > _LEAST_S and self._limit.in_set_up and now > self._next_look:
+            elif waited > _IDLE_S and self._limit.in_set_up and now > self._next_look:
                 self._next_look = now + _LOOK_S
-                self._report(f"and no rank has been at work for {_LEAST_S:g} s", if_all_idle=True)
+                self._report(f"and no rank has been at work for {_IDLE_S:g} s", if_all_idle=True)
             elif waited > _SUSPICION_S:
                 self._ask_neighbour(call)
 
@@ -451,7 +185,7 @@ class Watchdog:
         call = self._ledger.waiting
         if call is not None:
             waited = time.perf_counter() - call.began
-            return _Reply(waited > _LEAST_S, f"waits {waited:.1f} s in {call}")
+            return _Reply(waited > _IDLE_S, f"waits {waited:.1f} s in {call}")
         if self._leaving:
             return _Reply(True, self._leaving)
         frame = sys._current_frames().get(self._main or 0)

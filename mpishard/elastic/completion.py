@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from mpi4py import MPI
 
-from mpishard.comm.watchdog import abort_on_exception
+from mpishard.comm.abort import abort_on_exception
 from mpishard.launch.endings import Ending
 from mpishard.launch.interrupts import Interrupts
 from mpishard.launch.processes import die_with_single_threaded_parent, end_with_daemon

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from mpi4py import MPI
 
+from mpishard.comm.abort import die
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.comm.watchdog import die
 
 # The operations take milliseconds.  After a death is known, those that can end will have ended within the grace time.
 _GRACE_S = 2.0

@@ -20,8 +20,8 @@ from typing import ClassVar, NoReturn
 from mpi4py import MPI
 
 from mpishard.backend.compiled import prepare
+from mpishard.comm.abort import fail_alone
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.comm.watchdog import fail_alone
 from mpishard.elastic.guarded_calls import in_time
 from mpishard.elastic.spawning import CALL, COMES, FAILED, HELLO, HERE, NAP_S, WORD, meet, messages
 

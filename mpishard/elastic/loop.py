@@ -28,9 +28,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.backend.blas_threads import own_cores
+from mpishard.comm.abort import die, fail_alone
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.reshard import reshard_state
-from mpishard.comm.watchdog import die, fail_alone
 from mpishard.data_parallel.settings import agree_on_settings
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.committed_state import Committed

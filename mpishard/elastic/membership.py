@@ -16,11 +16,11 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.comm.abort import die
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh import newcomer_cell
-from mpishard.comm.watchdog import die
 from mpishard.elastic.guarded_calls import in_time
 from mpishard.elastic.joining import JoiningProcess
 from mpishard.elastic.spawning import SpawnRequest, meet

@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
+from mpishard.comm.abort import die
 from mpishard.comm.mesh import NEWCOMER
-from mpishard.comm.watchdog import die
 from mpishard.launch.python_command import parted, without_runner
 
 # Tags of the messages from joining processes to the leader, and WORD for the leader's; then the leader's two words.

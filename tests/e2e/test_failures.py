@@ -188,7 +188,7 @@ def test_a_set_up_is_waited_for_unless_nobody_is_at_work(tmp_path: Path, mpirun:
     script.write_text(
         "import time, numpy as np, mpishard\n"
         "from mpishard.comm import watchdog\n"
-        "watchdog._LEAST_S = watchdog._LOOK_S = 1.0\n"
+        "watchdog._IDLE_S = watchdog._LOOK_S = 1.0\n"
         "with mpishard.Mesh() as mesh:\n"
         "    time.sleep(4 * (mesh.rank == 0))\n"
         "    mesh.world.barrier()\n"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import mpishard
-from mpishard.comm.watchdog import _try_again
+from mpishard.comm.abort import _try_again
 from mpishard.launch.interrupts import deferred
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.watchdog import TimeLimit
+from mpishard.comm.time_limit import TimeLimit
 
 
 def test_a_choice_of_the_users_stands() -> None:
