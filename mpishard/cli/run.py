@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from mpishard.launch import supervisor_main
-from mpishard.launch.hosts import parse_hosts
+from mpishard.launch.hosts import HostSettings, parse_hosts
 from mpishard.launch.policy import Policy
 from mpishard.launch.progress_monitor import Limits
 from mpishard.launch.supervisor import Job
@@ -74,15 +74,12 @@ def run(
     job = Job(
         tuple(words),
         ranks,
-        hosts,
+        HostSettings(hosts, remote_shell, probe_every, probe_limit),
         Policy(elastic, replace, min_workers, multiple_of, max_restarts),
         None if folder is None else str(folder),
         launcher,
-        remote_shell,
         grace,
         Limits(start_limit, step_limit, heal_limit, end_limit),
-        probe_every,
-        probe_limit,
     )
     # The supervisor replaces this process: it runs without MPI, which may be running here if a launcher started this.
     mpi = sys.modules.get("mpi4py.MPI")

@@ -89,7 +89,7 @@ class Completion:
         self._thread.start()
 
     def _speaks(self) -> bool:
-        return not self.is_silent if self._run.healed else self._is_first
+        return not self.is_silent if self._run.has_healed else self._is_first
 
     def _note_failure(self, error: BaseException, step: int) -> None:
         # No failures of this script: a death elsewhere causes errors of MPI, and an interrupt comes from outside.

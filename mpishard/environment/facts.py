@@ -55,6 +55,8 @@ class Blas:
 class Process:
     """A process among others.
 
+    The fields are many since each is a key of that JSON, which groups would change.
+
     Parameters
     ----------
     rank, ranks : int

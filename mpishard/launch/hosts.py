@@ -32,6 +32,26 @@ class Host:
         return self.name in _local_names()
 
 
+@dataclass(frozen=True)
+class HostSettings:
+    """The hosts of a job, and how they are reached.
+
+    Parameters
+    ----------
+    names : str
+        ``NAME:SLOTS,...``; empty: this host.
+    shell : str, optional
+        The program that reaches a host, as ``SHELL HOST COMMAND``; default ssh.
+    probe_every, probe_limit : float
+        Seconds between two probes of the hosts, and for a host to answer.
+    """
+
+    names: str = ""
+    shell: str | None = None
+    probe_every: float = 5.0
+    probe_limit: float = 10.0
+
+
 @functools.cache
 def _local_names() -> tuple[str, ...]:
     return "localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from mpishard.launch.endings import INTERRUPTED
 from mpishard.launch.hosts import Host
-from mpishard.launch.run_folder import Ended, Failure
+from mpishard.launch.run_folder import Failure, Notes
 
 # Signals that end ranks; MPICH's launcher returns their plain numbers.
 _SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
@@ -57,23 +57,10 @@ class Outcome:
     ----------
     code : int
         Exit code of the launcher; if negative, the signal that killed it.
-    started : bool
-        Rank 0, and so all ranks, have imported mpishard: MPI initialises them together.
+    notes : Notes
+        What its processes had noted before it was ended.
     half_started : bool
         The job was ended since some ranks had not imported mpishard.
-    step : int
-        The last noted step, 0 if there is none.
-    ended : Ended or None
-        The completion marker.
-    given_up : Ended or None
-        Set if a rank other than the first left its script with an exit code other than 0; launchers may then end the
-        others.
-    failure : Failure or None
-        An uncaught exception of a rank.
-    aborted : bool
-        A rank has tried to end the job.
-    healed : int
-        Number of ranks left after the job last continued in place after a death; 0 if it never did.
     lost : bool
         The job was ended since a host did not answer.
     stopped : int
@@ -81,14 +68,8 @@ class Outcome:
     """
 
     code: int
-    started: bool = True
+    notes: Notes
     half_started: bool = False
-    step: int = 0
-    ended: Ended | None = None
-    given_up: Ended | None = None
-    failure: Failure | None = None
-    aborted: bool = False
-    healed: int = 0
     lost: bool = False
     stopped: int = 0
 
@@ -128,19 +109,19 @@ class Start:
 
 def reported(outcome: Outcome) -> int | None:
     """The exit code that the run itself has noted, whatever the launcher returns; None if it did not end in order."""
-    ended = outcome.ended
-    if not outcome.healed and (ended is None or ended.code == 0):
+    ended = outcome.notes.ended
+    if not outcome.notes.healed and (ended is None or ended.code == 0):
         # A rank that left on purpose or failed; the others did not note that they go on without it.
-        if outcome.given_up is not None:
-            ended = outcome.given_up
-        elif outcome.failure is not None:
+        if outcome.notes.given_up is not None:
+            ended = outcome.notes.given_up
+        elif outcome.notes.failure is not None:
             return None
-    if ended is None or (outcome.aborted and not ended.code):
+    if ended is None or (outcome.notes.aborted and not ended.code):
         return None
     if ended.code is not None:
         return ended.code
     code = exit_code(outcome.code)
-    return 0 if outcome.healed and code > 128 else code  # a signal: that which killed the dead ranks
+    return 0 if outcome.notes.healed and code > 128 else code  # a signal: that which killed the dead ranks
 
 
 def exit_code(launcher: int) -> int:
@@ -156,7 +137,7 @@ def name_of(number: int) -> str:
 def _died_early(outcome: Outcome) -> bool:
     """Whether ranks were lost before all had imported mpishard; not if the script ended there on all ranks."""
     by_signal = outcome.code < 0 or outcome.code > 128 or outcome.code in _SIGNALS
-    return not outcome.started and (outcome.half_started or by_signal)
+    return not outcome.notes.started and (outcome.half_started or by_signal)
 
 
 def decide(
@@ -177,7 +158,7 @@ def decide(
         return Stop(128 + outcome.stopped if outcome.stopped and code == INTERRUPTED else code)
     if outcome.stopped:
         return Stop(128 + outcome.stopped, f"was ended by {name_of(outcome.stopped)}")
-    failure = outcome.failure
+    failure = outcome.notes.failure
     # A launcher that returns 0 for a job that did not end in order is wrong.
     code = 1 if failure is not None or outcome.half_started else exit_code(outcome.code) or 1
     what = _what(outcome, answering != hosts)
@@ -187,13 +168,13 @@ def decide(
     if not history.step and tuple(answering) == tuple(hosts):
         if early and history.died_early:
             return Stop(code, f"{what}: the same twice, so another start would end like this one")
-        if not outcome.started and not early:
+        if not outcome.notes.started and not early:
             return Stop(code, what)
     if failure is not None and failure.trained:
         return Stop(code, what)
     if failure is not None and failure.same_as(history.failure):
         return Stop(code, f"{what}: the same failure twice, so another start would end like this one")
-    progress = outcome.step > history.step
+    progress = outcome.notes.step > history.step
     restarts = 1 if progress else history.restarts + 1
     if restarts > policy.max_restarts:
         return Stop(code, f"{what}; {restarts - 1} restarts have brought it no further than step {history.step}")
@@ -203,13 +184,13 @@ def decide(
     ranks = history.asked if policy.replace and progress else history.ranks
     if ranks_lost and not (policy.replace and (progress or not history.restarts)):
         # Launchers do not report the number of dead ranks; the ranks that went on without them do.
-        fewer = min(ranks - 1, outcome.healed or ranks)
+        fewer = min(ranks - 1, outcome.notes.healed or ranks)
         ranks = ranks if policy.replace and fewer < least else fewer
     slots = sum(host.slots for host in answering) if hosts else ranks
     now = min(ranks, slots) // policy.multiple_of * policy.multiple_of
     if now < least:
         return Stop(code, f"{what}; {min(ranks, slots)} ranks are left and {least} are needed")
-    history = History(history.asked, ranks, max(history.step, outcome.step), restarts, failure, early)
+    history = History(history.asked, ranks, max(history.step, outcome.notes.step), restarts, failure, early)
     return Start(now, tuple(answering), history, what)
 
 
@@ -217,14 +198,14 @@ def _what(outcome: Outcome, hosts_lost: bool) -> str:
     """How a job failed, for a message."""
     if outcome.lost or hosts_lost:
         return "has a host that does not answer"
-    if outcome.failure is not None:
-        return f"failed by {outcome.failure}"
+    if outcome.notes.failure is not None:
+        return f"failed by {outcome.notes.failure}"
     if outcome.code < 0:
         return f"lost its launcher to signal {-outcome.code}"
     if _died_early(outcome):
         reports = "" if outcome.half_started else f" (the launcher reports {outcome.code})"
         return f"lost ranks before all had imported mpishard{reports}"
-    if not outcome.started:
+    if not outcome.notes.started:
         return f"did not start, or its script never imported mpishard (the launcher reports {outcome.code})"
     if outcome.code == 0:
         return "ended without its completion marker, though the launcher reports success"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from mpishard.launch.run_folder import RunFolder
+from mpishard.launch.run_folder import Heal, Notes, RunFolder
 
 _STEPS = 3
 # Seconds that a job has to end by itself, since other ranks may still print errors.
@@ -62,7 +62,7 @@ class ProgressMonitor:
         self._aborted: float | None = None
         self._gone: tuple[float, int] = 0.0, 0
         self._training: bool | None = None
-        self._heal = 0.0, 0
+        self._heal: Heal | None = None
         # After a death: a step that is later than this one proves progress, and makes it None.  The step after the last
         # committed one proves nothing, since it may have been noted before the death.
         self._step_to_pass: int | None = None
@@ -72,20 +72,21 @@ class ProgressMonitor:
     def look(self, gone: int = 0) -> str:
         """The reason why the job must be ended, or empty.  `gone`: the number of its ranks that do not run."""
         now = time.monotonic()
-        has_ended = self._folder.ended is not None
+        notes = self._folder.notes
+        has_ended = notes.ended is not None
         if has_ended and not self.has_ended:
             self._since = now
         self.has_ended = has_ended
         died = gone > self._gone[1]
         if gone != self._gone[1]:
             self._gone = now, gone
-        if self._aborted is None and self._folder.aborted:
+        if self._aborted is None and notes.aborted:
             self._aborted = now
-        self.started = self.started or self._folder.started
+        self.started = self.started or notes.started
         if self._aborted is not None and now - self._aborted > _ABORT_S:
             return f"a rank has failed, and the job has not ended within {_ABORT_S:g} s; it is ended"
         if not has_ended:
-            return self._look_at_steps(now, died) if self.started else self._look_at_start(now)
+            return self._look_at_steps(now, died, notes) if self.started else self._look_at_start(now)
         if now - self._since > self._limits.end:
             return f"the script has ended; its launcher has not for {self._limits.end:g} s and is killed"
         return ""
@@ -101,8 +102,8 @@ class ProgressMonitor:
             return f"not all ranks have imported mpishard {within}; the job is ended"
         return ""
 
-    def _look_at_steps(self, now: float, died: bool) -> str:
-        step, heal, training = self._folder.step, self._folder.heal, self._folder.training
+    def _look_at_steps(self, now: float, died: bool, notes: Notes) -> str:
+        step, heal, training = notes.step, notes.heal, notes.training
         if step != self.step:
             if self.step and self._step_to_pass is None:
                 self._longest = max(self._longest, now - self._since)
@@ -111,8 +112,8 @@ class ProgressMonitor:
                 self._step_to_pass = None
         if training != self._training:
             self._since = now
-        if heal != self._heal:
-            self._since, self._step_to_pass = now, heal[1] + 1
+        if heal is not None and heal != self._heal:
+            self._since, self._step_to_pass = now, heal.step + 1
         elif died and training and self._step_to_pass is None:
             self._since, self._step_to_pass = now, step + 1
         self.step, self._heal, self._training = step, heal, training

@@ -52,8 +52,62 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Heal:
+    """The note that processes have died and others go on: how many are left, their last committed step, and when.
+
+    `time` is in seconds since 1970.
+    """
+
+    left: int
+    step: int
+    time: float
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What the processes of one start have noted, as it was read at one time.
+
+    Attributes
+    ----------
+    started : bool
+        A process runs the script.  As MPI initialises all processes together, all of them have imported mpishard.
+    training : bool or None
+        Whether an elastic run is under way; None if there was none yet.
+    step : int
+        The last noted step; 0 if there is none.
+    heal : Heal or None
+        The last death that others survived.
+    ended : Ended or None
+        The completion marker.
+    given_up : Ended or None
+        A process other than the first left its script with an exit code other than 0; launchers may then end the
+        others.
+    failure : Failure or None
+        An uncaught exception of a process.
+    aborted : bool
+        A process has tried to end the job.
+    """
+
+    started: bool = False
+    training: bool | None = None
+    step: int = 0
+    heal: Heal | None = None
+    ended: Ended | None = None
+    given_up: Ended | None = None
+    failure: Failure | None = None
+    aborted: bool = False
+
+    @property
+    def healed(self) -> int:
+        """The number of processes left after the last death that others survived; 0 if there was none."""
+        return 0 if self.heal is None else self.heal.left
+
+
+@dataclass(frozen=True)
 class RunFolder:
     """The files of one start of a run.
+
+    Of its public members nine write a note, each a kind of note, so that one place has the form of all notes.
 
     Parameters
     ----------
@@ -149,56 +203,36 @@ class RunFolder:
         return read_note(self.path / "start", private=True) != self.attempt
 
     @property
-    def started(self) -> bool:
-        return self._read("started") is not None
-
-    @property
     def is_ending(self) -> bool:
+        """Whether the user asked the run to end."""
         return self._read("ending") is not None
 
     @property
-    def training(self) -> bool | None:
-        """Whether an elastic run is under way; None if there was none yet."""
-        found: bool | None = self._read("training")
-        return found
+    def has_healed(self) -> bool:
+        """Whether processes of this start have died and others go on."""
+        return self._read("healed") is not None
 
     @property
-    def step(self) -> int:
-        """The last noted step; 0 if there is none."""
-        return self._read("step") or 0
+    def notes(self) -> Notes:
+        """All notes of the processes, of which each is a file that is read now."""
+        ended, given_up, failure = (self._read(name) for name in ("ended", "given-up", "failure"))
+        return Notes(
+            started=self._read("started") is not None,
+            training=self._read("training"),
+            step=self._read("step") or 0,
+            heal=self._heal(),
+            ended=None if ended is None else Ended(**ended),
+            given_up=None if given_up is None else Ended(**given_up),
+            failure=None if failure is None else Failure(**failure),
+            aborted=self._read("aborted") is not None,
+        )
 
-    @property
-    def healed(self) -> int:
-        """The number of processes left after the last death that others survived; 0 if there was none."""
-        found = self._read("healed")
-        return 0 if found is None else int(found[0])
-
-    @property
-    def heal(self) -> tuple[float, int]:
-        """The time of that note, in seconds since 1970, and its step; (0, 0) if there was no death."""
-        found = self._read("healed")
+    def _heal(self) -> Heal | None:
         with contextlib.suppress(FileNotFoundError):
-            return self._path("healed").stat().st_mtime, 0 if found is None else found[1]
-        return 0.0, 0
-
-    @property
-    def ended(self) -> Ended | None:
-        found = self._read("ended")
-        return None if found is None else Ended(**found)
-
-    @property
-    def given_up(self) -> Ended | None:
-        found = self._read("given-up")
-        return None if found is None else Ended(**found)
-
-    @property
-    def failure(self) -> Failure | None:
-        found = self._read("failure")
-        return None if found is None else Failure(**found)
-
-    @property
-    def aborted(self) -> bool:
-        return self._read("aborted") is not None
+            time = self._path("healed").stat().st_mtime
+            found = self._read("healed")
+            return None if found is None else Heal(found[0], found[1], time)
+        return None
 
     def _write(self, name: str, content: Any) -> None:
         write_note(self._path(name), content, private=True)

@@ -16,11 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from mpishard.launch.hosts import Host, HostMonitor, check_shell, parse_hosts, sweep
+from mpishard.launch.hosts import Host, HostMonitor, HostSettings, check_shell, parse_hosts, sweep
 from mpishard.launch.launchers import Launcher, find_launcher
 from mpishard.launch.leftovers import Leftovers
 from mpishard.launch.policy import History, Outcome, Policy, Start, Stop, decide, exit_code, name_of
@@ -46,33 +46,25 @@ class Job:
     command : sequence of str
     ranks : int, optional
         Default: the slots of the hosts, or the cores of this host.
-    hosts : str
-        ``NAME:SLOTS,...``; empty: this host.
+    hosts : HostSettings
     policy : Policy
     folder : str, optional
         The run's folder, shared by all hosts; default: a temporary one, in the working directory if there are hosts.
     launcher : str, optional
         Default: the launcher of the MPI beside this Python.
-    shell : str, optional
-        The program that reaches a host, as ``SHELL HOST COMMAND``; default ssh.
     grace : float
         Seconds for ranks to stop after SIGTERM.
     limits : Limits
-    probe_every, probe_limit : float
-        Seconds between two probes of the hosts, and for a host to answer.
     """
 
     command: tuple[str, ...]
     ranks: int | None = None
-    hosts: str = ""
+    hosts: HostSettings = HostSettings()
     policy: Policy = Policy()
     folder: str | None = None
     launcher: str | None = None
-    shell: str | None = None
     grace: float = 30.0
     limits: Limits = Limits()
-    probe_every: float = 5.0
-    probe_limit: float = 10.0
 
 
 class Supervisor:
@@ -86,7 +78,7 @@ class Supervisor:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.hosts: tuple[Host, ...] = parse_hosts(job.hosts) if job.hosts else ()
+        self.hosts: tuple[Host, ...] = parse_hosts(job.hosts.names) if job.hosts.names else ()
         self.slots: int = sum(host.slots for host in self.hosts) or len(os.sched_getaffinity(0))
         ranks = self.slots if job.ranks is None else job.ranks
         policy = job.policy
@@ -94,8 +86,8 @@ class Supervisor:
             wanted = f"at least {policy.min_workers} and a multiple of {policy.multiple_of}"
             raise ValueError(f"{ranks} ranks were asked for, which is not {wanted}")
         if self.hosts and ranks > self.slots:
-            raise ValueError(f"{ranks} ranks do not fit the {self.slots} slots of {job.hosts}; give NAME:SLOTS")
-        check_shell(self.hosts, job.shell)
+            raise ValueError(f"{ranks} ranks do not fit the {self.slots} slots of {job.hosts.names}; give NAME:SLOTS")
+        check_shell(self.hosts, job.hosts.shell)
         self.ranks = ranks
         self.launcher: Launcher = find_launcher(job.launcher)
         self._command = with_runner(job.command, elsewhere=bool(self.hosts))
@@ -140,31 +132,19 @@ class Supervisor:
             outcome = self._end_job(process, folder, monitor.half_started, bool(silent))
             folder = folder.next()  # processes that cannot be reached see this and end themselves
             asked = tuple(host for host in self.hosts if host not in silent)
-            answering = sweep(asked, self.job.shell, self.job.probe_limit, "MPISHARD_RUN", str(folder.path))
+            answering = sweep(asked, self.job.hosts.shell, self.job.hosts.probe_limit, "MPISHARD_RUN", str(folder.path))
             follows = decide(self.job.policy, history, outcome, self.hosts, answering)
             if isinstance(follows, Stop):
                 if follows.why:
                     self._say(f"the job {follows.why}; the run ends with code {follows.code}")
                 return follows.code
-            self._say(f"the job {follows.why}; last step seen: {outcome.step or 'none'}")
+            self._say(f"the job {follows.why}; last step seen: {outcome.notes.step or 'none'}")
             start, history = follows, follows.history
         raise AssertionError("unreachable")
 
     def _end_job(self, process: subprocess.Popen[bytes], folder: RunFolder, half_started: bool, lost: bool) -> Outcome:
         """End the job if it still runs; returns its outcome."""
-        # Read before the job is ended, since that may add notes of the ranks.
-        outcome = Outcome(
-            code=0,
-            started=folder.started,
-            half_started=half_started,
-            step=folder.step,
-            ended=folder.ended,
-            given_up=folder.given_up,
-            failure=folder.failure,
-            aborted=folder.aborted,
-            healed=folder.healed,
-            lost=lost,
-        )
+        notes = folder.notes  # before the job is ended, since that may add notes of the ranks
         code = process.poll()
         if code is None:
             self._end(process, _END_WITHOUT_S if lost else _END_S)
@@ -172,14 +152,14 @@ class Supervisor:
         self._end_all()
         self._leftovers.remove(process.pid)
         stopped = self._stopped or next((number for number in self._signals if number in _STOP), 0)
-        return replace(outcome, code=code, stopped=stopped)
+        return Outcome(code, notes, half_started, lost, stopped)
 
     def _start(self, start: Start, folder: RunFolder) -> subprocess.Popen[bytes]:
         job, elastic = self.job, self.job.policy.elastic
         given = {**os.environ, **folder.environment()}
         environment = self.launcher.environment(given, start.ranks, self.slots, elastic)
         words = self.launcher.command(
-            (), start.ranks, hosts=start.hosts, elastic=elastic, shell=job.shell, environment=environment
+            (), start.ranks, hosts=start.hosts, elastic=elastic, shell=job.hosts.shell, environment=environment
         )
         own = [f"{name}={shlex.quote(value)}" for name, value in environment.items() if given.get(name) != value]
         line = " ".join([*own, shlex.join([*words, *job.command])])
@@ -199,7 +179,7 @@ class Supervisor:
     ) -> set[Host]:
         """Watch until the launcher ends or must be ended; returns the lost hosts, if these are the reason."""
         job, hosts, step = self.job, start.hosts, start.history.step
-        host_monitor = HostMonitor(hosts, job.shell, job.probe_every, job.probe_limit)
+        host_monitor = HostMonitor(hosts, job.hosts.shell, job.hosts.probe_every, job.hosts.probe_limit)
         offspring = Offspring(process.pid, _ALONE_S)
         looked = time.monotonic()
         awaited = step > 0
@@ -245,7 +225,7 @@ class Supervisor:
                 self._say(f"{name} again: the ranks are killed, and save nothing more")
                 return True
             self._stopped, self._stop_began = number, time.monotonic()
-            if number == signal.SIGINT and not folder.started:
+            if number == signal.SIGINT and not folder.notes.started:
                 self._at_once = True
                 self._say("Ctrl-C before the ranks have begun: they are killed")
                 return True

@@ -18,12 +18,14 @@ def main() -> int:
     package.__path__ = [str(here.parent)]
     sys.modules["mpishard"] = package
 
+    from mpishard.launch.hosts import HostSettings
     from mpishard.launch.policy import Policy
     from mpishard.launch.progress_monitor import Limits
     from mpishard.launch.supervisor import Job, Supervisor
 
     fields = json.loads(sys.argv[1])
-    parts = {"policy": Policy(**fields["policy"]), "limits": Limits(**fields["limits"])}
+    groups = {"hosts": HostSettings, "policy": Policy, "limits": Limits}
+    parts = {name: group(**fields[name]) for name, group in groups.items()}
     try:
         return Supervisor(Job(**{**fields, **parts})).run()
     except ValueError as error:

@@ -24,14 +24,22 @@ from mpishard.launch.hosts import Host, HostMonitor, Probe, check_shell, parse_h
 from mpishard.launch.launchers import Launcher, find_launcher
 from mpishard.launch.policy import History, Outcome, Policy, Start, Stop, decide
 from mpishard.launch.processes import Offspring
-from mpishard.launch.run_folder import Ended, Failure, RunFolder
+from mpishard.launch.run_folder import Ended, Failure, Heal, Notes, RunFolder
 from mpishard.launch.supervisor import Job, Supervisor
 
-KILLED = Outcome(code=137, step=10)
 FAILURE = Failure("ValueError", "1.5 is bad", "train.py:7", 12)
 ELASTIC = Policy(elastic=True)
 SHRINKING = replace(ELASTIC, replace=False)
 HOSTS = parse_hosts("a:2,b:2,c:1")
+
+
+def ended_with(code, *, half_started=False, lost=False, stopped=0, healed=0, **notes):
+    """How a job ended that had started, with these notes of its processes."""
+    heal = Heal(healed, 0, 0.0) if healed else None
+    return Outcome(code, Notes(**{"started": True, "heal": heal, **notes}), half_started, lost, stopped)
+
+
+KILLED = ended_with(137, step=10)
 
 
 def after(outcome, policy=ELASTIC, history=None, hosts=(), answering=None):
@@ -42,25 +50,25 @@ def after(outcome, policy=ELASTIC, history=None, hosts=(), answering=None):
 @pytest.mark.parametrize(
     ("outcome", "code"),
     [
-        (Outcome(0, ended=Ended(0)), 0),
-        (Outcome(137, ended=Ended(0)), 0),  # after a heal
-        (Outcome(-9, ended=Ended(0)), 0),  # a launcher that did not end
-        (Outcome(0, ended=Ended(3)), 3),
-        (Outcome(3, ended=Ended(None)), 3),
-        (Outcome(-11, ended=Ended(None)), 139),
-        (Outcome(137, ended=Ended(None), healed=3), 0),
-        (Outcome(3, ended=Ended(None), healed=3), 3),
-        (Outcome(75, given_up=Ended(75)), 75),
-        (Outcome(75, ended=Ended(0), given_up=Ended(75)), 75),
-        (Outcome(75, ended=Ended(75), given_up=Ended(74)), 75),
-        (Outcome(1, ended=Ended(0), given_up=Ended(1), failure=FAILURE, healed=3), 0),
-        (Outcome(75, given_up=Ended(75), aborted=True), 75),
-        (Outcome(0, ended=Ended(0), stopped=15), 0),
-        (Outcome(0, stopped=15), 143),
+        (ended_with(0, ended=Ended(0)), 0),
+        (ended_with(137, ended=Ended(0)), 0),  # after a heal
+        (ended_with(-9, ended=Ended(0)), 0),  # a launcher that did not end
+        (ended_with(0, ended=Ended(3)), 3),
+        (ended_with(3, ended=Ended(None)), 3),
+        (ended_with(-11, ended=Ended(None)), 139),
+        (ended_with(137, ended=Ended(None), healed=3), 0),
+        (ended_with(3, ended=Ended(None), healed=3), 3),
+        (ended_with(75, given_up=Ended(75)), 75),
+        (ended_with(75, ended=Ended(0), given_up=Ended(75)), 75),
+        (ended_with(75, ended=Ended(75), given_up=Ended(74)), 75),
+        (ended_with(1, ended=Ended(0), given_up=Ended(1), failure=FAILURE, healed=3), 0),
+        (ended_with(75, given_up=Ended(75), aborted=True), 75),
+        (ended_with(0, ended=Ended(0), stopped=15), 0),
+        (ended_with(0, stopped=15), 143),
         # stopped in order, by a signal that stands for Ctrl-C in the ranks
-        (Outcome(0, ended=Ended(130), stopped=15), 143),
-        (Outcome(0, ended=Ended(130), stopped=2), 130),
-        (Outcome(75, ended=Ended(75), stopped=15), 75),
+        (ended_with(0, ended=Ended(130), stopped=15), 143),
+        (ended_with(0, ended=Ended(130), stopped=2), 130),
+        (ended_with(75, ended=Ended(75), stopped=15), 75),
     ],
 )
 @pytest.mark.parametrize("elastic", [True, False])
@@ -73,13 +81,13 @@ def test_what_ends_a_run(outcome, code, elastic):
     ("outcome", "code"),
     [
         (KILLED, 137),
-        (Outcome(0), 1),
-        (Outcome(-9), 137),
-        (Outcome(137, failure=FAILURE), 1),
-        (Outcome(0, ended=Ended(0), aborted=True), 1),
-        (Outcome(0, ended=Ended(0), aborted=True, healed=3), 1),
-        (Outcome(137, ended=Ended(None), aborted=True, healed=3), 137),
-        (Outcome(137, started=False, half_started=True), 1),
+        (ended_with(0), 1),
+        (ended_with(-9), 137),
+        (ended_with(137, failure=FAILURE), 1),
+        (ended_with(0, ended=Ended(0), aborted=True), 1),
+        (ended_with(0, ended=Ended(0), aborted=True, healed=3), 1),
+        (ended_with(137, ended=Ended(None), aborted=True, healed=3), 137),
+        (ended_with(137, started=False, half_started=True), 1),
     ],
 )
 def test_without_elastic_a_failure_is_the_end(outcome, code):
@@ -91,15 +99,15 @@ def test_without_elastic_a_failure_is_the_end(outcome, code):
     ("outcome", "changes", "ranks"),
     [
         (KILLED, {}, 4),
-        (Outcome(0, step=10), {}, 4),
+        (ended_with(0, step=10), {}, 4),
         (KILLED, {"replace": False}, 3),
-        (replace(KILLED, healed=2), {"replace": False}, 2),
-        (replace(KILLED, healed=2), {}, 4),
+        (ended_with(137, step=10, healed=2), {"replace": False}, 2),
+        (ended_with(137, step=10, healed=2), {}, 4),
         (KILLED, {"replace": False, "multiple_of": 2}, 2),
         (KILLED, {"replace": False, "min_workers": 3}, 3),
-        (Outcome(-9, step=10), {}, 4),  # the launcher was killed
-        (Outcome(1, step=10, failure=FAILURE), {}, 4),
-        (Outcome(1, step=10, ended=Ended(0), failure=FAILURE), {}, 4),
+        (ended_with(-9, step=10), {}, 4),  # the launcher was killed
+        (ended_with(1, step=10, failure=FAILURE), {}, 4),
+        (ended_with(1, step=10, ended=Ended(0), failure=FAILURE), {}, 4),
     ],
 )
 def test_ranks_that_are_left(outcome, changes, ranks):
@@ -118,25 +126,25 @@ def test_starts_that_lose_ranks_in_succession():
     """Of as many once more, since a dead process is no dead core, and then of fewer, until one gets further."""
     history, seen = History(4, 4), []
     for step in (5, 5, 5, 9, 9):
-        follows = after(Outcome(137, step=step), history=history)
+        follows = after(ended_with(137, step=step), history=history)
         assert isinstance(follows, Start)
         history = follows.history
         seen.append(follows.ranks)
     assert seen == [4, 3, 2, 4, 3]
-    never = after(Outcome(137, step=0), replace(ELASTIC, min_workers=4), History(4, 4, restarts=1))
+    never = after(ended_with(137, step=0), replace(ELASTIC, min_workers=4), History(4, 4, restarts=1))
     assert isinstance(never, Start) and never.ranks == 4
-    assert after(Outcome(137, step=0)).ranks == 4  # the first start of all
+    assert after(ended_with(137, step=0)).ranks == 4  # the first start of all
 
 
 def test_hosts_that_are_left():
     history = History(5, 5)
     lost = after(KILLED, history=history, hosts=HOSTS, answering=HOSTS[1:])
     assert isinstance(lost, Start) and (lost.ranks, lost.hosts, lost.history.ranks) == (3, HOSTS[1:], 5)
-    back = after(replace(KILLED, step=11), history=lost.history, hosts=HOSTS)  # it answers again
+    back = after(ended_with(137, step=11), history=lost.history, hosts=HOSTS)  # it answers again
     assert isinstance(back, Start) and (back.ranks, back.hosts) == (5, HOSTS)
-    fewer = after(replace(KILLED, step=11), SHRINKING, lost.history, HOSTS)
+    fewer = after(ended_with(137, step=11), SHRINKING, lost.history, HOSTS)
     assert isinstance(fewer, Start) and (fewer.ranks, fewer.hosts) == (4, HOSTS)
-    unclear = after(replace(KILLED, lost=True), history=history, hosts=HOSTS)
+    unclear = after(ended_with(137, step=10, lost=True), history=history, hosts=HOSTS)
     assert isinstance(unclear, Start) and unclear.ranks == 5
     none = after(KILLED, history=history, hosts=HOSTS, answering=())
     assert isinstance(none, Stop) and none.code == 137
@@ -145,7 +153,7 @@ def test_hosts_that_are_left():
 def test_only_progress_resets_the_count_of_restarts():
     history, starts = History(10, 10), []
     for step in (5, 5, 5, 9, 9, 9, 8, 9):
-        follows = after(Outcome(137, step=step), history=history)
+        follows = after(ended_with(137, step=step), history=history)
         starts.append(isinstance(follows, Start))
         if starts[-1]:
             history = follows.history
@@ -155,32 +163,32 @@ def test_only_progress_resets_the_count_of_restarts():
 
 
 def test_the_same_failure_twice():
-    first = after(Outcome(1, step=12, failure=FAILURE))
+    first = after(ended_with(1, step=12, failure=FAILURE))
     assert isinstance(first, Start)
     again = replace(FAILURE, message="1.6 is bad")
-    assert isinstance(after(Outcome(1, step=12, failure=again), history=first.history), Stop)
+    assert isinstance(after(ended_with(1, step=12, failure=again), history=first.history), Stop)
     for other in (replace(FAILURE, step=13), replace(FAILURE, kind="OSError"), replace(FAILURE, where="train.py:8")):
-        assert isinstance(after(Outcome(1, step=12, failure=other), history=first.history), Start)
+        assert isinstance(after(ended_with(1, step=12, failure=other), history=first.history), Start)
     between = after(KILLED, history=first.history)
     assert isinstance(between, Start)
-    assert isinstance(after(Outcome(1, step=12, failure=FAILURE), history=between.history), Start)
+    assert isinstance(after(ended_with(1, step=12, failure=FAILURE), history=between.history), Start)
 
 
 def test_a_job_that_never_started():
     for policy in (ELASTIC, Policy()):
-        follows = after(Outcome(127, started=False), policy)
+        follows = after(ended_with(127, started=False), policy)
         assert isinstance(follows, Stop) and follows.code == 127
         assert follows.why == "did not start, or its script never imported mpishard (the launcher reports 127)"
-    later = after(Outcome(127, started=False), history=History(4, 4, step=3))
+    later = after(ended_with(127, started=False), history=History(4, 4, step=3))
     assert isinstance(later, Start)
-    hosts_gone = after(Outcome(1, started=False), hosts=HOSTS, answering=HOSTS[:1])
+    hosts_gone = after(ended_with(1, started=False), hosts=HOSTS, answering=HOSTS[:1])
     assert isinstance(hosts_gone, Start) and hosts_gone.ranks == 2
 
 
 @pytest.mark.parametrize("lost", [{"code": 137, "half_started": True}, {"code": 9}, {"code": 139}, {"code": -9}])
 def test_ranks_that_die_before_they_import_mpishard(lost):
     """As others, but a second time in succession it is taken for the script's own failure."""
-    lost = Outcome(started=False, **lost)
+    lost = ended_with(started=False, **lost)
     first = after(lost)
     assert isinstance(first, Start) and first.ranks == 4
     second = after(lost, history=first.history)
@@ -192,7 +200,7 @@ def test_ranks_that_die_before_they_import_mpishard(lost):
 
 
 def test_a_failure_after_the_training_is_no_lost_rank():
-    follows = after(Outcome(137, step=12, aborted=True, failure=replace(FAILURE, trained=True)))
+    follows = after(ended_with(137, step=12, aborted=True, failure=replace(FAILURE, trained=True)))
     assert follows == Stop(1, "failed by ValueError at train.py:7 after its training")
 
 
@@ -207,10 +215,8 @@ def test_notes_of_a_run(tmp_path):
     assert first.path.stat().st_mode & 0o777 == 0o700
     other = RunFolder.from_environment(first.environment())
     assert other == first and RunFolder.from_environment({}) is None
-    assert (first.started, first.step, first.ended, first.given_up, first.failure, first.healed) == (
-        *(False, 0, None, None, None, 0),
-    )
-    assert (first.training, first.aborted) == (None, False)
+    assert first.notes == Notes(False, None, 0, None, None, None, None, False)
+    assert not first.is_ending and not first.has_healed and first.notes.healed == 0
     other.note_started()
     other.note_training(True)
     other.note_aborted()
@@ -219,16 +225,16 @@ def test_notes_of_a_run(tmp_path):
     other.note_given_up(Ended(3))
     other.note_failure(FAILURE)
     other.note_healed(3, 7)
-    assert (first.started, first.step, first.ended, first.given_up, first.failure, first.healed) == (
-        *(True, 7, Ended(None), Ended(3), FAILURE, 3),
-    )
-    assert (first.training, first.aborted) == (True, True)
+    other.note_ending()
+    heal = Heal(3, 7, (first.path / "healed-0").stat().st_mtime)
+    assert first.notes == Notes(True, True, 7, heal, Ended(None), Ended(3), FAILURE, True)
+    assert first.is_ending and first.has_healed and first.notes.healed == 3
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in first.path.iterdir())
     second = first.next()
-    assert second == RunFolder(first.path, 1) and second.ended is None
+    assert second == RunFolder(first.path, 1) and second.notes == Notes()
     assert first.is_over and not second.is_over
     again = RunFolder.create(first.path)
-    assert again.attempt == 2 and again.ended is None and [path.name for path in first.path.iterdir()] == ["start"]
+    assert again.attempt == 2 and again.notes == Notes() and [path.name for path in first.path.iterdir()] == ["start"]
     assert second.is_over and not again.is_over
     (first.path / "start").unlink()
     assert again.is_over
@@ -578,7 +584,7 @@ def test_who_ends_without_a_part_in_the_run_leaves_its_exit_code_to_others(tmp_p
     environment = {**os.environ, **folder.environment(), "PYTHONPATH": str(Path(mpishard.__file__).parents[1])}
     for lines, ended in ((script, Ended(75)), (script.replace("completion.leave_to_others()\n", ""), Ended(None))):
         subprocess.run([sys.executable, "-c", lines], env=environment, timeout=60, check=True)
-        assert folder.ended == ended
+        assert folder.notes.ended == ended
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -608,7 +614,8 @@ def test_the_supervisor_never_loads_mpi():
     program = (
         "import runpy, sys\n"
         f"names = runpy.run_path({str(bare)!r}, run_name='bare')\n"
-        'sys.argv = [\'bare.py\', \'{"command": [], "policy": {}, "limits": {}, "launcher": "/nowhere"}\']\n'
+        'job = \'{"command": [], "hosts": {}, "policy": {}, "limits": {}, "launcher": "/nowhere"}\'\n'
+        "sys.argv = ['bare.py', job]\n"
         "assert names['main']() == 2\n"
         "assert 'mpishard.launch.supervisor' in sys.modules\n"
         "assert not {'mpi4py', 'numpy', 'mpishard.comm.mesh'} & set(sys.modules)\n"

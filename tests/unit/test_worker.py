@@ -201,8 +201,8 @@ def test_what_the_supervisor_hears(words: list[str], end: str, ended: Ended | No
     (tmp_path / "script.py").write_text(begin + end)
     folder = RunFolder.create(tmp_path / "run")
     done = run(*words, cwd=tmp_path, **folder.environment())
-    assert folder.ended == ended, done.stderr
-    assert (folder.failure is None) == (ended is not None) and (folder.started), done.stderr
+    assert folder.notes.ended == ended, done.stderr
+    assert (folder.notes.failure is None) == (ended is not None) and folder.notes.started, done.stderr
 
 
 @pytest.mark.parametrize(
