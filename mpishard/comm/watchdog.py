@@ -12,7 +12,6 @@ import contextlib
 import sys
 import threading
 import time
-import traceback
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
@@ -22,6 +21,7 @@ from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.death_monitor import DeathMonitor
 from mpishard.comm.ledger import Call, Ledger
 from mpishard.comm.time_limit import LEAST_S, TimeLimit
+from mpishard.launch.tracebacks import innermost
 
 _ASK, _ASK_ALL, _ANSWER, _FAILED = 1, 2, 3, 4
 _POLL_S = 0.25
@@ -188,9 +188,8 @@ class Watchdog:
             return _Reply(waited > _IDLE_S, f"waits {waited:.1f} s in {call}")
         if self._leaving:
             return _Reply(True, self._leaving)
-        frame = sys._current_frames().get(self._main or 0)
-        stack = traceback.extract_stack(frame)[-3:] if frame is not None else []
-        code = " < ".join(f"{f.filename}:{f.lineno} ({f.name})" for f in reversed(stack))
+        stack = innermost(sys._current_frames().get(self._main or 0), 3)
+        code = " < ".join(f"{f.filename}:{f.lineno} ({f.name})" for f in stack)
         recent = self._ledger.recent
         last = recent[-1].call if recent else None
         return _Reply(False, f"is in no collective: it runs {code or 'unknown code'}; its last collective was {last}")

@@ -15,7 +15,7 @@ _PYTHON = re.compile(r"python(3(\.\d+)?t?)?")
 _FLAGS = "[bBdEhiIOPqRsSuvVx]*"
 _TAKES_VALUE = re.compile(f"-{_FLAGS}[XW]|--check-hash-based-pycs")
 # Options with which a script runs under the runner as without; not -i, -x, and those that run no script.
-_KEEPS = re.compile("-([bBdEIOPqRsSuv]+|[bBdEIOPqRsSuv]*[XW].+)")
+_KEPT = re.compile("-[bBdEIOPqRsSuv]*([XW].*)?|--check-hash-based-pycs")
 
 
 def parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -45,10 +45,8 @@ def with_runner(command: Sequence[str], *, elsewhere: bool = False) -> list[str]
     """
     python, *arguments = command
     options, script = parted(arguments)
-    words = iter(options)
-    keeps = all(next(words, None) if _TAKES_VALUE.fullmatch(word) else _KEEPS.fullmatch(word) for word in words)
     is_python = _PYTHON.fullmatch(os.path.basename(python)) and (python == sys.executable or not elsewhere)
-    if not (is_python and keeps and _can_run(script)):
+    if not (is_python and _can_keep(options) and _can_run(script)):
         return list(command)
     return [python, *options, RUNNER, *script]
 
@@ -58,6 +56,16 @@ def without_runner(script: Sequence[str]) -> list[str]:
     if list(script[:2]) == _RUNNER_MODULE:
         return list(script[2:])
     return list(script[1:] if script and os.path.realpath(script[0]) == RUNNER else script)
+
+
+def _can_keep(options: Sequence[str]) -> bool:
+    words = iter(options)
+    for word in words:
+        if not _KEPT.fullmatch(word):
+            return False
+        if _TAKES_VALUE.fullmatch(word):
+            next(words, None)
+    return True
 
 
 def _can_run(script: Sequence[str]) -> bool:

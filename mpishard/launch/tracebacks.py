@@ -8,7 +8,9 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
+
+from mpishard.launch.python_command import RUNNER
 
 _FULL = "MPISHARD_TRACEBACK"
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -27,6 +29,25 @@ def describe(error: BaseException, trace: TracebackType | None) -> str:
         left_out = sum(_shorten(each, of) for each, of in _chain(report, error, trace))
     note = f"({left_out} frames of mpishard are left out; {_FULL}=1 shows them)\n" if left_out else ""
     return note + "".join(report.format())
+
+
+def innermost(frame: FrameType | None, most: int) -> list[traceback.FrameSummary]:
+    """The frames of a stack, at most so many, from the innermost outwards; without those of the runner of the script.
+
+    Parameters
+    ----------
+    frame : FrameType or None
+        The innermost frame; None for a thread that is gone.
+    most : int
+
+    Returns
+    -------
+    list of FrameSummary
+    """
+    if frame is None:
+        return []
+    stack = [each for each in traceback.extract_stack(frame) if each.filename != RUNNER]
+    return stack[: -most - 1 : -1]
 
 
 def _chain(

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +17,7 @@ from mpishard.comm.ledger import Call
 from mpishard.comm.mesh import Mesh
 from mpishard.io.atomic_json import read_note, write_note
 from mpishard.io.files import create
+from mpishard.launch.tracebacks import innermost
 
 REQUEST, WHERE, TRACE_REQUEST = "why", ".where.json", "trace-next"
 _POLL_S = 1.0
@@ -106,8 +106,7 @@ class StackReporter(threading.Thread):
         """The state of this process, as plain values."""
         ledger, mesh = self._mesh.ledger, self._mesh
         call = ledger.waiting
-        frame = sys._current_frames().get(self._main or 0)
-        stack = traceback.extract_stack(frame)[-_DEEP:] if frame is not None else []
+        stack = innermost(sys._current_frames().get(self._main or 0), _DEEP)
         return {
             "time": round(time.time(), 3),
             "rank": mesh.rank,
@@ -119,7 +118,7 @@ class StackReporter(threading.Thread):
             if call is None
             else {**call_fields(call), "seconds": round(time.perf_counter() - call.began, 3)},
             "recent": [call_fields(entry.call) for entry in ledger.recent[-_RECENT:]],
-            "stack": [f"{f.filename.removeprefix(_LIBRARIES)}:{f.lineno} ({f.name})" for f in reversed(stack)],
+            "stack": [f"{f.filename.removeprefix(_LIBRARIES)}:{f.lineno} ({f.name})" for f in stack],
         }
 
     def _look_for_trace(self) -> None:

@@ -130,6 +130,23 @@ def test_a_script_ends_as_without(end: str, code: int | None, tmp_path: Path) ->
     assert told in ([f"exit code {code}\n"], [] if code is None else None)
 
 
+STACK = """
+import sys
+from mpishard.launch.tracebacks import innermost
+def f():
+    frame = sys._getframe()
+    print([each.name for each in innermost(frame, 1) + innermost(frame, 9)])
+f()
+"""
+
+
+def test_where_a_process_is_said_without_the_runner(tmp_path: Path) -> None:
+    """By the watchdog and by ``mpishard why``."""
+    (tmp_path / "script.py").write_text(STACK)
+    for done in both("script.py", cwd=tmp_path):
+        assert done.stdout == "['f', 'f', '<module>']\n", done.stderr
+
+
 @pytest.mark.parametrize("module", ["failing", "package", "package.absent", "absent"])
 def test_a_module_that_fails(module: str, tmp_path: Path) -> None:
     """The frames of runpy, which Python shows before those of the module, are left out."""
@@ -239,6 +256,7 @@ def test_where_the_runner_goes(words: str, options: str, script: str, tmp_path: 
         "python -c pass",
         "python -ic pass",
         "python -i script.py",
+        "python -iX dev script.py",
         "python -xu script.py",
         "python -V",
         "python --help",
