@@ -113,7 +113,7 @@ def whole_or_fields(call: str, name: str, kind: type[T], whole: T | None, option
     call, name : str
         The function and its argument, for messages.
     kind : type
-        A dataclass, all of whose fields have defaults.
+        A dataclass.
     whole : instance of `kind` or None
         What was given for the argument.
     options : dict
@@ -130,9 +130,7 @@ def whole_or_fields(call: str, name: str, kind: type[T], whole: T | None, option
     if not isinstance(whole, kind):
         raise TypeError(f"{name} must be a {kind.__name__}, got {shown(whole)}")
     if given:
-        raise TypeError(
-            f"{call} got {name}= and beside it {', '.join(given)}; put all into {name}={kind.__name__}(...)"
-        )
+        raise TypeError(f"{call} got {name} and also {', '.join(given)}; put all into {name}={kind.__name__}(...)")
     return whole
 
 

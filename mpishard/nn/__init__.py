@@ -13,6 +13,7 @@ from mpishard.nn.gpt import GPT
 from mpishard.nn.layers import GELU, Layer, LayerNorm
 from mpishard.nn.linear import Linear, TiedLinear
 from mpishard.nn.loss import cross_entropy
+from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
 from mpishard.nn.tensor_parallel import TensorParallel
 from mpishard.nn.workspace import Workspace
 
@@ -28,7 +29,10 @@ __all__ = [
     "Layer",
     "LayerNorm",
     "Linear",
+    "MemoryOptions",
+    "PipelineOptions",
     "PositionEmbedding",
+    "Precision",
     "TensorParallel",
     "TiedLinear",
     "Workspace",

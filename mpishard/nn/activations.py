@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.nn.block import Block
+from mpishard.nn.units import Batch
 from mpishard.nn.workspace import Workspace
 
 Array = Any
@@ -22,6 +23,32 @@ class Spot(NamedTuple):
     number: int
     after_block: bool
     before_block: bool
+
+
+class StageBlock:
+    """A block in a stage, called like the other units of a `mpishard.nn.Chunk`.
+
+    Parameters
+    ----------
+    block : Block
+    keeping : KeepAll or ActivationCheckpointing
+        What is kept of its activations.
+    spot : Spot
+    """
+
+    def __init__(self, block: Block, keeping: KeepAll | ActivationCheckpointing, spot: Spot) -> None:
+        self.name: str = block.name
+        self._block = block
+        self._keeping = keeping
+        self._spot = spot
+
+    def forward(self, x_nc: Array, work: Workspace, batch: Batch) -> Array:
+        return self._keeping.forward(self._block, x_nc, work, batch.length, self._spot)
+
+    predict = forward
+
+    def backward(self, dy_nc: Array, work: Workspace, batch: Batch) -> Array:
+        return self._keeping.backward(self._block, dy_nc, work, batch.length)
 
 
 class KeepAll:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 
+from mpishard.arguments import flag
 from mpishard.layout.boxes import split
 from mpishard.layout.specs import ParameterSpec, merge_ties
 from mpishard.nn.block import Block
-from mpishard.nn.layers import Layer
-from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD, EmbeddingStage, OutputHead
+from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD, EmbeddingStage, OutputHead, Unit
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Architecture:
             raise ValueError(
                 f"width {self.width} is not a multiple of {self.heads} heads; every head needs as many channels"
             )
+        flag("tied", self.tied)
 
     def units(self) -> list[str]:
         """Names of the units in order.
@@ -73,7 +74,7 @@ class Architecture:
         """
         return [EMBEDDINGS, *(f"blocks.{index}" for index in range(self.layers)), OUTPUT_HEAD]
 
-    def build(self, unit: str, *, sequence_parallel: bool = False) -> Layer:
+    def build(self, unit: str, *, sequence_parallel: bool = False) -> Unit:
         """The layers of one unit, not bound to parameters.
 
         Parameters
@@ -197,6 +198,27 @@ class Architecture:
                         here.add(spec.name)
                         specs.append(replace(spec, stage=stage))
         return merge_ties(specs)
+
+    def tensors_by_unit(self, *, sequence_parallel: bool = False) -> list[list[str]]:
+        """Names of the tensors of each of `units`; a tied tensor belongs to the first unit that uses it.
+
+        Parameters
+        ----------
+        sequence_parallel : bool
+            As for `build`.
+
+        Returns
+        -------
+        list of list of str
+            In the order of `units`.
+        """
+        known: set[str] = set()
+        names = []
+        for name in self.units():
+            layer = self.build(name, sequence_parallel=sequence_parallel)
+            names.append([spec.name for spec in layer.specs() if spec.name not in known])
+            known.update(names[-1])
+        return names
 
 
 def _fastest_cut(costs: Sequence[float], stages: int) -> list[int]:

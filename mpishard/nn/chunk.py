@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mpishard.nn.activations import ActivationCheckpointing, KeepAll, Spot
+from mpishard.nn.activations import ActivationCheckpointing, KeepAll, Spot, StageBlock
 from mpishard.nn.block import Block
-from mpishard.nn.layers import Layer
 from mpishard.nn.tensor_parallel import TensorParallel
-from mpishard.nn.units import Batch, EmbeddingStage, OutputHead
+from mpishard.nn.units import Batch, Unit
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
 
@@ -46,23 +45,26 @@ class Chunk:
     def __init__(
         self,
         stage: int,
-        units: Sequence[Layer],
+        units: Sequence[Unit],
         parameters: FlatParameters,
         tensor: TensorParallel,
         memory: Workspace,
         keeping: KeepAll | ActivationCheckpointing,
     ) -> None:
         self.stage = stage
-        self.units: tuple[Layer, ...] = tuple(units)
+        self.units: tuple[Unit, ...] = tuple(units)
         self.workspaces: list[Workspace] = []
         self._parameters = parameters
         self._tensor = tensor
         self._memory = memory
-        self._keeping = keeping
         self._names = {unit.name: [spec.name for spec in unit.specs()] for unit in units}
         kinds = [False, *(isinstance(unit, Block) for unit in units), False]
-        self._spots = {unit.name: Spot(number, kinds[number], kinds[number + 2]) for number, unit in enumerate(units)}
-        self._width = next(unit.width for unit in units if isinstance(unit, EmbeddingStage | Block | OutputHead))
+        spots = [Spot(number, kinds[number], kinds[number + 2]) for number in range(len(units))]
+        self._called: list[Any] = [
+            StageBlock(unit, keeping, spot) if isinstance(unit, Block) else unit
+            for unit, spot in zip(units, spots, strict=True)
+        ]
+        self._width = units[0].width
 
     def input_shape(self, batch: Batch) -> tuple[int, int]:
         """Shape of the input from the previous stage.
@@ -128,7 +130,10 @@ class Chunk:
         array of shape (n, width), or float
             The last stage returns the loss in nats, summed over its tokens.
         """
-        return self._forward(x, work, batch, predict=False)
+        work.rows, work.deferred = batch.rows, None
+        for unit in self._gathered(self._called):
+            x = unit.forward(x, work, batch)
+        return x
 
     def infer(self, x: Array | None, work: Workspace, batch: Batch) -> Array:
         """Like `forward`, but the last stage returns the logits of the whole vocabulary.
@@ -147,7 +152,10 @@ class Chunk:
         array
             Of shape (n, width); of the last stage (rows, vocabulary_size), a new array.
         """
-        return self._forward(x, work, batch, predict=True)
+        work.rows, work.deferred = batch.rows, None
+        for unit in self._gathered(self._called):
+            x = unit.predict(x, work, batch)
+        return x
 
     def backward(self, dy: Array | None, work: Workspace, batch: Batch) -> Array | None:
         """Gradient of the stage's input; writes all gradients and marks them ready.
@@ -166,15 +174,8 @@ class Chunk:
         array of shape (n, width), or None
             None of the first stage.
         """
-        for unit in self._held(self.units[::-1]):
-            if isinstance(unit, OutputHead):
-                dy = unit.backward(work)
-            elif isinstance(unit, Block):
-                dy = self._keeping.backward(unit, dy, work, batch.length)
-            else:
-                assert isinstance(unit, EmbeddingStage)
-                unit.backward(dy, work, batch)
-                dy = None
+        for unit in self._gathered(self._called[::-1]):
+            dy = unit.backward(dy, work, batch)
         return dy
 
     def input_gradient(self, dy: Array | None, work: Workspace, batch: Batch) -> Array | None:
@@ -210,19 +211,7 @@ class Chunk:
         for each in deferred:
             each()
 
-    def _forward(self, x: Array | None, work: Workspace, batch: Batch, *, predict: bool) -> Any:
-        work.rows, work.deferred = batch.rows, None
-        for unit in self._held(self.units):
-            if isinstance(unit, EmbeddingStage):
-                x = unit.forward(work, batch)
-            elif isinstance(unit, Block):
-                x = self._keeping.forward(unit, x, work, batch.length, self._spots[unit.name])
-            else:
-                assert isinstance(unit, OutputHead)
-                x = unit.predict(x, work, batch) if predict else unit.forward(x, work, batch)
-        return x
-
-    def _held(self, units: Sequence[Layer]) -> Iterator[Layer]:
+    def _gathered(self, units: Sequence[Any]) -> Iterator[Any]:
         """Yield the units, each while its parameters are gathered."""
         for index, unit in enumerate(units):
             names = self._names[unit.name]

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack, overload
 
 import numpy as np
 
-from mpishard.arguments import flag, integer
-from mpishard.backend.array import copy_to_device, is_array, to_host
-from mpishard.backend.random import generator
+from mpishard.arguments import integer, no_others, whole_or_fields
+from mpishard.backend.array import to_host
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.layout.boxes import split
-from mpishard.layout.local_layout import ModelParallelRank
-from mpishard.nn.activations import ActivationCheckpointing, KeepAll
 from mpishard.nn.architecture import Architecture
 from mpishard.nn.block import Block
 from mpishard.nn.chunk import Chunk
-from mpishard.nn.layers import Layer
-from mpishard.nn.linear import TiedLinear
-from mpishard.nn.products import check_compute_dtype, check_half, warn_if_slow
-from mpishard.nn.stage_costs import measure_costs
-from mpishard.nn.tensor_parallel import TensorParallel
-from mpishard.nn.units import Batch, OutputHead
-from mpishard.nn.workspace import Pool, Workspace
+from mpishard.nn.inputs import Inputs
+from mpishard.nn.local_stages import LocalStages
+from mpishard.nn.options import GPTOptions, MemoryOptions, PipelineOptions, Precision, name_positional
+from mpishard.nn.products import check_compute_dtype, warn_if_slow
+from mpishard.nn.sampling import TokenSampler, checked_prompt
+from mpishard.nn.units import Batch
 from mpishard.parameters.flat import FlatParameters
 from mpishard.pipeline.runtime import Pipeline
 from mpishard.pipeline.schedule import make_schedule, warn_if_bubbly
@@ -46,47 +40,24 @@ class GPT:
 
     Parameters
     ----------
-    vocabulary_size : int
-        Tokens are integers in ``[0, vocabulary_size)``.
-    context_length : int
-        Longest sequence.
-    width, layers, heads : int
-        Channels (a multiple of `heads`), number of blocks, and heads in each (a multiple of the tensor size).
-    dtype : dtype
-        float32 or float64.
-    seed : int
-        Seed of the initial values.
-    tied : bool
-        Whether the output head uses the table of the token embedding.
+    *architecture : Architecture or int
+        The sizes of the model; or one by one `vocabulary_size`, `context_length`, `width`, `layers` and `heads`, which
+        `dtype` and `seed` may follow.
     mesh : Mesh, optional
         Default: one rank alone.
-    sequence_parallel : bool
-        Split rows over the tensor axis between the layers that are split by columns, which needs less memory for
-        activations.
-    schedule : str
-        One of `mpishard.pipeline.schedule.SCHEDULES`.
-    chunks : int
-        Model chunks of a pipeline rank, for the interleaved schedule.
-    microbatches : int, optional
-        Number of micro-batches into which a batch is cut along its first dimension; some may be empty.  Default: 1; on
-        a pipeline 4 times the number of its ranks.
-    stage_costs : "measured" or sequence of float, optional
-        The times of the `Architecture.units` by which the model is cut into stages, given or measured on the mesh's
-        first rank.  Default: blocks evenly.
-    recompute : bool
-        Keep only the inputs of blocks, and compute their activations again in the backward pass.
-    storage_dtype : dtype, optional
-        Keep activations between forward and backward in float16 or ml_dtypes.bfloat16.
-    wire_dtype : dtype, optional
-        Send activations and their gradients between stages in one of these.
-    sharded_parameters : bool
-        Hold only a share of the parameters from the start (ZeRO-3), for models that fit no rank as a whole.
-    compute_dtype : dtype, optional
-        Multiply matrices in float16 or ml_dtypes.bfloat16, with weights and activations in float32, see
-        `mpishard.nn.products.make_matmul`.  Train in float16 with ``ShardingConfiguration(loss_scale="dynamic")``.
-        For arrays of CuPy; on NumPy it is slow, and warns.
+    pipeline : PipelineOptions, optional
+        How the model is cut into stages, and their schedule.
+    precision : Precision, optional
+        Dtypes: float32, unless others are given.
+    memory : MemoryOptions, optional
+        What saves memory: recomputation, sequence parallelism, sharded parameters.
+    seed : int
+        Seed of the initial values.
     module : module
         ``numpy`` or ``cupy``: where parameters, activations and computed logits live.  Tokens may be of either.
+    **options : any
+        Fields of `Architecture`, `PipelineOptions`, `Precision` and `MemoryOptions` by their names, in place of these
+        values: ``GPT(256, 64, width=64, layers=4, heads=4, mesh=mesh, schedule="gpipe", recompute=True)``.
 
     Attributes
     ----------
@@ -106,6 +77,20 @@ class GPT:
         On all ranks, before memory is taken, for sizes that do not fit each other.
     """
 
+    @overload
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        mesh: Mesh | None = None,
+        pipeline: PipelineOptions | None = None,
+        precision: Precision | None = None,
+        memory: MemoryOptions | None = None,
+        seed: int = 0,
+        **options: Unpack[GPTOptions],
+    ) -> None: ...
+
+    @overload
     def __init__(
         self,
         vocabulary_size: int,
@@ -116,93 +101,53 @@ class GPT:
         dtype: Any = np.float32,
         seed: int = 0,
         *,
-        tied: bool = False,
         mesh: Mesh | None = None,
-        sequence_parallel: bool = False,
-        schedule: str = "1f1b",
-        chunks: int = 1,
-        microbatches: int | None = None,
-        stage_costs: str | Sequence[float] | None = None,
-        recompute: bool = False,
-        storage_dtype: Any = None,
-        wire_dtype: Any = None,
-        sharded_parameters: bool = False,
-        compute_dtype: Any = None,
+        **options: Unpack[GPTOptions],
+    ) -> None: ...
+
+    def __init__(
+        self,
+        *architecture: Any,
+        mesh: Mesh | None = None,
+        pipeline: PipelineOptions | None = None,
+        precision: Precision | None = None,
+        memory: MemoryOptions | None = None,
+        seed: int = 0,
         module: Any = np,
+        **options: Any,
     ) -> None:
-        for name, value in (("tied", tied), ("sequence_parallel", sequence_parallel), ("recompute", recompute)):
-            flag(name, value)
-        flag("sharded_parameters", sharded_parameters)
-        seed = integer("seed", seed)
-        self.architecture: Architecture = Architecture(vocabulary_size, context_length, width, layers, heads, tied)
-        self.mesh = mesh
-        dtype = np.dtype(dtype)
-        if dtype not in (np.float32, np.float64):
-            raise TypeError(f"dtype is {dtype}; GPT computes in float32 or float64")
-        for what, half in (("storage_dtype", storage_dtype), ("wire_dtype", wire_dtype)):
-            if half is not None:
-                check_half(what, half)
-        if compute_dtype is not None:
-            check_compute_dtype(compute_dtype, dtype, module)
-        if sharded_parameters and mesh is None:
+        name_positional(architecture, options)
+        whole = options.pop("architecture", None)
+        self.architecture: Architecture = whole_or_fields("GPT()", "architecture", Architecture, whole, options)
+        pipeline = whole_or_fields("GPT()", "pipeline", PipelineOptions, pipeline, options)
+        precision = whole_or_fields("GPT()", "precision", Precision, precision, options)
+        memory = whole_or_fields("GPT()", "memory", MemoryOptions, memory, options)
+        seed = integer("seed", options.pop("seed", seed))
+        no_others("GPT()", options)
+        if precision.compute_dtype is not None:
+            check_compute_dtype(precision.compute_dtype, precision.dtype, module)
+        if memory.sharded_parameters and mesh is None:
             raise ValueError("sharded_parameters needs a mesh, over whose data axis to share them; pass mesh=")
-        place = ModelParallelRank()
-        if mesh is not None:
-            place = ModelParallelRank(mesh.tensor.rank, mesh.tensor.size, mesh.pipeline.rank, mesh.pipeline.size)
-        depth = place.pipeline_size
-        if microbatches is None:
-            microbatches = 1 if depth == 1 else 4 * depth
-        self.microbatches = microbatches
-        plan = make_schedule(schedule, depth, microbatches, chunks)
-        stages = depth * chunks
-        self.architecture.check(place.tensor_size, stages)
-        if isinstance(stage_costs, str):
-            if stage_costs != "measured":
-                raise ValueError(f'stage_costs is {stage_costs!r}; it must be "measured", numbers or None')
-            world = Axis.single("world") if mesh is None else mesh.world
-            stage_costs = measure_costs(self.architecture, dtype, world, compute_dtype, module)
-        cut = self.architecture.cut(stages, stage_costs)
-        specs = self.architecture.specs(stages, sequence_parallel, stage_costs)
+        self.mesh = mesh
+        axis = Axis.single("pipeline") if mesh is None else mesh.pipeline
+        self.microbatches: int = pipeline.microbatches_on(axis.size)
+        plan = make_schedule(pipeline.schedule, axis.size, self.microbatches, pipeline.chunks)
+        self.architecture.check(1 if mesh is None else mesh.tensor.size, axis.size * pipeline.chunks)
         if mesh is None or mesh.world.rank == 0:
             warn_if_bubbly(plan)
-            if compute_dtype is not None:
-                warn_if_slow(compute_dtype, module)
-
-        tensor = TensorParallel(None if mesh is None else mesh.tensor, sequence_parallel)
-        own = [stage for stage in range(stages) if place.runs(stage)]
-        units = {
-            stage: [self.architecture.build(unit, sequence_parallel=sequence_parallel) for unit in cut[stage]]
-            for stage in own
-        }
-        local = [unit for stage in own for unit in units[stage]]
-        self.parameters: FlatParameters = FlatParameters(
-            specs,
-            dtype,
-            module=module,
-            place=place,
-            units=_names_by_unit(self.architecture, sequence_parallel),
-            sharded_over=mesh.data if mesh is not None and sharded_parameters else None,
+            if precision.compute_dtype is not None:
+                warn_if_slow(precision.compute_dtype, module)
+        self._stages = LocalStages(self.architecture, mesh, pipeline, precision, memory, seed, module)
+        self.parameters: FlatParameters = self._stages.parameters
+        self.chunks: list[Chunk] = self._stages.chunks
+        self.blocks: list[Block] = self._stages.blocks
+        self.pipeline: Pipeline = Pipeline(
+            axis, self.chunks, pipeline.schedule, self.parameters, wire_dtype=precision.wire_dtype
         )
-        self._scratch = Workspace(dtype, module)
-        self._keeping: KeepAll | ActivationCheckpointing = KeepAll()
-        if recompute or storage_dtype is not None:
-            self._keeping = ActivationCheckpointing(self._scratch, recompute, storage_dtype)
-        for unit in local:
-            unit.bind(self.parameters, tensor, compute_dtype)
-            unit.initialize(seed)
-            if isinstance(unit, OutputHead) and isinstance(unit.head, TiedLinear):
-                unit.head.announces = not place.runs(0)
-        self.chunks: list[Chunk] = [
-            Chunk(stage, units[stage], self.parameters, tensor, self._scratch, self._keeping) for stage in own
-        ]
-        self.blocks: list[Block] = [unit for unit in local if isinstance(unit, Block)]
-        axis = Axis.single("pipeline") if mesh is None else mesh.pipeline
-        self.pipeline: Pipeline = Pipeline(axis, self.chunks, schedule, self.parameters, wire_dtype=wire_dtype)
-        self._inputs = Pool()
+        self._inputs = Inputs(self.architecture, module)
         # A scaled loss may overflow in half precision; optimizers check for that.
-        self._expected: dict[str, Any] = {} if compute_dtype is None else {"over": "ignore", "invalid": "ignore"}
-        # Where they are computed with.
-        self._moved_inputs = None if module is np else Pool(module)
+        half = precision.compute_dtype is not None
+        self._expected: dict[str, Any] = {"over": "ignore", "invalid": "ignore"} if half else {}
 
     @property
     def vocabulary_size(self) -> int:
@@ -220,9 +165,7 @@ class GPT:
 
         Memory grows to what the largest batch so far needed and is used again, so that this is the peak.
         """
-        kept = self._keeping.saved_bytes + sum(chunk.saved_bytes for chunk in self.chunks)
-        inputs = self._inputs if self._moved_inputs is None else self._moved_inputs
-        return kept + self._scratch.scratch.nbytes + inputs.nbytes
+        return self._stages.activation_bytes + self._inputs.nbytes
 
     def loss_and_gradient(self, tokens: Array, targets: Array) -> float:
         """Summed loss of a batch; the gradient of that sum goes to ``parameters.gradient``.
@@ -244,7 +187,7 @@ class GPT:
             If tokens or targets are no integers, out of range, or of another shape.
         """
         with np.errstate(**self._expected):
-            return self.pipeline.train(self._cut(tokens, targets))
+            return self.pipeline.train(self._inputs.micro_batches(tokens, targets, self.microbatches))
 
     def loss(self, tokens: Array, targets: Array) -> float:
         """Summed loss of a batch, without gradients.
@@ -264,8 +207,8 @@ class GPT:
         TypeError, ValueError
             If tokens or targets are no integers, out of range, or of another shape.
         """
-        with self._forward_only():
-            return self.pipeline.evaluate(self._cut(tokens, targets))
+        with self._stages.forward_only():
+            return self.pipeline.evaluate(self._inputs.micro_batches(tokens, targets, self.microbatches))
 
     def logits(self, tokens: Array) -> Array:
         """Unnormalised log-probabilities of the next token.
@@ -285,11 +228,11 @@ class GPT:
         TypeError, ValueError
             If tokens are no integers, out of range, or of another shape.
         """
-        tokens_n = self._checked("tokens", tokens)
-        with self._forward_only():
+        tokens_n = self._inputs.checked("tokens", tokens)
+        with self._stages.forward_only():
             logits_nv = self.pipeline.infer(Batch(tokens_n, None, np.shape(tokens)[1]))
         if logits_nv is None:
-            logits_nv = self._scratch.module.empty((len(tokens_n), self.vocabulary_size), self.parameters.dtype)
+            logits_nv = self._stages.scratch.module.empty((len(tokens_n), self.vocabulary_size), self.parameters.dtype)
         return self._from_last_stage(logits_nv, "logits").reshape(*np.shape(tokens), self.vocabulary_size)
 
     def generate(self, prompt_tokens: Sequence[int], count: int, temperature: float = 1.0, seed: int = 0) -> np.ndarray:
@@ -316,92 +259,21 @@ class GPT:
         TypeError, ValueError
             If there is no token, tokens are no integers or out of range, or `count` or `temperature` is negative.
         """
-        tokens = np.array(prompt_tokens, ndmin=1)
-        if tokens.ndim != 1 or tokens.size == 0:
-            raise ValueError(f"the prompt must be a sequence of at least one token, got shape {tokens.shape}")
-        if count < 0 or not temperature >= 0:
-            raise ValueError(f"count and temperature must not be negative, got {count} and {temperature}")
-        self._checked("prompt tokens", tokens[None, -self.context_length :])
-        random = generator(seed, "generate")
+        tokens = checked_prompt(prompt_tokens, count, temperature)
+        self._inputs.checked("prompt tokens", tokens[None, -self.context_length :])
+        sampler = TokenSampler(temperature, seed)
         tokens = np.concatenate([tokens.astype(np.int64), np.zeros(count, np.int64)])
         for end in range(len(tokens) - count, len(tokens)):
-            window_n = self._checked("tokens", tokens[None, max(0, end - self.context_length) : end])
-            with self._forward_only():
+            window_n = self._inputs.checked("tokens", tokens[None, max(0, end - self.context_length) : end])
+            with self._stages.forward_only():
                 logits_nv = self.pipeline.infer(Batch(window_n, None, len(window_n), last_only=True))
             if logits_nv is not None:
-                tokens[end] = _sampled(to_host(logits_nv[0]).astype(np.float64), temperature, random)
+                tokens[end] = sampler.next(to_host(logits_nv[0]).astype(np.float64))
             self._from_last_stage(tokens[end : end + 1], "token")
         return tokens
-
-    def _cut(self, tokens: Array, targets: Array) -> list[Batch]:
-        """The micro-batches of a batch, or an error."""
-        if np.shape(tokens) != np.shape(targets):
-            raise ValueError(f"tokens have shape {np.shape(tokens)}, but targets {np.shape(targets)}")
-        tokens_n, targets_n = self._checked("tokens", tokens), self._checked("targets", targets)
-        size, length = np.shape(tokens)
-        cuts = [length * cut for cut in split(size, self.microbatches)]
-        return [
-            Batch(tokens_n[first:last], targets_n[first:last], length)
-            for first, last in zip(cuts[:-1], cuts[1:], strict=True)
-        ]
-
-    def _checked(self, what: str, tokens: Array) -> Array:
-        """`tokens` as a flat int64 array where the model computes, or an error."""
-        tokens = np.asarray(to_host(tokens) if is_array(tokens) else tokens)
-        if tokens.dtype.kind not in "iu":
-            raise TypeError(f"{what} must be integers, got {tokens.dtype}")
-        if tokens.ndim != 2:
-            raise ValueError(f"{what} must have shape (batch, length), got {tokens.shape}")
-        if tokens.shape[1] > self.context_length:
-            raise ValueError(
-                f"{what} are sequences of {tokens.shape[1]}, but the model's context_length is {self.context_length}"
-            )
-        if tokens.shape[1] == 0:
-            raise ValueError(f"{what} of shape {tokens.shape} are sequences of no token")
-        low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
-        if low < 0 or high >= self.vocabulary_size:
-            raise ValueError(
-                f"{what} range from {low} to {high}, but the model's vocabulary_size is {self.vocabulary_size}: "
-                f"valid tokens are 0 to {self.vocabulary_size - 1}"
-            )
-        flat = self._inputs(what, (tokens.size,), np.int64)
-        flat.reshape(tokens.shape)[...] = tokens
-        if self._moved_inputs is None:
-            return flat
-        moved = self._moved_inputs(what, flat.shape, flat.dtype)
-        copy_to_device(flat, moved)
-        return moved
-
-    @contextmanager
-    def _forward_only(self) -> Iterator[None]:
-        """A context for forward passes without a backward pass, which keep nothing."""
-        self._keeping.keeps = False
-        try:
-            yield
-        finally:
-            self._keeping.keeps = True
 
     def _from_last_stage(self, array: Array, label: str) -> Array:
         """Broadcast an array of the last pipeline stage to all stages, in place."""
         if self.mesh is not None and self.mesh.pipeline.size > 1:
             self.mesh.pipeline.broadcast(array, root=self.mesh.pipeline.size - 1, label=label)
         return array
-
-
-def _sampled(logits_v: np.ndarray, temperature: float, random: np.random.Generator) -> int:
-    if temperature == 0:
-        return int(logits_v.argmax())
-    weights_v = np.exp((logits_v - logits_v.max()) / temperature)
-    edges_v = np.cumsum(weights_v)
-    return min(int(np.searchsorted(edges_v, random.random() * edges_v[-1], "right")), len(edges_v) - 1)
-
-
-def _names_by_unit(architecture: Architecture, sequence_parallel: bool) -> list[list[str]]:
-    """Names of the tensors of each unit; a tied tensor belongs to the first unit that uses it."""
-    known: set[str] = set()
-    names = []
-    for name in architecture.units():
-        layer: Layer = architecture.build(name, sequence_parallel=sequence_parallel)
-        names.append([spec.name for spec in layer.specs() if spec.name not in known])
-        known.update(names[-1])
-    return names

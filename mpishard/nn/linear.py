@@ -81,6 +81,11 @@ class Linear(Layer):
         return self.parameters[self.bias_name] if self.bias_name else None
 
     @property
+    def first_output(self) -> int:
+        """Number of the first output that this rank computes."""
+        return self.parameters.box(self.weight_name)[1][0]
+
+    @property
     def local_outputs(self) -> int:
         """Number of outputs that this rank computes."""
         start, stop = self.parameters.box(self.weight_name)[1]
@@ -317,6 +322,11 @@ class TiedLinear(Linear):
 
     def initialize(self, seed: int) -> None:
         self._draw(seed, self.weight_name, (self.outputs, self.inputs), self.scale)
+
+    @property
+    def first_output(self) -> int:
+        """Number of the first output that this rank computes."""
+        return self.parameters.box(self.weight_name)[0][0]
 
     @property
     def local_outputs(self) -> int:

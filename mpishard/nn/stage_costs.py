@@ -57,12 +57,12 @@ def _measure(architecture: Architecture, dtype: Any, compute_dtype: Any, module:
     best = [float("inf")] * 3
     for _ in range(1 + _REPEATS):
         marks = [now()]
-        x_nc = embedding.forward(work, batch)
+        x_nc = embedding.forward(None, work, batch)
         marks.append(now())
         x_nc = block.forward(x_nc, work, length)
         marks.append(now())
         head.forward(x_nc, work, batch)
-        dx_nc = head.backward(work)
+        dx_nc = head.backward(None, work, batch)
         marks.append(now())
         dx_nc = block.backward(dx_nc, work, length)
         marks.append(now())

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from mpishard.nn.block import Block
 from mpishard.nn.embeddings import Embedding, PositionEmbedding
 from mpishard.nn.layers import Layer, LayerNorm
 from mpishard.nn.linear import Linear, TiedLinear
@@ -55,8 +56,8 @@ class EmbeddingStage(Layer):
         super().__init__(EMBEDDINGS, [self.tokens, self.positions])
         self.width = width
 
-    def forward(self, work: Workspace, batch: Batch) -> Array:
-        """The rows of the residual stream that this rank holds."""
+    def forward(self, x: None, work: Workspace, batch: Batch) -> Array:
+        """The rows of the residual stream that this rank holds; nothing comes before it."""
         shape = (batch.rows, self.width)
         terms_nc = work.borrow("terms", *shape) if self.tensor.splits_rows else work.save("embeddings.y", *shape)
         self.tokens.forward(batch.tokens_n, work, terms_nc)
@@ -64,6 +65,8 @@ class EmbeddingStage(Layer):
         if self.tensor.rank == 0:
             self.positions.add_to(terms_nc.reshape(-1, batch.length, self.width))
         return self.tensor.leave.forward(terms_nc, batch.rows, functools.partial(work.save, "embeddings.y"))
+
+    predict = forward
 
     def backward(self, dx_nc: Array, work: Workspace, batch: Batch) -> None:
         """Gradients of the tables."""
@@ -91,8 +94,12 @@ class OutputHead(Layer):
     @property
     def first(self) -> int:
         """Number of the first token whose logits this rank computes."""
-        box = self.parameters.box(self.head.weight_name)
-        return box[0 if isinstance(self.head, TiedLinear) else 1][0]
+        return self.head.first_output
+
+    def shares_table(self, embeddings_here: bool) -> None:
+        """Note whether the embeddings are on this rank: their backward comes later, and marks a tied table ready."""
+        if isinstance(self.head, TiedLinear):
+            self.head.announces = not embeddings_here
 
     def forward(self, x_nc: Array, work: Workspace, batch: Batch) -> float:
         """Summed loss of the batch; keeps the gradient by the logits for `backward`."""
@@ -101,8 +108,8 @@ class OutputHead(Layer):
         work.kept[self.role] = logits_nv
         return loss
 
-    def backward(self, work: Workspace) -> Array:
-        """Gradient by the rows of the residual stream."""
+    def backward(self, dy: None, work: Workspace, batch: Batch) -> Array:
+        """Gradient by the rows of the residual stream; nothing comes after it."""
         dlogits_nv = work.kept[self.role]
         if self.parameters.loss_scale != 1:
             dlogits_nv *= dlogits_nv.dtype.type(self.parameters.loss_scale)
@@ -122,3 +129,7 @@ class OutputHead(Layer):
 
         logits_nv = self.head.apply(rows_nc, new(rows, self.head.local_outputs))
         return GatherColumns(self.tensor.axis, self.vocabulary_size).forward(logits_nv, rows, new)
+
+
+# What `Architecture.build` makes.
+Unit = EmbeddingStage | Block | OutputHead

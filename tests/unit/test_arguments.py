@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
 
 import ml_dtypes
@@ -24,7 +25,7 @@ from mpishard import (
     cosine,
     nn,
 )
-from mpishard.arguments import flag, integer, number
+from mpishard.arguments import flag, integer, no_others, number, whole_or_fields
 from mpishard.compression import Int8Compressor, TopKCompressor
 
 
@@ -122,3 +123,23 @@ def step(mesh, **options):
 def test_public_calls_refuse(mesh, call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call(mesh)
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int = 1
+    height: int = 2
+
+
+def test_a_value_as_a_whole_or_by_its_fields():
+    options = {"width": 3, "depth": 4}
+    assert whole_or_fields("call()", "size", Size, None, options) == Size(3)
+    assert options == {"depth": 4}
+    assert whole_or_fields("call()", "size", Size, Size(5), options) == Size(5)
+    with pytest.raises(TypeError, match=r"call\(\) got an unexpected keyword argument 'depth'"):
+        no_others("call()", options)
+    with pytest.raises(TypeError, match=r"call\(\) got size and also height; put all into size=Size\(...\)"):
+        whole_or_fields("call()", "size", Size, Size(), {"height": 1})
+    with pytest.raises(TypeError, match="size must be a Size, got 7"):
+        whole_or_fields("call()", "size", Size, 7, {})
+    no_others("call()", {})

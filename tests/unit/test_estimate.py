@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 
 from mpishard import nn
-from mpishard.estimate import TYPICAL, Layout, Link, MachineProfile, estimate, layouts, model_state_bytes, table
+from mpishard.estimate import (
+    TYPICAL,
+    Layout,
+    Link,
+    MachineProfile,
+    Workload,
+    estimate,
+    layouts,
+    model_state_bytes,
+    table,
+)
 from mpishard.estimate.pipeline_time import makespan, peak_in_flight
 from mpishard.estimate.profile import OPERATIONS
 from mpishard.nn.architecture import Architecture
@@ -21,7 +31,7 @@ from mpishard.pipeline.schedule import make_schedule, simulate
 TINY = Architecture(vocabulary_size=11, context_length=6, width=8, layers=4, heads=2)
 # Of one block of TINY: two norms, qkv and output, expand and contract; with biases.
 BLOCK = 4 * 8 + (8 * 24 + 24) + (8 * 8 + 8) + (8 * 32 + 32) + (32 * 8 + 8)
-STEM, TOP = 11 * 8 + 6 * 8, 2 * 8 + 8 * 11
+EMBEDDINGS, HEAD = 11 * 8 + 6 * 8, 2 * 8 + 8 * 11
 
 
 @pytest.mark.parametrize(("zero_stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
@@ -38,7 +48,7 @@ def test_table_1_refuses(parameters: float, ranks: int, stage: int) -> None:
 def test_one_rank_by_hand() -> None:
     found = estimate(TINY, batch=3, length=5)
     (stage,) = found.stages
-    size = STEM + 4 * BLOCK + TOP
+    size = EMBEDDINGS + 4 * BLOCK + HEAD
     assert stage.parameters == size
     rows = 15
     # A block keeps two norms with their statistics, queries, keys, values and what they mix, the normaliser of each
@@ -62,6 +72,31 @@ def test_activations_are_what_the_model_measures(tied: bool, recompute: bool, mi
     found = estimate(model.architecture, batch=5, microbatches=microbatches, recompute=recompute)
     assert found.memory.parameters == model.parameters.nbytes
     assert found.memory.activations + found.memory.scratch == pytest.approx(model.activation_bytes, rel=0.01)
+
+
+def test_values_and_their_fields_by_name_are_one_call() -> None:
+    layout = Layout(data=2, tensor=2, pipeline=2, zero_stage=2, schedule="gpipe", recompute=True)
+    work = Workload(batch=3, length=5, microbatches=2, itemsize=8, slots=1, minimum_parameter_group_size=16)
+    by_name = {**asdict(layout), **asdict(work)}
+    found = estimate(TINY, layout, work)
+    assert found == estimate(TINY, **by_name) == estimate(TINY, workload=work, **asdict(layout))
+    assert (found.batch, found.length, found.microbatches) == (3, 5, 2)
+    assert estimate(TINY) == estimate(TINY, Layout(sequence_parallel=True), Workload(), TYPICAL)
+    many = dict(length=5, microbatches=2, itemsize=8, slots=1, minimum_parameter_group_size=16)
+    assert table([layout], TINY, 5, **many) == table([layout], TINY, 5, work) == [found]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"zero": 1}, r"estimate\(\) got an unexpected keyword argument 'zero'"),
+        ({"layout": Layout(), "data": 2, "tensor": 2}, r"got layout and also data, tensor; put all into layout=Layout"),
+        ({"workload": 3}, "workload must be a Workload, got 3"),
+    ],
+)
+def test_calls_that_say_too_much(options: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        estimate(TINY, **options)  # type: ignore[arg-type]
 
 
 def test_tensor_and_sequence_parallelism_by_hand() -> None:
@@ -90,7 +125,7 @@ def test_tensor_and_sequence_parallelism_by_hand() -> None:
 def test_pipeline_by_hand() -> None:
     found = estimate(TINY, pipeline=2, microbatches=4, batch=4, length=6)
     first, last = found.stages
-    assert (first.parameters, last.parameters) == (STEM + 2 * BLOCK, 2 * BLOCK + TOP)
+    assert (first.parameters, last.parameters) == (EMBEDDINGS + 2 * BLOCK, 2 * BLOCK + HEAD)
     bytes_ = 4 * 6 * 8 * 4
     assert (first.sent["pipeline", "activations"], first.sent["pipeline", "activation gradients"]) == (bytes_, 0)
     assert (last.sent["pipeline", "activations"], last.sent["pipeline", "activation gradients"]) == (0, bytes_)
@@ -103,7 +138,7 @@ def test_pipeline_by_hand() -> None:
 
 
 def test_zero_stages_by_hand() -> None:
-    size = STEM + 4 * BLOCK + TOP
+    size = EMBEDDINGS + 4 * BLOCK + HEAD
     options = dict(data=4, batch=1, minimum_parameter_group_size=10**9)
     by_stage = [estimate(TINY, zero_stage=stage, **options).stages[0] for stage in range(4)]  # type: ignore[arg-type]
     quarter = -(-size // 4)
@@ -111,7 +146,7 @@ def test_zero_stages_by_hand() -> None:
     assert [stage.memory.gradients for stage in by_stage[:3]] == [4 * size, 4 * size, 4 * quarter]
     assert by_stage[2].memory.buckets == 4 * size
     # Units are cut one by one.
-    units = [STEM, *[BLOCK] * 4, TOP]
+    units = [EMBEDDINGS, *[BLOCK] * 4, HEAD]
     assert by_stage[3].memory.parameters == 4 * sum(-(-unit // 4) for unit in units)
     assert by_stage[3].memory.gathered == by_stage[3].memory.buckets == 4 * 2 * BLOCK
     sent = [sum(count for (axis, _), count in stage.sent.items() if axis == "data") for stage in by_stage]
@@ -122,12 +157,12 @@ def test_zero_stages_by_hand() -> None:
 def test_ties() -> None:
     tied = Architecture(11, 6, 8, 4, 2, tied=True)
     found = estimate(tied, pipeline=2, microbatches=2, batch=2)
-    assert [stage.parameters for stage in found.stages] == [STEM + 2 * BLOCK, 2 * BLOCK + TOP]
+    assert [stage.parameters for stage in found.stages] == [EMBEDDINGS + 2 * BLOCK, 2 * BLOCK + HEAD]
     assert [stage.sent["ties", "gradients"] for stage in found.stages] == [4 * 88, 4 * 88]
-    assert estimate(tied).stages[0].parameters == STEM + 4 * BLOCK + 16
+    assert estimate(tied).stages[0].parameters == EMBEDDINGS + 4 * BLOCK + 16
     # ZeRO-3 gathers the embeddings for the head as well, twice a step in each of its two uses.
     sent = estimate(tied, data=2, zero_stage=3).stages[0].sent["data", "parameters"]
-    assert sent == 4 * 2 * (2 * STEM + 4 * BLOCK + 16)
+    assert sent == 4 * 2 * (2 * EMBEDDINGS + 4 * BLOCK + 16)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
@@ -166,7 +201,7 @@ def test_time_of_a_given_machine() -> None:
     assert alone.compute == pytest.approx((3 * products + 3.5 * attention) / 1e9)
     assert alone.communication == alone.update == 0
     shared = estimate(TINY, data=2, batch=2, length=6, profile=machine, minimum_parameter_group_size=10**9)
-    size = STEM + 4 * BLOCK + TOP
+    size = EMBEDDINGS + 4 * BLOCK + HEAD
     assert shared.communication == pytest.approx(1e-3 + 4 * size / 1e6)
 
 

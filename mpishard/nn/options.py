@@ -1,0 +1,174 @@
+"""How a GPT is trained, beside its architecture: pipeline, precision, and what saves memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import numpy as np
+
+from mpishard.arguments import flag
+from mpishard.nn.architecture import Architecture
+from mpishard.nn.products import check_half
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a model is cut into pipeline stages, and in which order the stages work.
+
+    Parameters
+    ----------
+    schedule : str
+        One of `mpishard.pipeline.schedule.SCHEDULES`.
+    chunks : int
+        Model chunks of a pipeline rank, for the interleaved schedule.
+    microbatches : int, optional
+        Number of micro-batches into which a batch is cut along its first dimension; some may be empty.  Default: 1; on
+        a pipeline 4 times the number of its ranks.
+    stage_costs : "measured" or sequence of float, optional
+        The times of the `Architecture.units` by which the model is cut into stages, given or measured on the mesh's
+        first rank.  Default: blocks evenly.
+
+    Raises
+    ------
+    ValueError
+        If `stage_costs` is another word.
+    """
+
+    schedule: str = "1f1b"
+    chunks: int = 1
+    microbatches: int | None = None
+    stage_costs: str | Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stage_costs, str) and self.stage_costs != "measured":
+            raise ValueError(f'stage_costs is {self.stage_costs!r}; it must be "measured", numbers or None')
+
+    def microbatches_on(self, ranks: int) -> int:
+        """Number of micro-batches, with the default.
+
+        Parameters
+        ----------
+        ranks : int
+            Size of the pipeline axis.
+
+        Returns
+        -------
+        int
+            As given, or the default for so many ranks.
+        """
+        if self.microbatches is not None:
+            return self.microbatches
+        return 1 if ranks == 1 else 4 * ranks
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a model.
+
+    Parameters
+    ----------
+    dtype : dtype
+        float32 or float64: parameters, gradients and activations.
+    compute_dtype : dtype, optional
+        Multiply matrices in float16 or ml_dtypes.bfloat16, with weights and activations in float32, see
+        `mpishard.nn.products.make_matmul`.  Train in float16 with ``ShardingConfiguration(loss_scale="dynamic")``.
+        For arrays of CuPy; on NumPy it is slow, and warns.
+    storage_dtype : dtype, optional
+        Keep activations between forward and backward in float16 or ml_dtypes.bfloat16.
+    wire_dtype : dtype, optional
+        Send activations and their gradients between stages in one of these.
+
+    Raises
+    ------
+    TypeError
+        If a dtype is none of these.
+    """
+
+    dtype: Any = np.float32
+    compute_dtype: Any = None
+    storage_dtype: Any = None
+    wire_dtype: Any = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        if self.dtype not in (np.float32, np.float64):
+            raise TypeError(f"dtype is {self.dtype}; GPT computes in float32 or float64")
+        for name in ("storage_dtype", "wire_dtype"):
+            if getattr(self, name) is not None:
+                check_half(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """What saves memory, and costs time or communication.
+
+    Parameters
+    ----------
+    recompute : bool
+        Keep only the inputs of blocks, and compute their activations again in the backward pass.
+    sequence_parallel : bool
+        Split rows over the tensor axis between the layers that are split by columns, which needs less memory for
+        activations.
+    sharded_parameters : bool
+        Hold only a share of the parameters from the start (ZeRO-3), for models that fit no rank as a whole.
+
+    Raises
+    ------
+    TypeError
+        If one is neither True nor False.
+    """
+
+    recompute: bool = False
+    sequence_parallel: bool = False
+    sharded_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("recompute", "sequence_parallel", "sharded_parameters"):
+            flag(name, getattr(self, name))
+
+
+class GPTOptions(TypedDict, total=False):
+    """Keywords of `GPT` that are fields of these values, for those who write them out in the call."""
+
+    tied: bool
+    schedule: str
+    chunks: int
+    microbatches: int | None
+    stage_costs: str | Sequence[float] | None
+    compute_dtype: Any
+    storage_dtype: Any
+    wire_dtype: Any
+    recompute: bool
+    sequence_parallel: bool
+    sharded_parameters: bool
+    module: Any
+
+
+# Names of the arguments of `GPT` that may be given by their position.
+_BY_POSITION = ("vocabulary_size", "context_length", "width", "layers", "heads", "dtype", "seed")
+
+
+def name_positional(given: Sequence[Any], options: dict[str, Any]) -> None:
+    """Put the positional arguments of a call of `GPT` into its keywords `options`, by their names.
+
+    Parameters
+    ----------
+    given : sequence
+        An Architecture; or its sizes, dtype and seed; or nothing.
+    options : dict
+        Changed in place.
+
+    Raises
+    ------
+    TypeError
+        If there are too many, or one is among the keywords as well.
+    """
+    names = ("architecture",) if given and isinstance(given[0], Architecture) else _BY_POSITION
+    if len(given) > len(names):
+        raise TypeError(f"GPT() takes at most {len(names)} positional arguments, {', '.join(names)}; got {len(given)}")
+    for name, value in zip(names, given, strict=False):
+        if name in options:
+            raise TypeError(f"GPT() got multiple values for argument {name!r}")
+        options[name] = value
