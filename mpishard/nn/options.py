@@ -1,4 +1,4 @@
-"""How a GPT is trained, beside its architecture: pipeline, precision, and what saves memory."""
+"""How a GPT is trained, beside its architecture: pipeline, precision, and what saves memory.  Nothing is collective."""
 
 from __future__ import annotations
 
