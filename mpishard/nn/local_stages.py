@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.nn.activations import ActivationCheckpointing, KeepAll
@@ -64,7 +65,7 @@ class LocalStages:
         stages = place.pipeline_size * pipeline.chunks
         costs = pipeline.stage_costs
         if isinstance(costs, str):  # "measured"
-            world = None if mesh is None else mesh.world
+            world = Axis.single("world") if mesh is None else mesh.world
             costs = measure_costs(architecture, precision.dtype, world, precision.compute_dtype, module)
         cut = architecture.cut(stages, costs)
         self.parameters: FlatParameters = FlatParameters(
