@@ -87,7 +87,7 @@ def of_datasets(file: h5py.File) -> Iterator[tuple[str, str]]:
     file.visit(names.append)
     for name in sorted(names):
         thing = file[name]
-        # Drawn anew, or the time, or grown with the package.
+        # Random in every run, or the time, or longer with each version of the package.
         attributes = {key: thing.attrs[key] for key in sorted(thing.attrs) if key not in CHANGING}
         if attributes:
             yield f"{name}@", digest(*(part for pair in attributes.items() for part in pair))
@@ -243,7 +243,7 @@ class Made:
         return cls(mesh, model, getattr(mpishard, kind.optimizer)(rule, config, **kind.of_optimizer))
 
     def train(self, optimizer: Any, folder: Path, steps: int, **options: Any) -> Any:
-        """Until so many steps are taken, with checkpoints and a record in the folder."""
+        """Trains until a number of steps is taken, with checkpoints and a record in the folder."""
         record = mpishard.RunRecord(folder, self.mesh)
         with mpishard.Checkpoints(folder / "checkpoints", self.mesh) as checkpoints:
             task = problem(self.model, steps, 16, micro_batch_size=2 if self.mesh.pipeline.size == 1 else None)

@@ -26,7 +26,7 @@ AFTER_FAILURE = 20.0  # seconds that the other ranks get to reach the agreement 
 QUIET = 2.0  # seconds after which a failed rank that is still alone says so itself
 # With --sample all of tests/mpi runs at the number of ranks that finds most: half under Open MPI, half elsewhere.
 WHOLE = 3
-SHARE = 3  # elsewhere a test runs in one of so many of its variants
+SHARE = 3  # elsewhere a test runs in one of this many of its variants
 # and in half of the places, which take about as long as the other half.
 HALVES = [
     {("MPICH", 8), ("Open MPI", 4), ("MPICH", 1), ("Open MPI", 2)},

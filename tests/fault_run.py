@@ -83,7 +83,7 @@ class Notes:
         return (self.folder / name).read_text()
 
     def take_numbers(self, count: int) -> int:
-        """The first of so many numbers that nobody else takes."""
+        """Take `count` numbers that no other process takes; returns the first."""
         first = len(list(self.folder.glob("taken-*")))
         for number in range(first, first + count):
             self.leave(f"taken-{number}")

@@ -261,7 +261,7 @@ def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: flo
 
 
 def _run_all(cases: Iterable[Case], launch: Sequence[str], limit: float, jobs: int, file: Path | None) -> list[Ended]:
-    """Run them, so many at a time; what a file knows of is taken from there."""
+    """Run the cases, a few at a time; results that are in the file already are taken from there."""
     known = {}
     if file is not None and file.exists():
         for line in file.read_text().splitlines():

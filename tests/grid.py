@@ -127,7 +127,7 @@ def difference(found: Any, expected: Any) -> float:
 
 
 class Worst(dict[str, float]):
-    """The largest differences so far, by what they are of."""
+    """The largest differences so far, by quantity."""
 
     def note(self, what: str, value: float) -> None:
         self[what] = max(self[what], value)
@@ -193,7 +193,7 @@ def main() -> int:
         print(f"{world.size} ranks cannot run all of {options.ranks}; running {possible}", flush=True)
     failed = 0
     for ranks in possible:
-        # As many groups of so many ranks as there are, each with cases of its own.
+        # As many groups of this size as the ranks allow; each runs other cases.
         groups = world.size // ranks
         group = world.rank // ranks
         comm = world.Split(group if group < groups else MPI.UNDEFINED, world.rank)

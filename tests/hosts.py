@@ -113,7 +113,7 @@ def run(case: str, reference: list[str], folder: Path) -> Ended:
         code = process.poll()
         orphans = _wait_for_none(hosts[:-1]) if case == "link" else _wait_for_none(hosts)
         if case == "link":
-            victim.mend()
+            victim.repair()
             orphans += _wait_for_none(hosts[-1:])
     output = (folder / "output").read_text(errors="replace")
     beyond = [each for each in steps(folder) if each.number > before[-1].number and each.time > fault] if before else []

@@ -146,7 +146,7 @@ class Run:
 
 @functools.cache
 def alone_here(rule, data_size, first=0, last=3, limit=None, chain=None):
-    """Steps on one rank, along the sum of the gradients of so many data ranks.
+    """Steps on one rank, with the sum of the gradients of a number of data ranks.
 
     With `chain`, the run goes on where the first steps of a run along the gradients of that many data ranks ended.
     """

@@ -81,7 +81,7 @@ class Layout:
 
 
 def random_layout(random, ranks):
-    """A layout on at most so many ranks, the rest of which idle."""
+    """A layout on at most this many ranks; the others idle."""
     while True:
         sizes = random.integers(1, 5, 3).tolist()
         if np.prod(sizes) <= ranks:
@@ -91,7 +91,7 @@ def random_layout(random, ranks):
 
 
 def tensors_of(model):
-    """Tensors of which every element has a number of its own, from 1 on."""
+    """Tensors whose elements are all different, from 1 on."""
     found, start = {}, 1
     for tensor in model:
         size = int(np.prod(tensor.shape))

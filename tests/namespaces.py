@@ -120,7 +120,7 @@ class Host:
         """Take its link down; what runs there goes on."""
         self._set_link("down")
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Bring its link up again."""
         self._set_link("up")
 

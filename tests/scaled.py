@@ -61,7 +61,7 @@ def batches(sizes):
 
 
 def expected(scaling, workers, first):
-    """Batches and learning rates of a run with so many workers by step."""
+    """Batches and learning rates by step of a run; `workers`: how many there are in each step."""
     sizes = [BATCH * each // first for each in workers]
     growth = [min(size, SAMPLES) / BATCH for size in sizes]
     return batches(sizes), [SCHEDULE(step) * each ** POWERS[scaling] for step, each in enumerate(growth, 1)]

@@ -54,7 +54,7 @@ def _environment(changes: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture
 def mpirun() -> Callable[..., Finished]:
-    """``mpirun(ranks, *arguments, timeout=60, **environment)``: Python with these arguments on so many ranks."""
+    """``mpirun(ranks, *arguments, timeout=60, **environment)``: Python with these arguments on a number of ranks."""
 
     def run(ranks: int, *arguments: object, timeout: float = 60, **environment: str) -> Finished:
         command = [_launcher(), "-n", str(ranks), sys.executable, *map(str, arguments)]

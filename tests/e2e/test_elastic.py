@@ -1,4 +1,4 @@
-"""A sample of the grid of faults in ``tests/faults.py``: whoever fails, the run ends with the bits of one without."""
+"""A sample of the grid of ``tests/faults.py``: whichever rank fails, the bits are those of a run without faults."""
 
 from __future__ import annotations
 

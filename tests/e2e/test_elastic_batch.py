@@ -15,7 +15,7 @@ def test_workers_are_spawned_and_die(mpirun, tmp_path):
     if ulfm is None:
         assert mpirun(2, SCRIPT, tmp_path).code == 0
     else:
-        # After a death the launcher may not end by itself, and has the code of the dead to report.
+        # After a death the launcher may not end by itself, and its exit code is that of the dead rank.
         output, _ = faults.execute([*ulfm, "-n", "2", sys.executable, str(SCRIPT), str(tmp_path)], 60, report.exists)
         assert report.exists(), output
     same, *workers = report.read_text().split()

@@ -68,7 +68,7 @@ def callback(elastic, state):
     if case == "leaving" and state.step == 8 and founder == 0:
         os.kill(os.getpid(), signal.SIGTERM)
     if spawned and case == "failing later":
-        raise ArithmeticError("a fault of a newcomer")
+        raise ArithmeticError("a fault of a spawned process")
     happened = state.step > 4 and {
         "grow": workers == 3,
         "shell": workers == 3,
@@ -141,7 +141,7 @@ def test_training_goes_on_until_they_are_there(mpirun, script, tmp_path):
     ],
 )
 def test_the_run_does_not_need_those_who_do_not_come(mpirun, script, tmp_path, case, word):
-    """It ends before they are there, their script fails, or who has called them leaves."""
+    """The job ends before they are there, their script fails, or the process that has called them leaves."""
     done = mpirun(2, script, case, tmp_path, timeout=90)
     assert done.code == 0 and "same: True" in done.output and word in done.all, done.all
     assert done.all.count("could be spawned") == case.startswith("failing"), done.all
@@ -152,7 +152,7 @@ def test_the_run_does_not_need_those_who_do_not_come(mpirun, script, tmp_path, c
 def test_one_fails_once_it_has_come(mpirun, script, tmp_path):
     """The others do not wait for ever, though it was alone in its MPI_COMM_WORLD."""
     done = mpirun(2, script, "failing later", tmp_path, timeout=90)
-    assert done.code != 0 and "a fault of a newcomer" in done.all and "ends the job" in done.all, done.all
+    assert done.code != 0 and "a fault of a spawned process" in done.all and "ends the job" in done.all, done.all
     assert none_is_left(tmp_path)
 
 

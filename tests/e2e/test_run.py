@@ -163,7 +163,7 @@ def test_a_lost_rank_is_started_again_and_a_launcher_too(run, expected):
 
 
 def test_state_that_is_lost(run, expected):
-    """Two of three die at once, one of which kept the state of the other; where deaths are healed, it is found out."""
+    """Two of three ranks die at once, a rank and its buddy; where deaths are healed, the run says so."""
     config = "mpishard.ShardingConfiguration(mesh, minimum_parameter_group_size=1)"
     elastic = f"mpishard.ElasticOptimizer(mpishard.ZeRO2Optimizer(mpishard.AdamW(lr=0.05), {config}))"
     changes = {

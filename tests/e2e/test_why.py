@@ -68,7 +68,7 @@ def ranks_of(folder: Path) -> list[int]:
 
 @pytest.fixture
 def start(launch, tmp_path):
-    """``start(how, steps)``: the folder of a run that has taken so many steps; the run is killed at the end."""
+    """``start(how, steps)``: the folder of a run that has taken this many steps; the run is killed at the end."""
     jobs = []
 
     def begin(how: str, steps: int) -> Path:

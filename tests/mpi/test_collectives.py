@@ -375,7 +375,7 @@ def test_debug_sees_a_circle_of_calls_that_no_two_ranks_share(comm):
 @pytest.mark.every_variant
 @pytest.mark.parametrize("op", ["send", "recv"])
 def test_debug_sees_messages_that_nobody_is_at_the_other_end_of(comm, op):
-    """What is sent must be more than MPI keeps for a receiver who has not come."""
+    """The message must be longer than what MPI buffers for a receiver that has not come yet."""
     with mpishard.Mesh(comm, debug=True) as mesh:
         large = np.zeros(10**6)
         with pytest.raises(CollectiveMismatchError) as caught:

@@ -101,7 +101,7 @@ def test_resizes_change_no_bit(mesh, same_on_all, strategy, of_one):
     assert found == alone(gpt_problem)
     assert same_on_all(found[1:])
     assert optimizer.current_workers == mesh.size == ranks
-    # This rank was in the steps that its number lets it be in, with so many workers.
+    # This rank worked in the steps in which there were more workers than its number.
     expected, now = {}, ranks
     for step in range(1, STEPS + 1):
         if mesh.rank < now:

@@ -81,7 +81,7 @@ def test_batch_and_rate_go_with_the_workers(mesh, scaling, strategy):
 
 
 def test_more_workers_than_at_the_beginning(mesh):
-    """A batch is no more than an epoch, and the rate that of the batch."""
+    """A batch is at most an epoch, and the learning rate follows the batch."""
     first = (mesh.size + 3) // 4
     taken, rates = expected("linear", workers_by_step(first, {1: mesh.size}), first)
     run = Run(mesh, "linear", max_workers=first)

@@ -31,7 +31,7 @@ class Run:
         return self.mesh.data.comm.allreduce(loss)
 
     def losses(self, steps):
-        """Before each step that was taken, until there are so many."""
+        """The loss before each step that is taken, not skipped, until there are `steps` of them."""
         losses = {}
         while (taken := self.optimizer.steps) < steps:
             assert self.optimizer.skipped_steps < 16

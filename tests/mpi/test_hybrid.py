@@ -240,7 +240,7 @@ def namespace(parameters):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["table", "gain", "3.bias", "3.norm"])
 def test_debug_notices_copies_that_drift(debug_base, strategy, name):
-    """Ranks change what they hold: noticed where others hold it too, and mended.
+    """Ranks change what they hold: noticed where others hold it too, and put right.
 
     One data rank alone can do so under DDP only; else the owners' parts overwrite it.
     """

@@ -74,7 +74,7 @@ def adamw(parameters, g, state, step):
 
 
 def reference(workers, steps, every, *, nesterov=False, parts=1, delay=0):
-    """Where each worker is after so many steps of AdamW, in plain NumPy."""
+    """The parameters of each worker after a number of steps of AdamW, in plain NumPy."""
     own = [START.copy() for _ in range(workers)]
     states = [[np.zeros(SIZE), np.zeros(SIZE)] for _ in range(workers)]
     anchor, momentum, under_way = START.copy(), np.zeros(SIZE), []
@@ -172,7 +172,7 @@ def test_device_arrays_take_the_same_steps(mesh, delay):
 
 
 def test_after_a_death_the_first_worker_counts(mesh, same_on_all):
-    """Each survivor has what it came to by itself; the next average is of one state all the same."""
+    """Each survivor has its own parameters; after the next average all have the same state."""
     optimizer, parameters = LocalSGDOptimizer(SGD(lr=1.0), mesh, 1), FlatParameters.over(np.zeros(4))
     optimizer.step(parameters, np.zeros(4))
     optimizer.state.rebuild(parameters)
@@ -276,7 +276,7 @@ def test_what_is_left_of_gradients_is_nothing_of_averages(mesh, back):
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_run_meets_at_averages_only(mesh, same_on_all, delay):
-    """Losses of all steps are those of all ranks in the end, and who wishes to stop waits for the others."""
+    """In the end every loss is that of all ranks, and a rank that is to stop waits for the others."""
     expected = DDPOptimizer(SGD(lr=0.0), mesh).optimize(problem(30), progress=False).loss_history
     seen = []
 
@@ -301,7 +301,7 @@ def test_a_run_meets_at_averages_only(mesh, same_on_all, delay):
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_nodes_are_workers(mesh, same_on_all, every):
-    """Two neighbours sum their gradients every step; nodes average every so many."""
+    """Two neighbours sum their gradients in every step; nodes average every few steps."""
     config = settings(mesh, hierarchical=2)
     optimizer, flat = LocalSGDOptimizer(SGD(lr=0.1), config, every), START.copy()
     ranks = 2 if mesh.size % 2 == 0 and mesh.size > 2 else 1
@@ -442,7 +442,7 @@ def test_a_tolerance_ends_all(mesh, same_on_all):
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_a_worker_with_nan_leaves_its_step_out(mesh, same_on_all, delay):
-    """And at the next average all hear of it, or none, as they wish."""
+    """At the next average all ranks raise, in the mode that raises."""
     bad = mesh.size - 1
 
     def gradients(step):

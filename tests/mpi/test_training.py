@@ -352,7 +352,7 @@ def test_one_rank_stops_all_of_any_mesh(comm, reason, ctrl_c):
                 task = replace(large_gpt_problem(mesh, microbatches=4), seconds=seconds, steps=20)
                 if reason == "signal" and mesh.rank == culprit:
                     task = replace(task, function=pressing(ctrl_c, 2, task.function))
-                listener = None if reason == "signal" else callback  # with one, ranks tell each other their wishes
+                listener = None if reason == "signal" else callback  # with a callback, ranks agree on stopping
                 result = DDPOptimizer(SGD(lr=0.1), mesh).optimize(task, callback=listener, progress=False)
                 steps = comm.allgather((result.steps, result.stop_reason))
                 assert steps == steps[:1] * comm.size

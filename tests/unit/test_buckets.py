@@ -154,7 +154,7 @@ def test_no_bucket_spans_two_runs():
 
 @pytest.mark.parametrize("on_demand", [False, True])
 def test_stages_are_handed_over_apart_and_a_tie_last(on_demand):
-    """Tensors 1 and 2 are of stage 0, tensor 3 of stage 1, and tensor 0 is tied between them."""
+    """Tensors 1 and 2 are in stage 0, tensor 3 is in stage 1, and tensor 0 is tied between the stages."""
     runs = [Run(0, 1, 0, tied=True), Run(1, 3, 0), Run(3, 4, 1)]
     recorder = Recorder([2, 2, 2, 2], 2, runs, on_demand=on_demand)
     recorder.backward(["t2", "t1", "t0"])  # stage 0 before stage 1, as a schedule may have it

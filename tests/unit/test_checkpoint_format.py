@@ -495,7 +495,7 @@ def test_an_index_with_anything_else_in_it_is_refused(folder, what):
 
 @pytest.mark.parametrize("path", ["parameters/plain.weight", "parameters/empty", "json/tensors", "history/losses"])
 def test_sources_outside_are_not_even_opened(folder, path):
-    """Opening a pipe waits for whoever writes into it."""
+    """Opening a pipe waits until a process writes into it."""
     os.mkfifo(folder / "pipe0.h5")
     with h5py.File(folder / "index.h5", "r+") as h5:
         endless(h5, path, "pipe%b.h5")

@@ -29,7 +29,7 @@ def mesh():
 
 
 def forge(step, file, change):
-    """Change a file of a checkpoint and sign all anew."""
+    """Change a file of a checkpoint, and write all hashes again."""
     with h5py.File(step / file, "r+") as h5:
         change(h5)
     was = manifest.read(step)

@@ -73,7 +73,7 @@ def changed(facts: Facts, **values: Any) -> Facts:
 
 
 def job(*ranks_on_hosts: int, **changes: Any) -> list[Facts]:
-    """Good facts of so many ranks on each of several hosts, with changes."""
+    """Good facts of a number of ranks on each of several hosts, with changes."""
     found: list[Facts] = []
     for host, ranks in enumerate(ranks_on_hosts):
         node = len(found)

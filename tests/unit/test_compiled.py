@@ -50,7 +50,7 @@ print(before == [list(function.dispatcher().overloads) for function in others], 
 
 def run(script, cache, *dtypes):
     """Lines that it prints: value, functions found in the cache, and whether Numba's compiler was imported."""
-    # With a lock file of its own: what another process compiles now is compiled only by that one.
+    # With a lock file of its own, or a function that another process compiles now would not be compiled here.
     environment = os.environ | {"NUMBA_CACHE_DIR": str(cache), "TMPDIR": str(cache.parent)}
     command = [sys.executable, *script, *dtypes]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()

@@ -291,21 +291,21 @@ class TestWatch:
             process.kill()
             process.wait()
 
-    def fellow(self, process):
+    def peer(self, process):
         started = open(f"/proc/{process.pid}/stat").read().rpartition(")")[2].split()[19]
         return Peer(this_process().host, process.pid, started)
 
     def test_one_that_is_stopped_is_ended(self, sleepers):
         stopped, running = sleepers
         with Watch(0.4) as watch:
-            watch.follow([this_process(), *map(self.fellow, sleepers)])
+            watch.follow([this_process(), *map(self.peer, sleepers)])
             stopped.send_signal(signal.SIGSTOP)
             assert stopped.wait(10) == -signal.SIGKILL
             assert running.poll() is None
 
     def test_one_that_goes_on_in_time_is_not(self, sleepers):
         with Watch(2.0) as watch:
-            watch.follow(map(self.fellow, sleepers))
+            watch.follow(map(self.peer, sleepers))
             for _ in range(3):
                 sleepers[0].send_signal(signal.SIGSTOP)
                 time.sleep(0.7)
@@ -316,7 +316,7 @@ class TestWatch:
     @pytest.mark.parametrize("changes", [{"host": "another"}, {"started": "1"}])
     def test_others_of_the_same_number_are_left_alone(self, sleepers, changes):
         with Watch(0.2) as watch:
-            watch.follow([self.fellow(sleepers[0])._replace(**changes)])
+            watch.follow([self.peer(sleepers[0])._replace(**changes)])
             sleepers[0].send_signal(signal.SIGSTOP)
             time.sleep(0.6)
             assert sleepers[0].poll() is None

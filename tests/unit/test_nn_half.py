@@ -158,7 +158,7 @@ def test_without_a_backward_pass_nothing_is_kept(options, share):
     evaluated.logits(tokens)
     evaluated.generate([1, 2], 3)
     assert evaluated.chunks[0].saved_bytes < share * trained.chunks[0].saved_bytes
-    # And what comes after it is as ever.
+    # And the next passes are as before.
     gradient = trained.parameters.gradients.flat.copy()
     assert evaluated.loss_and_gradient(tokens, tokens) == loss
     np.testing.assert_array_equal(evaluated.parameters.gradients.flat, gradient)

@@ -457,7 +457,7 @@ def test_a_record_that_cannot_be_written_does_not_end_the_run(
 
 
 class TestTop:
-    """Looks at a run from its record; the processes of these are of no host."""
+    """Looks at a run from its record; the processes of this record are on no host."""
 
     @pytest.fixture(autouse=True)
     def on_a_wide_terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,7 +565,7 @@ class TestTop:
         assert (capsys.readouterr().out == f"the run has ended: {ending}\n") == bool(ending)
 
     def test_who_left_a_run_that_healed_is_not_missed(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Rank 0 of 4 died and rank 3 waits as a spare: 1 and 2 are 0 and 1 now, and a newcomer is 2."""
+        """Rank 0 of 4 died and rank 3 waits as a spare: 1 and 2 are 0 and 1 now, and a spawned process is 2."""
         now = time.time()
         before = [self.line(rank, 1, 5, ranks=4, time=now - 60) for rank in range(4)]
         after = [self.line(rank, 6, 5, ranks=3, time=now + 1000) for rank in range(3)]

@@ -17,7 +17,7 @@ PROGRAMS = {
     "srun": "true",
     "squeue": """scontrol --oneliner show job 1 | sed 's/.*JobState=//; s/ .*//'""",
     "sleep": "true",
-    # Does not answer so many of its first calls as $DEAF says; $ANSWER: a request that is taken is answered.
+    # Does not answer its first $DEAF calls; $ANSWER: a request that is taken is answered.
     "scontrol": """
 calls=$(($(cat calls 2>/dev/null || echo 0) + 1))
 echo "$calls" >calls

@@ -26,7 +26,7 @@ def test_the_script_runs_with_its_options(arguments, options, script):
     script = script or ["-m", "package.train", "--steps", "3"]
     expected = ["-X", f"{NEWCOMER}=2x1", *options, "-c", BOOT, *script]
     assert command(["python", *arguments], (2, 1)) == expected
-    assert command(["python", *expected], (2, 1)) == expected, "a newcomer recruits others"
+    assert command(["python", *expected], (2, 1)) == expected, "a spawned process spawns others"
     for runner in ([RUNNER], ["-m", "mpishard.launch.worker"]):  # the runner of `mpishard run`; spawning has its own
         assert command(["python", *options, *runner, *script], (2, 1)) == expected
 

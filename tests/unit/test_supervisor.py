@@ -345,16 +345,16 @@ def test_a_host_that_is_silent_twice_is_lost(tmp_path):
 
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
-    """``watched(seconds, gone)``: what a `ProgressMonitor` says after so many more, with its `folder` and `course`."""
+    """``watched(seconds, gone)``: what a `ProgressMonitor`, its `monitor`, says of its `folder` that much later."""
     folder, clock = RunFolder.create(tmp_path / "run"), SimpleNamespace(now=0.0)
     monkeypatch.setattr(progress_monitor, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def look(seconds, gone=0):
         clock.now += seconds
-        return look.course.look(gone)
+        return look.monitor.look(gone)
 
     limits = progress_monitor.Limits(start=20.0, step=100.0, heal=10.0, end=5.0)
-    look.folder, look.course = folder, progress_monitor.ProgressMonitor(folder, limits)
+    look.folder, look.monitor = folder, progress_monitor.ProgressMonitor(folder, limits)
     return look
 
 
@@ -369,7 +369,7 @@ def test_a_job_that_is_stuck(watched):
     folder.note_healed(3, 1)
     assert watched(0) == "" and watched(2999) == "" and "no step for 3000 s after a death" in watched(2)
     folder.note_step(3)
-    assert watched(0) == "" and watched(5000) == "" and watched.course.step == 3
+    assert watched(0) == "" and watched(5000) == "" and watched.monitor.step == 3
     folder.note_healed(3, 2)  # of four again, one of which was spawned
     os.utime(folder.path / "healed-0", (1, 1))
     assert watched(0) == "" and "after a death" in watched(3001)
@@ -384,7 +384,7 @@ def test_a_job_that_is_stuck(watched):
     folder.note_training(False)  # the script may go on for long
     assert watched(0) == "" and watched(5000) == ""
     folder.note_ended(Ended(0))
-    assert watched(0) == "" and watched.course.has_ended and watched(5) == ""
+    assert watched(0) == "" and watched.monitor.has_ended and watched(5) == ""
     assert "launcher has not for 5 s" in watched(1)
 
 
@@ -409,15 +409,15 @@ def test_an_elastic_run_that_takes_no_step(watched):
 
 def test_a_job_that_does_not_start(watched):
     assert watched(0, gone=2) == "" and watched(4, gone=1) == "" and watched(3, gone=0) == ""  # they are being started
-    assert watched(0, gone=1) == "" and watched(2, gone=1) == "" and not watched.course.half_started
-    assert "a rank has ended before all had imported" in watched(2, gone=1) and watched.course.half_started
+    assert watched(0, gone=1) == "" and watched(2, gone=1) == "" and not watched.monitor.half_started
+    assert "a rank has ended before all had imported" in watched(2, gone=1) and watched.monitor.half_started
     watched.folder.note_started()
     assert watched(100, gone=1) == ""
 
 
 def test_a_job_that_starts_for_ever(watched):
-    assert watched(20) == "" and not watched.course.half_started
-    assert "within 20 s (--start-limit)" in watched(1) and watched.course.half_started
+    assert watched(20) == "" and not watched.monitor.half_started
+    assert "within 20 s (--start-limit)" in watched(1) and watched.monitor.half_started
 
 
 def test_a_job_that_a_rank_has_aborted(watched):

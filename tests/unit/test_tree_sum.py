@@ -1,4 +1,4 @@
-"""Sums along a tree over an index: one value, whoever adds what."""
+"""Sums along a tree over an index: one value, whichever rank adds which terms."""
 
 from __future__ import annotations
 
@@ -72,23 +72,23 @@ def test_an_aligned_power_of_two_is_one_node():
 @given(TERMS, st.integers(1, 12), st.booleans())
 def test_any_deal_gives_the_bits_of_the_tree(total, ranks, in_turns):
     terms = wild(total, 5)
-    deal = TermAssignment(total, ranks, in_turns)
-    assert sorted(term for rank in range(ranks) for term in deal.terms(rank)) == list(range(total))
+    assignment = TermAssignment(total, ranks, in_turns)
+    assert sorted(term for rank in range(ranks) for term in assignment.terms(rank)) == list(range(total))
     # Each rank adds within its run ...
     kept = []
     for rank in range(ranks):
-        leaves = [(Node(term, term + 1), terms[term]) for term in deal.terms(rank)]
-        kept.append(leaves if in_turns else on_a_stack(leaves, deal.tree_merges(rank), total))
+        leaves = [(Node(term, term + 1), terms[term]) for term in assignment.terms(rank)]
+        kept.append(leaves if in_turns else on_a_stack(leaves, assignment.tree_merges(rank), total))
     # ... and the owner what the ranks send, exchange after exchange.
     sums = []
-    for exchange in range(deal.exchanges):
+    for exchange in range(assignment.exchanges):
         parts = []
         for rank in range(ranks):
             mine = kept[rank][exchange : exchange + 1] if in_turns else kept[rank]
-            assert [node for node, _ in mine] == list(deal.parts(rank, exchange))
+            assert [node for node, _ in mine] == list(assignment.parts(rank, exchange))
             parts += mine
         sums += on_a_stack(parts, tree_merges([node for node, _ in parts], total), total)
-        assert [node for node, _ in sums[-len(deal.sums(exchange)) :]] == list(deal.sums(exchange))
+        assert [node for node, _ in sums[-len(assignment.sums(exchange)) :]] == list(assignment.sums(exchange))
     ((node, result),) = on_a_stack(sums, tree_merges([node for node, _ in sums], total), total)
     assert node == (0, total)
     assert np.array_equal(result, value(terms))

@@ -6,7 +6,7 @@ from mpishard.elastic.worker_target import WorkerTarget
 
 
 class Asks:
-    """Wants so many workers from outside of the script; `heard` is what it was asked with."""
+    """Asks for a number of workers from outside of the script; `heard` has the arguments of each call."""
 
     def __init__(self, wanted):
         self._wanted = wanted
