@@ -32,7 +32,13 @@ print(bool((a == b).all()), flush=True)
 
 
 def heals_in_place() -> bool:
-    """Whether survivors of a death are informed and can go on: Open MPI under ``mpirun --with-ft ulfm``."""
+    """Tell whether survivors of a death are informed and can go on: Open MPI under ``mpirun --with-ft ulfm``.
+
+    Returns
+    -------
+    bool
+        The same on all ranks.  Not collective.
+    """
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
 
 
@@ -71,7 +77,18 @@ class Capabilities:
 
 @functools.cache
 def probe(device: bool = False) -> Capabilities:
-    """Ask the MPI library what it can do; `device`: also whether it takes device memory (starts a child process)."""
+    """Ask the MPI library what it can do.  Not collective.
+
+    Parameters
+    ----------
+    device : bool
+        Also ask whether it takes device memory, which starts a child process.
+
+    Returns
+    -------
+    Capabilities
+        Asked once, then the same.
+    """
     library, version = MPI.get_vendor()
     standard = MPI.Get_version()
     proven = _probe_device() if device and _claims_cuda() else ""

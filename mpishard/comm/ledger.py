@@ -84,7 +84,7 @@ class Total:
 
 
 class Ledger:
-    """What a rank has communicated.
+    """What a rank has communicated.  Nothing here is collective.
 
     After a large buffer little of the interpreter is in cache, and every object that is touched costs time.  So calls
     are noted as plain tuples, and summed up on request or after a thousand of them.
@@ -125,7 +125,26 @@ class Ledger:
     def begin(
         self, axis: str, sequence: int, op: str, dtype: np.dtype, count: int, label: str, members: Sequence[int]
     ) -> tuple[Any, ...]:
-        """The fields of a `Call` that begins now."""
+        """Note that a call begins now.
+
+        Parameters
+        ----------
+        axis : str
+        sequence : int
+            Its number among the calls on its communicator.
+        op : str
+        dtype : dtype
+        count : int
+            Elements of its buffer.
+        label : str
+        members : sequence of int
+            Ranks of the whole mesh that take part.
+
+        Returns
+        -------
+        tuple
+            The fields of a `Call`.
+        """
         # A user's direct call is a few frames away.  Under `optimize` the user's code is up to thirty frames away, and
         # walking them all would make an object of each: half a per cent of the step of a small model.
         frame: FrameType | None = sys._getframe(1)
@@ -139,7 +158,20 @@ class Ledger:
         return (time.perf_counter(), axis, sequence, op, dtype, count, label, code, line, members)
 
     def spend(self, call: tuple[Any, ...], began: float) -> float:
-        """Add the time from `began` until now, spent inside a call; returns the seconds."""
+        """Add the time from `began` until now, spent inside a call.
+
+        Parameters
+        ----------
+        call : tuple
+            The fields of its `Call`.
+        began : float
+            In seconds of `time.perf_counter`.
+
+        Returns
+        -------
+        float
+            The seconds.
+        """
         ended = time.perf_counter()
         self.seconds += ended - began
         if self.spans is not None:
@@ -148,12 +180,30 @@ class Ledger:
         return ended - began
 
     def note(self, name: str, kind: str, began: float) -> None:
-        """Note an interval from `began` until now for a trace; it is not a call."""
+        """Note an interval from `began` until now for a trace; it is not a call.
+
+        Parameters
+        ----------
+        name, kind : str
+            As in `Span`.
+        began : float
+            In seconds of `time.perf_counter`.
+        """
         if self.spans is not None:
             self.spans.append(Span(name, kind, began, time.perf_counter()))
 
     def enter(self, call: tuple[Any, ...], sent: int, seconds: float) -> None:
-        """Enter a finished call: the bytes that this rank sent, and the time it spent inside."""
+        """Enter a finished call.
+
+        Parameters
+        ----------
+        call : tuple
+            The fields of its `Call`.
+        sent : int
+            Bytes that this rank sent.
+        seconds : float
+            Time it spent inside.
+        """
         self._entries.append((call, sent, seconds))
         if len(self._entries) >= 2 * _KEEP:
             self._sum_up()
@@ -188,7 +238,18 @@ class Ledger:
         return None if active is None else Call(*active).placed(sys._current_frames().get(_MAIN))
 
     def sent(self, axis: str | None = None, op: str | None = None, label: str | None = None) -> int:
-        """Bytes sent by this rank, over all calls that match."""
+        """Bytes sent by this rank, over all calls that match.
+
+        Parameters
+        ----------
+        axis, op, label : str, optional
+            Default: any.
+
+        Returns
+        -------
+        int
+            Counted as for a ring algorithm.
+        """
         wanted = (axis, op, label)
         return sum(
             total.sent
@@ -197,7 +258,13 @@ class Ledger:
         )
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Calls, bytes sent and seconds by ``"axis.op label"``, plain numbers for saving and printing."""
+        """Sum up all calls, as plain numbers for saving and printing.
+
+        Returns
+        -------
+        dict
+            By ``"axis.op label"``: ``calls``, ``bytes`` that this rank sent, and ``seconds``.
+        """
         return {
             f"{axis}.{op} {label}".rstrip(): {"calls": t.calls, "bytes": t.sent, "seconds": t.seconds}
             for (axis, op, label), t in sorted(self.totals.items())
@@ -233,6 +300,11 @@ def ring_elements(op: str, pieces: Sequence[int], rank: int) -> int:
         the rank's own.
     pieces : sequence of int
         Elements by rank.
+    rank : int
+
+    Returns
+    -------
+    int
     """
     kept = (rank + 1) % len(pieces) if op == "all_gather" else rank
     return sum(pieces) - pieces[kept]
@@ -241,7 +313,17 @@ def ring_elements(op: str, pieces: Sequence[int], rank: int) -> int:
 def all_reduce_elements(count: int, size: int, rank: int) -> int:
     """The same for an all-reduce: a reduce-scatter and an all-gather of even pieces (Patarasuk and Yuan, 2009).
 
-    ``2 (size - 1) / size * count`` where that is whole, and its total over the ranks always.
+    Parameters
+    ----------
+    count : int
+        Elements of the buffer.
+    size, rank : int
+        Number of ranks, and which one.
+
+    Returns
+    -------
+    int
+        ``2 (size - 1) / size * count`` where that is whole; over all ranks that is always the sum.
     """
     quotient, remainder = divmod(count, size)
     following = (rank + 1) % size

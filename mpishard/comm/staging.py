@@ -16,15 +16,22 @@ Array = Any
 
 
 def stage_out(buffer: Array, *, reads: bool = True, arithmetic: bool = False) -> Array:
-    """The flat array to hand to MPI for the contiguous `buffer`.
+    """The flat array to hand to MPI for a buffer.  Not collective.
 
     Parameters
     ----------
+    buffer : array
+        Contiguous, of any shape; NumPy or device.
     reads : bool
         Whether the call needs the content.
     arithmetic : bool
         Whether MPI computes with the elements, not only moves them.  MPI has no bfloat16 and seldom float16 arithmetic,
         so these are then widened to float32.
+
+    Returns
+    -------
+    array, (buffer.size,)
+        `buffer` itself, or memory of the host: as float32 or uint16 for half precision.
     """
     flat = buffer.reshape(-1)
     half = is_half(flat.dtype)
@@ -44,7 +51,20 @@ def stage_out(buffer: Array, *, reads: bool = True, arithmetic: bool = False) ->
 
 
 def stage_in(staged: Array, buffer: Array) -> Array:
-    """Copy `staged` back into `buffer` after the call, unless they share memory; returns `buffer`."""
+    """Copy `staged` back into `buffer` after the call, unless they share memory.  Not collective.
+
+    Parameters
+    ----------
+    staged : array
+        From `stage_out`, with what MPI has written.
+    buffer : array
+        What `stage_out` was given.
+
+    Returns
+    -------
+    array
+        `buffer`.
+    """
     if arrays.is_device(staged) or (not arrays.is_device(buffer) and np.may_share_memory(staged, buffer)):
         return buffer
     widened = is_half(buffer.dtype) and staged.dtype == np.float32
