@@ -29,13 +29,15 @@ NAME_IN_FILE = re.compile(r"`(\w+)`\s+in\s+`(mpishard/[\w/]+\.py)`")
 
 @functools.cache
 def defined_in(path: Path) -> frozenset[str]:
-    """Functions, classes and their members in a file of Python, as ``name`` and as ``Class.name``."""
+    """Functions, constants, classes and their members in a file of Python, as ``name`` and as ``Class.name``."""
     found: set[str] = set()
 
     def look(body: list[ast.stmt], owner: str) -> None:
         for node in body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found.update({node.name, f"{owner}{node.name}"})
+            names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+            found.update(names, (owner + name for name in names))
             if isinstance(node, ast.ClassDef):
                 look(node.body, f"{node.name}.")
 
@@ -114,7 +116,11 @@ def test_a_walk_has_hops(page: str) -> None:
             "1. `mpishard/comm/mesh.py`, `Mesh.rebind`, `nothing`: `latest`",
             ["nothing in mpishard/comm/mesh.py"],
         ),
-        (WALKS[0], "1. `mpishard/comm/mesh.py`,\n   `Axis.recv`: x", ["Axis.recv in mpishard/comm/mesh.py"]),
+        (
+            WALKS[0],
+            "1. `mpishard/comm/mesh.py`,\n   `Axis.nothing`: x",
+            ["Axis.nothing in mpishard/comm/mesh.py", "Axis.nothing"],
+        ),
         (WALKS[0], "1. `mpishard/comm/no.py`, `f`: x", ["mpishard/comm/no.py", "f in mpishard/comm/no.py"]),
         (WALKS[0], "`Mesh.nothing`, `f` in `mpishard/version.py`", ["f in mpishard/version.py", "Mesh.nothing"]),
     ],
