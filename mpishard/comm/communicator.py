@@ -53,6 +53,11 @@ class Communicator:
     The class is long since it has what a user of MPI looks for in one place.  Two thirds of it are docstrings; how a
     collective is done is in `mpishard.comm.collectives`, a message in `mpishard.comm.messages`.
 
+    Parameters
+    ----------
+    name, comm, ledger, members, later, comparison : as for `Axis`
+        What it is made of.
+
     Attributes
     ----------
     name : str
