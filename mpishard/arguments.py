@@ -65,9 +65,9 @@ def number(
         If it is NaN or outside of the limits.
     """
     limits = {"at least": least, "above": above, "below": below, "at most": most}
-    told = " and ".join(f"{relation} {limit:g}" for relation, limit in limits.items() if limit is not None)
+    limits_text = " and ".join(f"{relation} {limit:g}" for relation, limit in limits.items() if limit is not None)
     wanted = "a finite number" if finite and below is None and most is None else "a number"
-    wanted += f"{' of' if told.startswith('at') else ''} {told}" if told else ""
+    wanted += f"{' of' if limits_text.startswith('at') else ''} {limits_text}" if limits_text else ""
     wanted += f", or {otherwise}" if otherwise else ""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={shown(value)} must be {wanted}")

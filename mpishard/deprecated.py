@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def warn_renamed(old: str, new: str, stacklevel: int = 2) -> None:
@@ -21,9 +21,9 @@ def warn_renamed(old: str, new: str, stacklevel: int = 2) -> None:
     stacklevel : int
         As in `warnings.warn`, counted from the caller.
     """
-    if old in _told:
+    if old in _warned:
         return
-    _told.add(old)
+    _warned.add(old)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.rank == 0:
         text = f"{old} is called {new} now; the old name goes with the next release"

@@ -26,7 +26,7 @@ Array = Any
 _OPEN_FILES = 64
 # Elements read at a time where they are not contiguous in their array.
 _BLOCK = 2**22
-_MOST_TOLD = 3
+_MOST_SHOWN = 3
 
 
 class PieceReader:
@@ -146,7 +146,7 @@ def damages(contents: Contents, pieces: Iterable[StoredPiece]) -> list[str]:
                 reader.check(piece)
             except ValueError as error:
                 found.append(str(error))
-                if len(found) == _MOST_TOLD:
+                if len(found) == _MOST_SHOWN:
                     break
     return found
 
@@ -213,7 +213,7 @@ def fill(contents: Contents, state: RunState, axis: Axis, patient: Axis) -> None
         problems = [str(error)]
     problems = polling.gather_lists(patient, problems)
     if problems:
-        raise ValueError("; ".join(problems[:_MOST_TOLD]))
+        raise ValueError("; ".join(problems[:_MOST_SHOWN]))
     lacking = [sum(p.size for p in shard.counted) < sum(p.size for p in shard.holding) for shard in state.shards]
     some = axis.all_reduce(np.array([*lacking, False], np.int64), op="max", label="control")
     for shard, copies in zip(state.shards, some[:-1], strict=True):

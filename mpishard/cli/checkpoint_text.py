@@ -55,8 +55,10 @@ def show_tensors(contents: Contents) -> None:
     dtypes = "/".join(sorted({dtype.name for dtype in contents.kinds.values()}))
     made = new_table("tensor", "shape", "dtype", "kinds", "pieces", "bytes", left=3)
     for name, shape in contents.tensors.items():
-        told = " x ".join(map(str, shape)) or "scalar"
-        made.add_row(_cell(name), told, dtypes, str(len(contents.kinds)), str(pieces[name]), size(prod(shape) * width))
+        extents = " x ".join(map(str, shape)) or "scalar"
+        made.add_row(
+            _cell(name), extents, dtypes, str(len(contents.kinds)), str(pieces[name]), size(prod(shape) * width)
+        )
     print_table(console(), made)
 
 

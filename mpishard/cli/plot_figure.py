@@ -62,10 +62,10 @@ def draw(run: Run, path: Path, *, log: bool = False) -> None:
     _draw_speed(run, axes)
     _draw_spent(run, axes)
     # All panels have the same range of steps, which are integers.
-    told = np.concatenate([run.metrics["step"], *(steps for steps, _ in further.values())])
-    margin = max(1.0, 0.02 * float(np.ptp(told)))
+    all_steps = np.concatenate([run.metrics["step"], *(steps for steps, _ in further.values())])
+    margin = max(1.0, 0.02 * float(np.ptp(all_steps)))
     for axis in axes.values():
-        axis.set(xlabel="step", xlim=(told.min() - margin, told.max() + margin))
+        axis.set(xlabel="step", xlim=(all_steps.min() - margin, all_steps.max() + margin))
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         if not _shows_anything(axis):

@@ -67,24 +67,24 @@ def _headline(run: Follower) -> Text:
     last = run.metrics[-1] if run.metrics else {}
     problem = run.start.get("problem", {})
     step_s, left = _step_s(run), (run.steps or 0) - run.last_step
-    told = [f"step {run.last_step}" + (f" of {run.steps}" if left >= 0 else "")]
+    figures = [f"step {run.last_step}" + (f" of {run.steps}" if left >= 0 else "")]
     if last.get("loss") is not None:
-        told.append(f"loss {last['loss']:.4g}")
+        figures.append(f"loss {last['loss']:.4g}")
     if step_s:
-        told.append(f"{seconds(step_s)} a step")
+        figures.append(f"{seconds(step_s)} a step")
     terms = problem.get("batch_size", 0) * problem.get("tokens_per_sample", 1)
     if terms and step_s:
         what = "tokens" if problem.get("tokens_per_sample", 1) > 1 else "samples"
-        told.append(f"{terms / step_s:,.0f} {what}/s")
+        figures.append(f"{terms / step_s:,.0f} {what}/s")
     if own and own[-1].get("workers"):
-        told.append(count(own[-1]["workers"], "worker"))
+        figures.append(count(own[-1]["workers"], "worker"))
     if not run.ending:
         waited = time.time() - own[-1].get("time", math.inf) if own else 0.0
         if waited > max(_LATE_S, _SILENT_STEPS * step_s) + run.start.get("every", 0):
-            told.append(f"no step for {_clock(waited)}")
+            figures.append(f"no step for {_clock(waited)}")
         elif left > 0 and step_s:
-            told.append(f"{_clock(max(1.0, left * step_s))} to go")
-    return Text(f"{run.folder}: " + ", ".join(told))
+            figures.append(f"{_clock(max(1.0, left * step_s))} to go")
+    return Text(f"{run.folder}: " + ", ".join(figures))
 
 
 def _step_s(run: Follower) -> float:
@@ -95,12 +95,12 @@ def _step_s(run: Follower) -> float:
 
 def _logged(run: Follower) -> list[Text]:
     """The newest value of each series that the script logs, a few per line."""
-    told = [
+    values = [
         f"{name} {'NaN' if value is None else f'{value:.4g}'} at step {step}"
         for name, (step, value) in run.logged.items()
     ]
-    more = [f"and {len(told) - _MOST_LOGGED} more"] if len(told) > _MOST_LOGGED else []
-    return [Text(", ".join(told[:_MOST_LOGGED] + more))] if told else []
+    more = [f"and {len(values) - _MOST_LOGGED} more"] if len(values) > _MOST_LOGGED else []
+    return [Text(", ".join(values[:_MOST_LOGGED] + more))] if values else []
 
 
 def _remarks(run: Follower, processes: list[Process]) -> list[Text]:
@@ -169,9 +169,9 @@ def _recent(process: Process) -> _Recent:
         steps += len(line["seconds"])
         seconds += sum(line["seconds"])
         busy += sum(line["busy"])
-        for axis, told in line["axes"].items():
-            axes[axis] = axes.get(axis, 0.0) + told["seconds"]
-            sent += told["bytes"]
+        for axis, spent in line["axes"].items():
+            axes[axis] = axes.get(axis, 0.0) + spent["seconds"]
+            sent += spent["bytes"]
         if steps >= _RECENT:
             break
     return _Recent(steps, seconds, busy, axes, sent)

@@ -33,13 +33,13 @@ def why(
     asked = ask(run, wait)
     findings = diagnose(asked.answers, asked.silent)
     if as_json:
-        told = {
+        shown = {
             "fresh": asked.fresh,
             "ending": asked.ending,
             "findings": list(map(asdict, findings)),
             "answers": asked.answers,
         }
-        typer.echo(json.dumps(told))
+        typer.echo(json.dumps(shown))
         return
     if asked.ending and not any(finding.kind == "waits" for finding in findings):
         typer.echo(f"the run has ended: {asked.ending}")
@@ -56,12 +56,12 @@ def why(
 
 
 def _lines(findings: list[Finding]) -> list[str]:
-    told: dict[str, int] = {}
+    shown_by_kind: dict[str, int] = {}
     lines = []
     for finding in findings:
-        told[finding.kind] = told.get(finding.kind, 0) + 1
-        if told[finding.kind] <= _MOST:
+        shown_by_kind[finding.kind] = shown_by_kind.get(finding.kind, 0) + 1
+        if shown_by_kind[finding.kind] <= _MOST:
             several = len(finding.ranks) > 1
             lines.append(f"rank{'s' if several else ''} {', '.join(map(str, finding.ranks))} {finding.text}")
-    hidden = {kind: count - _MOST for kind, count in told.items() if count > _MOST}
+    hidden = {kind: count - _MOST for kind, count in shown_by_kind.items() if count > _MOST}
     return lines + [f"... and {count} more ({kind})" for kind, count in hidden.items()]

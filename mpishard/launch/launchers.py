@@ -17,7 +17,7 @@ from mpishard.launch.hosts import Host
 _NAMES = ("mpirun", "mpiexec")
 _OPEN_MPI, _HYDRA = "Open MPI", "MPICH"
 _MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
-# Variables that the launcher of Open MPI must be told to pass to processes on other hosts.
+# Variables that the launcher of Open MPI passes to processes on other hosts only where its command names them.
 _FORWARDED = re.compile(
     r"MPISHARD_\w+|PYTHON\w+|(OMP|OPENBLAS|MKL|BLIS|NUMEXPR|NUMBA)_\w+|CUDA_\w+|PATH|LD_LIBRARY_PATH|VIRTUAL_ENV"
 )

@@ -15,8 +15,8 @@ from mpishard.data_parallel import sharded_optimizer
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deprecated, "_told", set())
+def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deprecated, "_warned", set())
 
 
 def test_a_class() -> None:
