@@ -14,8 +14,9 @@ from mpishard.data_parallel.shared_parameters import Replicas
 from mpishard.data_parallel.validation import check_place
 from mpishard.layout.boxes import split
 from mpishard.optim import Rule
-from mpishard.parameters.flat import FlatParameters, Model
+from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_reducer import GradientReducer
+from mpishard.parameters.model import Model
 from mpishard.reduction.ordered import OrderedSums
 
 Array = Any

@@ -7,7 +7,8 @@ from typing import Any
 from mpishard.data_parallel.binding import Binding
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.validation import check_count, check_gradients, check_no_gradients
-from mpishard.parameters.flat import FlatParameters, check_flat
+from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.flat_arrays import check_flat
 
 Array = Any
 

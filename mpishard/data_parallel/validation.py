@@ -20,7 +20,8 @@ from mpishard.data_parallel.shared_parameters import Replicas
 from mpishard.data_parallel.strategies import Strategy
 from mpishard.layout.run_state import brief
 from mpishard.optim import Rule
-from mpishard.parameters.flat import FlatParameters, check_flat
+from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.flat_arrays import check_flat
 from mpishard.parameters.gradient_reducer import GradientReducer
 
 Array = Any

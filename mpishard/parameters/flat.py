@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import shown
 from mpishard.backend import array as arrays
-from mpishard.backend.array import is_array
 from mpishard.comm.axis import Axis
 from mpishard.deprecated import renamed_method
 from mpishard.layout.boxes import Box
 from mpishard.layout.local_layout import WHOLE, LocalLayout, ModelParallelRank
-from mpishard.layout.specs import ParameterSpec, merge_ties
-from mpishard.parameters.gradient_buckets import Run, make_buckets, make_runs
+from mpishard.layout.specs import ParameterSpec
+from mpishard.parameters.flat_arrays import check_flat, flat_of_tensors
+from mpishard.parameters.gradient_buckets import make_buckets
 from mpishard.parameters.gradient_reducer import GradientReducer
+from mpishard.parameters.tensor_layout import TensorLayout
 from mpishard.parameters.zero3_units import ShardedUnits
 
 Array = Any
@@ -27,7 +27,8 @@ Array = Any
 class FlatParameters:
     """One flat parameter buffer, one flat gradient buffer, and named views into both.
 
-    Not collective, unless a method says otherwise.
+    Not collective, unless a method says otherwise.  The class is long and has many members since users, layers and
+    optimizers share it; its methods are a line or two over the layout, the units of ZeRO-3 and the gradients.
 
     Parameters
     ----------
@@ -48,12 +49,15 @@ class FlatParameters:
 
     Attributes
     ----------
-    specs : tuple of ParameterSpec
-        Of the whole model.
-    local : tuple of ParameterSpec
-        Of the tensors held here.
-    pieces : tuple of Piece
-        The slice of each tensor in `local` that is held here, and its start in the flat buffer.
+    layout : TensorLayout
+        Which tensors are held here, and where they are in the flat buffer.
+    specs, place, local, pieces, units, size
+        Those of the layout.
+    held : 1-D array
+        What is always held here: all parameters of the model-parallel rank, or this rank's share under ZeRO-3.
+    like : array
+        An empty array of the parameters' dtype and device.
+    dtype : dtype
     gradients : GradientReducer
     lent : bool
         Whether the flat buffer is the caller's, so that it must stay whole.
@@ -82,12 +86,10 @@ class FlatParameters:
         dtype = np.dtype(dtype)
         if dtype not in (np.float32, np.float64):
             raise TypeError(f"parameters must be float32 or float64, got {dtype}")
-        if wrong := [spec for spec in specs if not isinstance(spec, ParameterSpec)]:
-            raise TypeError(f"specs must be ParameterSpec(name, shape), got {shown(wrong[0])}")
-        self._set_layout(specs, place, units)
+        self._set_layout(TensorLayout(specs, place, units))
         if sharded_over is not None:
-            self._like = module.zeros(0, dtype)
-            self._bind(None, ShardedUnits(self.pieces, self.units, sharded_over, self._like))
+            self.like: Array = module.zeros(0, dtype)
+            self._bind(None, ShardedUnits(self.pieces, self.units, sharded_over, self.like))
         else:
             self._bind(module.zeros(self.size, dtype), None)
 
@@ -113,13 +115,11 @@ class FlatParameters:
             If the array is not as above, or the specs do not have its size.
         """
         check_flat("parameters", flat)
-        if specs is None:
-            specs = [ParameterSpec("parameters", (flat.size,))]
-        if sum(spec.size for spec in specs) != flat.size:
-            named = sum(spec.size for spec in specs)
+        specs = [ParameterSpec("parameters", (flat.size,))] if specs is None else specs
+        if (named := sum(spec.size for spec in specs)) != flat.size:
             raise ValueError(f"the specs name {named} elements, but the flat array has {flat.size}")
         self = cls.__new__(cls)
-        self._set_layout(specs, WHOLE, None)
+        self._set_layout(TensorLayout(specs))
         self._bind(flat, None)
         self.lent = True
         return self
@@ -149,83 +149,37 @@ class FlatParameters:
         ValueError
             If there is no tensor.
         """
-        if not isinstance(tensors, Mapping):
-            raise TypeError(f"tensors must be a mapping of names to tensors, got {type(tensors).__name__}")
-        if not tensors:
-            raise ValueError("there are no tensors to name: the mapping is empty")
-        values = {name: _from_dlpack(name, tensor, module) for name, tensor in tensors.items()}
-        dtypes = sorted({str(value.dtype) for value in values.values()})
-        if len(dtypes) > 1:
-            raise TypeError(f"tensors must be all float32 or all float64, got {' and '.join(dtypes)}")
-        flat = module.concatenate([value.reshape(-1) for value in values.values()])
-        return cls.over(arrays.aligned_copy(flat), [ParameterSpec(name, each.shape) for name, each in values.items()])
+        return cls.over(*flat_of_tensors(tensors, module))
 
-    def _set_layout(
-        self, specs: Sequence[ParameterSpec], place: ModelParallelRank, units: Sequence[Sequence[str]] | None
-    ) -> None:
-        self.specs: tuple[ParameterSpec, ...] = tuple(merge_ties(specs))
-        self.place = place
-        self.local: tuple[ParameterSpec, ...] = tuple(spec for spec in self.specs if place.holds(spec))
-        self.pieces: LocalLayout = place.holding(self.specs)
+    def _set_layout(self, layout: TensorLayout) -> None:
+        self.layout = layout
+        self.specs: tuple[ParameterSpec, ...] = layout.specs
+        self.place: ModelParallelRank = layout.place
+        self.local: tuple[ParameterSpec, ...] = layout.local
+        self.pieces: LocalLayout = layout.pieces
+        self.units: list[tuple[int, int]] = layout.units
+        self.size: int = layout.size
         self.lent = False
         self.loss_scale: float = 1.0
-        self.units: list[tuple[int, int]] = _runs_of_units(self.local, units)
-        self._piece_of = {piece.name: piece for piece in self.pieces}
-        self._unit_of = {
-            piece.name: index for index, (first, last) in enumerate(self.units) for piece in self.pieces[first:last]
-        }
 
     def _bind(self, flat: Array | None, sharded: ShardedUnits | None) -> None:
         self._flat = flat
         self.sharded = sharded
         if flat is not None:
-            self._like = flat[:0]
+            self.held: Array = flat
+            self.like = flat[:0]
             self._views = {p.name: flat[p.start : p.start + p.size].reshape(p.shape) for p in self.pieces}
         else:
             assert sharded is not None
+            self.held = sharded.shard
             self._views = sharded.views
-        buckets = make_buckets(self.pieces, max(1, self.size), self.gradient_runs())
-        self.gradients: GradientReducer = GradientReducer(self.pieces, buckets, self._like)
-
-    def gradient_runs(self, *, by_unit: bool = False, replicas_apart: bool = False) -> list[Run]:
-        """Runs of pieces whose gradients are complete at different times; no bucket may span two runs.
-
-        The tensors of one stage are a run, or with `by_unit` those of one unit.  A tied tensor is a run of its own,
-        which waits for the end of the step.  With `replicas_apart` no run has both tensors that every tensor rank
-        holds whole and tensors that are split.
-
-        Parameters
-        ----------
-        by_unit : bool
-            Whether runs end at units, and not only at stages.
-        replicas_apart : bool
-            Whether runs end between split and replicated tensors.
-
-        Returns
-        -------
-        list of Run
-            In the order of the tensors held here.
-        """
-
-        def key(spec: ParameterSpec) -> object:
-            return self._unit_of[spec.name] if by_unit else spec.stage, replicas_apart and spec.tensor_dim is None
-
-        return make_runs((spec.stage, key(spec), bool(spec.copies)) for spec in self.local)
-
-    @functools.cached_property
-    def size(self) -> int:
-        """Number of parameters of this model-parallel rank."""
-        return sum(piece.size for piece in self.pieces)
+        self.dtype: np.dtype = np.dtype(self.like.dtype)
+        buckets = make_buckets(self.pieces, max(1, self.size), self.layout.gradient_runs())
+        self.gradients: GradientReducer = GradientReducer(self.pieces, buckets, self.like)
 
     @property
     def flat(self) -> Array:
-        """The flat buffer of all parameters of this model-parallel rank.
-
-        Raises
-        ------
-        ValueError
-            Under ZeRO-3, where there is no such array.
-        """
+        """The flat buffer of all parameters of this model-parallel rank; ValueError under ZeRO-3."""
         if self._flat is None:
             raise ValueError(
                 "these parameters are sharded over the data axis (ZeRO-3) and have no flat array; "
@@ -234,24 +188,9 @@ class FlatParameters:
         return self._flat
 
     @property
-    def held(self) -> Array:
-        """The flat array that is always held here: all parameters of the model-parallel rank, or this rank's share."""
-        return self._flat if self._flat is not None else self._sharded().shard
-
-    @property
-    def like(self) -> Array:
-        """An empty array of the parameters' dtype and device."""
-        return self._like
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The type of the elements, float32 or float64."""
-        return np.dtype(self._like.dtype)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of parameters held now, units gathered for use included.  Not collective."""
-        return int(self._flat.nbytes) if self._flat is not None else self._sharded().nbytes
+        return int(self.held.nbytes) if self.sharded is None else self.sharded.nbytes
 
     @functools.cached_property
     def fingerprint(self) -> int:
@@ -286,7 +225,7 @@ class FlatParameters:
         try:
             return self._views[name]
         except KeyError:
-            if self.sharded is None or name not in self._piece_of:
+            if self.sharded is None or name not in self:
                 raise
             raise RuntimeError(
                 f"parameter {name!r} is sharded (ZeRO-3) and not gathered now; call use([{name!r}]) on all ranks before"
@@ -297,13 +236,13 @@ class FlatParameters:
         return np.array(self.flat, dtype, copy=copy)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._piece_of)
+        return iter(self.layout.piece_of)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._piece_of
+        return name in self.layout.piece_of
 
     def __len__(self) -> int:
-        return len(self._piece_of)
+        return len(self.layout.piece_of)
 
     def box(self, name: str) -> Box:
         """The box of this rank's slice of a tensor.
@@ -318,7 +257,7 @@ class FlatParameters:
         tuple of (int, int)
             Start and stop in each dimension of the whole tensor.
         """
-        return self._piece_of[name].box
+        return self.layout.piece_of[name].box
 
     def assign(self, name: str, values: Array) -> None:
         """Set this rank's slice of a tensor; also for sharded parameters.
@@ -333,7 +272,7 @@ class FlatParameters:
         if self.sharded is None:
             self._views[name][...] = values
         else:
-            self.sharded.assign(self._piece_of[name], self._unit_of[name], values)
+            self.sharded.assign(self.layout.piece_of[name], self.layout.unit_of[name], values)
 
     # -- ZeRO-3: parameters exist only while they are used ----------------------------------------------------------
 
@@ -348,7 +287,7 @@ class FlatParameters:
             Their whole units are gathered; each use takes one `release`.
         """
         if self.sharded is not None:
-            self.sharded.use(self._units(names))
+            self.sharded.use(self.layout.units_of(names))
 
     def prefetch(self, names: Sequence[str]) -> None:
         """Start to gather the tensors of the next `use`.
@@ -361,7 +300,7 @@ class FlatParameters:
             As for `use`.
         """
         if self.sharded is not None:
-            self.sharded.prefetch(self._units(names))
+            self.sharded.prefetch(self.layout.units_of(names))
 
     def release(self, names: Sequence[str]) -> None:
         """Free gathered tensors that are not needed for now.
@@ -377,7 +316,7 @@ class FlatParameters:
             If they are not in use.
         """
         if self.sharded is not None:
-            self.sharded.release(self._units(names))
+            self.sharded.release(self.layout.units_of(names))
 
     def shard(self, axis: Axis) -> None:
         """Keep only this rank's share of every unit from now on.
@@ -391,7 +330,7 @@ class FlatParameters:
         """
         if self.sharded is not None:
             return
-        sharded = ShardedUnits(self.pieces, self.units, axis, self._like)
+        sharded = ShardedUnits(self.pieces, self.units, axis, self.like)
         sharded.take(self.flat)
         self._bind(None, sharded)
 
@@ -399,7 +338,7 @@ class FlatParameters:
         """Make new gradients without a reducer; if sharded, also new shares of zeros over the axis as it is now."""
         sharded = self.sharded
         if sharded is not None:
-            sharded = ShardedUnits(self.pieces, self.units, sharded.axis, self._like)
+            sharded = ShardedUnits(self.pieces, self.units, sharded.axis, self.like)
         self._bind(self._flat, sharded)
 
     def gather(self) -> Array:
@@ -414,16 +353,9 @@ class FlatParameters:
         """
         if self.sharded is None:
             return self.flat.copy()
-        flat = arrays.empty(self.size, self.dtype, like=self._like)
+        flat = arrays.empty(self.size, self.dtype, like=self.like)
         self.sharded.gather(flat)
         return flat
-
-    def _units(self, names: Sequence[str]) -> list[int]:
-        return sorted({self._unit_of[name] for name in names})
-
-    def _sharded(self) -> ShardedUnits:
-        assert self.sharded is not None
-        return self.sharded
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -466,64 +398,3 @@ class FlatParameters:
         Optimizers do this after each step.
         """
         self.gradients.reset()
-
-
-class Model(Protocol):
-    """A model: its parameters, and a function of a batch that writes their gradients.
-
-    ``loss_and_gradient(*batch)`` returns the loss summed over the batch.  It writes the gradients to the views that
-    ``parameters.gradient(name)`` returns, or adds to them.
-    """
-
-    @property
-    def parameters(self) -> FlatParameters: ...
-
-    @property
-    def loss_and_gradient(self) -> Callable[..., float]: ...
-
-
-def _runs_of_units(specs: Sequence[ParameterSpec], units: Sequence[Sequence[str]] | None) -> list[tuple[int, int]]:
-    """The units as runs ``(first, last)`` of the tensors held, in order; also cut between stages and at ties."""
-    number = {name: index for index, unit in enumerate(units or ()) for name in unit}
-    if units is not None and (missing := [spec.name for spec in specs if spec.name not in number]):
-        raise ValueError(f"parameter {missing[0]!r} is in no unit; units must name every tensor")
-    runs: list[tuple[int, int]] = []
-    previous: object = None
-    for index, spec in enumerate(specs):
-        key = (number.get(spec.name), spec.stage, spec.name if spec.copies else None)
-        if runs and key == previous:
-            runs[-1] = (runs[-1][0], index + 1)
-        else:
-            runs.append((index, index + 1))
-        previous = key
-    return runs
-
-
-def _from_dlpack(name: str, tensor: Any, module: Any) -> Array:
-    try:
-        return module.from_dlpack(tensor)
-    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
-        kind = f"{type(tensor).__name__} of {tensor.dtype}" if hasattr(tensor, "dtype") else type(tensor).__name__
-        raise TypeError(
-            f"tensor {name!r} is a {kind}, and must be one of float32 or float64 that {module.__name__}.from_dlpack "
-            f"takes: {error}"
-        ) from None
-
-
-def check_flat(what: str, array: Array, *, written: bool = False) -> None:
-    """Raise unless `array` is a contiguous 1-D float32 or float64 array, and writeable where `written`."""
-    if not is_array(array):
-        raise TypeError(f"{what} must be a flat NumPy or CuPy array, got {type(array).__name__}")
-    if array.ndim != 1:
-        raise ValueError(f"{what} must be flat (1-D), got shape {array.shape}; pass array.reshape(-1)")
-    if array.dtype not in (np.float32, np.float64):
-        raise TypeError(f"{what} must be float32 or float64, got {array.dtype}")
-    if not array.flags.c_contiguous:
-        raise ValueError(f"{what} must be contiguous in memory; pass a copy (array.copy())")
-    if not getattr(array.flags, "aligned", True):
-        raise ValueError(
-            f"{what} must begin at a multiple of {array.itemsize} bytes in memory, as a view of bytes may not; "
-            "pass a copy (array.copy())"
-        )
-    if written and not getattr(array.flags, "writeable", True):
-        raise ValueError(f"{what} are read-only, but are written to; pass a copy (array.copy())")

@@ -10,7 +10,8 @@ import numpy as np
 
 from mpishard.arguments import integer, number
 from mpishard.data_parallel.results import P
-from mpishard.parameters.flat import FlatParameters, check_flat
+from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.flat_arrays import check_flat
 
 
 @dataclass(frozen=True)

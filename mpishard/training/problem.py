@@ -11,7 +11,8 @@ import numpy as np
 from mpishard.arguments import flag, shown
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.parameters.flat import FlatParameters, Model
+from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.model import Model
 from mpishard.record import RunRecord
 from mpishard.training.loop import Loop
 from mpishard.training.objective import Objective

@@ -13,7 +13,8 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.state_shards import parameters_alone
 from mpishard.data_parallel.validation import agree_on_step, check_place
-from mpishard.parameters.flat import FlatParameters, check_flat
+from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.flat_arrays import check_flat
 
 Array = Any
 

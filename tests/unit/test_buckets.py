@@ -244,12 +244,12 @@ def test_runs_of_parameters():
         specs, place=ModelParallelRank(pipeline_rank=0, pipeline_size=2), units=[["table", "a"], ["b"], ["d"], ["c"]]
     )
     assert list(parameters) == ["table", "a", "b", "d"]
-    assert [(run.first, run.last, run.stage, run.tied) for run in parameters.gradient_runs()] == [
+    assert [(run.first, run.last, run.stage, run.tied) for run in parameters.layout.gradient_runs()] == [
         (0, 1, 0, True),
         (1, 3, 0, False),
         (3, 4, 2, False),
     ]
-    assert [(run.first, run.last) for run in parameters.gradient_runs(by_unit=True)] == parameters.units
+    assert [(run.first, run.last) for run in parameters.layout.gradient_runs(by_unit=True)] == parameters.units
     assert parameters.units == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 

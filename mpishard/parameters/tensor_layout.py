@@ -1,0 +1,104 @@
+"""Which tensors of a model a rank holds, where they are in its flat buffers, and which of them are used together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpishard.arguments import shown
+from mpishard.layout.local_layout import WHOLE, LocalLayout, ModelParallelRank, Piece
+from mpishard.layout.specs import ParameterSpec, merge_ties
+from mpishard.parameters.gradient_buckets import Run, make_runs
+
+
+class TensorLayout:
+    """The tensors that one rank holds of a model, in flat order.
+
+    Parameters
+    ----------
+    specs : sequence of ParameterSpec
+        The tensors of the whole model; one that several stages list is tied.
+    place : ModelParallelRank
+        Decides which tensors, and which slices of them, this rank holds; default: all.
+    units : sequence of sequences of str
+        Names of consecutive tensors that are used together.  Default: all tensors are one unit.
+
+    Attributes
+    ----------
+    specs : tuple of ParameterSpec
+        Of the whole model.
+    local : tuple of ParameterSpec
+        Of the tensors held here.
+    pieces : tuple of Piece
+        The slice of each tensor in `local` that is held here, and its start in the flat buffer.
+    units : list of (first, last)
+        The units as runs of `pieces`; they end between stages and at ties too.
+    piece_of, unit_of : dict
+        The piece of each tensor held here, and the index of its unit, by name.
+    size : int
+        Number of elements held here.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        place: ModelParallelRank = WHOLE,
+        units: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        if wrong := [spec for spec in specs if not isinstance(spec, ParameterSpec)]:
+            raise TypeError(f"specs must be ParameterSpec(name, shape), got {shown(wrong[0])}")
+        self.specs: tuple[ParameterSpec, ...] = tuple(merge_ties(specs))
+        self.place = place
+        self.local: tuple[ParameterSpec, ...] = tuple(spec for spec in self.specs if place.holds(spec))
+        self.pieces: LocalLayout = place.holding(self.specs)
+        self.units: list[tuple[int, int]] = _runs_of_units(self.local, units)
+        self.piece_of: dict[str, Piece] = {piece.name: piece for piece in self.pieces}
+        self.unit_of: dict[str, int] = {
+            piece.name: index for index, (first, last) in enumerate(self.units) for piece in self.pieces[first:last]
+        }
+        self.size: int = sum(piece.size for piece in self.pieces)
+
+    def units_of(self, names: Sequence[str]) -> list[int]:
+        """The units that have any of these tensors, ascending."""
+        return sorted({self.unit_of[name] for name in names})
+
+    def gradient_runs(self, *, by_unit: bool = False, replicas_apart: bool = False) -> list[Run]:
+        """Runs of pieces whose gradients are complete at different times; no bucket may span two runs.
+
+        The tensors of one stage are a run, or with `by_unit` those of one unit.  A tied tensor is a run of its own,
+        which waits for the end of the step.  With `replicas_apart` no run has both tensors that every tensor rank
+        holds whole and tensors that are split.
+
+        Parameters
+        ----------
+        by_unit : bool
+            Whether runs end at units, and not only at stages.
+        replicas_apart : bool
+            Whether runs end between split and replicated tensors.
+
+        Returns
+        -------
+        list of Run
+            In the order of the tensors held here.
+        """
+
+        def key(spec: ParameterSpec) -> object:
+            return self.unit_of[spec.name] if by_unit else spec.stage, replicas_apart and spec.tensor_dim is None
+
+        return make_runs((spec.stage, key(spec), bool(spec.copies)) for spec in self.local)
+
+
+def _runs_of_units(specs: Sequence[ParameterSpec], units: Sequence[Sequence[str]] | None) -> list[tuple[int, int]]:
+    """The units as runs ``(first, last)`` of the tensors held, in order; also cut between stages and at ties."""
+    number = {name: index for index, unit in enumerate(units or ()) for name in unit}
+    if units is not None and (missing := [spec.name for spec in specs if spec.name not in number]):
+        raise ValueError(f"parameter {missing[0]!r} is in no unit; units must name every tensor")
+    runs: list[tuple[int, int]] = []
+    previous: object = None
+    for index, spec in enumerate(specs):
+        key = (number.get(spec.name), spec.stage, spec.name if spec.copies else None)
+        if runs and key == previous:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+        previous = key
+    return runs
