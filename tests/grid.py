@@ -163,7 +163,7 @@ def errors(case: Case, comm: MPI.Intracomm, steps: int = STEPS) -> dict[str, flo
             loss = loss_and_gradient(model, mesh, step)
             finish(strategy)
             gradient = local(model.parameters, expected.gradients[step - 1])
-            for (start, stop), part in zip(strategy.own, strategy.gradients(), strict=True):
+            for (start, stop), part in zip(strategy.ownership.own, strategy.gradients(), strict=True):
                 worst.note("gradient", difference(part, gradient[start:stop]))
             optimizer.update(count_of(step))
             worst.note("loss", difference(np.array(loss), expected.losses[step - 1]))

@@ -8,23 +8,16 @@ becomes the mean of the workers (Stich, "Local SGD converges fast and communicat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.request import Request
-from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.slots import make_slots
-from mpishard.data_parallel.strategies import DataParallel, Strategy
-from mpishard.data_parallel.tensor_norms import Part
-from mpishard.layout.run_state import AVERAGE_ERRORS
+from mpishard.data_parallel.strategies import LocalUpdates
 from mpishard.optim import SGD, Rule
-from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_buckets import Bucket
 from mpishard.parameters.gradient_reducer import Transfer
 
@@ -45,78 +38,6 @@ def _follow(own, anchor, then, /):  # type: ignore[no-untyped-def]
     """``own += anchor - then``"""
     own = own + (anchor - then)
     return own
-
-
-class LocalUpdates(DataParallel):
-    """Every data coordinate is a worker, which updates its own copy of the model with its own gradient.
-
-    With sums by nodes, the data ranks of a node form one worker and sum their gradients every step.  Sums over all
-    workers are those of averages, of differences from the anchor.
-
-    Attributes
-    ----------
-    workers : int
-        Number of workers.
-    """
-
-    errors_kind = AVERAGE_ERRORS
-    workers_differ = True
-
-    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
-        super().__init__(config, parameters)
-        # Each rank of a node has the worker's whole gradient, so that the ranks of a node need no agreement.
-        self.team = ModelParallelGroup(self.mesh)
-        self._within = None if self.hierarchical is None else self.hierarchical.within
-        self.workers: int = self.axis.size // (1 if self._within is None else self._within.size)
-
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
-        """Start the sum of a gradient within the worker; None if the worker is one data rank."""
-        return None if self._within is None else self._within.start_all_reduce(gradient, label="gradients")
-
-    def complete(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
-        Strategy.complete(self, started)
-
-    def start_average(self, bucket: Bucket, delta: Array) -> Transfer:
-        """Start the sum of a bucket's difference from the anchor over all workers."""
-        if self.hierarchical is not None:
-            return self.hierarchical.start_shared(bucket, delta)
-        transfer = super().start(bucket, delta)
-        assert transfer is not None
-        return transfer
-
-    def complete_averages(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
-        """Wait for the sums of `start_average`, and write each into its difference."""
-        if self.hierarchical is None:
-            super().complete(started)
-            return
-        arrived = [(bucket, delta, transfer.wait()) for bucket, delta, transfer in started]
-        self.hierarchical.complete(arrived, compresses=True, shared=True)
-
-    def error_scale(self, loss_scale: float) -> float:
-        """1: the errors are differences of parameters, which contain no loss scale."""
-        return 1.0
-
-    def prepare_step(self, compresses: bool, loss_scale: float) -> None:
-        """As `Strategy.prepare_step`, but averages are compressed always.
-
-        `compress_after` is for rules that divide by the size of what is compressed.
-        """
-        super().prepare_step(True, loss_scale)
-
-    def keep_errors(self) -> None:
-        """Do nothing: a worker's own step compresses nothing."""
-
-    def keep_bucket(self, bucket: Bucket) -> None:
-        """After an average of a bucket, keep what compression left out of it; the next average sends it."""
-        if self.hierarchical is not None:
-            self.hierarchical.keep_bucket(bucket)
-        elif self.compressed is not None:
-            self.compressed.keep_bucket(bucket)
-
-    @cached_property
-    def counted_parts(self) -> list[Part]:
-        specs, model_rank = self.parameters.specs, self.parameters.place
-        return [part for part in self.owned_parts if model_rank.counts(specs[part.tensor])]
 
 
 @dataclass

@@ -11,7 +11,7 @@ from mpishard.data_parallel.further_state import FurtherState
 from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.rank_state import RankState
 from mpishard.data_parallel.settings import Configured, Settings
-from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.strategy import Strategy
 from mpishard.data_parallel.validation import check_layout, check_reducer, check_same_model
 from mpishard.parameters.flat import FlatParameters
 

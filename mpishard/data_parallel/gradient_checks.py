@@ -10,7 +10,7 @@ import numpy as np
 
 from mpishard.backend import exact_norm
 from mpishard.comm.ledger import users_level
-from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.strategy import Strategy
 from mpishard.data_parallel.tensor_norms import spans_of
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_buckets import Bucket
@@ -50,7 +50,7 @@ class Inspection:
         self._team = strategy.team
         self._pieces = parameters.pieces
         self._elements = sum(spec.size for spec in parameters.specs)
-        self._spans = spans_of(strategy.counted_parts)
+        self._spans = spans_of(strategy.ownership.counted_parts)
         self._nonfinite = ""
         self._first_steps = _FIRST_STEPS
         self.nonfinite_loss = ""

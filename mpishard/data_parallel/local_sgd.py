@@ -8,13 +8,13 @@ import numpy as np
 
 from mpishard.arguments import integer
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.averages import LocalUpdates
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.local_state import LocalState
 from mpishard.data_parallel.local_steps import AveragingSchedule
 from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.strategies import LocalUpdates
+from mpishard.data_parallel.strategy import Strategy
 from mpishard.optim import Rule
 
 _SYNC_EVERY = 8

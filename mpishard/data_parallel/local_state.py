@@ -11,7 +11,7 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.averages import Averages, LocalUpdates
+from mpishard.data_parallel.averages import Averages
 from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.full_state import OUTER, FullState
 from mpishard.data_parallel.local_steps import AveragingSchedule, LocalSteps
@@ -19,6 +19,7 @@ from mpishard.data_parallel.rank_state import RankState
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.slots import fill_slots, whole_slots
 from mpishard.data_parallel.state_shards import shards
+from mpishard.data_parallel.strategies import LocalUpdates
 from mpishard.data_parallel.validation import check_copies
 from mpishard.layout.run_state import Shard, brief, names_fact
 from mpishard.optim import Rule

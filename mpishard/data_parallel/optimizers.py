@@ -7,7 +7,8 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.local_sgd import LocalSGDOptimizer
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.data_parallel.strategies import DataParallel, ShardedGradients, ShardedParameters, ShardedState, Strategy
+from mpishard.data_parallel.strategies import DataParallel, ShardedGradients, ShardedParameters, ShardedState
+from mpishard.data_parallel.strategy import Strategy
 from mpishard.optim import Rule
 
 

@@ -15,7 +15,7 @@ from mpishard.data_parallel.gradient_checks import Inspection
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.slots import fill_errors, fill_slots, make_slots, whole_errors, whole_slots
 from mpishard.data_parallel.state_shards import shards
-from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import Shard
 from mpishard.parameters.flat import FlatParameters
 
@@ -31,7 +31,7 @@ class RankState:
     ----------
     strategy : Strategy
     slots : dict of 1-D arrays
-        The state of the rule: each array holds the ranges in ``strategy.own`` end to end.
+        The state of the rule: each array holds the ranges in ``strategy.ownership.own`` end to end.
     inspection : Inspection
         Checks the gradients.
     """
@@ -44,7 +44,8 @@ class RankState:
         if not arrays.is_device(parameters.like):
             rule.kernel.expect(parameters.dtype)
             exact_norm.expect(parameters.dtype, config.max_gradient_norm is not None or rule.norm_based)
-        self.slots: dict[str, Array] = make_slots(rule, self.strategy.owned, parameters.dtype, like=parameters.like)
+        size, like = self.strategy.ownership.size, parameters.like
+        self.slots: dict[str, Array] = make_slots(rule, size, parameters.dtype, like=like)
 
     @property
     def parameters(self) -> FlatParameters:

@@ -18,7 +18,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
-from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import brief
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters

@@ -14,7 +14,7 @@ from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
 from mpishard.data_parallel.settings import Settings, differing
 from mpishard.data_parallel.step_arguments import checked_arguments
-from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.strategy import Strategy
 from mpishard.data_parallel.update import update
 from mpishard.data_parallel.validation import agree_on_step, check_configuration, check_problem, tell_of_other_starts
 from mpishard.deprecated import renamed_attribute

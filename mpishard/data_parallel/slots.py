@@ -10,7 +10,7 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.full_parameters import cut_whole, gather_whole
-from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.strategy import Strategy
 from mpishard.optim import Rule
 
 Array = Any
@@ -32,15 +32,15 @@ def whole_slots(world: Axis, strategy: Strategy, slots: Mapping[str, Array]) -> 
 
 
 def _whole_slot(world: Axis, strategy: Strategy, slot: Array) -> np.ndarray:
-    counted = strategy.counted_views(strategy.state_views(slot))
+    counted = strategy.ownership.counted_views(strategy.ownership.state_views(slot))
     values = np.concatenate([np.empty(0, slot.dtype), *map(arrays.to_host, counted)])
-    return gather_whole(world, strategy.parameters, strategy.counted, values)
+    return gather_whole(world, strategy.parameters, strategy.ownership.counted, values)
 
 
 def fill_slots(strategy: Strategy, slots: Mapping[str, Array], whole: Mapping[str, np.ndarray]) -> None:
     """Fill this rank's slots from those of the whole model.  Not collective."""
     for name, slot in slots.items():
-        _fill(strategy, strategy.own, slot, whole[name])
+        _fill(strategy, strategy.ownership.own, slot, whole[name])
 
 
 def whole_errors(world: Axis, strategy: Strategy) -> dict[str, np.ndarray]:

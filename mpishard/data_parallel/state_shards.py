@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.boxes import split
 from mpishard.layout.local_layout import LocalLayout, cut_holding
 from mpishard.layout.run_state import (
@@ -26,17 +26,17 @@ Range = tuple[int, int]
 
 def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
     """Parameters and slots of this rank, and the compression errors of the sums that it owns."""
-    parameters = strategy.parameters
-    own = cut_holding(parameters.pieces, strategy.own)
-    pairs = zip(strategy.own, strategy.counted, _starts(strategy.own), strict=True)
+    parameters, ownership = strategy.parameters, strategy.ownership
+    own = cut_holding(parameters.pieces, ownership.own)
+    pairs = zip(ownership.own, ownership.counted, _starts(ownership.own), strict=True)
     counted = _counted(
-        parameters, strategy.counted, [offset + first - start for (start, _), (first, _), offset in pairs]
+        parameters, ownership.counted, [offset + first - start for (start, _), (first, _), offset in pairs]
     )
     if parameters.sharded is not None:
         values = Shard(PARAMETERS, parameters.sharded.shard, own, counted)
     else:
-        starts = [start for start, _ in strategy.counted]
-        values = Shard(PARAMETERS, parameters.flat, parameters.pieces, _counted(parameters, strategy.counted, starts))
+        starts = [start for start, _ in ownership.counted]
+        values = Shard(PARAMETERS, parameters.flat, parameters.pieces, _counted(parameters, ownership.counted, starts))
     found = [values, *(Shard(SLOT.format(name), slot, own, counted) for name, slot in slots.items())]
     if strategy.compressed is not None:
         ranges = strategy.error_ranges

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 from mpishard.backend import array as arrays
 from mpishard.data_parallel.binding import Binding
 from mpishard.data_parallel.settings import Configured
-from mpishard.data_parallel.strategies import Strategy
+from mpishard.data_parallel.strategy import Strategy
 from mpishard.data_parallel.tensor_norms import norms
 from mpishard.data_parallel.validation import check_copies
 from mpishard.optim import Rule
@@ -117,7 +117,7 @@ def take_step(
     Collective over the strategy's team if the rule needs norms of whole tensors; otherwise not collective.
     """
     owned, gradients = strategy.values(), strategy.gradients()
-    views = [strategy.state_views(slot) for slot in slots]
+    views = [strategy.ownership.state_views(slot) for slot in slots]
     states = [list(parts) for parts in zip(*views, strict=True)] if views else [[] for _ in owned]
     if rule.norm_based:
         _take_step_by_norms(cast(NormBased, rule), strategy, owned, gradients, states, step, divisor, clip)
@@ -143,8 +143,8 @@ def _take_step_by_norms(
         if values.size:
             rule.direction(values, gradient, state, step, divisor=divisor, clip=clip, out=out)
     team, specs = strategy.team, strategy.parameters.specs
-    before = norms(team, specs, strategy.counted_parts, owned)
-    after = norms(team, specs, strategy.counted_parts, directions)
-    for tensor, number, start, stop in strategy.owned_parts:
+    before = norms(team, specs, strategy.ownership.counted_parts, owned)
+    after = norms(team, specs, strategy.ownership.counted_parts, directions)
+    for tensor, number, start, stop in strategy.ownership.owned_parts:
         ratio = rule.trust_ratio(before[tensor], after[tensor])
         rule.apply(owned[number][start:stop], directions[number][start:stop], step, ratio)

@@ -271,15 +271,16 @@ def test_state_that_drifts_is_mended(base, strategy):
         optimizer, parameters = strategy(AdamW(lr=0.1), mesh), model(mesh)
         train(optimizer, parameters)
         state = optimizer.serialize()
-        views = optimizer.state.binding.on_rank.strategy.state_views(optimizer.state.binding.on_rank.slots["exp_avg"])
+        on_rank = optimizer.state.binding.on_rank
+        views = on_rank.strategy.ownership.state_views(on_rank.slots["exp_avg"])
         first = mesh.data.rank == 0 or strategy is not DDPOptimizer
         held = dict(zip(parameters, parameters.local, strict=True))
-        for tensor, owned, start, stop in optimizer.state.binding.on_rank.strategy.owned_parts:
+        for tensor, owned, start, stop in on_rank.strategy.ownership.owned_parts:
             spec = held[parameters.specs[tensor].name]
             if not (first and mesh.place.counts(spec)):
                 views[owned][start:stop] = np.nan
         optimizer.synchronize_optimizer_state()
-        assert not any(np.isnan(slot).any() for slot in optimizer.state.binding.on_rank.slots.values()), mesh
+        assert not any(np.isnan(slot).any() for slot in on_rank.slots.values()), mesh
         assert optimizer.serialize() == state
 
 

@@ -1,0 +1,78 @@
+"""Which elements of the flat parameters a rank updates, and which of them it contributes to sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from mpishard.data_parallel.tensor_norms import Part, parts_of
+from mpishard.parameters.flat import FlatParameters
+
+Array = Any
+Range = tuple[int, int]
+
+
+class Ownership:
+    """The elements of one rank, as ranges of its flat parameters.
+
+    Parameters
+    ----------
+    parameters : FlatParameters
+    own : list of (start, stop)
+        The ranges that this rank updates, ascending.  A state array holds these ranges end to end.
+    counted : list of (start, stop)
+        The part of each range in `own` that this rank contributes to sums, where other data ranks update it too.
+    in_team : list of (start, stop), optional
+        As `counted`, in sums over the ranks that take a step together.  Default: `counted`.
+
+    Attributes
+    ----------
+    own, counted : list of (start, stop)
+    """
+
+    def __init__(
+        self,
+        parameters: FlatParameters,
+        own: list[Range],
+        counted: list[Range],
+        in_team: list[Range] | None = None,
+    ) -> None:
+        self.own = own
+        self.counted = counted
+        self._in_team = counted if in_team is None else in_team
+        self._parameters = parameters
+
+    @property
+    def size(self) -> int:
+        """Number of elements that this rank updates."""
+        return sum(stop - start for start, stop in self.own)
+
+    def state_views(self, slot: Array) -> list[Array]:
+        """The parts of a state array that belong to the ranges in `own`."""
+        views, offset = [], 0
+        for start, stop in self.own:
+            views.append(slot[offset : offset + stop - start])
+            offset += stop - start
+        return views
+
+    def counted_views(self, owned: Sequence[Array]) -> list[Array]:
+        """Cut arrays that cover the ranges in `own` down to the ranges in `counted`."""
+        ranges = zip(owned, self.own, self.counted, strict=True)
+        return [array[start - origin : stop - origin] for array, (origin, _), (start, stop) in ranges]
+
+    @cached_property
+    def owned_parts(self) -> list[Part]:
+        """The ranges in `own`, cut at tensors."""
+        return self._parts(self.own)
+
+    @cached_property
+    def counted_parts(self) -> list[Part]:
+        """This rank's parts in sums over the model: each logical element is on exactly one rank of the team."""
+        specs, model_rank = self._parameters.specs, self._parameters.place
+        return [part for part in self._parts(self._in_team) if model_rank.counts(specs[part.tensor])]
+
+    def _parts(self, ranges: Sequence[Range]) -> list[Part]:
+        number = {spec.name: index for index, spec in enumerate(self._parameters.specs)}
+        tensors = [number[piece.name] for piece in self._parameters.pieces]
+        return parts_of(self._parameters.pieces, tensors, ranges, [start for start, _ in self.own])

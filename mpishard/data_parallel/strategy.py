@@ -1,0 +1,209 @@
+"""What a strategy is: how gradients and optimizer state are spread over a mesh.
+
+A strategy chooses the ranges of the flat parameters that this rank updates (`own`), sums the gradients over ranks for
+its `GradientReducer` (`start` for each bucket, then `complete`), and sends the new parameters to the other ranks
+(`all_gather_parameters`).  The stages
+are those of Rajbhandari et al., "ZeRO" (2020), section 5.  A strategy only sums gradients; the optimizer divides.
+
+Order of summation: first the micro-batches, in the gradient buffer; then the copies of a tensor within one data
+coordinate (`Replicas`); then the data axis.  With `reproducible`, the copies come first; `OrderedSums` then sums over
+micro-batches and the data axis along the tree of `mpishard.reduction.tree_sum`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
+from mpishard.comm.request import Request
+from mpishard.data_parallel.bucket_plan import bucket_layout
+from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
+from mpishard.data_parallel.ownership import Ownership
+from mpishard.data_parallel.shared_parameters import Replicas
+from mpishard.layout.boxes import counts, split
+from mpishard.layout.run_state import GRADIENT_ERRORS
+from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.gradient_buckets import Bucket, make_buckets
+from mpishard.parameters.gradient_reducer import GradientReducer, Transfer
+from mpishard.reduction.error_feedback import CompressedSums
+from mpishard.reduction.ordered import OrderedSums
+from mpishard.reduction.reducers import CompressedReducers
+
+Array = Any
+Range = tuple[int, int]
+
+
+class Strategy(ABC):
+    """How one optimizer communicates over one mesh.
+
+    Methods are collective over the mesh, in the same order on all ranks.  The constructor makes all copies of the
+    parameters equal.
+
+    Parameters
+    ----------
+    config : ShardingConfiguration
+    parameters : FlatParameters
+        The parameters to train; they use the gradient buckets of this strategy.
+
+    Attributes
+    ----------
+    ordered : OrderedSums or None
+        Sums over the data axis along a fixed tree over the step's micro-batches; None unless `reproducible`.
+    compressed : CompressedSums or None
+        Sums gradients over the data axis in compressed form; None without compression.
+    compresses : bool
+        Whether the gradients of this step are compressed.
+    team : Axis or ModelParallelGroup
+        The ranks that take a step together.  Every element of the model is in the ``ownership.counted_parts`` of
+        exactly one of them.
+    ownership : Ownership
+        The elements that this rank updates.
+    """
+
+    errors_kind: ClassVar[str] = GRADIENT_ERRORS
+    gradients_on_demand: ClassVar[bool] = False
+    shards_parameters: ClassVar[bool] = False
+    gathers_gradients: ClassVar[bool] = False
+    workers_differ: ClassVar[bool] = False
+
+    def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
+        self.mesh: Mesh
+        self.mesh = mesh = config.mesh
+        self.axis: Axis = mesh.data
+        self.team: Axis | ModelParallelGroup = mesh.world
+        self.ordered: OrderedSums | None = OrderedSums(self.axis, parameters.like) if config.reproducible else None
+        Replicas(mesh, parameters).spread()
+        self.attach(parameters)
+        compressed = config.compressor is not None
+        runs, sizes = bucket_layout(parameters, compressed=compressed, by_unit=self.shards_parameters)
+        self.buckets: tuple[Bucket, ...] = make_buckets(
+            parameters.pieces, config.minimum_parameter_group_size, runs, sizes
+        )
+        self.reducer: GradientReducer = GradientReducer(
+            parameters.pieces,
+            self.buckets,
+            parameters.like,
+            self,
+            on_demand=self.gradients_on_demand,
+            overlap=config.overlap_communication,
+            reproducible=config.reproducible,
+        )
+        self._counts = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets]
+        self.ownership: Ownership = self._make_ownership(parameters, self._shares())
+        self.compresses = True
+        self.compressed: CompressedSums | None = self._make_compressed(config, parameters)
+
+    def _shares(self) -> list[Range]:
+        """This rank's even share of each bucket, as ranges of the flat parameters."""
+        shares = []
+        for bucket, pieces in zip(self.buckets, self._counts, strict=True):
+            start = bucket.start + sum(pieces[: self.axis.rank])
+            shares.append((start, start + pieces[self.axis.rank]))
+        return shares
+
+    def _make_ownership(self, parameters: FlatParameters, shares: list[Range]) -> Ownership:
+        """The elements that this rank updates.  Here its share of each bucket."""
+        return Ownership(parameters, shares, shares)
+
+    def _make_compressed(self, config: ShardingConfiguration, parameters: FlatParameters) -> CompressedSums | None:
+        """The sums of compressed gradients, or None without compression.  Collective over the data axis."""
+        if config.compressor is None:
+            return None
+        like, scale, pieces = parameters.like, parameters.loss_scale, parameters.pieces
+        reducers = CompressedReducers(
+            self.axis, self.buckets, self._counts, like, scale, pieces, self.gathers_gradients
+        )
+        return config.compressor.make_reducer(reducers)
+
+    @classmethod
+    def fitting(cls, parameters: FlatParameters) -> type[Strategy]:
+        """The strategy to use for these parameters when this one is requested."""
+        return cls
+
+    def attach(self, parameters: FlatParameters) -> None:
+        """Use these parameters from now on; their layout is that of the previous ones."""
+        self.parameters = parameters
+        self.replicas: Replicas = Replicas(self.mesh, parameters)
+
+    def reduce_within_replica(self, bucket: Bucket, gradient: Array) -> None:
+        """Sum a bucket's gradient over the copies of its tensors within one data coordinate."""
+        self.replicas.sum(bucket, gradient)
+
+    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
+        """Start the sum of a bucket's gradient over the data axis; `earlier` are partial sums of other terms."""
+        if self.ordered is not None:
+            partial, pieces = [*earlier, gradient], self._counts[bucket.index]
+            return self.ordered.start(bucket, partial, pieces, self.target(bucket, gradient))
+        if self.compressed is not None and self.compresses:
+            return self.compressed.start(bucket, gradient, self.target(bucket, gradient))
+        return self.start_plain(bucket, gradient)
+
+    @abstractmethod
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Request:
+        """Start that sum with one MPI collective: neither ordered nor compressed."""
+
+    @abstractmethod
+    def target(self, bucket: Bucket, gradient: Array) -> Array:
+        """The array that receives this rank's part of an ordered or compressed sum; it may be a view of `gradient`."""
+
+    def complete(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+        """Wait for the sums of buckets.  Here the results stay in the gradient buffer."""
+        for _, _, transfer in started:
+            transfer.wait()
+
+    def reset(self) -> None:
+        """Forget the sums of this step.  Not collective."""
+        if self.ordered is not None:
+            self.ordered.reset()
+        if self.compressed is not None:
+            self.compressed.reset()
+
+    def abandon(self) -> None:
+        """Drop the pending sums, whose communicators were revoked.  Not collective."""
+        self.reducer.abandon()
+
+    @abstractmethod
+    def gradients(self) -> list[Array]:
+        """The summed gradient of each range in ``ownership.own``; call after `GradientReducer.finalize`."""
+
+    def values(self) -> list[Array]:
+        """The parameters of each range in ``ownership.own``."""
+        return [self.parameters.flat[start:stop] for start, stop in self.ownership.own]
+
+    @abstractmethod
+    def all_gather_parameters(self) -> None:
+        """Send each rank's own parameters to the ranks that keep a copy of them."""
+
+    @abstractmethod
+    def resync(self, slot: Array) -> None:
+        """Make all copies of a state array equal, as `Replicas.spread` does for the parameters."""
+
+    @property
+    def error_ranges(self) -> list[Range]:
+        """Ranges of the flat parameters that ``compressed.owned`` covers, end to end."""
+        return self.ownership.counted
+
+    def error_scale(self, loss_scale: float) -> float:
+        """The factor on the compression errors when gradients are multiplied by `loss_scale`."""
+        return loss_scale
+
+    def prepare_step(self, compresses: bool, loss_scale: float) -> None:
+        """Set whether the gradients of the next step are compressed, and the loss scale that they contain."""
+        self.compresses = compresses
+        if self.compressed is not None:
+            self.compressed.rescale(self.error_scale(loss_scale))
+
+    def keep_errors(self) -> None:
+        """After a step, keep what compression left out of it; the next step sends it."""
+        if self.compressed is not None and self.compresses:
+            self.compressed.keep()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Peak bytes of gradient memory on this rank."""
+        kept = self.ordered or self.compressed
+        return self.reducer.memory.peak_bytes + (0 if kept is None else kept.nbytes)
