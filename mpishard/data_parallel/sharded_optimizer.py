@@ -51,9 +51,7 @@ _RENAMED = {
 class ShardedOptimizer:
     """Base of the optimizers, which differ only in their `strategy`.
 
-    Every method is collective over ``config.mesh`` unless its docstring says otherwise.
-
-    Creation is not collective.
+    Every method is collective over ``config.mesh`` unless its docstring says otherwise; creation is not.
 
     Parameters
     ----------
@@ -83,6 +81,7 @@ class ShardedOptimizer:
         sums under ZeRO-2 and 3 with pipeline ranks.
     """
 
+    # Longer than other classes: what users call is here, in one place, and more than half of it is docstrings.
     strategy: type[Strategy]
 
     def __init__(self, rule: Rule, config: ShardingConfiguration | Mesh) -> None:
