@@ -78,6 +78,8 @@ def absent(page: str, text: str) -> Iterator[str]:
             if not (ROOT / "mpishard" / package).is_dir()
         )
     if page == "tests/README.md":
+        helpers = {path.name for path in (ROOT / "tests").glob("*.py")}
+        yield from sorted(f"a line with {name}" for name in helpers if f"`{name}`" not in text)
         yield from (path for path in FILE_ALONE.findall(text) if not any((ROOT / "tests").rglob(Path(path).name)))
     if page in WALKS:
         for path, names in HOP.findall(text):
@@ -110,7 +112,6 @@ def test_a_walk_has_hops(page: str) -> None:
             "`mpishard.Mesh.nothing()`, `mpishard.nothing`",
             ["mpishard.Mesh.nothing", "mpishard.nothing"],
         ),
-        ("tests/README.md", "`conftest.py`, `nowhere.py`", ["nowhere.py"]),
         (
             WALKS[0],
             "1. `mpishard/comm/mesh.py`, `Mesh.rebind`, `nothing`: `latest`",
@@ -127,6 +128,11 @@ def test_a_walk_has_hops(page: str) -> None:
 )
 def test_what_is_not_there_is_found(page: str, text: str, wrong: list[str]) -> None:
     assert list(absent(page, text)) == wrong
+
+
+def test_a_table_of_helpers_without_one_is_found() -> None:
+    text = (ROOT / "tests/README.md").read_text("utf-8").replace("`standin.py`", "`nowhere.py`")
+    assert list(absent("tests/README.md", text)) == ["a line with standin.py", "nowhere.py"]
 
 
 def test_a_map_without_a_package_is_found() -> None:
