@@ -87,9 +87,11 @@ class _NoSync:
         self._reducer._held = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
-            self._reducer._end_pass(False)
-        self._reducer._held = False
+        try:
+            if kind is None:
+                self._reducer._end_pass(False)
+        finally:
+            self._reducer._held = False
 
 
 class GradientReducer:
