@@ -24,6 +24,7 @@ class FullState:
     kind.
     """
 
+    # One field for each thing in the file that `serialization` writes.
     rule: str
     configuration: Mapping[str, Any]
     steps: int

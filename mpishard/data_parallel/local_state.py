@@ -52,6 +52,7 @@ class LocalState:
         Whether workers may differ although they have taken no step by themselves.
     """
 
+    # Most of its members are those of `FurtherState`.
     may_differ: bool
 
     def __init__(self, optimizer: Configured, schedule: AveragingSchedule, outer: Rule | None) -> None:

@@ -35,6 +35,7 @@ class OptimizerState:
         The parameters, the arrays and the numbers.
     """
 
+    # Many members, none with a state of its own: the binding has it, and these are what its three users ask.
     def __init__(self, optimizer: Configured, further: Sequence[FurtherState] = ()) -> None:
         self.binding = Binding(optimizer, further)
         self._optimizer = optimizer

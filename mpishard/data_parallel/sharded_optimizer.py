@@ -47,7 +47,6 @@ _RENAMED = {
 }
 
 
-# Most lines of this class are docstrings: it is the page on which users read what all optimizers do.
 class ShardedOptimizer:
     """Base of the optimizers, which differ only in their `strategy`.
 

@@ -64,6 +64,8 @@ class Strategy(ABC):
         The elements that this rank updates.
     """
 
+    # More members than other classes: it is the one interface between the optimizer, the reducer of its gradients, the
+    # checks, and those who save its state; each subclass overrides what its stage does in another way.
     errors_kind: ClassVar[str] = GRADIENT_ERRORS
     gradients_on_demand: ClassVar[bool] = False
     shards_parameters: ClassVar[bool] = False
