@@ -48,6 +48,8 @@ def model(mesh: mpishard.Mesh, batch: Callable[[NDArray[np.int64]], tuple[Any, .
     nn.GPT(gpt.architecture, pipeline="gpipe")  # type: ignore[call-overload]
     problem = mpishard.OptimizationProblem.for_model(gpt, batch, samples=10, batch_size=5, steps=40)
     mpishard.OptimizationProblem.for_model(gpt, batch, samples=10, batchsize=5)  # type: ignore[call-arg]
+    mpishard.OptimizationProblem.for_model(gpt, batch, samples=10, batch_size=5, stepps=3)  # type: ignore[call-arg]
+    mpishard.OptimizationProblem.for_model(gpt, batch, samples=10, batch_size=5, steps="3")  # type: ignore[arg-type]
     mpishard.OptimizationProblem.for_model(3, batch, samples=10, batch_size=5)  # type: ignore[arg-type]
     config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=1.0, loss_scale="dynamic")
     mpishard.ShardingConfiguration(mesh, max_gradient_nrm=1.0)  # type: ignore[call-arg]

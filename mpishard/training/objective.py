@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import Any, Generic, TypedDict
 
 import numpy as np
 
@@ -12,6 +12,17 @@ from mpishard.arguments import integer, number
 from mpishard.data_parallel.results import P
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.flat_arrays import check_flat
+
+
+class ObjectiveOptions(TypedDict, total=False):
+    """Optional values of an `Objective` by name, for functions that pass them on."""
+
+    micro_batch_size: int | None
+    steps: int | None
+    tolerance: float | None
+    seconds: float | None
+    seed: int
+    tokens_per_sample: int
 
 
 @dataclass(frozen=True)

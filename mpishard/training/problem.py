@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.model import Model
 from mpishard.record import RunRecord
 from mpishard.training.loop import Loop
-from mpishard.training.objective import Objective
+from mpishard.training.objective import Objective, ObjectiveOptions
 from mpishard.training.options import RunOptions
 
 if TYPE_CHECKING:
@@ -69,17 +69,28 @@ class OptimizationProblem(Objective[P]):
         *,
         samples: int,
         batch_size: int,
-        micro_batch_size: int | None = None,
-        steps: int | None = None,
-        tolerance: float | None = None,
-        seconds: float | None = None,
-        seed: int = 0,
-        tokens_per_sample: int = 1,
         facts: Mapping[str, Any] | None = None,
+        **options: Unpack[ObjectiveOptions],
     ) -> OptimizationProblem[FlatParameters]:
-        """The problem of training a model; ``batch(samples)`` returns the arguments of ``model.loss_and_gradient``.
+        """The problem of training a model.
 
-        The other parameters are those of the class.
+        Parameters
+        ----------
+        model : model
+            An object with ``parameters``, a FlatParameters, and ``loss_and_gradient``, such as `mpishard.nn.GPT`.
+        batch : callable
+            ``batch(samples)`` returns the arguments of ``model.loss_and_gradient`` for these samples.
+        samples, batch_size : int
+            As for the class.
+        facts : mapping, optional
+            As for the class; the model's architecture is added.
+        **options
+            As for the class: micro_batch_size, steps, tolerance, seconds, seed, tokens_per_sample.
+
+        Returns
+        -------
+        OptimizationProblem
+            Its start is ``model.parameters``, which are trained in place.
         """
         architecture = getattr(model, "architecture", None)
         own = {}
@@ -94,13 +105,8 @@ class OptimizationProblem(Objective[P]):
             model.parameters,
             samples,
             batch_size,
-            micro_batch_size=micro_batch_size,
-            steps=steps,
-            tolerance=tolerance,
-            seconds=seconds,
-            seed=seed,
-            tokens_per_sample=tokens_per_sample,
             facts={**own, **(facts or {})},
+            **options,
         )
 
     def minimize(
