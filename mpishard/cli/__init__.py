@@ -1,4 +1,8 @@
-"""The ``mpishard`` command."""
+"""The ``mpishard`` command.
+
+The parameters of a command's function are its options, and it has as many as its users need.  Inside, options that
+belong together are one value.
+"""
 
 import mpishard.comm  # noqa: F401  before MPI starts, here or in a job
 from mpishard.cli.app import main

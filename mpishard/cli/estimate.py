@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,8 @@ import numpy as np
 import typer
 
 from mpishard.cli.estimate_text import console, details, new_table, overview, size
-from mpishard.estimate import TYPICAL, MachineProfile, layouts, model_state_bytes, table
+from mpishard.cli.machine import Network, Speeds
+from mpishard.estimate import TYPICAL, Workload, layouts, model_state_bytes, table
 from mpishard.estimate.zero import STAGES
 from mpishard.nn.architecture import Architecture
 from mpishard.pipeline.schedule import SCHEDULES
@@ -74,69 +76,48 @@ def estimate(
     """
     limit = math.inf if memory_limit is None else parse_bytes(memory_limit)
     if parameters is not None:
-        if other := [option for name, option in _given(context_of_command) if name not in _WITH_PARAMETERS]:
-            raise ValueError(
-                "--parameters stands for a whole model, all ranks on the data axis and every ZeRO stage: "
-                f"leave {', '.join(other)} out, or give --vocabulary, --context, ... in its place, not both"
-            )
+        _check_alone(context_of_command)
         _zero_table(parameters, ranks, limit, as_json)
         return
     sizes = {"vocabulary": vocabulary, "context": context, "width": width, "layers": layers, "heads": heads}
-    if missing := [f"--{name}" for name, value in sizes.items() if value is None]:
-        raise ValueError(f"a model needs {', '.join(missing)} too (or --parameters for ZeRO alone)")
-    assert vocabulary is not None and context is not None and width is not None
-    assert layers is not None and heads is not None
-    architecture = Architecture(vocabulary, context, width, layers, heads, tied)
+    architecture = _model(sizes, tied)
     if schedule is not None and schedule not in SCHEDULES:
         raise ValueError(f"there is no schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
     if zero not in (None, *STAGES):
         raise ValueError(f"there is no ZeRO stage {zero}; choose one of 0, 1, 2, 3")
     if dtype not in ("float32", "float64"):
         raise ValueError(f"--dtype is {dtype!r}; choose float32 or float64")
-    machine = _networked(
-        _machine(profile, flops, bandwidth, latency, memory_bandwidth),
-        {
-            "--ranks-per-node": ranks_per_node,
-            "--network-bandwidth": network_bandwidth,
-            "--network-latency": network_latency,
-        },
-    )
+    machine = Speeds(profile, flops, bandwidth, latency, memory_bandwidth).machine()
+    machine = Network(ranks_per_node, network_bandwidth, network_latency).between(machine)
     for name, count in (("batch", batch), ("rows", rows)):
         if count is not None and count < 1:
             raise ValueError(f"--{name} is {count}; it must be at least 1")
     batch = ranks if batch is None else batch
-    found = table(
-        layouts(
-            ranks,
-            architecture,
-            data=data,
-            tensor=tensor,
-            pipeline=pipeline,
-            zero_stages=STAGES if zero is None else (zero,),
-            schedules=tuple(SCHEDULES) if schedule is None else (schedule,),
-            chunks=chunks,
-            sequence_parallel=sequence_parallel,
-            recompute=recompute,
-        ),
+    candidates = layouts(
+        ranks,
         architecture,
-        batch,
-        length=length,
-        microbatches=microbatches,
-        itemsize=np.dtype(dtype).itemsize,
-        slots=slots,
-        minimum_parameter_group_size=bucket,
-        profile=machine,
+        data=data,
+        tensor=tensor,
+        pipeline=pipeline,
+        zero_stages=STAGES if zero is None else (zero,),
+        schedules=tuple(SCHEDULES) if schedule is None else (schedule,),
+        chunks=chunks,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
     )
+    itemsize = np.dtype(dtype).itemsize
+    workload = Workload(1, length, microbatches, itemsize, slots, minimum_parameter_group_size=bucket)
+    found = table(candidates, architecture, batch, workload, machine)
     if not found:
         architecture.check(tensor or 1, pipeline or 1)
         raise ValueError(
             f"no layout of {ranks} ranks is left: the sizes must multiply out to the ranks, the tensor size must "
             f"divide {heads} heads, and every stage needs one of {layers} layers"
         )
-    tokens = batch * (length or context)
     if as_json:
         typer.echo(json.dumps([{**each.as_dict(), "fits": each.memory.total <= limit} for each in found]))
         return
+    tokens = batch * found[0].length
     if len(found) == 1:
         details(found[0], tokens, machine)
     overview(found, limit, len(found) if show_all else rows, tokens)
@@ -145,6 +126,23 @@ def estimate(
 
 
 _MEASURE = "; measure yours: mpirun -n N mpishard bench --output FILE, then --profile FILE."
+
+
+def _model(sizes: Mapping[str, int | None], tied: bool) -> Architecture:
+    """The model of these options; ValueError if any is missing."""
+    if missing := [f"--{name}" for name, value in sizes.items() if value is None]:
+        raise ValueError(f"a model needs {', '.join(missing)} too (or --parameters for ZeRO alone)")
+    vocabulary, context, width, layers, heads = (value for value in sizes.values() if value is not None)
+    return Architecture(vocabulary, context, width, layers, heads, tied)
+
+
+def _check_alone(context: typer.Context) -> None:
+    """Raise ValueError if an option was given beside --parameters that does not go with it."""
+    if other := [option for name, option in _given(context) if name not in _WITH_PARAMETERS]:
+        raise ValueError(
+            "--parameters stands for a whole model, all ranks on the data axis and every ZeRO stage: "
+            f"leave {', '.join(other)} out, or give --vocabulary, --context, ... in its place, not both"
+        )
 
 
 def _given(context: typer.Context) -> list[tuple[str, str]]:
@@ -168,42 +166,6 @@ def parse_bytes(text: str) -> float:
         raise ValueError(f"--memory-limit is {text!r}; give a size such as 4GB, 500MB or 2GiB")
     factor = _FACTORS[unit]
     return value * (1024 ** round(math.log(factor, 1000)) if binary else factor)
-
-
-def _machine(
-    profile: Path | None,
-    flops: float | None,
-    bandwidth: float | None,
-    latency: float | None,
-    memory_bandwidth: float | None,
-) -> MachineProfile:
-    given = {"--flops": flops, "--bandwidth": bandwidth, "--latency": latency}
-    if profile is not None:
-        if any(value is not None for value in (*given.values(), memory_bandwidth)):
-            raise ValueError("--profile brings all speeds: give it, or --flops, --bandwidth and --latency, not both")
-        if not profile.is_file():
-            what = "is no file" if profile.exists() else "is not there"
-            raise ValueError(f"--profile {profile} {what}; make one: mpirun -n N mpishard bench --output FILE")
-        return MachineProfile.load(profile)
-    if all(value is None for value in given.values()):
-        if memory_bandwidth is not None:
-            raise ValueError("--memory-bandwidth goes with --flops, --bandwidth and --latency")
-        return TYPICAL
-    if missing := [name for name, value in given.items() if value is None]:
-        raise ValueError(f"a machine given by hand needs {' and '.join(missing)} too")
-    assert flops is not None and bandwidth is not None and latency is not None
-    return MachineProfile.given(flops, bandwidth, latency, math.inf if memory_bandwidth is None else memory_bandwidth)
-
-
-def _networked(machine: MachineProfile, given: dict[str, float | None]) -> MachineProfile:
-    """The machine, with the given network between nodes if there is one."""
-    ranks_per_node, bandwidth, latency = given.values()
-    if ranks_per_node is None and bandwidth is None and latency is None:
-        return machine
-    if ranks_per_node is None or bandwidth is None or latency is None:
-        missing = [name for name, value in given.items() if value is None]
-        raise ValueError(f"a network between nodes needs {' and '.join(missing)} too")
-    return machine.with_network(latency, bandwidth, int(ranks_per_node))
 
 
 def _zero_table(parameters: float, ranks: int, limit: float, as_json: bool) -> None:
