@@ -1,7 +1,7 @@
 """Arguments of public calls: numbers and flags, checked, and values that are given as a whole or field by field.
 
 Numbers and flags become plain Python values.  NumPy's are taken too.  True and False are no numbers, and numbers or
-strings are no flags.
+strings are no flags.  No MPI.
 """
 
 from __future__ import annotations
@@ -18,7 +18,21 @@ T = TypeVar("T")
 
 
 def integer(name: str, value: Any, *, least: int | None = None) -> int:
-    """`value` as an int.
+    """A whole number as an int.
+
+    Parameters
+    ----------
+    name : str
+        Of the argument, for the message.
+    value : object
+        What was given.
+    least : int, optional
+        The least that it may be.
+
+    Returns
+    -------
+    int
+        A plain Python number.
 
     Raises
     ------
@@ -46,16 +60,25 @@ def number(
     finite: bool = True,
     otherwise: str = "",
 ) -> float:
-    """`value` as a float, never NaN.
+    """A number as a float, never NaN.
 
     Parameters
     ----------
+    name : str
+        Of the argument, for the message.
+    value : object
+        What was given.
     least, above, below, most : float, optional
         It must be ``>= least``, ``> above``, ``< below`` and ``<= most``.
     finite : bool
         Whether infinity is refused.
     otherwise : str
         What else the argument may be, such as ``"None for no clipping"``; for the message.
+
+    Returns
+    -------
+    float
+        A plain Python number.
 
     Raises
     ------
@@ -80,7 +103,17 @@ def number(
 
 
 def returned(value: Any) -> float:
-    """What a function of the user's gave, as a float: a number, or an array or tensor of one.
+    """What a function of the user's gave, as a float.
+
+    Parameters
+    ----------
+    value : object
+        A number, or an array or tensor of one.
+
+    Returns
+    -------
+    float
+        A plain Python number, maybe NaN.
 
     Raises
     ------
@@ -94,14 +127,43 @@ def returned(value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value` as a bool; TypeError unless it is True or False."""
+    """True or False as a bool.
+
+    Parameters
+    ----------
+    name : str
+        Of the argument, for the message.
+    value : object
+        What was given; NumPy's booleans are taken too.
+
+    Returns
+    -------
+    bool
+        A plain Python one.
+
+    Raises
+    ------
+    TypeError
+        If it is anything else.
+    """
     if not isinstance(value, bool | np.bool):
         raise TypeError(f"{name}={shown(value)} must be True or False")
     return bool(value)
 
 
 def shown(value: Any) -> str:
-    """The repr of what was given, shortened where it is long."""
+    """The repr of what was given, shortened where it is long.
+
+    Parameters
+    ----------
+    value : object
+        Anything.
+
+    Returns
+    -------
+    str
+        For a message.
+    """
     return reprlib.repr(value)
 
 
@@ -119,6 +181,11 @@ def whole_or_fields(call: str, name: str, kind: type[T], whole: T | None, option
     options : dict
         What was given beside, by keyword.
 
+    Returns
+    -------
+    instance of `kind`
+        `whole`, or a new one.
+
     Raises
     ------
     TypeError
@@ -135,6 +202,19 @@ def whole_or_fields(call: str, name: str, kind: type[T], whole: T | None, option
 
 
 def no_others(call: str, options: dict[str, Any]) -> None:
-    """Raise TypeError if any of the keywords is left."""
+    """Raise if any of the keywords is left.
+
+    Parameters
+    ----------
+    call : str
+        The function, for the message.
+    options : dict
+        The keywords that nothing has taken.
+
+    Raises
+    ------
+    TypeError
+        If there is one.
+    """
     for name in options:
         raise TypeError(f"{call} got an unexpected keyword argument {name!r}")

@@ -1,4 +1,7 @@
-"""Public names that have changed: the old ones go on working for one release, and say what they are called now."""
+"""Public names that have changed: the old ones go on working for one release, and say what they are called now.
+
+No MPI.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,20 @@ def warn_renamed(old: str, new: str, stacklevel: int = 2) -> None:
 
 
 def renamed_method(owner: str, old: str, new: str) -> Callable[..., Any]:
-    """A method that warns, and calls the one that has the new name."""
+    """A method that warns, and calls the one that has the new name.
+
+    Parameters
+    ----------
+    owner : str
+        The class, as users write it.
+    old, new : str
+        Names of methods.
+
+    Returns
+    -------
+    callable
+        The method to put under the old name.
+    """
 
     def method(self: Any, *arguments: Any, **options: Any) -> Any:
         warn_renamed(f"{owner}.{old}", f"{owner}.{new}")
@@ -49,11 +65,18 @@ def renamed_attribute(instance: Any, owner: str, name: str, renamed: Mapping[str
     Parameters
     ----------
     instance : object
+        What was asked for the attribute.
     owner : str
         The name of its class, for the warning.
     name : str
+        Of the attribute.
     renamed : mapping
         The new names by the old ones; a new name may have dots, as ``state.restore``.
+
+    Returns
+    -------
+    object
+        The attribute of the new name.
 
     Raises
     ------

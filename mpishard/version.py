@@ -1,4 +1,7 @@
-"""The version of mpishard, where every room can read it, and those of what it stands on."""
+"""The version of mpishard, where every room can read it, and those of what it stands on.
+
+No MPI.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,13 @@ _PACKAGES = {
 
 
 def versions() -> dict[str, str]:
-    """Of mpishard, Python and the packages that it computes with, those that are installed."""
+    """Of mpishard, Python and the packages that it computes with, those that are installed.
+
+    Returns
+    -------
+    dict
+        By package its version.
+    """
     import platform
     from importlib import metadata
 

@@ -26,7 +26,17 @@ def _leave(rest, whole, /):  # type: ignore[no-untyped-def]
 
 
 class Collective(NamedTuple):
-    """One collective of a sum: its name, the elements of each rank (or of all), and the bytes of an element."""
+    """One collective of a sum.
+
+    Parameters
+    ----------
+    operation : str
+        Its name, as that of the method of an axis.
+    counts : sequence of int
+        Elements of each rank, or one number of elements for all.
+    itemsize : int
+        Bytes of an element.
+    """
 
     operation: str
     counts: Sequence[int]

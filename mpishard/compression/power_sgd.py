@@ -123,10 +123,32 @@ class PowerSGDCompressor(Compressor):
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor as a matrix: the first axis, and the product of the other axes."""
+    """Rows and columns of a tensor as a matrix.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the tensor.
+
+    Returns
+    -------
+    (int, int)
+        The first extent, and the product of the others; (1, 1) for a scalar.
+    """
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
 def orthonormal(columns: Array) -> Array:
-    """Orthonormal columns, as many as the matrix has, whose span contains that of the matrix's columns."""
+    """Orthonormal columns, as many as the matrix has, whose span contains that of the matrix's columns.
+
+    Parameters
+    ----------
+    columns : array, shape (m, n)
+        Float32 or float64, of NumPy or CuPy.
+
+    Returns
+    -------
+    array, shape (m, min(m, n))
+        New memory.
+    """
     return arrays.module_of(columns).linalg.qr(columns)[0]

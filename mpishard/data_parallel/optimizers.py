@@ -95,7 +95,22 @@ class ZeRO3Optimizer(ShardedOptimizer):
 
 
 def optimizer_of(rule: Rule, config: ShardingConfiguration) -> ShardedOptimizer:
-    """The default optimizer for a rule and a configuration."""
+    """The default optimizer for a rule and a configuration.
+
+    Not collective.
+
+    Parameters
+    ----------
+    rule : Rule
+        The update rule.
+    config : ShardingConfiguration
+        Its `sync_every` decides.
+
+    Returns
+    -------
+    DDPOptimizer or LocalSGDOptimizer
+        Without state.
+    """
     return (LocalSGDOptimizer if config.sync_every > 1 else DDPOptimizer)(rule, config)
 
 

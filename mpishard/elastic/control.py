@@ -199,15 +199,23 @@ class Control:
 
 
 def request_resize(run: Path, workers: int, wait: float) -> Answer:
-    """Request another number of workers from the run in a folder, and return the answer.
+    """Request another number of workers from the run in a folder.
+
+    Not collective: one process outside of the run calls it.
 
     Parameters
     ----------
     run : path
         The folder of the run.
     workers : int
+        The wanted number.
     wait : float
         Longest time in seconds until the run answers; it does so between two steps.
+
+    Returns
+    -------
+    Answer
+        What the run has answered.
 
     Raises
     ------

@@ -70,7 +70,20 @@ def findings(facts: Sequence[Facts]) -> list[Finding]:
 
 
 def nodes(facts: Sequence[Facts]) -> list[list[Facts]]:
-    """The ranks' facts, grouped by node."""
+    """The ranks' facts, grouped by node.
+
+    Not collective.
+
+    Parameters
+    ----------
+    facts : sequence of Facts
+        In order of ranks.
+
+    Returns
+    -------
+    list of list of Facts
+        Nodes in the order of their first ranks.
+    """
     found: dict[int, list[Facts]] = {}
     for each in facts:
         found.setdefault(each.process.node, []).append(each)
@@ -78,25 +91,81 @@ def nodes(facts: Sequence[Facts]) -> list[list[Facts]]:
 
 
 def cores_of(node: Sequence[Facts]) -> int:
-    """Number of cores that the ranks of a node have together; a quota of CPU time limits it, rounded down."""
+    """Number of cores that the ranks of a node have together.
+
+    A quota of CPU time limits it, rounded down.  Not collective.
+
+    Parameters
+    ----------
+    node : sequence of Facts
+        Of the ranks of one node.
+
+    Returns
+    -------
+    int
+        At least 1.
+    """
     seen = len({core for each in node for core in each.processor.cores})
     quotas = [each.processor.cpu_quota for each in node if each.processor.cpu_quota is not None]
     return min(seen, max(1, int(max(quotas)))) if len(quotas) == len(node) else seen
 
 
 def limit_of(node: Sequence[Facts]) -> str:
-    """A note for messages if a quota of CPU time limits the cores of a node; else an empty string."""
+    """A note for messages if a quota of CPU time limits the cores of a node.
+
+    Not collective.
+
+    Parameters
+    ----------
+    node : sequence of Facts
+        Of the ranks of one node.
+
+    Returns
+    -------
+    str
+        Empty without such a limit.
+    """
     fewer = cores_of(node) < len({core for each in node for core in each.processor.cores})
     return " (by a quota of CPU time)" if fewer else ""
 
 
 def count(number: int, what: str) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """A number with what it counts, such as ``1 rank`` or ``2 ranks``.
+
+    Not collective.
+
+    Parameters
+    ----------
+    number : int
+        How many.
+    what : str
+        One of them.
+
+    Returns
+    -------
+    str
+        With an s for all numbers but 1.
+    """
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def fits(launcher: Launcher, library: str) -> bool:
-    """Whether a launcher is of the family of an MPI library."""
+    """Whether a launcher is of the family of an MPI library.
+
+    Not collective.
+
+    Parameters
+    ----------
+    launcher : Launcher
+        As it was found.
+    library : str
+        Name of the MPI library.
+
+    Returns
+    -------
+    bool
+        All libraries but Open MPI are of one family.
+    """
     return (launcher.family == OPEN_MPI) == (library == OPEN_MPI)
 
 

@@ -28,9 +28,11 @@ class Timing:
     Parameters
     ----------
     axis : str
+        Its name.
     ranks : int
         Size of the axis.
     operation : str
+        Name of the method of `Axis`.
     nbytes : int
         Bytes of the whole buffer on one rank.
     seconds, bare : float
@@ -54,9 +56,21 @@ class Timing:
 
 
 def measure_collectives(mesh: Mesh, sizes: Sequence[int] = SIZES) -> list[Timing]:
-    """Time all operations over all axes with several ranks.  Collective; the same result on every rank.
+    """Time all operations over all axes with several ranks.
 
-    All communicators of an axis are in use at once, as in training.
+    Collective over the mesh.  All communicators of an axis are in use at once, as in training.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        Of several ranks.
+    sizes : sequence of int
+        Bytes of the whole buffer.
+
+    Returns
+    -------
+    list of Timing
+        The same on every rank; empty for one rank.
     """
     return [
         _timing(mesh.world, axis, operation, nbytes)

@@ -15,8 +15,14 @@ from mpishard.io import files
 def write_note(path: Path, content: Any, *, private: bool = False) -> None:
     """Write a file that only the owner can read: under a temporary name, then renamed.
 
+    Not collective.
+
     Parameters
     ----------
+    path : path
+        Replaced if it exists.
+    content : object
+        What JSON can hold.
     private : bool
         Whether the folder must be private to the owner.
 
@@ -43,7 +49,21 @@ def write_note(path: Path, content: Any, *, private: bool = False) -> None:
 
 
 def read_note(path: Path, *, private: bool = False) -> Any:
-    """Read a file; None if there is none.
+    """Read a file.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : path
+        Of the file.
+    private : bool
+        Whether the folder must be private to the owner.
+
+    Returns
+    -------
+    object
+        The content; None if there is no file.
 
     Raises
     ------
@@ -63,7 +83,22 @@ def read_note(path: Path, *, private: bool = False) -> Any:
 
 
 def remove_notes(folder: Path, *prefixes: str) -> None:
-    """Remove the files of a private folder whose names begin with one of the prefixes; without prefixes all files."""
+    """Remove files of a private folder.
+
+    Not collective.
+
+    Parameters
+    ----------
+    folder : path
+        Private to its owner.
+    *prefixes : str
+        Beginnings of names; without one all files are removed.
+
+    Raises
+    ------
+    NotPrivateError
+        If the folder is not private.
+    """
     with files.opened(folder, private=True) as descriptor:
         for name in os.listdir(descriptor):
             if name.startswith(prefixes or ""):

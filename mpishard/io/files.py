@@ -19,16 +19,61 @@ from pathlib import Path
 
 
 class NotPrivateError(ValueError):
-    """A folder that must be private to its owner was replaced, or is open to others."""
+    """A folder that must be private to its owner was replaced, or is open to others.
+
+    Not collective.
+    """
 
 
 def create(path: Path | str, mode: int = 0o666, folder: int | None = None) -> int:
-    """Descriptor of a new file, to read and write; FileExistsError if the name exists, also as a link."""
+    """Make a new file, to read and write.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : path
+        Relative to `folder` if that is given.
+    mode : int
+        Permissions, less those that the process masks.
+    folder : int, optional
+        Descriptor of a folder.
+
+    Returns
+    -------
+    int
+        The descriptor of the file.
+
+    Raises
+    ------
+    FileExistsError
+        If the name exists, also as a link.
+    """
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
 
 
 def open_to_append(path: Path, mode: int = 0o644) -> int:
-    """Descriptor of a new or existing file, to read and append; OSError if it is a link or a pipe."""
+    """Open a new or existing file, to read and append.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : path
+        Of the file.
+    mode : int
+        Permissions of a new file.
+
+    Returns
+    -------
+    int
+        The descriptor of the file.
+
+    Raises
+    ------
+    OSError
+        If it is a link or no plain file, or cannot be opened.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, mode)
@@ -44,6 +89,20 @@ def open_to_append(path: Path, mode: int = 0o644) -> int:
 @contextlib.contextmanager
 def opened(folder: Path, *, private: bool = False) -> Iterator[int]:
     """Descriptor of a folder, for operations relative to it.
+
+    Not collective.
+
+    Parameters
+    ----------
+    folder : path
+        Must exist.
+    private : bool
+        Whether it must belong to this user, and be closed to all others.
+
+    Yields
+    ------
+    int
+        The descriptor, which is closed at the end.
 
     Raises
     ------
@@ -79,7 +138,20 @@ def _check_private(folder: Path, found: os.stat_result) -> None:
 
 
 def warn_of_writers(folder: Path) -> None:
-    """Warn, once per process, if other users may write into a folder of this run."""
+    """Warn if other users may write into a folder of this run.
+
+    Once per process.  Not collective.
+
+    Parameters
+    ----------
+    folder : path
+        Of a run; one that is missing is left to its next use.
+
+    Warns
+    -----
+    RuntimeWarning
+        With who may write there.
+    """
     try:
         found = os.stat(folder)
     except OSError:  # a later use of the folder raises

@@ -23,12 +23,28 @@ class _ToStderr(logging.Handler):
 
 
 def inform(text: str) -> None:
-    """Say how a run goes."""
+    """Say how a run goes.
+
+    Not collective; callers choose the rank that speaks.
+
+    Parameters
+    ----------
+    text : str
+        One line.
+    """
     _prepared().info("%s", text)
 
 
 def warn(text: str) -> None:
-    """Say what a user should look at, though the run goes on."""
+    """Say what a user should look at, though the run goes on.
+
+    Not collective; callers choose the rank that speaks.
+
+    Parameters
+    ----------
+    text : str
+        One line.
+    """
     _prepared().warning("%s", text)
 
 

@@ -9,9 +9,25 @@ Box = tuple[tuple[int, int], ...]
 
 
 def split(size: int, parts: int) -> list[int]:
-    """Offsets that cut `size` elements into `parts` runs, the first ``size % parts`` of them one longer.
+    """Offsets that cut elements into runs, the first ``size % parts`` of them one longer.
 
-    Run ``r`` is ``[offsets[r], offsets[r + 1])``; runs are empty where there are more parts than elements.
+    Parameters
+    ----------
+    size : int
+        Number of elements, 0 or more.
+    parts : int
+        Number of runs, at least 1.
+
+    Returns
+    -------
+    list of int
+        ``parts + 1`` offsets: run ``r`` is ``[offsets[r], offsets[r + 1])``; runs are empty where there are more parts
+        than elements.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of its range.
     """
     if size < 0 or parts < 1:
         raise ValueError(f"cannot split {size} elements into {parts} parts")
@@ -20,7 +36,18 @@ def split(size: int, parts: int) -> list[int]:
 
 
 def counts(offsets: Sequence[int]) -> list[int]:
-    """Lengths of the runs between consecutive offsets."""
+    """Lengths of the runs between consecutive offsets.
+
+    Parameters
+    ----------
+    offsets : sequence of int
+        Ascending, as of `split`.
+
+    Returns
+    -------
+    list of int
+        One less than there are offsets.
+    """
     return [stop - start for start, stop in zip(offsets[:-1], offsets[1:], strict=True)]
 
 
@@ -28,6 +55,18 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Cut the row-major range ``[start, stop)`` of a tensor into boxes, in order.
 
     At most ``2 * len(shape) - 1`` boxes: a ragged head, whole rows, and a ragged tail, dimension by dimension.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the tensor.
+    start, stop : int
+        Elements in row-major order.
+
+    Returns
+    -------
+    list of Box
+        Empty for an empty range.
     """
     if start >= stop:
         return []
@@ -51,7 +90,18 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """The box common to both, or None where it is empty."""
+    """The box common to two.
+
+    Parameters
+    ----------
+    one, other : Box
+        Of one tensor.
+
+    Returns
+    -------
+    Box or None
+        None where they have no element in common.
+    """
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return None if any(start >= stop for start, stop in common) else common
 

@@ -18,7 +18,17 @@ from mpishard.layout.specs import ParameterSpec
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of the global tensor `name`, stored row-major from element `start` of a flat buffer."""
+    """A box of a global tensor, stored row-major in a flat buffer.
+
+    Parameters
+    ----------
+    name : str
+        Of the tensor.
+    box : tuple of (int, int)
+        Start and stop in each dimension of the global tensor.
+    start : int
+        The element of the buffer at which it begins.
+    """
 
     name: str
     box: Box
@@ -26,10 +36,12 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Extents of the box."""
         return tuple(stop - start for start, stop in self.box)
 
     @property
     def size(self) -> int:
+        """Number of elements of the box."""
         return prod(self.shape)
 
 
@@ -51,23 +63,78 @@ class ModelParallelRank:
     pipeline_size: int = 1
 
     def runner(self, stage: int) -> int:
-        """The pipeline rank that runs the (virtual) stage."""
+        """The pipeline rank that runs a stage.
+
+        Parameters
+        ----------
+        stage : int
+            Virtual stage.
+
+        Returns
+        -------
+        int
+            The stage modulo the number of pipeline ranks.
+        """
         return stage % self.pipeline_size
 
     def runs(self, stage: int) -> bool:
-        """Whether this rank runs the (virtual) stage."""
+        """Whether this rank runs a stage.
+
+        Parameters
+        ----------
+        stage : int
+            Virtual stage.
+
+        Returns
+        -------
+        bool
+            The same on all tensor ranks.
+        """
         return self.runner(stage) == self.pipeline_rank
 
     def holders(self, spec: ParameterSpec) -> list[int]:
-        """The pipeline ranks that hold the tensor, ascending; several if the tensor is tied."""
+        """The pipeline ranks that hold a tensor.
+
+        Parameters
+        ----------
+        spec : ParameterSpec
+            Of the tensor.
+
+        Returns
+        -------
+        list of int
+            Ascending; several if the tensor is tied.
+        """
         return sorted({self.runner(stage) for stage in (spec.stage, *spec.copies)})
 
     def holds(self, spec: ParameterSpec) -> bool:
-        """Whether this rank holds the tensor or a slice of it."""
+        """Whether this rank holds a tensor or a slice of it.
+
+        Parameters
+        ----------
+        spec : ParameterSpec
+            Of the tensor.
+
+        Returns
+        -------
+        bool
+            The same on all tensor ranks.
+        """
         return self.pipeline_rank in self.holders(spec)
 
     def box(self, spec: ParameterSpec) -> Box:
-        """The slice of a tensor that belongs to this rank of the tensor axis."""
+        """The slice of a tensor that belongs to this rank of the tensor axis.
+
+        Parameters
+        ----------
+        spec : ParameterSpec
+            Of the tensor.
+
+        Returns
+        -------
+        Box
+            All of it for a tensor that is not split.
+        """
         if spec.tensor_dim is None:
             return spec.box
         cuts = split(spec.shape[spec.tensor_dim], self.tensor_size)
@@ -76,11 +143,33 @@ class ModelParallelRank:
         return tuple(box)
 
     def counts(self, spec: ParameterSpec) -> bool:
-        """Whether this rank's copy of the tensor is the primary one: the first of its replicas and ties."""
+        """Whether this rank's copy of the tensor is the primary one: the first of its replicas and ties.
+
+        Parameters
+        ----------
+        spec : ParameterSpec
+            Of the tensor.
+
+        Returns
+        -------
+        bool
+            True on one of the ranks that hold an element.
+        """
         return self.runs(spec.stage) and (spec.tensor_dim is not None or self.tensor_rank == 0)
 
     def holding(self, specs: Iterable[ParameterSpec]) -> LocalLayout:
-        """The local layout of this rank: its slices of the tensors, end to end in their order."""
+        """The local layout of this rank: its slices of the tensors, end to end in their order.
+
+        Parameters
+        ----------
+        specs : iterable of ParameterSpec
+            All tensors of the model.
+
+        Returns
+        -------
+        tuple of Piece
+            None for tensors of other stages.
+        """
         pieces: list[Piece] = []
         start = 0
         for spec in specs:
@@ -105,6 +194,11 @@ def cut_holding(holding: LocalLayout, ranges: Iterable[tuple[int, int]]) -> Loca
         The local layout of the other buffer, end to end.
     ranges : iterable of (start, stop)
         Ascending ranges of the other buffer; the new buffer is these ranges end to end.
+
+    Returns
+    -------
+    tuple of Piece
+        Several for a tensor of which a range has a ragged part.
     """
     pieces: list[Piece] = []
     offset = 0

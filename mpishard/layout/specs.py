@@ -94,6 +94,16 @@ def _check_name(name: object) -> None:
 def merge_ties(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
     """Merge the specs with the same name: a tensor that several stages list is tied between them.
 
+    Parameters
+    ----------
+    specs : iterable of ParameterSpec
+        Of all stages, in order.
+
+    Returns
+    -------
+    list of ParameterSpec
+        A tied tensor once, at its first place, with its other stages as `copies`.
+
     Raises
     ------
     ValueError

@@ -13,7 +13,23 @@ from mpishard.layout.local_layout import LocalLayout, Piece
 
 
 class Transfer(NamedTuple):
-    """Copy `box` of tensor `name` from a piece on one rank to a piece on another (or the same) rank."""
+    """Copy a box of a tensor from a piece on one rank to a piece on another, or the same, rank.
+
+    Parameters
+    ----------
+    name : str
+        Of the tensor.
+    box : Box
+        Inside both pieces.
+    source_rank : int
+        The rank that has it.
+    source : Piece
+        Where it has it.
+    target_rank : int
+        The rank that needs it.
+    target : Piece
+        Where it needs it.
+    """
 
     name: str
     box: Box
@@ -43,9 +59,26 @@ class Holders:
     def transfers_to(
         self, rank: int, holding: LocalLayout, lost: list[tuple[Piece, Box]] | None = None
     ) -> list[Transfer]:
-        """The transfers to a rank whose new local layout is `holding`.
+        """The transfers to one rank.
 
-        Boxes that no rank holds are added to `lost`; without `lost` they raise, as in `transfers`.
+        Parameters
+        ----------
+        rank : int
+            The target rank.
+        holding : tuple of Piece
+            Its new local layout.
+        lost : list, optional
+            Pieces with boxes that no rank holds are added to it.
+
+        Returns
+        -------
+        list of Transfer
+            In the order of the pieces.
+
+        Raises
+        ------
+        ValueError
+            Without `lost`, if no rank holds some element; also if a tensor has another number of dimensions.
         """
         plan: list[Transfer] = []
         for piece in holding:
@@ -113,6 +146,16 @@ def transfers(source: Sequence[LocalLayout], target: Sequence[LocalLayout]) -> l
 
     Every element of every target piece is covered exactly once.  A target takes its own copy where it has one, listed
     with ``source_rank == target_rank``, which costs no message.  Otherwise the holders of copies take turns.
+
+    Parameters
+    ----------
+    source, target : sequence of tuple of Piece
+        The local layout of each rank, before and after.
+
+    Returns
+    -------
+    list of Transfer
+        By target rank.
 
     Raises
     ------

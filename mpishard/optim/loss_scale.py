@@ -34,7 +34,13 @@ class LossScale:
         self.good_steps: int = 0
 
     def overflowed(self) -> bool:
-        """Halve the factor; False if it is fixed or at its minimum, so that it is not the cause of the overflow."""
+        """Halve the factor after an overflow.
+
+        Returns
+        -------
+        bool
+            False if it is fixed or at its minimum, so that it is not the cause of the overflow.
+        """
         self.good_steps = 0
         if not self.dynamic or self.value <= _SMALLEST:
             return False
@@ -54,6 +60,12 @@ class LossScale:
         return (self.value, self.good_steps) if self.dynamic else None
 
     def restore(self, state: tuple[float, int] | None) -> None:
-        """Continue from a `state`, unless this factor is fixed or the state is of a fixed one (None)."""
+        """Continue from a saved state.
+
+        Parameters
+        ----------
+        state : (float, int) or None
+            A `state`; None, that of a fixed factor, changes nothing, and a fixed factor stays.
+        """
         if self.dynamic and state is not None:
             self.value, self.good_steps = state

@@ -179,7 +179,13 @@ class FlatParameters:
 
     @property
     def flat(self) -> Array:
-        """The flat buffer of all parameters of this model-parallel rank; ValueError under ZeRO-3."""
+        """The flat buffer of all parameters of this model-parallel rank; ValueError under ZeRO-3.
+
+        Raises
+        ------
+        ValueError
+            Under ZeRO-3, where there is no such array.
+        """
         if self._flat is None:
             raise ValueError(
                 "these parameters are sharded over the data axis (ZeRO-3) and have no flat array; "

@@ -138,7 +138,18 @@ class Pipeline:
         self._unfinished = False
 
     def train(self, batches: Sequence[Batch]) -> float:
-        """Forward and backward of the micro-batches; returns their summed loss, the same on all stages."""
+        """Forward and backward of the micro-batches.
+
+        Parameters
+        ----------
+        batches : sequence of Batch
+            Of this data rank, the same on all stages; some may be empty.
+
+        Returns
+        -------
+        float
+            Their summed loss, the same on all stages.
+        """
         schedule = self._schedule(self.schedule, len(batches))
         program = schedule.programs[self.axis.rank]
         ends = {action.chunk: index for index, action in enumerate(program) if action.kind in "BW"}
@@ -164,7 +175,18 @@ class Pipeline:
         return self._finish()
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Forward of the micro-batches; returns their summed loss, the same on all stages."""
+        """Forward of the micro-batches.
+
+        Parameters
+        ----------
+        batches : sequence of Batch
+            Of this data rank, the same on all stages.
+
+        Returns
+        -------
+        float
+            Their summed loss, the same on all stages.
+        """
         program = self._schedule("", len(batches)).programs[self.axis.rank]
         self._begin()
         for action in program:
@@ -173,7 +195,18 @@ class Pipeline:
         return self._finish()
 
     def infer(self, batch: Batch) -> Array | None:
-        """Forward of one batch; returns the predictions on the ranks of the last stage, None on others."""
+        """Forward of one batch.
+
+        Parameters
+        ----------
+        batch : Batch
+            The same on all stages.
+
+        Returns
+        -------
+        array or None
+            The predictions on the ranks of the last stage, None on others.
+        """
         self._begin()
         prediction = None
         for number in range(len(self.chunks)):

@@ -1,8 +1,9 @@
 """Docstrings of all that is public have the sections of numpydoc.
 
-Public are the names in the directives of docs/reference and in the ``__all__`` of packages, and of public classes, and
-of their bases in this package, all methods and properties whose names begin without an underscore.  A method that
-overrides one and has no docstring has that of what it overrides.
+Public to users are the names in the directives of docs/reference and in the ``__all__`` of packages, and of public
+classes, and of their bases in this package, all methods and properties whose names begin without an underscore.  A
+method that overrides one and has no docstring has that of what it overrides.  Of some packages also what other packages
+import is held to this.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ import mpishard
 CODES = set("GL06 GL07 GL08 SS01 SS03 SS06 PR01 PR02 PR03 PR04 PR07 PR10 RT01 RT03 YD01".split())
 # Packages whose docstrings do not have all of this yet.  The list may only get shorter.
 NOT_YET = set("training".split())
+
+# Packages and modules of which the names that others import have all of this, too.  The list may only get longer.
+BETWEEN_PACKAGES = set("arguments compression deprecated environment estimate io layout optim pipeline version".split())
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
 DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|exception):: ([\w.]+)$", re.MULTILINE)
@@ -58,9 +62,22 @@ def names() -> Iterator[str]:
         yield from (f"{package}.{name}" for name in getattr(importlib.import_module(package), "__all__", ()))
 
 
+def imported_by_others() -> Iterator[str]:
+    """Dotted names that files import from other packages, of those in `BETWEEN_PACKAGES`."""
+    root = Path(mpishard.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        own = file.relative_to(root).with_suffix("").parts[0]
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("mpishard."):
+                continue
+            package = str(node.module).split(".")[1]
+            if package != own and package in BETWEEN_PACKAGES:
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def public() -> list[Public]:
     found: dict[str, Public] = {}
-    for dotted in names():
+    for dotted in (*names(), *sorted(set(imported_by_others()))):
         module, _, name = dotted.rpartition(".")
         thing = getattr(importlib.import_module(module), name)
         if inspect.isclass(thing) or inspect.isfunction(thing):
@@ -125,7 +142,8 @@ def says_who_calls(each: Public) -> bool:
     """
     module = sys.modules[(each.owner or each.thing).__module__]
     is_value = is_dataclass(each.thing) or (inspect.isclass(each.thing) and issubclass(each.thing, tuple))
-    if is_property(each.thing) or is_value or "No MPI." in (sys.modules[module.__package__ or ""].__doc__ or ""):
+    places = [module.__doc__ or "", sys.modules[module.__package__ or ""].__doc__ or ""]
+    if is_property(each.thing) or is_value or any("No MPI." in place for place in places):
         return True
     return any("ollective" in (inspect.getdoc(thing) or "") for thing in (each.thing, each.owner, module) if thing)
 
