@@ -1,1 +1,14 @@
-"""Optimizers that distribute an update rule over the data axis: DDP, ZeRO, local SGD."""
+"""Optimizers that distribute an update rule over the data axis: DDP, ZeRO, local SGD.
+
+========================  ============================================================================================
+what users call           ``sharded_optimizer``, the base; ``optimizers``, those by name; ``local_sgd``; ``models``
+settings                  ``configuration``; ``settings`` and ``validation``: what ranks must agree on
+who sums what             ``strategy`` and ``strategies``; ``ownership``: who updates what
+a step                    ``step_arguments``, ``gradient_checks``, ``update``, ``tensor_norms``
+the state                 ``optimizer_state``: what loops, elastic runs and checkpoints need; ``binding``: of which
+                          parameters; ``rank_state``, ``slots``: the arrays of one rank; ``counters``: the numbers
+the state, elsewhere      ``state_shards``: with its layouts, to be saved or moved; ``full_state``: as one value for any
+                          layout; ``serialization``: as bytes
+state of Local SGD        ``further_state``: what it must answer; ``local_state``, ``local_steps``, ``averages``
+========================  ============================================================================================
+"""

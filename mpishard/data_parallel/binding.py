@@ -58,6 +58,11 @@ class Binding:
         return self._on_rank
 
     @property
+    def strategy(self) -> Strategy:
+        """The strategy of the bound parameters; ValueError before there are any.  Not collective."""
+        return self.on_rank.strategy
+
+    @property
     def parameters(self) -> FlatParameters | None:
         """The bound parameters, if any.  Not collective."""
         return None if self._on_rank is None else self._on_rank.parameters

@@ -81,7 +81,7 @@ class OptimizerState:
         self.resync()
         for each in self.binding.further:
             each.consolidate()
-        compressed = self.binding.on_rank.strategy.compressed if self.binding.is_bound else None
+        compressed = self.binding.strategy.compressed if self.binding.is_bound else None
         if compressed is not None:
             problem = None
             if compressed.sending:
@@ -165,7 +165,7 @@ class OptimizerState:
     def abandon(self) -> None:
         """Drop pending communication, which cannot finish after a rank has died.  Not collective."""
         if self.binding.is_bound:
-            self.binding.on_rank.strategy.abandon()
+            self.binding.strategy.abandon()
             for each in self.binding.further:
                 each.abandon()
 
@@ -198,7 +198,7 @@ class OptimizerState:
     @property
     def gradient_bytes(self) -> int:
         """Peak bytes of the optimizer's gradient memory on this rank.  Not collective."""
-        return self.binding.on_rank.strategy.gradient_bytes if self.binding.is_bound else 0
+        return self.binding.strategy.gradient_bytes if self.binding.is_bound else 0
 
     def report_changes(self, facts: Mapping[str, Any]) -> None:
         """Report on rank 0 the settings of the rules that differ from those in saved facts.  Not collective.

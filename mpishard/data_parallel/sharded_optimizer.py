@@ -178,7 +178,7 @@ class ShardedOptimizer:
         synchronized = by_name and parameters.gradients.reduced
         if by_name and binding.parameters is parameters and gradients is None and not synchronized:
             # The other ranks have started reductions in their backward pass; a rank without one starts them here.
-            binding.on_rank.strategy.reducer.end_pass()
+            binding.strategy.reducer.end_pass()
         named, problem = checked_arguments(self, binding, parameters, gradients, count)
         if automatic or synchronized or not binding.is_bound:
             agree_on_step(binding.comparing_ranks, named, count, problem, self.settings)
@@ -220,7 +220,7 @@ class ShardedOptimizer:
         self._level_workers()
         calls = self._calls()
         if calls:
-            reducer = binding.on_rank.strategy.reducer
+            reducer = binding.strategy.reducer
             if reducer.accumulation.total is not None:
                 reducer.memory.use_external(reducer.accumulation.total)
             self.update(calls)
@@ -229,11 +229,7 @@ class ShardedOptimizer:
 
     def _calls(self) -> int:
         """Number of calls of `step` that only accumulated since the last update, over all data ranks.  Collective."""
-        return (
-            0
-            if self.config.auto_sync_gradients
-            else self._binding.on_rank.strategy.reducer.accumulation.calls(self.mesh)
-        )
+        return 0 if self.config.auto_sync_gradients else self._binding.strategy.reducer.accumulation.calls(self.mesh)
 
     def _level_workers(self) -> None:
         """Bring workers that take steps by themselves to one state; other ranks take all steps together."""

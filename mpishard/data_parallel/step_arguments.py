@@ -25,7 +25,7 @@ def checked_arguments(
         named = _named(binding, parameters, gradients)
         if gradients is not None:
             check_gradients(named, gradients)
-        waiting = binding.is_bound and binding.on_rank.strategy.reducer.accumulation.total is not None
+        waiting = binding.is_bound and binding.strategy.reducer.accumulation.total is not None
         if isinstance(parameters, FlatParameters) and (gradients is not None or waiting):
             check_no_gradients(parameters)
         check_count(count)

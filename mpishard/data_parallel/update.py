@@ -101,7 +101,7 @@ def _gradients_are_usable(optimizer: Configured, binding: Binding, divisor: floa
         return False
     if mode == "raise":
         what = inspection.culprits(counters.clock + 1)
-        binding.on_rank.strategy.reducer.reset()
+        binding.strategy.reducer.reset()
         raise FloatingPointError(
             f"{what}; parameters and state are unchanged.  "
             'nonfinite_gradients="skip" leaves such steps out, "ignore" goes on'
