@@ -116,7 +116,22 @@ def agree_on_settings(
     what: str = "settings",
     way_out: str = _WAY_OUT,
 ) -> None:
-    """Raise on all of `ranks` if any has a problem, or if their settings differ.  Collective over them.
+    """Raise on all of some ranks if any has a problem, or if their settings differ.
+
+    Collective over the ranks.
+
+    Parameters
+    ----------
+    ranks : Axis or ModelParallelGroup
+        Those that compare.
+    settings : mapping of str to str
+        By name the values of this rank.
+    problem : Exception, optional
+        What is wrong on this rank.
+    what : str
+        Names the settings, for the message.
+    way_out : str
+        The remedy, for the message.
 
     Raises
     ------

@@ -47,7 +47,22 @@ def shards(strategy: Strategy, slots: Mapping[str, Array]) -> tuple[Shard, ...]:
 
 
 def parameters_alone(parameters: FlatParameters, axis: Axis) -> RunState:
-    """The state of a model without an optimizer: its parameters, divided evenly among the ranks of the data axis."""
+    """The state of a model without an optimizer.
+
+    Its parameters are divided evenly among the ranks of the data axis.  Not collective.
+
+    Parameters
+    ----------
+    parameters : FlatParameters
+        Of the model.
+    axis : Axis
+        The data axis.
+
+    Returns
+    -------
+    RunState
+        With one shard, the live parameters.
+    """
     if parameters.sharded is not None:
         own = parameters.sharded.own
         layout = cut_holding(parameters.pieces, own)

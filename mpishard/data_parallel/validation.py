@@ -43,7 +43,22 @@ def check_configuration(what: str, config: ShardingConfiguration, strategy: type
 
 
 def check_place(parameters: FlatParameters, mesh: Mesh) -> None:
-    """Raise ValueError unless the parameters are laid out for this rank's tensor and pipeline rank in the mesh."""
+    """Raise unless the parameters are laid out for this rank's tensor and pipeline rank in the mesh.
+
+    Not collective.
+
+    Parameters
+    ----------
+    parameters : FlatParameters
+        Of the model.
+    mesh : Mesh
+        That of the optimizer or model.
+
+    Raises
+    ------
+    ValueError
+        If they are laid out for another place.
+    """
     was, wanted = parameters.place, mesh.place
     if was != wanted:
         raise ValueError(
@@ -143,7 +158,28 @@ def agree_on_step(
     problem: Exception | None,
     settings: Settings | None = None,
 ) -> None:
-    """Raise on all of `ranks` if any has a problem, or if their arguments of `step` differ.  Collective over them."""
+    """Raise on all of some ranks if any has a problem, or if their arguments of `step` differ.
+
+    Collective over the ranks.
+
+    Parameters
+    ----------
+    ranks : Axis or ModelParallelGroup
+        Those that compare.
+    parameters : FlatParameters or None
+        Those of this rank; None where there is a problem.
+    count : float or None
+        The divisor that this rank was given.
+    problem : Exception or None
+        What is wrong on this rank.
+    settings : Settings, optional
+        Those of the optimizer, which are compared too.
+
+    Raises
+    ------
+    ValueError
+        On every rank, if something differs; a problem of any rank is raised as it is.
+    """
     model = -1 if parameters is None else parameters.fingerprint
     if settings is not None:
         model ^= settings.fingerprint
@@ -167,6 +203,18 @@ def tell_of_other_starts(mesh: Mesh, parameters: FlatParameters) -> None:
     """Warn on rank 0 if data ranks start from different parameters, which those of data rank 0 will replace.
 
     Collective over the data axis.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        That of the optimizer.
+    parameters : FlatParameters
+        Of this rank.
+
+    Warns
+    -----
+    RuntimeWarning
+        On rank 0, with the way out.
     """
     if parameters.sharded is not None or mesh.data.size == 1:
         return
@@ -193,6 +241,19 @@ def check_rule(rule: Rule, saved: str, saved_slots: Collection[str]) -> None:
 
 
 def check_problem(problem: Any) -> None:
-    """Raise TypeError unless `optimize` can run `problem`."""
+    """Raise unless an object can be minimised.
+
+    Not collective.
+
+    Parameters
+    ----------
+    problem : object
+        What a user gave to `optimize`.
+
+    Raises
+    ------
+    TypeError
+        If it is no problem.
+    """
     if not hasattr(problem, "minimize"):
         raise TypeError(f"optimize takes an OptimizationProblem, got {type(problem).__name__}")

@@ -23,6 +23,8 @@ class CompressedSums(ABC):
     al., "EF-SignSGD", 2019).  A step that is not taken loses nothing: the errors are then still those of the last step
     for which `keep` was called.
 
+    Not collective, unless a method says otherwise.
+
     Parameters
     ----------
     axis : Axis
@@ -33,6 +35,8 @@ class CompressedSums(ABC):
         By bucket and rank, the number of elements that the rank owns.
     like : array
         An array of the dtype and device of the gradients.
+    scale : float
+        The loss scale that the first gradients contain.
 
     Attributes
     ----------
@@ -75,19 +79,43 @@ class CompressedSums(ABC):
 
     @abstractmethod
     def start(self, bucket: Bucket, gradient: Array, target: Array) -> ChainedRequest:
-        """Start to sum a bucket.  Collective over the axis.
+        """Start to sum a bucket.
+
+        Collective over the axis.
 
         Parameters
         ----------
+        bucket : Bucket
+            Of the gradients.
         gradient : 1-D array
             This rank's gradient; its content is undefined afterwards.
         target : 1-D array
             Receives the sum of this rank's part; it may be a view of `gradient`.
+
+        Returns
+        -------
+        ChainedRequest
+            Its `wait` returns `target`.
         """
 
     @abstractmethod
     def start_gather(self, bucket: Bucket, gradient: Array) -> ChainedRequest:
-        """Start to fill `gradient` with the whole sum, after the wait for `start`.  Collective over the axis."""
+        """Start to fill a gradient with the whole sum, after the wait for `start`.
+
+        Collective over the axis.
+
+        Parameters
+        ----------
+        bucket : Bucket
+            That of `start`.
+        gradient : 1-D array
+            With the sum of this rank's part in its place; the other parts are overwritten.
+
+        Returns
+        -------
+        ChainedRequest
+            Its `wait` returns `gradient`.
+        """
 
     def keep(self) -> None:
         """Take over the errors of this step, in which every bucket was summed, since the step is taken."""
@@ -95,7 +123,13 @@ class CompressedSums(ABC):
         self.owned[...] = self._new_owned
 
     def keep_bucket(self, bucket: Bucket) -> None:
-        """Take over the errors of one bucket that was summed, so that its next sum can begin."""
+        """Take over the errors of one bucket that was summed, so that its next sum can begin.
+
+        Parameters
+        ----------
+        bucket : Bucket
+            One that was summed.
+        """
         extent, part = slice(bucket.start, bucket.stop), self._parts[bucket.index]
         self.errors[extent] = self._new_errors[extent]
         self.owned[part] = self._new_owned[part]
@@ -119,12 +153,24 @@ class CompressedSums(ABC):
         self.errors[...] = 0
 
     def forget(self, scale: float) -> None:
-        """Set the other errors to zero, after `owned` was restored with this scale."""
+        """Set the other errors to zero, after `owned` was restored with this scale.
+
+        Parameters
+        ----------
+        scale : float
+            The loss scale of the restored errors.
+        """
         self.errors[...] = 0
         self.scale = scale
 
     def rescale(self, scale: float) -> None:
-        """Change the scale of the errors to that of the next gradients."""
+        """Change the scale of the errors to that of the next gradients.
+
+        Parameters
+        ----------
+        scale : float
+            The loss scale of the next gradients.
+        """
         if scale != self.scale:
             self.errors *= scale / self.scale
             self.owned *= scale / self.scale

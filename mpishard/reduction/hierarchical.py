@@ -37,10 +37,19 @@ def nodes_of_data(mesh: Mesh, ranks: bool | int) -> list[int]:
     Sums are hierarchical if all data axes of the mesh are cut alike into several nodes, each with the same number of
     ranks, and more than one.  All ranks compute the same.
 
+    Not collective.
+
     Parameters
     ----------
+    mesh : Mesh
+        Of any shape.
     ranks : bool or int
         The number of neighbours on the data axis that count as a node; True: those that share memory; False: all.
+
+    Returns
+    -------
+    list of int
+        By rank of the data axis.
     """
     size, tensor = mesh.data.size, mesh.tensor.size
     if ranks is True:
@@ -61,7 +70,22 @@ def _numbered(names: Sequence[int]) -> tuple[int, ...]:
 
 
 def node_axes(mesh: Mesh, ranks: bool | int) -> NodeAxes | None:
-    """Split the data axis by `nodes_of_data`; None if there is only one node.  Collective over the axis."""
+    """Split the data axis by `nodes_of_data`.
+
+    Collective over the axis.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        Of any shape.
+    ranks : bool or int
+        As for `nodes_of_data`.
+
+    Returns
+    -------
+    NodeAxes or None
+        None if there is only one node.
+    """
     axis, nodes = mesh.data, nodes_of_data(mesh, ranks)
     if not any(nodes):
         return None
@@ -73,10 +97,14 @@ def node_axes(mesh: Mesh, ranks: bool | int) -> NodeAxes | None:
 class HierarchicalSums:
     """Adds up the gradients of one model over the data axis, by nodes.
 
+    Creation is not collective.
+
     Parameters
     ----------
     axes : NodeAxes
+        The data axis by nodes.
     buckets : sequence of Bucket
+        They cover the flat gradient.
     like : array
         An array of the dtype and device of the gradients.
     compressor : Compressor, optional
@@ -121,13 +149,43 @@ class HierarchicalSums:
             self.compressed = compressor.make_reducer(CompressedReducers(axes.across, inner, parts, like, scale))
 
     def start(self, bucket: Bucket, gradient: Array) -> Request:
-        """Start to sum a bucket over the ranks of this node; `complete` does the rest.  Collective."""
+        """Start to sum a bucket over the ranks of this node; `complete` does the rest.
+
+        Collective over the ranks of this node.
+
+        Parameters
+        ----------
+        bucket : Bucket
+            Of the gradients.
+        gradient : 1-D array
+            This rank's gradient; its content is undefined afterwards.
+
+        Returns
+        -------
+        Request
+            Its `wait` returns this rank's piece of the sum.
+        """
         pieces = self._counts[bucket.index]
         own = arrays.empty(pieces[self._axes.within.rank], gradient.dtype, like=gradient)
         return self._axes.within.start_reduce_scatter(gradient, own, counts=pieces, label="gradients")
 
     def start_shared(self, bucket: Bucket, values: Array) -> Request | ChainedRequest:
-        """Start to sum a bucket between the nodes; all ranks of a node have the same values.  Then `complete` it."""
+        """Start to sum a bucket between the nodes.
+
+        Collective over the axis.  All ranks of a node have the same values.  Then `complete` it.
+
+        Parameters
+        ----------
+        bucket : Bucket
+            Of the values.
+        values : 1-D array
+            Not changed.
+
+        Returns
+        -------
+        Request or ChainedRequest
+            Its `wait` returns this rank's piece.
+        """
         pieces, rank = self._counts[bucket.index], self.within.rank
         piece = values[sum(pieces[:rank]) : sum(pieces[: rank + 1])].copy()
         if self.compressed is None:
@@ -165,7 +223,15 @@ class HierarchicalSums:
                 pending.wait()
 
     def keep_bucket(self, bucket: Bucket) -> None:
-        """As `CompressedSums.keep_bucket`."""
+        """As `CompressedSums.keep_bucket`.
+
+        Not collective.
+
+        Parameters
+        ----------
+        bucket : Bucket
+            One that was summed.
+        """
         if self.compressed is not None:
             self.compressed.keep_bucket(self._inner[bucket.index])
 

@@ -51,6 +51,8 @@ def _plan(assignment: TermAssignment, exchange: int, rank: int) -> tuple[list[in
 class OrderedSums:
     """Adds up the gradients of one model over an axis.
 
+    Not collective, unless a method says otherwise.
+
     Parameters
     ----------
     axis : Axis
@@ -89,12 +91,19 @@ class OrderedSums:
 
         Parameters
         ----------
+        bucket : Bucket
+            Of the gradients.
         partial : sequence of 1-D array
             This rank's partial sums, oldest first: one for each of its nodes; ignored on a rank without a node.
         pieces : sequence of int
             Elements of the bucket that each rank owns.
         target : 1-D array
             Receives the sum; it may be this rank's part of the newest of `partial`, or the front of that array.
+
+        Returns
+        -------
+        ChainedRequest
+            Its `wait` returns `target`.
 
         Raises
         ------
@@ -135,7 +144,15 @@ class OrderedSums:
         return ChainedRequest(pending, finish)
 
     def all_reduce(self, flat: Array) -> None:
-        """Sum an array over the axis, in offset; the array of each rank is one term.  Collective."""
+        """Sum an array over the axis, in place; the array of each rank is one term.
+
+        Collective over the axis.
+
+        Parameters
+        ----------
+        flat : 1-D array
+            Of the same size on all ranks.
+        """
         pieces = counts(split(flat.size, self._axis.size))
         start = sum(pieces[: self._axis.rank])
         own = flat[start : start + pieces[self._axis.rank]]

@@ -21,10 +21,20 @@ Array = Any
 class CompressedReducers:
     """Makes the `CompressedSums` of a model: ``compressor.make_reducer(CompressedReducers(...))``.
 
+    No method is collective.
+
     Parameters
     ----------
-    axis, buckets, counts, like, scale
-        As for `CompressedSums`.
+    axis : Axis
+        The ranks whose gradients are summed.
+    buckets : sequence of Bucket
+        They cover the flat gradient.
+    counts : sequence of sequence of int
+        By bucket and rank, the number of elements that the rank owns.
+    like : array
+        An array of the dtype and device of the gradients.
+    scale : float
+        The loss scale that the first gradients contain.
     pieces : sequence of Piece
         The tensors of all buckets.
     gathers : bool
@@ -40,9 +50,33 @@ class CompressedReducers:
     gathers: bool = True
 
     def of_pieces(self, compressor: PieceCompressor) -> CompressedSums:
+        """Sums of gradients that are compressed piece by piece.
+
+        Parameters
+        ----------
+        compressor : PieceCompressor
+            Works on any run of elements.
+
+        Returns
+        -------
+        PieceSums
+            Without errors yet.
+        """
         return PieceSums(compressor, **self._layout)
 
     def of_low_rank(self, compressor: PowerSGDCompressor) -> CompressedSums:
+        """Sums of low-rank approximations of gradients.
+
+        Parameters
+        ----------
+        compressor : PowerSGDCompressor
+            Decides which tensors are compressed.
+
+        Returns
+        -------
+        LowRankSums
+            Without errors yet.
+        """
         return LowRankSums(compressor, self.pieces, self.gathers, **self._layout)
 
     @property

@@ -61,7 +61,20 @@ def tree_merges(parts: Sequence[Node], total: int) -> list[int]:
 
 
 def tree_sum(terms: Sequence[float]) -> float:
-    """The sum of numbers along their tree; 0.0 if there are none."""
+    """The sum of numbers along their tree.
+
+    Not collective.
+
+    Parameters
+    ----------
+    terms : sequence of float
+        In the order of their index.
+
+    Returns
+    -------
+    float
+        0.0 if there are none.
+    """
     stack: list[float] = []
     leaves = [Node(index, index + 1) for index in range(len(terms))]
     for term, times in zip(terms, tree_merges(leaves, len(terms)), strict=True):
@@ -76,11 +89,14 @@ def tree_sum(terms: Sequence[float]) -> float:
 class TermAssignment:
     """Which rank computes which of a step's terms, and when partial sums are sent to their owners.
 
+    No method is collective: all ranks compute the same.
+
     Parameters
     ----------
     total : int
         Number of terms.
     ranks : int
+        Number of ranks.
     in_turns : bool
         False: each rank has a run of terms and adds up its nodes; there is one exchange.  True: the terms are assigned
         round-robin, with an exchange after each round, for ranks that cannot keep partial sums.
@@ -96,16 +112,39 @@ class TermAssignment:
 
     @property
     def exchanges(self) -> int:
+        """Number of times that partial sums are sent in a step."""
         return max(1, -(-self.total // self.ranks)) if self.in_turns else 1
 
     def terms(self, rank: int) -> range:
-        """The terms of a rank, in the order in which it computes them."""
+        """The terms of a rank, in the order in which it computes them.
+
+        Parameters
+        ----------
+        rank : int
+            On the data axis.
+
+        Returns
+        -------
+        range
+            Indices of terms; empty for a rank without terms.
+        """
         if self.in_turns:
             return range(rank, self.total, self.ranks)
         return range(self._cuts[rank], self._cuts[rank + 1])
 
     def tree_merges(self, rank: int) -> list[int]:
-        """The merges, as of the function `tree_merges`, with which a rank adds up its terms before an exchange."""
+        """The merges, as of the function `tree_merges`, with which a rank adds up its terms before an exchange.
+
+        Parameters
+        ----------
+        rank : int
+            On the data axis.
+
+        Returns
+        -------
+        list of int
+            For each of its terms how often it merges after it.
+        """
         if self.in_turns:
             return [0 for _ in self.terms(rank)]
         return tree_merges([Node(term, term + 1) for term in self.terms(rank)], self.total)
@@ -114,6 +153,18 @@ class TermAssignment:
         """The nodes that a rank sends in an exchange.
 
         Those of all ranks, in order of rank, are one run, which begins where that of the last exchange ended.
+
+        Parameters
+        ----------
+        rank : int
+            On the data axis.
+        exchange : int
+            Counts from 0.
+
+        Returns
+        -------
+        tuple of Node
+            Ascending; empty for a rank without terms in this exchange.
         """
         if not self.in_turns:
             return nodes(self._cuts[rank], self._cuts[rank + 1], self.total)
@@ -121,7 +172,18 @@ class TermAssignment:
         return (Node(term, term + 1),) if term < self.total else ()
 
     def sums(self, exchange: int = 0) -> tuple[Node, ...]:
-        """The nodes that are the sums of an exchange."""
+        """The nodes that are the sums of an exchange.
+
+        Parameters
+        ----------
+        exchange : int
+            Counts from 0.
+
+        Returns
+        -------
+        tuple of Node
+            Ascending.
+        """
         if not self.in_turns:
             return nodes(0, self.total, self.total)
         start = exchange * self.ranks

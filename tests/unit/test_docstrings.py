@@ -32,7 +32,10 @@ CODES = set("GL06 GL07 GL08 SS01 SS03 SS06 PR01 PR02 PR03 PR04 PR07 PR10 RT01 RT
 NOT_YET = set("training".split())
 
 # Packages and modules of which the names that others import have all of this, too.  The list may only get longer.
-BETWEEN_PACKAGES = set("arguments compression deprecated environment estimate io layout optim pipeline version".split())
+BETWEEN_PACKAGES = set(
+    "arguments compression data_parallel deprecated environment estimate io layout optim pipeline reduction "
+    "version".split()
+)
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
 DIRECTIVE = re.compile(r"^\.\. auto(?:class|function|exception):: ([\w.]+)$", re.MULTILINE)
