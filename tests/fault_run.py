@@ -209,7 +209,7 @@ def strike(
     """
     from mpishard.checkpoint import polling, saver
     from mpishard.data_parallel import update
-    from mpishard.elastic import joining, loop, membership, spawning
+    from mpishard.elastic import agreements, healing, joining, membership, resizing, spawning, transactions
 
     together = ("resize", "heal")  # in which spares take part
     faults = list(enumerate(case.faults))
@@ -269,15 +269,15 @@ def strike(
     within(mesh.data, "start_all_gather", "all-gather")
     within(update, "take_step", "update")
     within(mesh.data, "start_send", "buddy", lambda label="", **_: label == "buddy")
-    before(loop.ElasticLoop, "_agree", "agreement")
-    before(loop.ElasticLoop, "_commit", "committed")
+    before(agreements.Agreements, "agree_as_workers", "agreement")
+    before(transactions.Transactions, "commit", "committed")
     # An exception in the writing of files is the disk's and no fault of the process.
     before(saver, "write_pieces", "save", lambda **_: any(fault.kind in ("kill", "stop") for _, fault in here))
     before(checkpoints, "save", "save", lambda **_: all(fault.kind in ("exception", "exit") for _, fault in here))
     # Those who write tell the first what they wrote, and how long that is.
     within(polling, "_sizes", "reported")
-    healing = []
-    before(loop, "reshard_state", "resize", lambda **_: notes.has("resizes") and not healing)
+    deaths = []
+    before(resizing, "reshard_state", "resize", lambda **_: notes.has("resizes") and not deaths)
     if me == 0:
         within(spawning.SpawnRequest, "call", "called")
     else:
@@ -298,14 +298,14 @@ def strike(
             hit("meeting")
 
     joining.JoiningProcess._tell = telling  # type: ignore[method-assign]
-    before(loop, "reshard_state", "heal", lambda **_: bool(healing))
-    shrink = loop.ElasticLoop._shrink
+    before(resizing, "reshard_state", "heal", lambda **_: bool(deaths))
+    heal = healing.Healing.heal
 
-    def note_healing(self: Any, error: Any) -> Any:
-        healing.append(error)
-        return shrink(self, error)
+    def note_healing(self: Any) -> Any:
+        deaths.append(self)
+        return heal(self)
 
-    loop.ElasticLoop._shrink = note_healing  # type: ignore[method-assign]
+    healing.Healing.heal = note_healing  # type: ignore[method-assign]
     return hit
 
 

@@ -19,8 +19,9 @@ from mpishard.data_parallel.settings import agree_on_settings
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import check_problem
 from mpishard.elastic.external_requests import Outside
-from mpishard.elastic.loop import Elasticity, ElasticLoop
+from mpishard.elastic.loop import ElasticLoop
 from mpishard.elastic.membership import is_newcomer
+from mpishard.elastic.parts import Elasticity
 from mpishard.elastic.stopped_processes import Watch
 from mpishard.elastic.worker_target import WorkerTarget
 from mpishard.launch.run_folder import RunFolder

@@ -22,9 +22,20 @@ class Recruiter:
         The spawned processes get its tensor and pipeline size.
     first_run : bool
         Whether this is the first run of the process; spawned processes can join no other one.
+    respawn : bool
+        Whether processes are spawned to replace the dead.
+
+    Attributes
+    ----------
+    last_disruption : int
+        The last step before a process died or joined, -1 without one; known to all processes.
     """
 
-    def __init__(self, crew: Membership, target: WorkerTarget, place: ModelParallelRank, first_run: bool) -> None:
+    def __init__(
+        self, crew: Membership, target: WorkerTarget, place: ModelParallelRank, first_run: bool, respawn: bool
+    ) -> None:
+        self.last_disruption: int = -1
+        self._respawn = respawn
         self._crew = crew
         self._target = target
         self._place = place
@@ -64,6 +75,16 @@ class Recruiter:
         if self._request is not None:
             self._request.give_up()
             self._request = None
+
+    def note_death(self, step: int, last_disruption: int) -> None:
+        """Note that processes have died after a step, and want no others in their place if that would not help.
+
+        A fault that recurs at one step, or kills every new worker, would otherwise spawn new ones for ever.
+        `last_disruption`: the newest of all survivors.
+        """
+        if not self._respawn or step <= last_disruption:
+            self._target.cap_workers(self._crew.able)
+        self.last_disruption = step
 
     def say_none_come(self, problem: str) -> None:
         workers = self._crew.able

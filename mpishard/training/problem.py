@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import numpy as np
 
@@ -20,6 +20,12 @@ from mpishard.training.options import RunOptions
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints
+
+
+class TrainingLoop(Protocol):
+    """What `OptimizationProblem.minimize` needs of a loop."""
+
+    def run(self) -> OptimizationResult[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,7 @@ class OptimizationProblem(Objective[P]):
         checkpoints: Checkpoints | None = None,
         resume: bool = False,
         record: RunRecord | None = None,
-        loop: Callable[[Objective[P], ShardedOptimizer, RunOptions], Loop] | None = None,
+        loop: Callable[[Objective[P], ShardedOptimizer, RunOptions], TrainingLoop] | None = None,
     ) -> OptimizationResult[P]:
         """Run the loop; `ShardedOptimizer.optimize` calls this, and its docstring has the options.
 
@@ -136,7 +142,8 @@ class OptimizationProblem(Objective[P]):
         if self.steps is None and self.tolerance is None and not watching:
             raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
         options = RunOptions(callback, progress, watching, checkpoints, resume, record)
-        return (loop or Loop)(self, optimizer, options).run()
+        result: OptimizationResult[P] = (loop or Loop)(self, optimizer, options).run()
+        return result
 
     def _agree_on_problem(
         self, optimizer: ShardedOptimizer, given: Mapping[str, Any], problem: Exception | None

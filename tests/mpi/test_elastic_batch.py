@@ -12,8 +12,8 @@ from scaled import BATCH, SAMPLES, SCHEDULE, STEPS, bits, configuration, expecte
 from steps import STRATEGIES
 
 from mpishard import AdamW, Checkpoints, ElasticOptimizer, ZeRO2Optimizer
-from mpishard.elastic.loop import ElasticLoop
-from mpishard.training import Loop
+from mpishard.elastic.transactions import Transactions
+from mpishard.training.run_progress import RunProgress
 
 
 class Run:
@@ -126,13 +126,13 @@ def test_a_fixed_run_goes_on_as_an_elastic_one(mesh, folder):
 
 
 def test_a_checkpoint_that_does_not_say_how_many_workers_began(mesh, folder, monkeypatch):
-    def silent(loop):
-        state = state_of(loop)
-        del state.facts["first_workers"]
-        return state
+    def silent(progress):
+        metadata = metadata_of(progress)
+        del metadata["first_workers"]
+        return metadata
 
-    state_of = Loop.state
-    monkeypatch.setattr(Loop, "state", silent)
+    metadata_of = RunProgress.to_metadata
+    monkeypatch.setattr(RunProgress, "to_metadata", silent)
     taken, rates = expected("linear", [mesh.size] * 8 + [1] * 4, mesh.size)
     with Checkpoints(folder, mesh) as checkpoints:
         Run(mesh, "constant").go({3: 1}, steps=5, checkpoints=checkpoints)
@@ -143,19 +143,17 @@ def test_a_checkpoint_that_does_not_say_how_many_workers_began(mesh, folder, mon
 
 def test_a_step_that_is_taken_back_takes_its_samples_again(mesh, monkeypatch):
     """As all survivors do if somebody dies before a step is committed."""
-    advance, again = ElasticLoop.advance, []
+    compute = Transactions.compute
 
-    def twice(loop, step):
-        if step in (4, 8) and step not in again:
-            again.append(step)
-            advance(loop, step)
-            loop._roll_back()
-            loop._committed().begin(loop.optimizer.state.capture().facts)
-        return advance(loop, step)
+    def twice(transactions):
+        if transactions.status.committed_step in (3, 7):
+            compute(transactions)
+            transactions.roll_back()
+        compute(transactions)
 
     resizes = {3: 1, 7: mesh.size}
     taken, rates = expected("linear", workers_by_step(mesh.size, resizes), mesh.size)
-    monkeypatch.setattr(ElasticLoop, "advance", twice)
+    monkeypatch.setattr(Transactions, "compute", twice)
     run = Run(mesh, "linear")
     run.go(resizes)
     assert bits(run.result) == plain(taken, rates)

@@ -42,8 +42,8 @@ def target():
     return target
 
 
-def make(crew, target, first_run=True):
-    return recruiter.Recruiter(crew, target, ModelParallelRank(tensor_size=2), first_run)
+def make(crew, target, first_run=True, respawn=True):
+    return recruiter.Recruiter(crew, target, ModelParallelRank(tensor_size=2), first_run, respawn)
 
 
 def test_processes_for_the_workers_that_are_missing(made, crew, target):

@@ -11,7 +11,7 @@ from tqdm import tqdm
 _EVERY_S, _SHARE, _MOST_S = 5.0, 0.05, 60.0
 
 
-class Progress:
+class ProgressBar:
     """Progress of a run on stderr; shows nothing if `shown` is False (ranks above 0).
 
     Under mpirun stderr is a pipe, not a terminal, so that users see lines there.  `done` is the number of steps before

@@ -1,0 +1,99 @@
+"""What the workers of an elastic run decide together after each step: whether it stops, and how many they shall be."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpishard.elastic.external_requests import Outside
+from mpishard.elastic.membership import Membership, Order
+from mpishard.elastic.recruiter import Recruiter
+from mpishard.elastic.transactions import Transactions
+from mpishard.elastic.worker_target import WorkerTarget
+from mpishard.training.run import TrainingRun
+from mpishard.training.stopping import StopRequest
+
+
+class Decisions:
+    """Collects the requests of all workers, and decides on them.
+
+    Parameters
+    ----------
+    training : TrainingRun
+    crew : Membership
+    target : WorkerTarget
+    outside : Outside
+    recruiter : Recruiter
+    transactions : Transactions
+        Learn what is decided.
+
+    Attributes
+    ----------
+    request : StopRequest
+        This worker's request to stop after the last step that it has finished.
+    recruits : int
+        How many spawned workers are ready to join; the same on all workers.
+    awaits_recruits : bool
+        Whether some are still starting; the same on all workers.
+    """
+
+    def __init__(
+        self,
+        training: TrainingRun,
+        crew: Membership,
+        target: WorkerTarget,
+        outside: Outside,
+        recruiter: Recruiter,
+        transactions: Transactions,
+    ) -> None:
+        self.request: StopRequest = StopRequest.NONE
+        self.recruits: int = 0
+        self.awaits_recruits: bool = False
+        self._training = training
+        self._crew = crew
+        self._target = target
+        self._outside = outside
+        self._recruiter = recruiter
+        self._transactions = transactions
+
+    def decide(self) -> None:
+        """Decide on stopping, on processes that leave, and on the wanted number of workers.
+
+        Collective over the workers.
+        """
+        training, crew, target, outside = self._training, self._crew, self._target, self._outside
+        world, settings = training.optimizer.mesh.world, training.optimizer.settings
+        ready = 0
+        if world.rank == 0:
+            target.look_outside(outside, training.optimizer.mesh.data.size, self._transactions.status.committed_step)
+            ready = self._recruiter.recruit()
+        asked = outside.signals.report()
+        awaited = not ready and self._recruiter.is_starting
+        discovered = outside.discovered if world.rank == 0 else -1
+        own = [self.request, target.request, asked, -asked, ready, awaited, discovered, settings.changed]
+        agreed = world.all_reduce(np.array(own, np.int64), op="max", label="control").tolist()
+        stop_request, request, most, least, ready, awaited, outside.discovered, changed = agreed
+        if changed:  # by a callback
+            settings.agree()
+        target.adopt_request(request)
+        self.recruits, self.awaits_recruits = ready, bool(awaited)
+        reason = training.why_stop(stop_request) or ("signal" if -least > 0 else "")
+        if most == 2 and not reason:
+            crew.let_go(world.allgather_object(asked > 0))
+            target.cap_workers(crew.able)
+            reason = "signal" if crew.able < target.min_workers else ""
+        self._transactions.decide(reason)
+
+    def next_order(self) -> Order | None:
+        """The order that changes the workers to the wanted number, None without a change; the same on all workers."""
+        crew = self._crew
+        if self._transactions.status.stop_reason:
+            done = crew.workers == crew.most and crew.working == crew.size
+            return None if done else Order(crew.most)
+        workers = min(self._target.agreed_size, crew.able + self.recruits)
+        if workers == crew.workers and not self.recruits and crew.is_settled:
+            return None
+        return Order(workers, self.recruits)
+
+    def forget_recruits(self) -> None:
+        """Count on no spawned worker any more: they have joined, or a death has changed who is wanted."""
+        self.recruits, self.awaits_recruits = 0, False

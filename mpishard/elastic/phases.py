@@ -1,0 +1,125 @@
+"""The phases of a process in an elastic run, and what leads from one to the next.
+
+`TRANSITIONS` is all of it: the loop takes the turn of its phase, which ends in an event, and looks the next phase up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from types import MappingProxyType
+
+
+class Phase(Enum):
+    """What a process of an elastic run does.
+
+    Attributes
+    ----------
+    STARTING
+        It has come to the run: at its start, or spawned later.
+    TRAINING
+        A worker takes steps, each of which ends in an agreement of the workers.  If there are fewer processes than the
+        wanted number of workers needs, the first one spawns some meanwhile.
+    WAITING
+        A spare sleeps until the first worker sends an order.
+    RESIZING
+        All processes know the next number of workers: spawned processes that are ready join, the mesh is split again,
+        and the committed state moves to the ranks that need it.
+    HEALING
+        A process has died: survivors wake those that wait, shrink the membership, and agree on the last committed step.
+        In the resizing that follows spares replace the dead, and others are spawned for them in the steps after it.
+    STOPPING
+        The workers know why the run stops; they save its last checkpoint, and make workers of all spares.
+    ENDING
+        All processes know that the run has stopped, and all that can be workers have its result.
+    ENDED
+        All processes know that all of them know.
+    """
+
+    STARTING = auto()
+    TRAINING = auto()
+    WAITING = auto()
+    RESIZING = auto()
+    HEALING = auto()
+    STOPPING = auto()
+    ENDING = auto()
+    ENDED = auto()
+
+
+class Event(Enum):
+    """How the turn of a phase has ended.
+
+    Attributes
+    ----------
+    WORKS
+        This process is a worker, and the run goes on.
+    SPARE
+        This process is a spare.
+    ORDERED
+        This process has the order for the next number of workers.
+    STOPPED
+        This process is a worker and knows why the run stops.
+    FINISHED
+        The state of the run is saved, and there is no other process to give it to.
+    CLOSED
+        All processes have agreed that it is finished.
+    DIED
+        MPI reports that a process has died.
+    """
+
+    WORKS = auto()
+    SPARE = auto()
+    ORDERED = auto()
+    STOPPED = auto()
+    FINISHED = auto()
+    CLOSED = auto()
+    DIED = auto()
+
+
+TRANSITIONS: Mapping[Phase, Mapping[Event, Phase]] = MappingProxyType(
+    {
+        Phase.STARTING: {
+            Event.WORKS: Phase.TRAINING,
+            Event.ORDERED: Phase.RESIZING,
+            Event.FINISHED: Phase.ENDING,  # it resumes a run that had reached its goal
+        },
+        Phase.TRAINING: {
+            Event.WORKS: Phase.TRAINING,
+            Event.ORDERED: Phase.RESIZING,
+            Event.STOPPED: Phase.STOPPING,
+            Event.DIED: Phase.HEALING,
+        },
+        Phase.WAITING: {
+            Event.ORDERED: Phase.RESIZING,
+            Event.DIED: Phase.HEALING,
+        },
+        Phase.RESIZING: {
+            Event.WORKS: Phase.TRAINING,
+            Event.SPARE: Phase.WAITING,
+            Event.STOPPED: Phase.STOPPING,  # a process had died before the last checkpoint was saved
+            Event.FINISHED: Phase.ENDING,
+            Event.DIED: Phase.HEALING,
+        },
+        Phase.HEALING: {
+            Event.ORDERED: Phase.RESIZING,
+            Event.DIED: Phase.HEALING,
+        },
+        Phase.STOPPING: {
+            Event.ORDERED: Phase.RESIZING,
+            Event.FINISHED: Phase.ENDING,
+            Event.DIED: Phase.HEALING,
+        },
+        Phase.ENDING: {
+            Event.CLOSED: Phase.ENDED,
+            Event.DIED: Phase.HEALING,
+        },
+        Phase.ENDED: {},
+    }
+)
+
+
+def next_phase(phase: Phase, event: Event) -> Phase:
+    """The phase that an event leads to; AssertionError if the event cannot come in this phase."""
+    following = TRANSITIONS[phase].get(event)
+    assert following is not None, f"{event.name} cannot come while {phase.name}"
+    return following

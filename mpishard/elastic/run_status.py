@@ -1,0 +1,115 @@
+"""What the workers of an elastic run have committed and decided, as one value, and what a new worker must know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from mpishard.training.run_progress import RunProgress
+
+
+class RunStatus(NamedTuple):
+    """What the workers have committed and decided.
+
+    Parameters
+    ----------
+    committed_step : int
+        The last committed step.
+    decided_step : int
+        The last step after which all workers have decided whether the run stops.
+    stop_reason : str
+        Why it stops, empty if it goes on.
+    saved : bool
+        Whether the last checkpoint of the run is written.
+    """
+
+    committed_step: int
+    decided_step: int
+    stop_reason: str
+    saved: bool
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the workers have decided on the last committed step; a death may come between the two."""
+        return self.decided_step >= self.committed_step
+
+    @staticmethod
+    def newest(survivors: Iterable[RunStatus]) -> RunStatus:
+        """The status after a death: what one survivor has committed or decided counts for all."""
+        known = list(survivors)
+        decided, reason = max((each.decided_step, each.stop_reason) for each in known)
+        committed = max(each.committed_step for each in known)
+        return RunStatus(committed, decided, reason, all(each.saved for each in known))
+
+
+class Survivor(NamedTuple):
+    """Facts of a process that all others get after a death.
+
+    Parameters
+    ----------
+    status : RunStatus
+    has_state : bool
+        Whether it has had a part of the run's state yet; else its status does not count.
+    request : int
+        The last request for workers that it knows all have agreed on.
+    last_disruption : int
+        See `Recruiter`.
+    """
+
+    status: RunStatus
+    has_state: bool
+    request: int
+    last_disruption: int
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What the processes of a run get with the arrays of its state when the workers change.
+
+    Parameters
+    ----------
+    optimizer : mapping
+        The facts of the optimizer, for `OptimizerState.restore`.
+    progress : RunProgress
+    status : RunStatus
+    request : int
+        The last request for workers that all have agreed on.
+    discovered : int
+        The last number from `discover`.
+    checkpoints : list of str
+        Ids of the run's own checkpoints.
+    """
+
+    optimizer: Mapping[str, Any]
+    progress: RunProgress
+    status: RunStatus
+    request: int
+    discovered: int
+    checkpoints: list[str]
+
+    def to_wire(self) -> dict[str, Any]:
+        """As metadata of a `RunState`: plain values, and the losses as an array, which `reshard_state` sends as one."""
+        progress = asdict(self.progress)
+        return {
+            **self.optimizer,
+            "losses": progress.pop("losses"),
+            "progress": progress,
+            "status": tuple(self.status),
+            "request": self.request,
+            "discovered": self.discovered,
+            "checkpoints": self.checkpoints,
+        }
+
+    @classmethod
+    def from_wire(cls, facts: Mapping[str, Any]) -> Handover:
+        """The value of which these facts are `to_wire`."""
+        own = {"losses", "progress", "status", "request", "discovered", "checkpoints"}
+        return cls(
+            optimizer={name: value for name, value in facts.items() if name not in own},
+            progress=RunProgress(losses=facts["losses"], **facts["progress"]),
+            status=RunStatus(*facts["status"]),
+            request=facts["request"],
+            discovered=facts["discovered"],
+            checkpoints=facts["checkpoints"],
+        )

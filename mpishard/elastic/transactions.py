@@ -1,0 +1,137 @@
+"""Steps that are transactions: committed on all workers, or taken back on all.
+
+A step is committed when all workers have agreed that each has its part of the new state, and its buddy a copy of that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpishard.elastic.agreements import Agreements
+from mpishard.elastic.committed_state import Committed
+from mpishard.elastic.membership import Membership
+from mpishard.elastic.run_status import RunStatus
+from mpishard.layout.run_state import RunState
+from mpishard.training.run import StepOutcome, TrainingRun
+
+
+class Transactions:
+    """Takes steps and commits them; owns the committed state and what the workers have decided about it.
+
+    Parameters
+    ----------
+    training : TrainingRun
+    crew : Membership
+    agreements : Agreements
+    status : RunStatus
+        At the beginning.
+
+    Attributes
+    ----------
+    status : RunStatus
+    """
+
+    def __init__(self, training: TrainingRun, crew: Membership, agreements: Agreements, status: RunStatus) -> None:
+        self.status: RunStatus = status
+        self._training = training
+        self._crew = crew
+        self._agreements = agreements
+        self._committed: Committed | None = None
+        self._ready: StepOutcome | None = None  # of the step that is ready to be committed
+
+    @property
+    def has_state(self) -> bool:
+        """Whether this process has a part of the committed state."""
+        return self._committed is not None
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def take_step(self) -> StepOutcome:
+        """Take a step and commit it.  Collective over the workers."""
+        self.compute()
+        self._agreements.agree_as_workers()
+        return self.commit()
+
+    def compute(self) -> None:
+        """Take a step that is to be committed or rolled back.  Collective over the workers."""
+        committed = self._state()
+        committed.begin(self._training.optimizer.state.capture().facts)
+        outcome = self._training.take_step(self.status.committed_step + 1)
+        committed.send_copies()
+        self._ready = outcome
+
+    def commit(self) -> StepOutcome:
+        """Make the computed step the last committed one.  Not collective."""
+        outcome = self._ready
+        assert outcome is not None
+        with self._training.report.phase("commit"):
+            self._state().commit()
+        self.status = self.status._replace(committed_step=self.status.committed_step + 1)
+        self._training.finish_step(outcome)
+        self._ready = None
+        return outcome
+
+    def roll_back(self) -> None:
+        """Return to the last committed step, if another one has begun.  Not collective."""
+        facts = self._state().roll_back()
+        if facts is not None:
+            self._training.optimizer.state.restore(facts)
+        self._ready = None
+
+    def prepare_move(self) -> None:
+        """Commit a state that can move: no worker has data for its own use only (error feedback).
+
+        Collective over the workers.
+        """
+        optimizer, committed = self._training.optimizer, self._state()
+        if optimizer.state.needs_consolidation:
+            committed.begin(optimizer.state.capture().facts)
+            optimizer.state.consolidate()
+            committed.send_copies()
+            self._agreements.agree_as_workers()
+            committed.commit()
+
+    # -- decisions --------------------------------------------------------------------------------------------------
+
+    def decide(self, reason: str) -> None:
+        """Note what all workers have decided after the last committed step: why the run stops, empty if it goes on."""
+        self.status = self.status._replace(decided_step=self.status.committed_step, stop_reason=reason)
+
+    def note_saved(self) -> None:
+        """Note that the last checkpoint is written."""
+        self.status = self.status._replace(saved=True)
+
+    def adopt(self, newest: RunStatus) -> None:
+        """After a death commit or roll back as the other survivors do, and adopt their newest status."""
+        if newest.committed_step > self.status.committed_step:
+            self.commit()
+        else:
+            self.roll_back()
+        self.status = newest
+
+    # -- other workers ----------------------------------------------------------------------------------------------
+
+    def source(self) -> RunState | None:
+        """What this process can give of the committed state, with the optimizer's facts; None if it has none."""
+        if self._committed is None:
+            return None
+        return replace(self._committed.source(self._crew.identities), facts=self._training.optimizer.state.facts)
+
+    def copy_anew(self) -> Committed:
+        """Make the present state the committed one, with copies at new buddies.  Collective over the workers."""
+        crew, axis = self._crew, self._training.optimizer.mesh.data
+        identities = [crew.identities[rank] for rank in axis.members]
+        nodes = [crew.fellows[rank].host for rank in axis.members]
+        return Committed(axis, identities, nodes, self._training.optimizer.state.capture())
+
+    def restore(self, status: RunStatus) -> None:
+        """Continue with the status of the run.  Not collective."""
+        self.status = status
+
+    def install(self, committed: Committed | None) -> None:
+        """Drop the old committed state for a new one; None in a spare."""
+        self._committed = committed
+
+    def _state(self) -> Committed:
+        assert self._committed is not None
+        return self._committed

@@ -1,0 +1,94 @@
+"""The samples of each step of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpishard.comm.axis import Axis
+from mpishard.data.sampling import Sampler
+from mpishard.training.batch_scaling import Scaling
+from mpishard.training.objective import Objective
+
+
+class Batches:
+    """The position of a run in its samples, and the size of the next batch.
+
+    Parameters
+    ----------
+    problem : Objective
+    axis : Axis
+        The data axis: its ranks are the workers.
+    scaling : Scaling
+        How the batch follows the number of workers.
+    steps : int
+        Steps of the optimizer before the run: its samples begin after theirs.
+
+    Attributes
+    ----------
+    sampler : Sampler
+        The order of all samples.
+    position : int
+        Samples before the next step; in the middle of a step, before that step.
+    current : ndarray, int64
+        Sample indices of the last batch.
+    """
+
+    def __init__(self, problem: Objective[Any], axis: Axis, scaling: Scaling, steps: int) -> None:
+        self.sampler = Sampler(problem.samples, problem.batch_size, problem.seed)
+        self.position: int = self.sampler.consumed(steps)
+        self.current = np.empty(0, np.int64)
+        self._problem = problem
+        self._axis = axis
+        self._scaling = scaling
+
+    def check(self, workers: int) -> None:
+        """Raise ValueError if the batch of so many workers gives some of them no sample."""
+        given = self._problem.batch_size
+        if self._scaling.batch_size(given, workers) < workers:
+            raise ValueError(
+                f"batch_size={given} gives some of the {workers} data-parallel ranks no sample; "
+                f"use at least {workers}, or fewer ranks"
+            )
+
+    def restore(self, position: int, first_workers: int) -> None:
+        """Continue at a position, with the batch size and learning rate given for so many workers."""
+        self.position = position
+        self._scaling = replace(self._scaling, first=first_workers)
+
+    def following(self) -> np.ndarray:
+        """The samples of the next step; the position stays, so that a step can be taken again."""
+        self.current = self.sampler.following(self.position, self.size)
+        return self.current
+
+    def advance(self) -> None:
+        """Count the current batch: its step is finished."""
+        self.position += len(self.current)
+
+    @property
+    def first_workers(self) -> int:
+        """The number of workers for which batch size and learning rate are given."""
+        return self._scaling.first
+
+    @property
+    def size(self) -> int:
+        """Current number of samples in a step, over all ranks; a step at the end of an epoch may have fewer."""
+        return self._scaling.batch_size(self._problem.batch_size, self._axis.size)
+
+    @property
+    def rate_factor(self) -> float:
+        """The current factor on the learning rate."""
+        most = self._problem.samples
+        return self._scaling.rate_factor(min(self.size, most) / min(self._problem.batch_size, most))
+
+    @property
+    def order(self) -> dict[str, int | str]:
+        """The values that decide the samples of each step."""
+        seed = int(self._problem.seed)
+        return {
+            "samples": self._problem.samples,
+            "batch_size": self._problem.batch_size,
+            "seed": seed if seed.bit_length() < 64 else str(seed),  # attributes of HDF5 end at 64 bits
+        }

@@ -1,0 +1,261 @@
+"""One run of training: its parts, and what happens in each of its steps, whatever loop takes them."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, NamedTuple
+
+from mpishard.data_parallel.results import OptimizationResult, TrainingState
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.data_parallel.validation import tell_of_other_starts
+from mpishard.io import log
+from mpishard.launch.endings import note_run
+from mpishard.launch.interrupts import Interrupts
+from mpishard.training.batch_scaling import Scaling
+from mpishard.training.batches import Batches
+from mpishard.training.loss_history import LossHistory
+from mpishard.training.objective import Objective
+from mpishard.training.options import RunOptions
+from mpishard.training.report import RunReport
+from mpishard.training.run_checkpoints import RunCheckpoints
+from mpishard.training.run_progress import RunProgress
+from mpishard.training.step_runner import StepRunner
+from mpishard.training.stopping import StopCondition, StopRequest
+
+
+class StepOutcome(NamedTuple):
+    """A step whose update is done; `synchronized`: whether its loss is that of all ranks, which have met in it."""
+
+    loss: float
+    learning_rate: float
+    synchronized: bool
+
+
+class TrainingRun:
+    """One run of training, without the loop that decides how long it goes on and who takes part.
+
+    Creation is collective over the optimizer's mesh.
+
+    Parameters
+    ----------
+    problem : Objective
+    optimizer : ShardedOptimizer
+    options : RunOptions
+    scaling : Scaling
+    begins : bool
+        False in a process that joins a running job, where `restore` gives it the progress of the run.
+    transactional : bool
+        Whether the loop ends each step with an agreement of all ranks.  Then all know the loss of every step, and an
+        error of one rank alone reaches the others.
+
+    Attributes
+    ----------
+    batches, runner, losses, checkpoints, report
+        The parts of the run.
+    """
+
+    def __init__(
+        self,
+        problem: Objective[Any],
+        optimizer: ShardedOptimizer,
+        options: RunOptions,
+        scaling: Scaling,
+        *,
+        begins: bool = True,
+        transactional: bool = False,
+    ) -> None:
+        self.problem = problem
+        self.optimizer = optimizer
+        self._callback = options.callback
+        self._transactional = transactional
+        workers = scaling.first
+        self.batches = Batches(problem, optimizer.axis, scaling, optimizer.clock)
+        self.runner = StepRunner(problem, optimizer, looks=begins or optimizer.mesh.debug)
+        if begins:
+            tell_of_other_starts(optimizer.mesh, self.runner.parameters)
+        self.runner.attach()
+        self.losses = LossHistory(optimizer.axis)
+        self._stop = StopCondition(problem)
+        self._steps_before, self._skipped_before, self._resumed_steps = optimizer.clock, optimizer.skipped_steps, 0
+        self.checkpoints = RunCheckpoints(problem, optimizer, options, self.batches)
+        self.checkpoints.check(self.progress, rehearses=begins)
+        resumed = self.checkpoints.resume() if begins else None
+        if resumed is not None:
+            self.restore(resumed)
+        elif begins and optimizer.clock:
+            optimizer.state.report_continuation()
+        self.batches.check(workers)
+        self.report = RunReport(options.record, problem.steps, options.progress)
+        if begins and optimizer.mesh.rank == 0:
+            self.report.show(self._resumed_steps)
+        self._began = time.perf_counter()
+        if begins:
+            self.report.begin(self._metadata())
+
+    # -- progress ---------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> RunProgress:
+        """How far the run has come after its last finished step."""
+        return RunProgress(
+            losses=self.losses.to_array(),
+            samples_consumed=self.batches.position,
+            first_workers=self.batches.first_workers,
+            steps_before=self._steps_before,
+            skipped_before=self._skipped_before,
+            resumed_steps=self._resumed_steps,
+        )
+
+    def restore(self, progress: RunProgress) -> None:
+        """Continue from a progress.  Not collective; parameters and optimizer are restored apart."""
+        self.losses.restore(progress.losses)
+        self.batches.restore(progress.samples_consumed, progress.first_workers)
+        self._steps_before, self._skipped_before = progress.steps_before, progress.skipped_before
+        self._resumed_steps = progress.resumed_steps
+
+    @property
+    def next_step(self) -> int:
+        """The number of the next step, counted from the optimizer's first one."""
+        return self._steps_before + len(self.losses) + 1
+
+    @property
+    def samples(self) -> int:
+        """Samples that this run has used so far."""
+        return self.batches.position - self.batches.sampler.consumed(self._steps_before)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def take_step(self, step: int, interrupts: Interrupts | None = None) -> StepOutcome:
+        """Compute a step's gradient and update, which tells all ranks of Ctrl-C on this one.  Collective."""
+        optimizer = self.optimizer
+        optimizer.config.mesh.ledger.step = step
+        losses, count = self.runner.losses_and_gradient(self.batches.following())
+        if optimizer.mesh.debug or len(self.losses) == self._resumed_steps:
+            self._refuse_misuse()
+        synchronized = self._transactional or optimizer.state.synchronizes_next_step
+        mean = self.losses.mean_over_ranks if synchronized else self.losses.mean_of_rank
+        loss = mean(losses, count)
+        factor = self.batches.rate_factor
+        rate = factor * optimizer.rule.learning_rate(optimizer.steps + 1)
+        with self.report.phase("update"):
+            optimizer.update(
+                count,
+                rate_factor=factor,
+                nonfinite_loss=self.runner.nonfinite_loss,
+                interrupted=interrupts is not None and interrupts.came,
+            )
+        return StepOutcome(loss, rate, synchronized)
+
+    def finish_step(self, outcome: StepOutcome) -> None:
+        """Count a step, and report it.  Not collective."""
+        self.batches.advance()
+        self.losses.append(outcome.loss)
+        self.report.step(
+            self._steps_before + len(self.losses),
+            loss=outcome.loss,
+            learning_rate=outcome.learning_rate,
+            samples=self.batches.position,
+            norm=self.optimizer.gradient_norm,
+            loss_scale=self.runner.parameters.loss_scale,
+        )
+
+    def stop_request(self, step: int, outcome: StepOutcome) -> StopRequest:
+        """Call the callback; returns this rank's request after a step."""
+        seconds = time.perf_counter() - self._began
+        if self._callback is not None:
+            norm, values = self.optimizer.gradient_norm, self.runner.values
+            if self._callback(
+                TrainingState(step, outcome.loss, outcome.learning_rate, norm, self.samples, seconds, values)
+            ):
+                return StopRequest.CALLBACK
+        timed_out = self.problem.seconds is not None and seconds >= self.problem.seconds
+        return StopRequest.SECONDS if timed_out else StopRequest.NONE
+
+    def why_stop(self, request: int) -> str:
+        """The reason to stop if `request` is the strongest of all ranks; empty if there is none."""
+        return self._stop.reason(request, len(self.losses), self.optimizer.gradient_norm)
+
+    def save(self, last: bool) -> None:
+        """Save if a save is due; after the last step, bring all ranks to one state even without checkpoints."""
+        due = last or self.checkpoints.due
+        with self.report.phase("saving"):
+            if due:
+                self.losses.reduce()
+                self.optimizer.state.consolidate()
+                self.checkpoints.save(self.progress)
+            if last:
+                self.checkpoints.wait()
+
+    def _refuse_misuse(self) -> None:
+        """Raise if the function has changed its inputs: on all ranks, which is collective, or on this one alone.
+
+        Ranks that meet for the first time may have taken different numbers of steps, so that not all come here.
+        """
+        misuse = self.runner.misuse
+        if not self._transactional:
+            self.optimizer.world.raise_if_any(misuse)
+        elif misuse is not None:
+            raise misuse
+
+    # -- beginning and end ------------------------------------------------------------------------------------------
+
+    def _metadata(self) -> dict[str, Any]:
+        """Metadata of this start for the record of the run."""
+        optimizer = self.optimizer
+        return {
+            "optimizer": type(optimizer).__name__,
+            "rule": optimizer.rule.configuration(),
+            "configuration": optimizer.config,
+            "problem": self.problem.settings,
+            "parameters": sum(spec.size for spec in self.runner.parameters.specs),
+            "dtype": str(self.runner.parameters.dtype),
+            "resumed_steps": self._resumed_steps,
+            "steps_before": self._steps_before,
+            **self.problem.facts,
+        }
+
+    def begin(self) -> None:
+        """Have every update compute what the goals of the problem need."""
+        self.optimizer.measure_norm |= self.problem.tolerance is not None
+
+    def reached_goal(self) -> str:
+        """The goal that the run had already reached when it resumed, reported on rank 0; empty if there is none."""
+        resumed, folder = self._resumed_steps, self.checkpoints.folder
+        reason = self._stop.goal(len(self.losses), self.optimizer.gradient_norm if resumed else math.nan)
+        if reason and resumed and folder is not None and self.optimizer.mesh.rank == 0:
+            goal = f"{reason}={getattr(self.problem, reason)}"
+            log.inform(
+                f"the run in {folder} had reached {goal} at step {self.optimizer.clock}: nothing is "
+                "left to do.  Ask for more, and it goes on from there"
+            )
+        return reason
+
+    def close(self) -> None:
+        """Give the gradients back to other code, and end the progress bar."""
+        self.runner.detach()
+        self.report.close()
+
+    def result(self, reason: str, stopped_by_user: bool = True) -> OptimizationResult[Any]:
+        """The result of the run, which has ended for this reason.
+
+        `stopped_by_user`: whether the signal that stopped it was Ctrl-C, or came from `mpishard run` because that was
+        stopped.
+        """
+        optimizer, stopped = self.optimizer, reason == "signal"
+        way_on = self.checkpoints.way_on if stopped else ""
+        self.report.end(optimizer.clock, reason, way_on)
+        note_run(stopped=stopped and stopped_by_user)
+        if stopped and optimizer.mesh.rank == 0:
+            log.inform(f"stopped after step {optimizer.clock}; {way_on}")
+        return OptimizationResult(
+            parameters=self.runner.values,
+            loss_history=self.losses.to_array(),
+            steps=len(self.losses),
+            samples=self.samples,
+            resumed_steps=self._resumed_steps,
+            skipped_steps=optimizer.skipped_steps - self._skipped_before,
+            seconds=time.perf_counter() - self._began,
+            stop_reason=reason,
+            communication=optimizer.config.mesh.ledger.summary(),
+        )

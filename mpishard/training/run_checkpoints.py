@@ -1,0 +1,151 @@
+"""The checkpoints of a run: what it saves and when, and how it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.layout.run_state import RunState, brief
+from mpishard.training.batches import Batches
+from mpishard.training.objective import Objective
+from mpishard.training.options import RunOptions
+from mpishard.training.run_progress import RunProgress
+
+if TYPE_CHECKING:
+    from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints
+
+
+class RunCheckpoints:
+    """Saves a run and resumes it; does nothing without `Checkpoints` among the options.
+
+    Parameters
+    ----------
+    problem : Objective
+    optimizer : ShardedOptimizer
+    options : RunOptions
+    batches : Batches
+    """
+
+    def __init__(
+        self, problem: Objective[Any], optimizer: ShardedOptimizer, options: RunOptions, batches: Batches
+    ) -> None:
+        self._problem = problem
+        self._optimizer = optimizer
+        self._batches = batches
+        self._checkpoints: Checkpoints | None = options.checkpoints
+        self._record = options.record
+        self._resumes = options.resume
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the checkpoints; None without any."""
+        return None if self._checkpoints is None else self._checkpoints.folder
+
+    @property
+    def way_on(self) -> str:
+        """A sentence on how to continue a run that was stopped."""
+        if self._checkpoints is None:
+            return "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can go on"
+        how = "the same command goes on" if self._resumes else "optimize(..., resume=True) goes on"
+        return f"{how} from the checkpoint in {self._checkpoints.folder}"
+
+    def check(self, progress: RunProgress, rehearses: bool) -> None:
+        """Raise now the errors that would occur at the first save.  Collective; `rehearses`: writes to the folder."""
+        checkpoints = self._checkpoints
+        if checkpoints is None:
+            return
+        from mpishard.checkpoint.index import check_facts
+
+        world, problem = self._optimizer.world, None
+        try:
+            if (checkpoints.mesh.rank, checkpoints.mesh.size) != (world.rank, world.size):
+                raise ValueError("the checkpoints are not of the optimizer's ranks; make both with one mesh")
+            check_facts(self._state(progress).facts)
+        except ValueError as error:
+            problem = error
+        world.raise_if_any(problem)
+        if rehearses:
+            checkpoints.rehearse()
+
+    def resume(self) -> RunProgress | None:
+        """Restore parameters and optimizer from the newest checkpoint, if the options say so.  Collective.
+
+        Returns the progress of the run; None if nothing is restored.
+        """
+        if self._checkpoints is None or not self._resumes:
+            return None
+        optimizer, order = self._optimizer, self._batches.order
+
+        def check(facts: Mapping[str, Any]) -> None:
+            optimizer.state.check(facts)
+            self._progress(facts)
+            changed = [name for name in order if name in facts and not np.array_equal(facts[name], order[name])]
+            if changed:
+                pairs = ", ".join(f"{name}={brief(facts[name])} there and {order[name]} here" for name in changed)
+                raise ValueError(
+                    f"the checkpoint is of a run with other samples: {pairs}; their order would not go on.  Take the "
+                    "values it was saved with, or load_checkpoint() into the model and begin a new run"
+                )
+
+        found = self._checkpoints.load(optimizer.state.capture(), check=check)
+        if found is None:
+            return None
+        optimizer.state.report_changes(found.facts)
+        optimizer.state.restore(found.facts)
+        return self._progress(found.facts)
+
+    @property
+    def due(self) -> bool:
+        """Whether a save is due after the last step.  The same on all ranks."""
+        return self._checkpoints is not None and self._checkpoints.due(self._optimizer.clock)
+
+    def save(self, progress: RunProgress) -> None:
+        """Save the run.  Collective."""
+        if self._checkpoints is not None:
+            if self._record is not None:
+                self._record.flush()  # no later run repeats the steps before a checkpoint
+            self._checkpoints.save(self._state(progress))
+
+    def wait(self) -> None:
+        """Wait until the last save is on disk.  Collective."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def _progress(self, facts: Mapping[str, Any]) -> RunProgress:
+        return RunProgress.from_metadata(facts, self._batches.sampler, self._batches.first_workers)
+
+    def _state(self, progress: RunProgress) -> RunState:
+        """The state that a checkpoint saves now."""
+        state = self._optimizer.state.capture().with_facts({**self._batches.order, **progress.to_metadata()})
+        return state.with_facts(self._problem.facts)
+
+    # -- for runs that change their ranks ---------------------------------------------------------------------------
+
+    @property
+    def own(self) -> list[str]:
+        """The ids of the checkpoints that the run has saved, by which it knows the ones that it may remove."""
+        return [] if self._checkpoints is None else self._checkpoints.own
+
+    @own.setter
+    def own(self, ids: list[str]) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.own = ids
+
+    def release(self) -> None:
+        """Free the communicators, to `rebind` afterwards.  Collective."""
+        if self._checkpoints is not None:
+            self._checkpoints.release()
+
+    def rebind(self) -> None:
+        """Use the communicators of the mesh after its `rebind`.  Collective."""
+        if self._checkpoints is not None:
+            self._checkpoints.rebind()
+
+    def revoke(self) -> None:
+        """Make a save under way fail on all ranks, after the death of a rank.  Not collective."""
+        if self._checkpoints is not None:
+            self._checkpoints.revoke()

@@ -1,0 +1,79 @@
+"""How far a run has come, as one value: what its checkpoints keep, and what the workers that join it get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpishard.data.sampling import Sampler
+from mpishard.layout.run_state import whole_fact
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """How far a run has come.
+
+    Parameters
+    ----------
+    losses : ndarray, float64
+        The loss of each step since the run began, in whatever process that was.
+    samples_consumed : int
+        Samples before the next step, counted through all epochs.
+    first_workers : int
+        The number of workers for which batch size and learning rate are given.
+    steps_before : int
+        Steps of the optimizer before the run began.
+    skipped_before : int
+        Skipped steps of the optimizer before the run began or resumed.
+    resumed_steps : int
+        Steps of the run before the checkpoint from which it resumed.
+    """
+
+    losses: np.ndarray
+    samples_consumed: int
+    first_workers: int
+    steps_before: int
+    skipped_before: int
+    resumed_steps: int
+
+    def to_metadata(self) -> dict[str, Any]:
+        """What a checkpoint keeps.  The optimizer's numbers are there too, and the rest follows from them."""
+        return {
+            "samples_consumed": self.samples_consumed,
+            "first_workers": self.first_workers,
+            "loss": self.losses,
+        }
+
+    @classmethod
+    def from_metadata(cls, facts: Mapping[str, Any], sampler: Sampler, first_workers: int) -> RunProgress:
+        """The progress of a run that resumes from a checkpoint with these facts.
+
+        Parameters
+        ----------
+        facts : mapping
+            Of the checkpoint.  One that a training loop of the user's has saved knows neither samples nor losses.
+        sampler : Sampler
+            Says how many samples the optimizer's steps have consumed if the checkpoint does not.
+        first_workers : int
+            Used if the checkpoint has none.
+
+        Raises
+        ------
+        ValueError
+            If a number is invalid, or there are more losses than steps.
+        """
+        consumed = whole_fact(facts, "samples_consumed", 0)
+        first = whole_fact(facts, "first_workers", 1, least=1)
+        steps, skipped = whole_fact(facts, "steps"), whole_fact(facts, "skipped_steps")
+        clock, losses = steps + skipped, facts.get("loss")
+        if not ("samples_consumed" in facts and isinstance(losses, np.ndarray)):
+            losses, consumed, first = np.full(clock, math.nan), sampler.consumed(clock), first_workers
+        elif "first_workers" not in facts:
+            first = first_workers
+        if len(losses) > clock:
+            raise ValueError(f"the state has {len(losses)} losses of {clock} steps")
+        return cls(losses, consumed, first, clock - len(losses), skipped, len(losses))
