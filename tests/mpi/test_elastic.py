@@ -17,7 +17,9 @@ import mpishard
 from mpishard import AdamW, OptimizationProblem, ShardingConfiguration, nn
 from mpishard.checkpoint import Checkpoints
 from mpishard.comm.channel import Channel
+from mpishard.elastic import loop
 from mpishard.elastic.optimizer import ElasticOptimizer
+from mpishard.elastic.phases import Phase, next_phase
 from mpishard.parameters.flat import FlatParameters
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
@@ -108,6 +110,30 @@ def test_resizes_change_no_bit(mesh, same_on_all, strategy, of_one):
             expected[step] = now
         now = sizes.get(step, now)
     assert noted == expected
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_phases(mesh, monkeypatch, comes_back):
+    """All but the first become spares after step 2; they work again from step 5 on, or to have the result."""
+    phases = [Phase.STARTING]
+
+    def note(phase, event):
+        following = next_phase(phase, event)
+        assert phase is phases[-1]
+        phases.extend([following] * (following is not phase))
+        return following
+
+    monkeypatch.setattr(loop, "next_phase", note)
+    optimizer = elastic(STRATEGIES[1], mesh)
+    callback = resizing(optimizer, {2: 1, 4: mesh.size} if comes_back else {2: 1}, {})
+    optimizer.optimize(own_problem(steps=6), callback=callback, progress=False)
+    spares, works = mesh.size > 1, Phase.TRAINING if mesh.rank == 0 else Phase.WAITING
+    expected = [Phase.STARTING, Phase.TRAINING, *[Phase.RESIZING, works] * spares]
+    if comes_back:
+        expected += [*[Phase.RESIZING, Phase.TRAINING] * spares, Phase.STOPPING, Phase.ENDING]
+    else:
+        expected += [*[Phase.STOPPING] * (mesh.rank == 0), *[Phase.RESIZING] * spares, Phase.ENDING]
+    assert phases == [*expected, Phase.ENDED]
 
 
 def test_a_function_of_flat_arrays(mesh):
