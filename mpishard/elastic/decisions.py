@@ -79,18 +79,18 @@ class Decisions:
         reason = training.why_stop(stop_request) or ("signal" if -least > 0 else "")
         if most == 2 and not reason:
             crew.let_go(world.allgather_object(asked > 0))
-            target.cap_workers(crew.able)
-            reason = "signal" if crew.able < target.min_workers else ""
+            target.cap_workers(crew.roles.able)
+            reason = "signal" if crew.roles.able < target.min_workers else ""
         self._transactions.decide(reason)
 
     def next_order(self) -> Order | None:
         """The order that changes the workers to the wanted number, None without a change; the same on all workers."""
         crew = self._crew
         if self._transactions.status.stop_reason:
-            done = crew.workers == crew.most and crew.working == crew.size
-            return None if done else Order(crew.most)
-        workers = min(self._target.agreed_size, crew.able + self.recruits)
-        if workers == crew.workers and not self.recruits and crew.is_settled:
+            done = crew.roles.workers == crew.roles.most and crew.roles.working == crew.roles.size
+            return None if done else Order(crew.roles.most)
+        workers = min(self._target.agreed_size, crew.roles.able + self.recruits)
+        if workers == crew.roles.workers and not self.recruits and crew.roles.is_settled:
             return None
         return Order(workers, self.recruits)
 

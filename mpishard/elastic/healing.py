@@ -36,7 +36,7 @@ class Healing:
         """
         parts = self._parts
         crew, transactions, target = parts.crew, parts.transactions, parts.elasticity.target
-        before = crew.identities
+        before = crew.roles.identities
         self._note_healed(transactions.status.committed_step)
         parts.workers.revoke()
         parts.training.optimizer.state.abandon()
@@ -53,15 +53,15 @@ class Healing:
             transactions.adopt(newest)
         step = newest.committed_step
         self._note_healed(step)
-        dead = [str(who) for who in before if who not in crew.identities]
+        dead = [str(who) for who in before if who not in crew.roles.identities]
         if crew.rank == 0:
-            log.warn(f"{_have(dead)} died; {crew.size} are left, step {step} is the last")
-        if crew.able < target.min_workers:
-            raise RunLost(f"{crew.able} whole workers are left, and min_workers={target.min_workers}")
+            log.warn(f"{_have(dead)} died; {crew.roles.size} are left, step {step} is the last")
+        if crew.roles.able < target.min_workers:
+            raise RunLost(f"{crew.roles.able} whole workers are left, and min_workers={target.min_workers}")
         parts.recruiter.note_death(step, max(each.last_disruption for each in survivors))
         parts.decisions.forget_recruits()
         stops = transactions.status.stop_reason
-        return Order(crew.most if stops else min(target.agreed_size, crew.able))
+        return Order(crew.roles.most if stops else min(target.agreed_size, crew.roles.able))
 
     def _exchange(self) -> list[Survivor]:
         """The facts of all survivors.  Collective over them."""
@@ -75,7 +75,7 @@ class Healing:
         folder = RunFolder.from_environment()
         if folder is not None:
             with contextlib.suppress(OSError):
-                folder.note_healed(self._parts.crew.size, step)
+                folder.note_healed(self._parts.crew.roles.size, step)
 
 
 def _have(dead: list[str]) -> str:

@@ -86,7 +86,7 @@ class ElasticLoop:
             transactional=True,
         )
         crew = Membership(mesh.world.comm, mesh.place, mesh.data.size)
-        elasticity.watch.follow(crew.fellows)
+        elasticity.watch.follow(crew.roles.fellows)
         reason, clock = training.reached_goal(), optimizer.clock
         agreements = Agreements(mesh, crew)
         transactions = Transactions(training, crew, agreements, RunStatus(clock, clock, reason, bool(reason)))
@@ -97,7 +97,7 @@ class ElasticLoop:
         if not newcomer:
             transactions.install(transactions.copy_anew())
         self.phase: Phase = Phase.STARTING
-        self._order: Order | None = Order(crew.workers) if newcomer else None  # the next change of the workers
+        self._order: Order | None = Order(crew.roles.workers) if newcomer else None  # the next change of the workers
         self._heals = heals_in_place()
         self._turns: dict[Phase, Callable[[], Event]] = {
             Phase.STARTING: self._start,
@@ -214,7 +214,7 @@ class ElasticLoop:
     def _next(self) -> Event:
         """What this process is when the workers are those that are wanted."""
         status, crew = self._parts.transactions.status, self._parts.crew
-        if status.stop_reason and status.saved and crew.workers == crew.most:
+        if status.stop_reason and status.saved and crew.roles.workers == crew.roles.most:
             return Event.FINISHED
         if not crew.works:
             return Event.SPARE

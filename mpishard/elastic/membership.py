@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections import Counter
-from collections.abc import Iterable
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -23,8 +21,9 @@ from mpishard.comm.ledger import Ledger
 from mpishard.comm.mesh import newcomer_cell
 from mpishard.elastic.guarded_calls import in_time
 from mpishard.elastic.joining import JoiningProcess
+from mpishard.elastic.roles import Member, Roles
 from mpishard.elastic.spawning import SpawnRequest, meet
-from mpishard.elastic.stopped_processes import Peer, this_process
+from mpishard.elastic.stopped_processes import this_process
 from mpishard.layout.local_layout import ModelParallelRank
 
 _ORDER = 1
@@ -68,19 +67,6 @@ class Order(NamedTuple):
     recruits: int = 0
 
 
-class _Member(NamedTuple):
-    """Facts of a process that all others get: `post` numbers its model-parallel rank; identities are below `free`."""
-
-    identity: int | None
-    free: int
-    post: int
-    workers: int
-    leaves: bool
-    ends: bool
-    lost: bool
-    fellow: Peer
-
-
 class Membership:
     """All processes of a run.  Creation is collective over them; in a joining process it waits to be called in.
 
@@ -101,24 +87,13 @@ class Membership:
     ----------
     axis : Axis
         All processes; collectives over it need the spares too.
-    cell : int
-        Processes of a worker.
-    workers : int
-        How many workers there are; `Mesh.rebind` expects their processes in the order of `rank`.
-    identities : list of int
-        By `rank`.  A process keeps its identity for the whole run, while its rank changes.
-    left : list of bool
-        By `rank`: whether the process has been asked to leave, and waits for the end of the run.
-    fellows : list of Peer
-        By `rank`: the operating system's facts of each process.
+    roles : Roles
+        Who of them is in which worker.
     """
 
     lost: ClassVar[bool] = False
 
     def __init__(self, comm: MPI.Intracomm, place: ModelParallelRank, workers: int) -> None:
-        self.workers: int = workers
-        self.cell: int = place.tensor_size * place.pipeline_size
-        self.fellows: list[Peer] = []
         self._place = place
         self._identity: int | None = None
         self._free = 0
@@ -137,104 +112,52 @@ class Membership:
             self.assign_roles(workers)
 
     def assign_roles(self, workers: int, ends: bool = False) -> None:
-        """Choose the processes of `workers` workers, or of fewer if there are not enough processes.  Collective.
+        """Choose the processes of `workers` workers, see `Roles.assign`.  Collective.
 
-        All processes first exchange their facts.  A process without an identity gets a new one, and takes the number of
-        workers from the others.  A process that leaves becomes part of a worker only if the run ends: if `ends` is true
-        on any process.
+        All processes first exchange their facts.  `ends`: whether the run ends; one process that knows it is enough.
         """
         place = self._place
         post = place.pipeline_rank * place.tensor_size + place.tensor_rank
-        own = _Member(self._identity, self._free, post, workers, self._leaves, ends, Membership.lost, this_process())
-        members: list[_Member] = self.axis.allgather_object(own)
-        self._free = max(member.free for member in members)
+        own = Member(self._identity, self._free, post, workers, self._leaves, ends, Membership.lost, this_process())
+        members: list[Member] = self.axis.allgather_object(own)
         Membership.lost |= any(member.lost for member in members)  # joining processes too must finalize in time
-        identities = []
-        for member in members:
-            identities.append(self._free if member.identity is None else member.identity)
-            self._free += member.identity is None
-        self._identity = identities[self.axis.rank]
-
-        ordered = sorted(range(len(members)), key=lambda rank: members[rank].leaves)
-        able = self._whole(member.post for member in members if not member.leaves)
-        most = self._whole(member.post for member in members)
-        self.workers = min(max(member.workers for member in members), most if any(m.ends for m in members) else able)
-        posts = [[rank for rank in ordered if members[rank].post == post] for post in range(self.cell)]
-        chosen = [
-            posts[stage * place.tensor_size + tensor][worker]
-            for stage in range(place.pipeline_size)
-            for worker in range(self.workers)
-            for tensor in range(place.tensor_size)
-        ]
-        self._ranks = chosen + [rank for rank in ordered if rank not in chosen]
-        self._posts = [members[rank].post for rank in self._ranks]
-        self.identities: list[int] = [identities[rank] for rank in self._ranks]
-        self.left: list[bool] = [members[rank].leaves for rank in self._ranks]
-        self.fellows = [members[rank].fellow for rank in self._ranks]
-
-    def _whole(self, posts: Iterable[int]) -> int:
-        """How many complete cells processes of these posts make."""
-        numbers = Counter(posts)
-        return min(numbers[post] for post in range(self.cell))
+        self.roles: Roles = Roles.assign(members, place.tensor_size, place.pipeline_size)
+        self._identity = self.identity
+        self._free = max(*(member.free for member in members), max(self.roles.identities) + 1)
 
     def let_go(self, leaves: list[bool]) -> None:
         """Mark processes that leave with the next `split`.  Called by all workers; not collective."""
-        for rank, leaving in enumerate(leaves):
-            self.left[rank] |= leaving
+        self.roles = self.roles.with_leaving(leaves)
         self._leaves |= leaves[self.rank]
 
     @property
     def rank(self) -> int:
         """Number of this process among the members: the workers' processes come first, whatever their axis ranks."""
-        return self._ranks.index(self.axis.rank)
+        return self.roles.ranks.index(self.axis.rank)
 
     @property
     def identity(self) -> int:
         """Number of this process that stays the same for the whole run."""
-        return self.identities[self.rank]
-
-    @property
-    def size(self) -> int:
-        return self.axis.size
-
-    @property
-    def able(self) -> int:
-        """How many workers the processes that stay can make."""
-        return self._whole(post for post, leaves in zip(self._posts, self.left, strict=True) if not leaves)
-
-    @property
-    def most(self) -> int:
-        """How many workers all processes can make."""
-        return self._whole(self._posts)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether no worker is about to leave."""
-        return not any(self.left[: self.working])
-
-    @property
-    def working(self) -> int:
-        """How many processes are part of a worker."""
-        return self.workers * self.cell
+        return self.roles.identities[self.rank]
 
     @property
     def works(self) -> bool:
         """Whether this process is part of a worker."""
-        return self.rank < self.working
+        return self.rank < self.roles.working
 
     def order(self, order: Order) -> None:
         """Send the spares an order.  Called by rank 0; not collective."""
         numbers = np.array(order, np.int64)
-        for spare in range(self.working, self.size):
-            self.axis.send(numbers, self._ranks[spare], _ORDER, label="control")
+        for spare in range(self.roles.working, self.roles.size):
+            self.axis.send(numbers, self.roles.ranks[spare], _ORDER, label="control")
 
     def wait_for_order(self) -> Order:
         """Sleep until rank 0 sends an order.  Called by spares; raises MPI.Exception if a process dies."""
         comm = self.axis.comm
-        while not comm.Iprobe(self._ranks[0], _ORDER):
+        while not comm.Iprobe(self.roles.ranks[0], _ORDER):
             time.sleep(_NAP_S)
         numbers = np.empty(2, np.int64)
-        self.axis.recv(numbers, self._ranks[0], _ORDER, label="control")
+        self.axis.recv(numbers, self.roles.ranks[0], _ORDER, label="control")
         return Order(*numbers.tolist())
 
     def call_in(self, recruitment: SpawnRequest | None) -> tuple[str, str]:
@@ -245,7 +168,7 @@ class Membership:
         """
         port = "" if recruitment is None else recruitment.call()
         problem = "" if recruitment is None else recruitment.problem
-        of_first: tuple[str, str] = self.axis.allgather_object((port, problem))[self._ranks[0]]
+        of_first: tuple[str, str] = self.axis.allgather_object((port, problem))[self.roles.ranks[0]]
         return of_first
 
     def take_in(self, port: str, workers: int, recruitment: SpawnRequest | None) -> None:
@@ -254,7 +177,7 @@ class Membership:
         If a process dies meanwhile, this raises MPI.Exception, and the members stay the same.  `recruitment`: see
         `call_in`.
         """
-        before, root = self.axis, self._ranks[0]
+        before, root = self.axis, self.roles.ranks[0]
 
         def check() -> None:
             before.comm.Iprobe()
@@ -293,11 +216,11 @@ class Membership:
         assert isinstance(survivors, MPI.Intracomm)
         Membership.lost = True
         self.axis.rebind(survivors)
-        self.assign_roles(self.workers)
+        self.assign_roles(self.roles.workers)
 
     def end(self) -> None:
         """End the run: processes that are in no worker end their scripts now, the others go on.  Collective."""
-        if self.working < self.size:
+        if self.roles.working < self.roles.size:
             atexit.register(self._await_others)
         else:
             self.axis.free()

@@ -50,19 +50,19 @@ class Recruiter:
     def recruit(self) -> int:
         """Request processes if workers are missing, and return how many spawned workers are ready to join."""
         crew, request = self._crew, self._request
-        missing = self._target.agreed_size - crew.able
+        missing = self._target.agreed_size - crew.roles.able
         if missing <= 0:
             self.dismiss()
         elif request is not None and request.problem:
             self._request = None
             self._do_without(request.problem)
         elif request is not None:
-            return request.processes // crew.cell if request.here else 0
+            return request.processes // crew.roles.cell if request.here else 0
         elif not self._first_run:
             self._do_without("they would begin with the first call of `optimize` in their script, and this is another")
         else:
             cell = self._place.tensor_size, self._place.pipeline_size
-            self._request = SpawnRequest(missing * crew.cell, cell)
+            self._request = SpawnRequest(missing * crew.roles.cell, cell)
         return 0
 
     def hand_over(self) -> SpawnRequest | None:
@@ -83,15 +83,15 @@ class Recruiter:
         `last_disruption`: the newest of all survivors.
         """
         if not self._respawn or step <= last_disruption:
-            self._target.cap_workers(self._crew.able)
+            self._target.cap_workers(self._crew.roles.able)
         self.last_disruption = step
 
     def say_none_come(self, problem: str) -> None:
-        workers = self._crew.able
+        workers = self._crew.roles.able
         log.warn(f"the run goes on with {workers} workers, no more could be spawned: {problem}")
 
     def _do_without(self, problem: str) -> None:
         """Report the problem and request no more workers than there are, unless a newer request has come."""
         self.say_none_come(problem)
         if self._target.request <= self._target.agreed:
-            self._target.resize(self._crew.able)
+            self._target.resize(self._crew.roles.able)

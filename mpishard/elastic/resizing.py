@@ -82,7 +82,7 @@ class Resizing:
         if port and request is not None:
             request.close()
         if not port:
-            self._parts.elasticity.target.cap_workers(crew.able)
+            self._parts.elasticity.target.cap_workers(crew.roles.able)
             if request is not None:
                 recruiter.say_none_come(problem)
 
@@ -125,7 +125,7 @@ class Resizing:
         crew, agreements, optimizer = parts.crew, parts.agreements, parts.training.optimizer
         leaves = parts.elasticity.outside.signals.came and not crew.works
         comm = crew.split(order.workers, leaves, bool(parts.transactions.status.stop_reason))
-        parts.elasticity.watch.follow(crew.fellows)
+        parts.elasticity.watch.follow(crew.roles.fellows)
         agreements.agree_as_crew()  # a process could not be woken on a communicator that another one failed to make
         if comm is not None:
             parts.workers.rebind(comm)

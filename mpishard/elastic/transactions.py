@@ -115,12 +115,12 @@ class Transactions:
         """What this process can give of the committed state, with the optimizer's facts; None if it has none."""
         if self._committed is None:
             return None
-        return replace(self._committed.source(self._crew.identities), facts=self._training.optimizer.state.facts)
+        return replace(self._committed.source(self._crew.roles.identities), facts=self._training.optimizer.state.facts)
 
     def copy_anew(self) -> Committed:
         """Make the present state the committed one, with copies at new buddies.  Collective over the workers."""
         crew, axis = self._crew, self._training.optimizer.mesh.data
-        identities = [crew.identities[rank] for rank in axis.members]
+        identities = [crew.roles.identities[rank] for rank in axis.members]
         nodes = [crew.fellows[rank].host for rank in axis.members]
         return Committed(axis, identities, nodes, self._training.optimizer.state.capture())
 

@@ -227,10 +227,10 @@ def test_a_spare_takes_over_from_one_of_its_place(comm):
 
     tensor, whole = comm.rank % 2, comm.size // 2
     crew = Membership(comm, ModelParallelRank(tensor_rank=tensor, tensor_size=2), whole)
-    assert (crew.workers, crew.able, crew.most, crew.identity) == (whole, whole, whole, comm.rank)
+    assert (crew.roles.workers, crew.roles.able, crew.roles.most, crew.identity) == (whole, whole, whole, comm.rank)
     assert split_to(whole) == list(range(2 * whole))
     assert split_to(whole, leaves=comm.rank == 0) == {3: [2, 1], 4: [2, 1], 8: [2, 1, 4, 3, 6, 5]}[comm.size]
-    assert (crew.able, crew.most, crew.identity) == ((comm.size - 1) // 2, whole, comm.rank)
+    assert (crew.roles.able, crew.roles.most, crew.identity) == ((comm.size - 1) // 2, whole, comm.rank)
     # Whoever is left over then is the one that was to leave.
     assert split_to(whole, ends=comm.rank == 1) == {3: [2, 1], 4: [2, 1, 0, 3], 8: [2, 1, 4, 3, 6, 5, 0, 7]}[comm.size]
     assert crew.works == (comm.rank > 0 or comm.size > 3)
@@ -245,7 +245,7 @@ def test_the_order_of_a_mesh_has_stages_apart(comm):
     found = None if part is None else part.allgather(comm.rank)
     expected = {3: [1, 2], 4: [1, 2], 8: [1, 2, 3, 4, 5, 6]}[comm.size]
     assert found == (expected if comm.rank in expected else None)
-    assert crew.identities == expected + sorted(set(range(comm.size)) - {0, *expected}) + [0]
+    assert list(crew.roles.identities) == expected + sorted(set(range(comm.size)) - {0, *expected}) + [0]
     crew.axis.free()
 
 

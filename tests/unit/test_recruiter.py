@@ -31,7 +31,7 @@ def made(monkeypatch):
 @pytest.fixture
 def crew():
     """Two workers of two processes each."""
-    return SimpleNamespace(able=2, cell=2)
+    return SimpleNamespace(roles=SimpleNamespace(able=2, cell=2))
 
 
 @pytest.fixture
@@ -95,3 +95,18 @@ def test_nobody_can_come_to_another_run_of_the_process(made, crew, target, capsy
     assert make(crew, target, first_run=False).recruit() == 0
     assert not made
     assert "this is another" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("respawn", "step", "disruption", "workers"),
+    [
+        (True, 4, 3, 5),
+        (True, 4, 4, 2),  # no step since the last death or arrival: another process would not help
+        (True, 0, -1, 5),
+        (False, 4, -1, 2),
+    ],
+)
+def test_whether_the_dead_are_replaced(crew, target, respawn, step, disruption, workers):
+    recruits = make(crew, target, respawn=respawn)
+    recruits.note_death(step, disruption)
+    assert (target.agreed_size, recruits.last_disruption) == (workers, step)
