@@ -121,7 +121,7 @@ class Transactions:
         """Make the present state the committed one, with copies at new buddies.  Collective over the workers."""
         crew, axis = self._crew, self._training.optimizer.mesh.data
         identities = [crew.roles.identities[rank] for rank in axis.members]
-        nodes = [crew.fellows[rank].host for rank in axis.members]
+        nodes = [crew.roles.fellows[rank].host for rank in axis.members]
         return Committed(axis, identities, nodes, self._training.optimizer.state.capture())
 
     def restore(self, status: RunStatus) -> None:

@@ -72,9 +72,8 @@ class Training:
 
     def __init__(self):
         self.steps, self.facts, self.report = [], {"steps": 3}, self
-        self.optimizer = SimpleNamespace(
-            run_state=lambda: SimpleNamespace(facts=dict(self.facts)), restore=self.facts.update
-        )
+        state = SimpleNamespace(capture=lambda: SimpleNamespace(facts=dict(self.facts)), restore=self.facts.update)
+        self.optimizer = SimpleNamespace(state=state)
 
     def phase(self, name):
         assert name == "commit"
