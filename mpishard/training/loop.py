@@ -26,8 +26,11 @@ class Loop:
     Parameters
     ----------
     problem : Objective
+        What is minimised.
     optimizer : ShardedOptimizer
+        Takes the steps.
     options : RunOptions
+        The checked options of the run.
     """
 
     def __init__(self, problem: Objective[Any], optimizer: ShardedOptimizer, options: RunOptions) -> None:
@@ -37,7 +40,13 @@ class Loop:
         self._requested: int = StopRequest.NONE  # this rank's strongest request since ranks last synchronized
 
     def run(self) -> OptimizationResult[Any]:
-        """Take steps until a goal is reached or a rank requests to stop.  Collective."""
+        """Take steps until a goal is reached or a rank requests to stop.  Collective.
+
+        Returns
+        -------
+        OptimizationResult
+            The result, the same on all ranks except for `communication`.
+        """
         training = self._training
         optimizer, batches = training.optimizer, training.batches
         training.begin()

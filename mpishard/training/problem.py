@@ -59,11 +59,13 @@ class OptimizationProblem(Objective[P]):
         Stop after the step in which this time is over on any rank.
     seed : int
         Decides the order of the samples.
-    facts : mapping
-        Further facts for the checkpoints of the run, see `save_checkpoint`; `for_model` adds a model's architecture.
     tokens_per_sample : int
         Number of equal terms in the loss of one sample; losses and gradients are means over all terms.
+    facts : mapping
+        Further facts for the checkpoints of the run, see `save_checkpoint`; `for_model` adds a model's architecture.
 
+    Notes
+    -----
     At least one of `steps`, `tolerance` and `seconds` is needed, or a callback that stops the run.
     """
 
@@ -78,7 +80,7 @@ class OptimizationProblem(Objective[P]):
         facts: Mapping[str, Any] | None = None,
         **options: Unpack[ObjectiveOptions],
     ) -> OptimizationProblem[FlatParameters]:
-        """The problem of training a model.
+        """The problem of training a model.  Not collective.
 
         Parameters
         ----------
@@ -126,9 +128,37 @@ class OptimizationProblem(Objective[P]):
         record: RunRecord | None = None,
         loop: Callable[[Objective[P], ShardedOptimizer, RunOptions], TrainingLoop] | None = None,
     ) -> OptimizationResult[P]:
-        """Run the loop; `ShardedOptimizer.optimize` calls this, and its docstring has the options.
+        """Run the loop.  Collective over the optimizer's mesh; `ShardedOptimizer.optimize` calls this.
 
-        `loop` creates the loop, for optimizers that need another class than `Loop`.
+        Parameters
+        ----------
+        optimizer : ShardedOptimizer
+            Takes the steps.
+        callback : callable, optional
+            See `ShardedOptimizer.optimize`, as for the other options.
+        progress : bool
+            Whether the first rank shows the progress.
+        checkpoints : Checkpoints, optional
+            Where the run is saved.
+        resume : bool
+            Whether to go on from its newest checkpoint.
+        record : RunRecord, optional
+            What reports the run.
+        loop : callable, optional
+            ``loop(problem, optimizer, options)`` makes the loop, for optimizers that need another one than `Loop`.
+
+        Returns
+        -------
+        OptimizationResult
+            What the loop returns.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if an option of any rank is invalid, problems or settings differ between ranks, or nothing
+            would stop the run.
+        TypeError
+            On every rank, if an option of any rank has a wrong type.
         """
         problem: Exception | None = None
         try:
