@@ -77,6 +77,7 @@ class _NoSync:
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
+        self._before: list[bool] = []
 
     def __enter__(self) -> None:
         if self._reducer.phase is not Phase.ACCUMULATING:
@@ -84,22 +85,25 @@ class _NoSync:
                 "the gradients of this step are being reduced, so that no_sync() comes too late for another backward "
                 "pass; call step() or reset_gradients() before"
             )
-        self._reducer._held = True
+        self._before.append(self._reducer.is_last_pass)
+        self._reducer.is_last_pass = False
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if kind is None:
                 self._reducer._end_pass(False)
         finally:
-            self._reducer._held = False
+            self._reducer.is_last_pass = self._before.pop()
 
 
 class GradientReducer:
     """Owns the gradients of one model on one rank for the duration of a step.
 
     A backward pass asks for memory by `gradient`, writes to it, and calls `mark_ready`.  What is ready is reduced at
-    once in the last pass of a step.  Passes before it run within `no_sync`, or between calls of `end_pass` if
-    `auto_sync` is False.  `finalize` ends the last pass and waits for the sums; `reset` begins the next step.
+    once in the last pass of a step.  Passes before it run within `no_sync`, or between calls of `end_pass` while
+    `is_last_pass` is False.  `finalize` ends the last pass and waits for the sums; `reset` begins the next step.
+
+    The class is long by its docstrings: it has all calls that begin, end or forget anything of a step.
 
     Parameters
     ----------
@@ -127,8 +131,9 @@ class GradientReducer:
     memory : BucketMemory
     partials : PartialSums or None
         None unless `reproducible`.
-    auto_sync : bool
-        Whether a pass is the last of its step, unless it runs within `no_sync`.
+    is_last_pass : bool
+        Whether no other backward pass follows in this step.  False within `no_sync`; else as
+        `auto_sync_gradients` says, and True in the steps of a training loop.
     inspector : Inspector or None
     accumulation : Accumulation
         Gradients of the caller that wait for an update.
@@ -151,12 +156,11 @@ class GradientReducer:
         self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self.partials)
         self.phase: Phase = Phase.ACCUMULATING
         self.inspector: Inspector | None = None
-        self.auto_sync: bool = sums is not None
+        self.is_last_pass: bool = sums is not None
         self.accumulation = Accumulation()
         self._sums = sums
         self._overlap = overlap
         self._tracker = ReadyTracker(pieces, buckets)
-        self._held = False  # within `no_sync`
         self._no_sync = _NoSync(self)
         self._pending: list[tuple[Bucket, Array, Transfer]] = []
 
@@ -187,7 +191,7 @@ class GradientReducer:
     def gradient(self, name: str) -> tuple[Array, bool]:
         """The memory for the gradient of tensor `name`, and whether to add to it (else: overwrite its content)."""
         index, order = self._tracker.places[name]
-        if self.on_demand and order.next < order.first and (self._held or not self.auto_sync):
+        if self.on_demand and order.next < order.first and not self.is_last_pass:
             self._begin(order)  # the last pass has reduced all buckets, and this is another
         if self.phase is Phase.REDUCED or index > order.next:
             raise RuntimeError(
@@ -220,7 +224,7 @@ class GradientReducer:
     def mark_ready(self, name: str) -> None:
         """Mark the gradient of `name` as complete in this pass, so that its bucket may be reduced."""
         order = self._tracker.mark(name)
-        if not order.tied and (self.on_demand or (self.auto_sync and not self._held and not order.more)):
+        if not order.tied and (self.on_demand or (self.is_last_pass and not order.more)):
             while self._tracker.is_complete(order):
                 self._reduce(order)
 
@@ -245,7 +249,7 @@ class GradientReducer:
         for order in reversed(self._tracker.orders):
             if order.stage != stage or order.tied:
                 continue
-            if self.on_demand or (self.auto_sync and not self._held and not order.more):
+            if self.on_demand or (self.is_last_pass and not order.more):
                 self._reduce_rest(order)
             if self.on_demand and order.more:
                 self._begin(order)  # after the last micro-batch `end_pass` does this
@@ -256,7 +260,7 @@ class GradientReducer:
 
         Collective over the data axis, but for passes before the last one where memory is not on demand.
         """
-        self._end_pass(self.auto_sync and not self._held)
+        self._end_pass(self.is_last_pass)
 
     def finalize(self) -> None:
         """End the last pass, if that is not done, and wait for all sums.  Collective over the data axis."""
@@ -359,7 +363,7 @@ class GradientReducer:
             partials.add_newest(bucket, gradient)
             earlier = partials.earlier(bucket)
         order.next -= 1
-        if self.phase is Phase.ACCUMULATING and self.auto_sync and not self._held:
+        if self.phase is Phase.ACCUMULATING and self.is_last_pass:
             self._enter(Phase.REDUCING)
         if self.inspector is not None:
             for partial in (*earlier, gradient):

@@ -90,7 +90,7 @@ class StepRunner:
         strategy = optimizer.bind(self.parameters)
         strategy.replicas.spread()
         self.reducer = strategy.reducer
-        self.reducer.auto_sync = True
+        self.reducer.is_last_pass = True
         self.ordered = strategy.ordered
         if self.ordered is not None:
             fix_blas_threads()  # a mesh created after the optimizer has changed their number
@@ -106,7 +106,7 @@ class StepRunner:
 
     def detach(self) -> None:
         """Set the reducer back to the configuration's `auto_sync_gradients`, for gradients of other code."""
-        self.reducer.auto_sync = self.optimizer.config.auto_sync_gradients
+        self.reducer.is_last_pass = self.optimizer.config.auto_sync_gradients
 
     def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
         """Losses of a batch and its global number of terms; the batch's loss is the sum of these losses over ranks."""

@@ -383,10 +383,21 @@ def test_a_pass_that_fails_sends_nothing_and_the_step_goes_on_without_it():
     assert recorder.gradients.phase is Phase.REDUCING
 
 
+def test_a_pass_within_another_that_is_held_is_held_too():
+    recorder = Recorder([2, 2], 2)
+    with recorder.gradients.no_sync():
+        with recorder.gradients.no_sync():
+            recorder.backward(["t1", "t0"])
+        recorder.backward(["t1", "t0"])
+    assert recorder.got == []
+    recorder.backward(["t1", "t0"])
+    assert recorder.got == [(1, [3, 3]), (0, [3, 3])]
+
+
 def test_passes_without_a_context_are_held_where_gradients_are_not_synchronized_automatically():
     """As between calls of `step` with auto_sync_gradients=False."""
     recorder = Recorder([2, 2], 2)
-    recorder.gradients.auto_sync = False
+    recorder.gradients.is_last_pass = False
     for value in (1.0, 2.0):
         recorder.backward(["t1", "t0"], value)
         recorder.gradients.end_pass()
