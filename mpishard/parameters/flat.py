@@ -179,7 +179,7 @@ class FlatParameters:
 
     @property
     def flat(self) -> Array:
-        """The flat buffer of all parameters of this model-parallel rank; ValueError under ZeRO-3.
+        """The flat buffer of all parameters of this model-parallel rank.
 
         Raises
         ------
@@ -219,9 +219,7 @@ class FlatParameters:
     @property
     def description(self) -> str:
         """The number and size of the tensors, as a text."""
-        size = sum(spec.size for spec in self.specs)
-        first = next((spec.name for spec in self.specs), "none")
-        return f"{len(self.specs)} tensors of {size} {self.dtype} values, first {first!r}"
+        return self.layout.describe(self.dtype)
 
     def __getitem__(self, name: str) -> Array:
         """The slice of tensor `name` that this rank holds.
@@ -279,8 +277,6 @@ class FlatParameters:
             self._views[name][...] = values
         else:
             self.sharded.assign(self.layout.piece_of[name], self.layout.unit_of[name], values)
-
-    # -- ZeRO-3: parameters exist only while they are used ----------------------------------------------------------
 
     def use(self, names: Sequence[str]) -> None:
         """Gather tensors under ZeRO-3; else nothing happens.
@@ -362,8 +358,6 @@ class FlatParameters:
         flat = arrays.empty(self.size, self.dtype, like=self.like)
         self.sharded.gather(flat)
         return flat
-
-    # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradient(self, name: str) -> tuple[Array, bool]:
         """The memory for the gradient of a tensor in a backward pass.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from mpishard.arguments import shown
 from mpishard.layout.local_layout import WHOLE, LocalLayout, ModelParallelRank, Piece
 from mpishard.layout.specs import ParameterSpec, merge_ties
@@ -60,6 +62,12 @@ class TensorLayout:
     def units_of(self, names: Sequence[str]) -> list[int]:
         """The units that have any of these tensors, ascending."""
         return sorted({self.unit_of[name] for name in names})
+
+    def describe(self, dtype: np.dtype) -> str:
+        """The number and size of the whole model's tensors, as a text."""
+        size = sum(spec.size for spec in self.specs)
+        first = next((spec.name for spec in self.specs), "none")
+        return f"{len(self.specs)} tensors of {size} {dtype} values, first {first!r}"
 
     def gradient_runs(self, *, by_unit: bool = False, replicas_apart: bool = False) -> list[Run]:
         """Runs of pieces whose gradients are complete at different times; no bucket may span two runs.
