@@ -45,10 +45,10 @@ DOCUMENTED = ("mpishard", "mpishard.nn", "mpishard.compression")
 
 
 def _quiet(app: Any, env: Any, node: Any, contnode: Any) -> Any:
-    """Allow names without a link: parameters and methods in single backticks, and private names in signatures."""
+    """Allow names without a link: parameters and methods in single backticks, and private or NumPy's in signatures."""
     if node.get("refdomain") != "py":
         return None
-    return contnode if node.get("reftype") == "obj" or node["reftarget"].startswith("mpishard.") else None
+    return contnode if node.get("reftype") == "obj" or node["reftarget"].startswith(("mpishard.", "numpy.")) else None
 
 
 def _check_all_documented(app: Any, env: Any) -> None:

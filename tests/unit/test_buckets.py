@@ -361,14 +361,14 @@ def test_phases_of_a_step(phase, call, on_demand):
         with pytest.raises(RuntimeError, match=expected):
             act()
         assert gradients.phase is phase
-        return
-    act()
-    assert gradients.phase is expected
-    assert gradients.reduced == (expected is Phase.REDUCED)
-    assert recorder.resets == (call == "reset")
-    steps = [Phase.ACCUMULATING, Phase.REDUCING, Phase.REDUCED]
-    passed = steps[steps.index(phase) : steps.index(expected) + 1] if call != "reset" else [phase, expected]
-    assert all(one is two or (one, two) in TRANSITIONS for one, two in zip(passed[:-1], passed[1:], strict=True))
+    else:
+        act()
+        assert gradients.phase is expected
+        assert gradients.reduced == (expected is Phase.REDUCED)
+        assert recorder.resets == (call == "reset")
+        steps = [Phase.ACCUMULATING, Phase.REDUCING, Phase.REDUCED]
+        passed = steps[steps.index(phase) : steps.index(expected) + 1] if call != "reset" else [phase, expected]
+        assert all(one is two or (one, two) in TRANSITIONS for one, two in zip(passed[:-1], passed[1:], strict=True))
 
 
 def test_a_pass_that_fails_sends_nothing_and_the_step_goes_on_without_it():
