@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mpishard.comm.axis import Axis
-from mpishard.comm.request import Request
 from mpishard.parameters.flat import FlatParameters
+from mpishard.pipeline.handover import ACTIVATIONS, GRADIENTS, Flight, Handover, Messages, WithinRank
 from mpishard.pipeline.schedule import Action, Schedule, forward_only, make_schedule
 
 Array = Any
@@ -64,25 +63,6 @@ class Executed(NamedTuple):
     stop: float
 
 
-@dataclass
-class _Flight:
-    """One micro-batch inside one chunk, from its forward to the end of its backward."""
-
-    work: Any
-    output: Array = None
-    sends: list[Request] = field(default_factory=list)
-
-    def wait(self) -> None:
-        for send in self.sends:
-            send.wait()
-        self.sends.clear()
-
-    def abandon(self) -> None:
-        for send in self.sends:
-            send.abandon()
-        self.sends.clear()
-
-
 class Pipeline:
     """The chunks of one rank, run by a schedule.  All methods are collective over the pipeline axis.
 
@@ -128,13 +108,12 @@ class Pipeline:
         self.executed: list[Executed] = []
         self.peak_in_flight: int = 0
         self._schedules: dict[tuple[str, int], Schedule] = {}
-        self._idle: list[list[_Flight]] = [[] for _ in self.chunks]
-        self._flights: dict[tuple[int, int], _Flight] = {}
-        self._handed: dict[tuple[int, int], Array] = {}
-        self._gradient_sends: dict[int, Request] = {}
-        self._gradient_buffers: dict[int, Array] = {}
+        self._idle: list[list[Flight]] = [[] for _ in self.chunks]
+        self._flights: dict[tuple[int, int], Flight] = {}
+        self._handover: Handover = WithinRank()
+        if axis.size > 1:
+            self._handover = Messages(axis, self.stages, self.wire_dtype)
         self._loss = 0.0
-        self._comm = axis.comm if axis.size > 1 else None
         self._unfinished = False
 
     def train(self, batches: Sequence[Batch]) -> float:
@@ -227,23 +206,15 @@ class Pipeline:
     def _begin(self) -> None:
         if self._unfinished:  # an exception has ended an earlier call
             self._give_up()
-        self._comm = self.axis.comm if self.axis.size > 1 else None
+        self._handover.begin()
         self._unfinished = True
         self.executed = []
         self.peak_in_flight = 0
-        self._handed.clear()
-        self._gradient_sends.clear()
         self._loss = 0.0
 
     def _give_up(self) -> None:
         """Take back all memory after an exception, if no message of the old call can reach a new one."""
-        if self.axis.size > 1 and self.axis.comm is self._comm:
-            raise RuntimeError(
-                "an earlier pass over this pipeline was left by an exception, and the next would take what is still on "
-                "its way for its own; start the job again, or go on with another mesh, without freeing this one"
-            )
-        for send in self._gradient_sends.values():
-            send.abandon()
+        self._handover.give_up()
         for (chunk, _), flight in self._flights.items():
             self._idle[chunk].append(flight)
         self._flights.clear()
@@ -252,36 +223,28 @@ class Pipeline:
                 flight.abandon()
 
     def _finish(self, broadcast_loss: bool = True) -> float:
-        for send in self._gradient_sends.values():
-            send.wait()
+        self._handover.finish()
         for idle in self._idle:
             for flight in idle:
                 flight.wait()
         self._unfinished = False
-        if self.axis.size == 1 or not broadcast_loss:
-            return self._loss
-        total = np.array([self._loss])
-        return float(self.axis.broadcast(total, root=self.axis.size - 1, label="loss")[0])
+        return self._handover.share(self._loss) if broadcast_loss else self._loss
 
     def _forward(self, action: Action, batch: Batch, infer: bool = False) -> Array:
         chunk = self.chunks[action.chunk]
-        flight = self._idle_flight(action.chunk) or _Flight(chunk.workspace())
+        flight = self._idle_flight(action.chunk) or Flight(chunk.workspace())
         self._flights[action.chunk, action.microbatch] = flight
         self.peak_in_flight = max(self.peak_in_flight, len(self._flights))
         x = None
         if chunk.stage > 0:
-            x = self._receive("activations", chunk.stage - 1, chunk.input_shape(batch), flight, action)
+            shape = chunk.input_shape(batch)
+            x = self._handover.receive(ACTIVATIONS, chunk.stage - 1, action.microbatch, shape, flight)
         output = (chunk.infer if infer else chunk.forward)(x, flight.work, batch)
         if chunk.stage == self.stages - 1:
             if not infer:
                 self._loss += output
-        elif self.axis.size > 1:
-            staged = self._stage_out("activations", output, flight)
-            to = (chunk.stage + 1) % self.axis.size
-            tag = self._tag("activations", chunk.stage, action)
-            flight.sends.append(self.axis.start_send(staged, to, tag, label="activations"))
         else:
-            self._handed[chunk.stage, action.microbatch] = output
+            self._handover.send_output(output, chunk.stage, action.microbatch, flight)
         return output
 
     def _backward(self, action: Action, batch: Batch, compute: Any) -> None:
@@ -289,28 +252,13 @@ class Pipeline:
         flight = self._flights[action.chunk, action.microbatch]
         dy = None
         if chunk.stage < self.stages - 1:
-            dy = self._receive("activation gradients", chunk.stage + 1, chunk.output_shape(batch), flight, action)
+            shape = chunk.output_shape(batch)
+            dy = self._handover.receive(GRADIENTS, chunk.stage + 1, action.microbatch, shape, flight)
         dx = compute(dy, flight.work, batch)
-        if chunk.stage == 0:
-            return
-        if self.axis.size == 1:
-            self._handed[chunk.stage, action.microbatch] = dx.copy()
-            return
-        # `dx` is valid only until the next backward, and the message may take longer.  So it is copied to a buffer of
-        # the chunk, after the chunk's last message is sent.
-        if action.chunk in self._gradient_sends:
-            self._gradient_sends[action.chunk].wait()
-        dtype = self.wire_dtype or dx.dtype
-        buffer = self._gradient_buffers.get(action.chunk)
-        if buffer is None or buffer.size < dx.size or buffer.dtype != dtype:
-            buffer = self._gradient_buffers[action.chunk] = flight.work.module.empty(dx.size, dtype)
-        staged = buffer[: dx.size].reshape(dx.shape)
-        staged[...] = dx
-        to = (chunk.stage - 1) % self.axis.size
-        tag = self._tag("activation gradients", chunk.stage, action)
-        self._gradient_sends[action.chunk] = self.axis.start_send(staged, to, tag, label="activation gradients")
+        if chunk.stage > 0:
+            self._handover.send_gradient(dx, chunk.stage, action.microbatch, flight)
 
-    def _idle_flight(self, chunk: int) -> _Flight | None:
+    def _idle_flight(self, chunk: int) -> Flight | None:
         """The memory of a finished micro-batch, or None if new memory is needed."""
         idle = self._idle[chunk]
         if not idle:
@@ -329,25 +277,3 @@ class Pipeline:
         if action.kind != "F":
             flight.wait()
         self._idle[action.chunk].append(flight)
-
-    def _receive(self, what: str, source: int, shape: tuple[int, ...], flight: _Flight, action: Action) -> Array:
-        if self.axis.size == 1:
-            return self._handed.pop((source, action.microbatch))
-        work = flight.work
-        received = work.save(f"received {what}", *shape)
-        staged = received if self.wire_dtype is None else work.saved(f"wire {what}", shape, self.wire_dtype)
-        self.axis.recv(staged, source % self.axis.size, self._tag(what, source, action), label=what)
-        if staged is not received:
-            received[...] = staged
-        return received
-
-    def _stage_out(self, what: str, array: Array, flight: _Flight) -> Array:
-        if self.wire_dtype is None:
-            return array
-        staged = flight.work.saved(f"sent {what}", array.shape, self.wire_dtype)
-        staged[...] = array
-        return staged
-
-    def _tag(self, what: str, source: int, action: Action) -> int:
-        """A tag that is unique among the messages of a step between two ranks, which may have several chunks."""
-        return 2 * (action.microbatch * self.stages + source) + (what == "activations")
