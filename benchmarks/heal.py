@@ -60,10 +60,10 @@ def optimizer_and_problem(mesh: Any, sizes: Any, sequences: int, micro_batch_siz
 def kill(folder: str, spares: int, respawn: bool) -> None:
     """One of four workers is killed; rank 0 writes when the next step was committed, or the next one of four."""
     import mpishard
-    from mpishard.elastic.membership import is_newcomer
+    from mpishard.elastic.membership import is_joining
 
     with mpishard.Mesh() as mesh:
-        victim = mesh.rank == 2 and not is_newcomer()
+        victim = mesh.rank == 2 and not is_joining()
         steps = MOST_STEPS if respawn else KILL_AFTER + 3
         inner, problem = optimizer_and_problem(mesh, **SMALL, steps=steps)
         elastic = mpishard.ElasticOptimizer(inner, max_workers=4, respawn=respawn)
@@ -194,10 +194,10 @@ def child(name: str, *arguments: str) -> None:
         return
     from mpi4py import MPI
 
-    from mpishard.elastic.membership import is_newcomer
+    from mpishard.elastic.membership import is_joining
 
     parts: dict[str, Callable[..., Any]] = {"resize": resize, "grow": grow, "cost": cost}
-    founder = not is_newcomer()
+    founder = not is_joining()
     found = parts[name](*map(int, arguments))
     if MPI.COMM_WORLD.rank == 0 and founder:
         print(json.dumps(found), flush=True)

@@ -21,7 +21,7 @@ import mpishard
 from mpishard import AdamW, ElasticOptimizer, OptimizationProblem, ShardingConfiguration
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.data.sampling import Sampler, micro_batches
-from mpishard.elastic.membership import is_newcomer
+from mpishard.elastic.membership import is_joining
 from mpishard.reduction.tree_sum import tree_sum
 
 SAMPLES, BATCH, MICRO, STEPS, SEED = 45, 16, 2, 12, 3
@@ -89,7 +89,7 @@ def bits(result):
 def main() -> None:
     folder = Path(sys.argv[1]).absolute()
     began, workers, grown = time.monotonic(), [], []
-    victim = heals_in_place() and not is_newcomer() and MPI.COMM_WORLD.rank == 1
+    victim = heals_in_place() and not is_joining() and MPI.COMM_WORLD.rank == 1
 
     def callback(state):
         workers.append(elastic.current_workers)

@@ -26,7 +26,7 @@ from mpishard.launch.detection import explain, explain_alone, foreign_launch, la
 from mpishard.layout.local_layout import ModelParallelRank
 
 # Python's -X option of processes that an elastic run has spawned; its value is the run's tensor x pipeline sizes.
-NEWCOMER = "mpishard_newcomer"
+CELL_OPTION = "mpishard_newcomer"
 
 
 class Mesh:
@@ -103,7 +103,7 @@ class Mesh:
             comm = MPI.COMM_WORLD
         if comm == MPI.COMM_WORLD:
             _check_launcher()
-        cell = newcomer_cell()
+        cell = spawned_cell()
         if cell is not None and comm.size == MPI.COMM_WORLD.size:
             data, (tensor, pipeline) = -1, cell
         data, tensor, pipeline = _sizes(comm.size, data=data, tensor=tensor, pipeline=pipeline)
@@ -300,9 +300,9 @@ class _ReshapedMesh(Mesh):
         self._split(parent.world.comm.Dup(), data, tensor, pipeline)
 
 
-def newcomer_cell() -> tuple[int, int] | None:
+def spawned_cell() -> tuple[int, int] | None:
     """Tensor and pipeline size of the elastic run that has spawned this process; None if none has."""
-    sizes = sys._xoptions.get(NEWCOMER)
+    sizes = sys._xoptions.get(CELL_OPTION)
     if sizes is None:
         return None
     tensor, _, pipeline = str(sizes).partition("x")

@@ -9,7 +9,7 @@ from mpi4py import MPI
 from mpishard.comm.mesh import Mesh
 from mpishard.elastic.membership import Membership, agree
 
-_WORKERS, _CREW = "workers", "crew"
+_WORKERS, _MEMBERSHIP = "workers", "crew"
 
 
 class Agreements:
@@ -22,13 +22,13 @@ class Agreements:
     ----------
     mesh : Mesh
         Of the workers.
-    crew : Membership
+    membership : Membership
     """
 
-    def __init__(self, mesh: Mesh, crew: Membership) -> None:
+    def __init__(self, mesh: Mesh, membership: Membership) -> None:
         self._mesh = mesh
-        self._crew = crew
-        self._pending = {_WORKERS, _CREW}  # in these others may be waiting
+        self._membership = membership
+        self._pending = {_WORKERS, _MEMBERSHIP}  # in these others may be waiting
 
     @property
     def workers_may_wait(self) -> bool:
@@ -43,13 +43,13 @@ class Agreements:
 
     def agree_as_crew(self) -> None:
         """Return when all processes have come here."""
-        self._pending.remove(_CREW)
-        self._crew.agree()
-        self._pending.add(_CREW)
+        self._pending.remove(_MEMBERSHIP)
+        self._membership.agree()
+        self._pending.add(_MEMBERSHIP)
 
     def refuse_all(self) -> None:
         """Take part in all agreements that others may be waiting in with a no, so that they fail there."""
-        for scope, comm in ((_WORKERS, self._mesh.world.comm), (_CREW, self._crew.axis.comm)):
+        for scope, comm in ((_WORKERS, self._mesh.world.comm), (_MEMBERSHIP, self._membership.axis.comm)):
             if scope in self._pending:
                 with contextlib.suppress(MPI.Exception):
                     agree(comm, sound=False)
@@ -57,7 +57,7 @@ class Agreements:
 
     def end_steps(self) -> None:
         """From now on no worker waits in an agreement of the workers."""
-        self._pending = {_CREW}
+        self._pending = {_MEMBERSHIP}
 
     def begin_steps(self) -> None:
         """From now on workers may wait in an agreement of theirs."""

@@ -19,7 +19,7 @@ class Decisions:
     Parameters
     ----------
     training : TrainingRun
-    crew : Membership
+    membership : Membership
     target : WorkerTarget
     outside : Outside
     recruiter : Recruiter
@@ -39,7 +39,7 @@ class Decisions:
     def __init__(
         self,
         training: TrainingRun,
-        crew: Membership,
+        membership: Membership,
         target: WorkerTarget,
         outside: Outside,
         recruiter: Recruiter,
@@ -49,7 +49,7 @@ class Decisions:
         self.recruits: int = 0
         self.awaits_recruits: bool = False
         self._training = training
-        self._crew = crew
+        self._membership = membership
         self._target = target
         self._outside = outside
         self._recruiter = recruiter
@@ -60,7 +60,7 @@ class Decisions:
 
         Collective over the workers.
         """
-        training, crew, target, outside = self._training, self._crew, self._target, self._outside
+        training, membership, target, outside = self._training, self._membership, self._target, self._outside
         world, settings = training.optimizer.mesh.world, training.optimizer.settings
         ready = 0
         if world.rank == 0:
@@ -78,19 +78,21 @@ class Decisions:
         self.recruits, self.awaits_recruits = ready, bool(awaited)
         reason = training.why_stop(stop_request) or ("signal" if -least > 0 else "")
         if most == 2 and not reason:
-            crew.let_go(world.allgather_object(asked > 0))
-            target.cap_workers(crew.roles.able)
-            reason = "signal" if crew.roles.able < target.min_workers else ""
+            membership.let_go(world.allgather_object(asked > 0))
+            target.cap_workers(membership.roles.able)
+            reason = "signal" if membership.roles.able < target.min_workers else ""
         self._transactions.decide(reason)
 
     def next_order(self) -> Order | None:
         """The order that changes the workers to the wanted number, None without a change; the same on all workers."""
-        crew = self._crew
+        membership = self._membership
         if self._transactions.status.stop_reason:
-            done = crew.roles.workers == crew.roles.most and crew.roles.working == crew.roles.size
-            return None if done else Order(crew.roles.most)
-        workers = min(self._target.agreed_size, crew.roles.able + self.recruits)
-        if workers == crew.roles.workers and not self.recruits and crew.roles.is_settled:
+            done = (
+                membership.roles.workers == membership.roles.most and membership.roles.working == membership.roles.size
+            )
+            return None if done else Order(membership.roles.most)
+        workers = min(self._target.agreed_size, membership.roles.able + self.recruits)
+        if workers == membership.roles.workers and not self.recruits and membership.roles.is_settled:
             return None
         return Order(workers, self.recruits)
 

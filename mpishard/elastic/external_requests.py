@@ -11,7 +11,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.elastic.control import Control, ControlFolder
 from mpishard.elastic.discovery import Discovery
-from mpishard.elastic.membership import is_newcomer
+from mpishard.elastic.membership import is_joining
 from mpishard.elastic.signals import Signals
 
 
@@ -49,7 +49,7 @@ class Outside:
         self._control: Control | None = None
         if folder is not None:
             control, problem = ControlFolder(folder), None
-            if axis.rank == 0 and not is_newcomer():
+            if axis.rank == 0 and not is_joining():
                 try:
                     control.make()
                 except (ValueError, OSError) as error:
@@ -67,7 +67,7 @@ class Outside:
         self.signals.__exit__(kind, error, trace)
         if self._discovery is not None:
             self._discovery.close()
-        if self._control is None or self._axis.rank or is_newcomer():
+        if self._control is None or self._axis.rank or is_joining():
             return
         if kind is None or not heals_in_place():  # after an error here the other processes go on and need the folder
             self._control.close()

@@ -35,14 +35,14 @@ class Healing:
             If another process dies.
         """
         parts = self._parts
-        crew, transactions, target = parts.crew, parts.transactions, parts.elasticity.target
-        before = crew.roles.identities
+        membership, transactions, target = parts.membership, parts.transactions, parts.elasticity.target
+        before = membership.roles.identities
         self._note_healed(transactions.status.committed_step)
         parts.workers.revoke()
         parts.training.optimizer.state.abandon()
-        crew.revoke()
+        membership.revoke()
         parts.agreements.refuse_all()
-        crew.shrink()
+        membership.shrink()
         survivors = self._exchange()
         known = [each for each in survivors if each.has_state]
         if not known:
@@ -53,29 +53,29 @@ class Healing:
             transactions.adopt(newest)
         step = newest.committed_step
         self._note_healed(step)
-        dead = [str(who) for who in before if who not in crew.roles.identities]
-        if crew.rank == 0:
-            log.warn(f"{_have(dead)} died; {crew.roles.size} are left, step {step} is the last")
-        if crew.roles.able < target.min_workers:
-            raise RunLost(f"{crew.roles.able} whole workers are left, and min_workers={target.min_workers}")
+        dead = [str(who) for who in before if who not in membership.roles.identities]
+        if membership.rank == 0:
+            log.warn(f"{_have(dead)} died; {membership.roles.size} are left, step {step} is the last")
+        if membership.roles.able < target.min_workers:
+            raise RunLost(f"{membership.roles.able} whole workers are left, and min_workers={target.min_workers}")
         parts.recruiter.note_death(step, max(each.last_disruption for each in survivors))
         parts.decisions.forget_recruits()
         stops = transactions.status.stop_reason
-        return Order(crew.roles.most if stops else min(target.agreed_size, crew.roles.able))
+        return Order(membership.roles.most if stops else min(target.agreed_size, membership.roles.able))
 
     def _exchange(self) -> list[Survivor]:
         """The facts of all survivors.  Collective over them."""
         transactions, request = self._parts.transactions, self._parts.elasticity.target.agreed
         disruption = self._parts.recruiter.last_disruption
         own = Survivor(transactions.status, transactions.has_state, request, disruption)
-        return self._parts.crew.axis.allgather_object(own)
+        return self._parts.membership.axis.allgather_object(own)
 
     def _note_healed(self, step: int) -> None:
         """Inform the supervisor that the run has survived a death and goes on after this step."""
         folder = RunFolder.from_environment()
         if folder is not None:
             with contextlib.suppress(OSError):
-                folder.note_healed(self._parts.crew.roles.size, step)
+                folder.note_healed(self._parts.membership.roles.size, step)
 
 
 def _have(dead: list[str]) -> str:

@@ -34,17 +34,17 @@ _WORDS = 300
 
 def run_script() -> None:
     """Run the script, module or code that the arguments of this process name, as Python would."""
-    newcomer = JoiningProcess()
+    joining = JoiningProcess()
     try:
         _run(sys.argv[1:])
     except BaseException as error:
-        if newcomer.waits:
+        if joining.waits:
             if not isinstance(error, SystemExit):
                 traceback.print_exc()
-            newcomer.fail(f"its script failed: {type(error).__name__}: {error}")
+            joining.fail(f"its script failed: {type(error).__name__}: {error}")
         raise
-    if newcomer.waits:
-        newcomer.fail("its script ended without a call of `optimize`")
+    if joining.waits:
+        joining.fail("its script ended without a call of `optimize`")
 
 
 def _run(arguments: list[str]) -> None:
@@ -79,7 +79,7 @@ class JoiningProcess:
         self._leaves = self._bereaved = False
         self._leader = MPI.Comm.Get_parent()
         self._called = threading.Event()
-        self._listener = threading.Thread(target=self._listen, name="mpishard-newcomer", daemon=True)
+        self._listener = threading.Thread(target=self._listen, name="mpishard-joining", daemon=True)
         signal.signal(_LEAVE, lambda *_: self._leave())
         fail_alone(heals_in_place())
         # Open MPI detects the death of a process only after a message has been exchanged with it.
@@ -98,7 +98,7 @@ class JoiningProcess:
         self._called.wait()
         self._tell(COMES)
         try:
-            merged = in_time(lambda: meet(world, port, newcomer=True), world.Iprobe)
+            merged = in_time(lambda: meet(world, port, joins=True), world.Iprobe)
         except MPI.Exception:
             _vanish()
         self.waits = False

@@ -23,7 +23,7 @@ from mpishard.elastic.agreements import Agreements
 from mpishard.elastic.completion import finalize_in_time, give_up, leave_to_others, note_training
 from mpishard.elastic.decisions import Decisions
 from mpishard.elastic.healing import Healing
-from mpishard.elastic.membership import Membership, Order, is_newcomer
+from mpishard.elastic.membership import Membership, Order, is_joining
 from mpishard.elastic.parts import Elasticity, Parts
 from mpishard.elastic.phases import Event, Phase, next_phase
 from mpishard.elastic.recruiter import Recruiter
@@ -72,32 +72,32 @@ class ElasticLoop:
         options: RunOptions,
     ) -> None:
         # A joining process is alone until it has joined the run, which has the state and the progress bar.
-        newcomer = is_newcomer()
-        fail_alone(newcomer and heals_in_place())
+        joins = is_joining()
+        fail_alone(joins and heals_in_place())
         ElasticLoop.runs += 1
         mesh = optimizer.mesh
         first = max(1, min(elasticity.target.agreed_size, mesh.data.size))
         training = TrainingRun(
             problem,
             optimizer,
-            replace(options, resume=False) if newcomer else options,
+            replace(options, resume=False) if joins else options,
             Scaling(elasticity.scaling, first),
-            begins=not newcomer,
+            begins=not joins,
             transactional=True,
         )
-        crew = Membership(mesh.world.comm, mesh.place, mesh.data.size)
-        elasticity.watch.follow(crew.roles.fellows)
+        membership = Membership(mesh.world.comm, mesh.place, mesh.data.size)
+        elasticity.watch.follow(membership.roles.peers)
         reason, clock = training.reached_goal(), optimizer.clock
-        agreements = Agreements(mesh, crew)
-        transactions = Transactions(training, crew, agreements, RunStatus(clock, clock, reason, bool(reason)))
-        recruiter = Recruiter(crew, elasticity.target, mesh.place, ElasticLoop.runs == 1, elasticity.respawn)
-        decisions = Decisions(training, crew, elasticity.target, elasticity.outside, recruiter, transactions)
+        agreements = Agreements(mesh, membership)
+        transactions = Transactions(training, membership, agreements, RunStatus(clock, clock, reason, bool(reason)))
+        recruiter = Recruiter(membership, elasticity.target, mesh.place, ElasticLoop.runs == 1, elasticity.respawn)
+        decisions = Decisions(training, membership, elasticity.target, elasticity.outside, recruiter, transactions)
         workers = WorkerMesh(mesh, training.checkpoints)
-        self._parts = Parts(elasticity, training, crew, workers, agreements, transactions, decisions, recruiter)
-        if not newcomer:
+        self._parts = Parts(elasticity, training, membership, workers, agreements, transactions, decisions, recruiter)
+        if not joins:
             transactions.install(transactions.copy_anew())
         self.phase: Phase = Phase.STARTING
-        self._order: Order | None = Order(crew.roles.workers) if newcomer else None  # the next change of the workers
+        self._order: Order | None = Order(membership.roles.workers) if joins else None  # the next change of the workers
         self._heals = heals_in_place()
         self._turns: dict[Phase, Callable[[], Event]] = {
             Phase.STARTING: self._start,
@@ -117,11 +117,11 @@ class ElasticLoop:
         SystemExit
             In a process that is in no whole replica of the model at the end.
         """
-        crew, training = self._parts.crew, self._parts.training
+        membership, training = self._parts.membership, self._parts.training
         training.begin()
         fail_alone(self._heals)
         leave_to_others(False)
-        note_training(True, tells=crew.rank == 0)
+        note_training(True, tells=membership.rank == 0)
         atexit.register(self._leave)
         while self.phase is not Phase.ENDED:
             self.phase = next_phase(self.phase, self._take_turn())
@@ -131,11 +131,11 @@ class ElasticLoop:
         if Membership.lost:
             finalize_in_time()
         # After a death all report, since the first process may die before it has.
-        note_training(False, tells=Membership.lost or crew.rank == 0)
-        leave_to_others(crew.rank > 0)
-        crew.end()
-        if not crew.works:
-            log.inform(f"process {crew.identity} is in no whole replica of the model and ends")
+        note_training(False, tells=Membership.lost or membership.rank == 0)
+        leave_to_others(membership.rank > 0)
+        membership.end()
+        if not membership.works:
+            log.inform(f"process {membership.identity} is in no whole replica of the model and ends")
             raise SystemExit(0)
         by_user = self._parts.elasticity.outside.signals.by_user
         return training.result(self._parts.transactions.status.stop_reason, by_user)
@@ -144,7 +144,7 @@ class ElasticLoop:
         """End a process whose script ends in the middle of the run; MPI_Finalize would wait for the others."""
         if self._heals:
             give_up()
-            die(f"mpishard: process {self._parts.crew.identity} leaves the run, its script has ended")
+            die(f"mpishard: process {self._parts.membership.identity} leaves the run, its script has ended")
 
     # -- phases -----------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class ElasticLoop:
 
     def _wait(self) -> Event:
         """Wait for an order."""
-        self._order = self._parts.crew.wait_for_order()
+        self._order = self._parts.membership.wait_for_order()
         return Event.ORDERED
 
     def _resize(self) -> Event:
@@ -213,10 +213,10 @@ class ElasticLoop:
 
     def _next(self) -> Event:
         """What this process is when the workers are those that are wanted."""
-        status, crew = self._parts.transactions.status, self._parts.crew
-        if status.stop_reason and status.saved and crew.roles.workers == crew.roles.most:
+        status, membership = self._parts.transactions.status, self._parts.membership
+        if status.stop_reason and status.saved and membership.roles.workers == membership.roles.most:
             return Event.FINISHED
-        if not crew.works:
+        if not membership.works:
             return Event.SPARE
         return Event.STOPPED if status.stop_reason else Event.WORKS
 
@@ -229,8 +229,8 @@ class ElasticLoop:
         parts.transactions.prepare_move()
         parts.agreements.agree_as_workers()  # either all workers go on to the resizing, or none
         parts.agreements.end_steps()
-        if parts.crew.rank == 0:
-            parts.crew.order(order)
+        if parts.membership.rank == 0:
+            parts.membership.order(order)
         self._order = order
         return Event.ORDERED
 

@@ -18,7 +18,7 @@ from mpishard.comm.abort import die
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
-from mpishard.comm.mesh import newcomer_cell
+from mpishard.comm.mesh import spawned_cell
 from mpishard.elastic.guarded_calls import in_time
 from mpishard.elastic.joining import JoiningProcess
 from mpishard.elastic.roles import Member, Roles
@@ -32,9 +32,9 @@ _NAP_S = 0.002
 _END_NAP_S = 0.02
 
 
-def is_newcomer() -> bool:
+def is_joining() -> bool:
     """Whether this process was spawned by a run that wanted more workers, and has not joined it yet."""
-    return newcomer_cell() is not None and JoiningProcess.this.waits
+    return spawned_cell() is not None and JoiningProcess.this.waits
 
 
 def agree(comm: MPI.Intracomm, sound: bool) -> None:
@@ -98,7 +98,7 @@ class Membership:
         self._identity: int | None = None
         self._free = 0
         self._leaves = False
-        if is_newcomer():
+        if is_joining():
             atexit.register(_leave)
             try:
                 merged = JoiningProcess.this.join()

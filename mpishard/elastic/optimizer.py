@@ -20,7 +20,7 @@ from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import check_problem
 from mpishard.elastic.external_requests import Outside
 from mpishard.elastic.loop import ElasticLoop
-from mpishard.elastic.membership import is_newcomer
+from mpishard.elastic.membership import is_joining
 from mpishard.elastic.parts import Elasticity
 from mpishard.elastic.stopped_processes import Watch
 from mpishard.elastic.worker_target import WorkerTarget
@@ -139,13 +139,13 @@ class ElasticOptimizer:
         if not (discover is None or callable(discover) or isinstance(discover, str | os.PathLike)):
             raise TypeError(f"discover={discover!r} must be a function, or the path of a file")
         there = mesh.data.size
-        if min_workers > there and not is_newcomer():
+        if min_workers > there and not is_joining():
             raise ValueError(
                 f"min_workers={min_workers}, but only {there} can be made of the {mesh.size} processes; "
                 "start more of them"
             )
         failure_timeout = number("failure_timeout", failure_timeout, above=0, finite=False)
-        first = 0 if is_newcomer() else min(max_workers, there)
+        first = 0 if is_joining() else min(max_workers, there)
         self._target = WorkerTarget(first, min_workers, max_workers)
         # Absolute, since the script may change its directory.
         self.folder: Path | None = None if folder is None else Path(folder).absolute()

@@ -50,7 +50,7 @@ class Parts:
     elasticity : Elasticity
     training : TrainingRun
         Steps, batches, losses, checkpoints and reports, as of every run.
-    crew : Membership
+    membership : Membership
         All processes.
     workers : WorkerMesh
         The communicators of those that train.
@@ -66,7 +66,7 @@ class Parts:
 
     elasticity: Elasticity
     training: TrainingRun
-    crew: Membership
+    membership: Membership
     workers: WorkerMesh
     agreements: Agreements
     transactions: Transactions

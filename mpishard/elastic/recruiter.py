@@ -16,7 +16,7 @@ class Recruiter:
 
     Parameters
     ----------
-    crew : Membership
+    membership : Membership
     target : WorkerTarget
     place : ModelParallelRank
         The spawned processes get its tensor and pipeline size.
@@ -32,11 +32,11 @@ class Recruiter:
     """
 
     def __init__(
-        self, crew: Membership, target: WorkerTarget, place: ModelParallelRank, first_run: bool, respawn: bool
+        self, membership: Membership, target: WorkerTarget, place: ModelParallelRank, first_run: bool, respawn: bool
     ) -> None:
         self.last_disruption: int = -1
         self._respawn = respawn
-        self._crew = crew
+        self._membership = membership
         self._target = target
         self._place = place
         self._first_run = first_run
@@ -49,20 +49,20 @@ class Recruiter:
 
     def recruit(self) -> int:
         """Request processes if workers are missing, and return how many spawned workers are ready to join."""
-        crew, request = self._crew, self._request
-        missing = self._target.agreed_size - crew.roles.able
+        membership, request = self._membership, self._request
+        missing = self._target.agreed_size - membership.roles.able
         if missing <= 0:
             self.dismiss()
         elif request is not None and request.problem:
             self._request = None
             self._do_without(request.problem)
         elif request is not None:
-            return request.processes // crew.roles.cell if request.here else 0
+            return request.processes // membership.roles.cell if request.here else 0
         elif not self._first_run:
             self._do_without("they would begin with the first call of `optimize` in their script, and this is another")
         else:
             cell = self._place.tensor_size, self._place.pipeline_size
-            self._request = SpawnRequest(missing * crew.roles.cell, cell)
+            self._request = SpawnRequest(missing * membership.roles.cell, cell)
         return 0
 
     def hand_over(self) -> SpawnRequest | None:
@@ -83,15 +83,15 @@ class Recruiter:
         `last_disruption`: the newest of all survivors.
         """
         if not self._respawn or step <= last_disruption:
-            self._target.cap_workers(self._crew.roles.able)
+            self._target.cap_workers(self._membership.roles.able)
         self.last_disruption = step
 
     def say_none_come(self, problem: str) -> None:
-        workers = self._crew.roles.able
+        workers = self._membership.roles.able
         log.warn(f"the run goes on with {workers} workers, no more could be spawned: {problem}")
 
     def _do_without(self, problem: str) -> None:
         """Report the problem and request no more workers than there are, unless a newer request has come."""
         self.say_none_come(problem)
         if self._target.request <= self._target.agreed:
-            self._target.resize(self._crew.roles.able)
+            self._target.resize(self._membership.roles.able)

@@ -34,7 +34,7 @@ class Resizing:
         for the new mesh, and the committed state and the facts of the run are sent to it.
         """
         parts = self._parts
-        crew, transactions, report = parts.crew, parts.transactions, parts.training.report
+        membership, transactions, report = parts.membership, parts.transactions, parts.training.report
         mesh = parts.workers.mesh
         parts.agreements.end_steps()
         was = mesh.data.size
@@ -55,26 +55,26 @@ class Resizing:
             committed = transactions.copy_anew()
         parts.agreements.agree_as_crew()  # nobody drops its old committed state before all have the new one
         transactions.install(committed)
-        if crew.rank == 0 and report.shows and not handover.status.stop_reason and mesh.data.size != was:
+        if membership.rank == 0 and report.shows and not handover.status.stop_reason and mesh.data.size != was:
             log.inform(f"{was} -> {mesh.data.size} workers after step {handover.status.committed_step}")
         if works:
             parts.workers.note_whole()
             parts.agreements.begin_steps()
-        if crew.rank:  # another process may have become rank 0, which spawns
+        if membership.rank:  # another process may have become rank 0, which spawns
             parts.recruiter.dismiss()
 
     def _take_in(self, workers: int) -> None:
         """Let the spawned processes that are ready join, if they still live.  Collective over all processes."""
-        crew, recruiter = self._parts.crew, self._parts.recruiter
+        membership, recruiter = self._parts.membership, self._parts.recruiter
         request = recruiter.hand_over()
         self._parts.decisions.forget_recruits()
         recruiter.last_disruption = self._parts.transactions.status.committed_step
         try:
-            port, problem = crew.call_in(request)
+            port, problem = membership.call_in(request)
             if port:
                 # After a death, a process that connects to them alone could not be woken.
                 self._parts.agreements.agree_as_crew()
-                crew.take_in(port, workers, request)
+                membership.take_in(port, workers, request)
         except MPI.Exception:
             if request is not None:
                 request.give_up()
@@ -82,7 +82,7 @@ class Resizing:
         if port and request is not None:
             request.close()
         if not port:
-            self._parts.elasticity.target.cap_workers(crew.roles.able)
+            self._parts.elasticity.target.cap_workers(membership.roles.able)
             if request is not None:
                 recruiter.say_none_come(problem)
 
@@ -93,7 +93,7 @@ class Resizing:
         model = f"{parameters.description} ({parameters.fingerprint:x})"
         own = {"model": model, **training.problem.settings, "scaling": self._parts.elasticity.scaling}
         agree_on_settings(
-            self._parts.crew.axis,
+            self._parts.membership.axis,
             training.optimizer.settings.by_name() | {name: str(value) for name, value in own.items()},
             what="settings, those that were spawned as well",
             way_out="the script must come to the same whenever it is started, also from what it reads, draws, or "
@@ -122,10 +122,10 @@ class Resizing:
         Returns whether this process is one of them, and its state.
         """
         parts = self._parts
-        crew, agreements, optimizer = parts.crew, parts.agreements, parts.training.optimizer
-        leaves = parts.elasticity.outside.signals.came and not crew.works
-        comm = crew.split(order.workers, leaves, bool(parts.transactions.status.stop_reason))
-        parts.elasticity.watch.follow(crew.roles.fellows)
+        membership, agreements, optimizer = parts.membership, parts.agreements, parts.training.optimizer
+        leaves = parts.elasticity.outside.signals.came and not membership.works
+        comm = membership.split(order.workers, leaves, bool(parts.transactions.status.stop_reason))
+        parts.elasticity.watch.follow(membership.roles.peers)
         agreements.agree_as_crew()  # a process could not be woken on a communicator that another one failed to make
         if comm is not None:
             parts.workers.rebind(comm)
@@ -142,7 +142,7 @@ class Resizing:
     def _reshard(self, source: RunState | None, target: RunState | None) -> Handover:
         """Move the committed state to the new workers; returns what goes with it.  Collective over all processes."""
         try:
-            facts = reshard_state(self._parts.crew.axis, source, target)
+            facts = reshard_state(self._parts.membership.axis, source, target)
         except ValueError:
             raise RunLost(
                 "state is lost: those who died had all copies of it; start the run again from its newest checkpoint, "

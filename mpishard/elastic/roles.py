@@ -29,7 +29,7 @@ class Member(NamedTuple):
         Whether it knows that the run ends.
     lost : bool
         Whether it knows that a process has died.
-    fellow : Peer
+    peer : Peer
         The operating system's facts of it.
     """
 
@@ -40,7 +40,7 @@ class Member(NamedTuple):
     leaves: bool
     ends: bool
     lost: bool
-    fellow: Peer
+    peer: Peer
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Roles:
         Its identity: a process keeps that for the whole run, while its place in this order changes.
     left : tuple of bool
         Whether it has been asked to leave, and waits for the end of the run.
-    fellows : tuple of Peer
+    peers : tuple of Peer
         The operating system's facts of it.
     """
 
@@ -71,7 +71,7 @@ class Roles:
     posts: tuple[int, ...]
     identities: tuple[int, ...]
     left: tuple[bool, ...]
-    fellows: tuple[Peer, ...]
+    peers: tuple[Peer, ...]
 
     @classmethod
     def assign(cls, members: Sequence[Member], tensor_size: int, pipeline_size: int) -> Roles:
@@ -112,7 +112,7 @@ class Roles:
             posts=tuple(members[rank].post for rank in ranks),
             identities=tuple(identities[rank] for rank in ranks),
             left=tuple(members[rank].leaves for rank in ranks),
-            fellows=tuple(members[rank].fellow for rank in ranks),
+            peers=tuple(members[rank].peer for rank in ranks),
         )
 
     def with_leaving(self, leaving: Iterable[bool]) -> Roles:

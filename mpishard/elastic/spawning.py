@@ -31,7 +31,7 @@ from typing import NamedTuple
 from mpi4py import MPI
 
 from mpishard.comm.abort import die
-from mpishard.comm.mesh import NEWCOMER
+from mpishard.comm.mesh import CELL_OPTION
 from mpishard.launch.python_command import parted, without_runner
 
 # Tags of the messages from joining processes to the leader, and WORD for the leader's; then the leader's two words.
@@ -87,9 +87,9 @@ def command(argv: Sequence[str], cell: tuple[int, int]) -> list[str]:
     if not script or script[0] == "-":
         raise ValueError("their script was read from the standard input, and cannot be read again")
     for number in reversed(range(len(options) - 1)):
-        if options[number] == "-X" and options[number + 1].startswith(NEWCOMER):
+        if options[number] == "-X" and options[number + 1].startswith(CELL_OPTION):
             del options[number : number + 2]
-    return ["-X", f"{NEWCOMER}={cell[0]}x{cell[1]}", *options, "-c", BOOT, *script]
+    return ["-X", f"{CELL_OPTION}={cell[0]}x{cell[1]}", *options, "-c", BOOT, *script]
 
 
 class SpawnRequest:
@@ -256,7 +256,7 @@ class SpawnRequest:
         self.problem, self.here = problem, False
 
 
-def meet(comm: MPI.Intracomm, port: str, root: int = 0, newcomer: bool = False) -> MPI.Intracomm:
+def meet(comm: MPI.Intracomm, port: str, root: int = 0, joins: bool = False) -> MPI.Intracomm:
     """Make one communicator of the run and the joining processes, which come last.  Collective over both.
 
     It may wait for ever if a process dies meanwhile, so call it by way of `in_time`.
@@ -268,8 +268,8 @@ def meet(comm: MPI.Intracomm, port: str, root: int = 0, newcomer: bool = False) 
     port : str
         The one that `SpawnRequest.call` returned; on rank `root`.
     """
-    bridge = comm.Accept(port, root=root) if newcomer else comm.Connect(port, root=root)
-    merged = bridge.Merge(high=newcomer)
+    bridge = comm.Accept(port, root=root) if joins else comm.Connect(port, root=root)
+    merged = bridge.Merge(high=joins)
     bridge.Free()
     return merged
 

@@ -50,14 +50,14 @@ class Watch:
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self._own = this_process()
-        self._fellows: tuple[Peer, ...] = ()
+        self._peers: tuple[Peer, ...] = ()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpishard-watch", daemon=True)
 
-    def follow(self, fellows: Iterable[Peer]) -> None:
-        """Replace the watched processes by those of `fellows` that are on this host."""
+    def follow(self, peers: Iterable[Peer]) -> None:
+        """Replace the watched processes by those of `peers` that are on this host."""
         own = self._own
-        self._fellows = tuple(each for each in fellows if own.host and each.host == own.host and each != own)
+        self._peers = tuple(each for each in peers if own.host and each.host == own.host and each != own)
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -79,7 +79,7 @@ class Watch:
                 # This process itself did not run: perhaps the whole job was stopped and has just been continued.
                 since.clear()
             last = now
-            stopped = [each for each in self._fellows if _look(each.number) == ("T", each.started)]
+            stopped = [each for each in self._peers if _look(each.number) == ("T", each.started)]
             since = {each: since.get(each, now) for each in stopped}
             for each, began in since.items():
                 if now - began >= self.limit:

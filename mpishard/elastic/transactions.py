@@ -21,7 +21,7 @@ class Transactions:
     Parameters
     ----------
     training : TrainingRun
-    crew : Membership
+    membership : Membership
     agreements : Agreements
     status : RunStatus
         At the beginning.
@@ -31,10 +31,12 @@ class Transactions:
     status : RunStatus
     """
 
-    def __init__(self, training: TrainingRun, crew: Membership, agreements: Agreements, status: RunStatus) -> None:
+    def __init__(
+        self, training: TrainingRun, membership: Membership, agreements: Agreements, status: RunStatus
+    ) -> None:
         self.status: RunStatus = status
         self._training = training
-        self._crew = crew
+        self._membership = membership
         self._agreements = agreements
         self._committed: Committed | None = None
         self._ready: StepOutcome | None = None  # of the step that is ready to be committed
@@ -115,13 +117,15 @@ class Transactions:
         """What this process can give of the committed state, with the optimizer's facts; None if it has none."""
         if self._committed is None:
             return None
-        return replace(self._committed.source(self._crew.roles.identities), facts=self._training.optimizer.state.facts)
+        return replace(
+            self._committed.source(self._membership.roles.identities), facts=self._training.optimizer.state.facts
+        )
 
     def copy_anew(self) -> Committed:
         """Make the present state the committed one, with copies at new buddies.  Collective over the workers."""
-        crew, axis = self._crew, self._training.optimizer.mesh.data
-        identities = [crew.roles.identities[rank] for rank in axis.members]
-        nodes = [crew.roles.fellows[rank].host for rank in axis.members]
+        membership, axis = self._membership, self._training.optimizer.mesh.data
+        identities = [membership.roles.identities[rank] for rank in axis.members]
+        nodes = [membership.roles.peers[rank].host for rank in axis.members]
         return Committed(axis, identities, nodes, self._training.optimizer.state.capture())
 
     def restore(self, status: RunStatus) -> None:

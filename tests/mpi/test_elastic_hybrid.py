@@ -14,7 +14,7 @@ from steps import STRATEGIES
 import mpishard
 from mpishard import AdamW, DDPOptimizer, Mesh, OptimizationProblem, ShardingConfiguration, ZeRO1Optimizer, nn
 from mpishard.checkpoint import Checkpoints
-from mpishard.comm.mesh import NEWCOMER
+from mpishard.comm.mesh import CELL_OPTION
 from mpishard.elastic.membership import Membership
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.layout.local_layout import ModelParallelRank
@@ -210,8 +210,8 @@ def test_too_few_processes_for_the_workers(comm, shape):
         ElasticOptimizer(AdamW(lr=0.01), mesh, min_workers=mesh.data.size + 1)
 
 
-def test_newcomers_have_the_sizes_of_the_run(comm, shape, monkeypatch):
-    monkeypatch.setitem(sys._xoptions, NEWCOMER, f"{shape.get('tensor', 1)}x{shape.get('pipeline', 1)}")
+def test_spawned_processes_have_the_sizes_of_the_run(comm, shape, monkeypatch):
+    monkeypatch.setitem(sys._xoptions, CELL_OPTION, f"{shape.get('tensor', 1)}x{shape.get('pipeline', 1)}")
     with Mesh(data=comm.size) as mesh:
         assert mesh.shape == {"pipeline": 1, "tensor": 1} | shape | {"data": comm.size // cell_of(shape)}
     with Mesh(MPI.COMM_SELF) as mesh:
@@ -223,30 +223,39 @@ def test_a_spare_takes_over_from_one_of_its_place(comm):
         return None if part is None else part.allgather(comm.rank)
 
     def split_to(workers, leaves=False, ends=False):
-        return next(each for each in comm.allgather(members(crew.split(workers, leaves, ends))) if each)
+        return next(each for each in comm.allgather(members(membership.split(workers, leaves, ends))) if each)
 
     tensor, whole = comm.rank % 2, comm.size // 2
-    crew = Membership(comm, ModelParallelRank(tensor_rank=tensor, tensor_size=2), whole)
-    assert (crew.roles.workers, crew.roles.able, crew.roles.most, crew.identity) == (whole, whole, whole, comm.rank)
+    membership = Membership(comm, ModelParallelRank(tensor_rank=tensor, tensor_size=2), whole)
+    assert (membership.roles.workers, membership.roles.able, membership.roles.most, membership.identity) == (
+        whole,
+        whole,
+        whole,
+        comm.rank,
+    )
     assert split_to(whole) == list(range(2 * whole))
     assert split_to(whole, leaves=comm.rank == 0) == {3: [2, 1], 4: [2, 1], 8: [2, 1, 4, 3, 6, 5]}[comm.size]
-    assert (crew.roles.able, crew.roles.most, crew.identity) == ((comm.size - 1) // 2, whole, comm.rank)
+    assert (membership.roles.able, membership.roles.most, membership.identity) == (
+        (comm.size - 1) // 2,
+        whole,
+        comm.rank,
+    )
     # Whoever is left over then is the one that was to leave.
     assert split_to(whole, ends=comm.rank == 1) == {3: [2, 1], 4: [2, 1, 0, 3], 8: [2, 1, 4, 3, 6, 5, 0, 7]}[comm.size]
-    assert crew.works == (comm.rank > 0 or comm.size > 3)
-    crew.axis.free()
+    assert membership.works == (comm.rank > 0 or comm.size > 3)
+    membership.axis.free()
 
 
 def test_the_order_of_a_mesh_has_stages_apart(comm):
     half = (comm.size + 1) // 2
     stage = comm.rank // half
-    crew = Membership(comm, ModelParallelRank(pipeline_rank=stage, pipeline_size=2), comm.size // 2)
-    part = crew.split(comm.size // 2, comm.rank == 0, False)
+    membership = Membership(comm, ModelParallelRank(pipeline_rank=stage, pipeline_size=2), comm.size // 2)
+    part = membership.split(comm.size // 2, comm.rank == 0, False)
     found = None if part is None else part.allgather(comm.rank)
     expected = {3: [1, 2], 4: [1, 2], 8: [1, 2, 3, 4, 5, 6]}[comm.size]
     assert found == (expected if comm.rank in expected else None)
-    assert list(crew.roles.identities) == expected + sorted(set(range(comm.size)) - {0, *expected}) + [0]
-    crew.axis.free()
+    assert list(membership.roles.identities) == expected + sorted(set(range(comm.size)) - {0, *expected}) + [0]
+    membership.axis.free()
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])

@@ -37,8 +37,8 @@ def calls(monkeypatch, failing):
 @pytest.fixture
 def agreed(calls):
     mesh = SimpleNamespace(world=SimpleNamespace(comm="workers"))
-    crew = SimpleNamespace(axis=SimpleNamespace(comm="crew"), agree=lambda: agreements.agree("crew", True))
-    return agreements.Agreements(mesh, crew)
+    membership = SimpleNamespace(axis=SimpleNamespace(comm="crew"), agree=lambda: agreements.agree("crew", True))
+    return agreements.Agreements(mesh, membership)
 
 
 def test_a_process_that_fails_says_no_wherever_others_may_wait(agreed, calls):

@@ -29,7 +29,7 @@ def made(monkeypatch):
 
 
 @pytest.fixture
-def crew():
+def membership():
     """Two workers of two processes each."""
     return SimpleNamespace(roles=SimpleNamespace(able=2, cell=2))
 
@@ -42,12 +42,12 @@ def target():
     return target
 
 
-def make(crew, target, first_run=True, respawn=True):
-    return recruiter.Recruiter(crew, target, ModelParallelRank(tensor_size=2), first_run, respawn)
+def make(membership, target, first_run=True, respawn=True):
+    return recruiter.Recruiter(membership, target, ModelParallelRank(tensor_size=2), first_run, respawn)
 
 
-def test_processes_for_the_workers_that_are_missing(made, crew, target):
-    recruits = make(crew, target)
+def test_processes_for_the_workers_that_are_missing(made, membership, target):
+    recruits = make(membership, target)
     assert not recruits.is_starting
     assert recruits.recruit() == recruits.recruit() == 0
     (request,) = made
@@ -60,8 +60,8 @@ def test_processes_for_the_workers_that_are_missing(made, crew, target):
     assert not request.given_up
 
 
-def test_nobody_is_wanted_any_more(made, crew, target):
-    recruits = make(crew, target)
+def test_nobody_is_wanted_any_more(made, membership, target):
+    recruits = make(membership, target)
     recruits.recruit()
     target.cap_workers(2)
     assert recruits.recruit() == 0
@@ -71,8 +71,8 @@ def test_nobody_is_wanted_any_more(made, crew, target):
     assert len(made) == 1
 
 
-def test_who_cannot_come_is_not_waited_for(made, crew, target, capsys):
-    recruits = make(crew, target)
+def test_who_cannot_come_is_not_waited_for(made, membership, target, capsys):
+    recruits = make(membership, target)
     recruits.recruit()
     made[0].problem = "no slots"
     assert recruits.recruit() == 0
@@ -81,8 +81,8 @@ def test_who_cannot_come_is_not_waited_for(made, crew, target, capsys):
     assert target.agreed_size == 2
 
 
-def test_a_later_request_outlives_the_problem_of_one_before(made, crew, target):
-    recruits = make(crew, target)
+def test_a_later_request_outlives_the_problem_of_one_before(made, membership, target):
+    recruits = make(membership, target)
     recruits.recruit()
     target.resize(4)
     made[0].problem = "no slots"
@@ -91,8 +91,8 @@ def test_a_later_request_outlives_the_problem_of_one_before(made, crew, target):
     assert target.agreed_size == 4
 
 
-def test_nobody_can_come_to_another_run_of_the_process(made, crew, target, capsys):
-    assert make(crew, target, first_run=False).recruit() == 0
+def test_nobody_can_come_to_another_run_of_the_process(made, membership, target, capsys):
+    assert make(membership, target, first_run=False).recruit() == 0
     assert not made
     assert "this is another" in capsys.readouterr().err
 
@@ -106,7 +106,7 @@ def test_nobody_can_come_to_another_run_of_the_process(made, crew, target, capsy
         (False, 4, -1, 2),
     ],
 )
-def test_whether_the_dead_are_replaced(crew, target, respawn, step, disruption, workers):
-    recruits = make(crew, target, respawn=respawn)
+def test_whether_the_dead_are_replaced(membership, target, respawn, step, disruption, workers):
+    recruits = make(membership, target, respawn=respawn)
     recruits.note_death(step, disruption)
     assert (target.agreed_size, recruits.last_disruption) == (workers, step)

@@ -18,7 +18,7 @@ def members(posts, workers, *, leaves=(), ends=(), identities=None):
             leaves=rank in leaves,
             ends=rank in ends,
             lost=False,
-            fellow=Peer("host", 100 + rank, ""),
+            peer=Peer("host", 100 + rank, ""),
         )
         for rank, post in enumerate(posts)
     ]
@@ -39,7 +39,7 @@ def test_workers_of_one_process(workers, leaves, ends, ranks, working, able, mos
     roles = Roles.assign(members([0] * 4, workers, leaves=leaves, ends=ends), 1, 1)
     assert list(roles.ranks) == list(roles.identities) == ranks
     assert (roles.workers, roles.working, roles.able, roles.most, roles.size) == (working, working, able, most, 4)
-    assert [each.number - 100 for each in roles.fellows] == ranks
+    assert [each.number - 100 for each in roles.peers] == ranks
     assert roles.is_settled == (not any(rank in leaves for rank in ranks[:working]))
 
 

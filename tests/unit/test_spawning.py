@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpishard.comm.mesh import NEWCOMER
+from mpishard.comm.mesh import CELL_OPTION
 from mpishard.elastic.spawning import BOOT, command
 from mpishard.launch.python_command import RUNNER
 
@@ -24,7 +24,7 @@ from mpishard.launch.python_command import RUNNER
 )
 def test_the_script_runs_with_its_options(arguments, options, script):
     script = script or ["-m", "package.train", "--steps", "3"]
-    expected = ["-X", f"{NEWCOMER}=2x1", *options, "-c", BOOT, *script]
+    expected = ["-X", f"{CELL_OPTION}=2x1", *options, "-c", BOOT, *script]
     assert command(["python", *arguments], (2, 1)) == expected
     assert command(["python", *expected], (2, 1)) == expected, "a spawned process spawns others"
     for runner in ([RUNNER], ["-m", "mpishard.launch.worker"]):  # the runner of `mpishard run`; spawning has its own
