@@ -35,6 +35,7 @@ class Objective(Generic[P]):
         If a value is invalid.
     """
 
+    # More fields than other classes: this is the one value that groups them, by the names that users write.
     function: Callable[[Any, np.ndarray, Any], float]
     start: P
     samples: int
