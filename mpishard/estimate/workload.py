@@ -8,6 +8,7 @@ from functools import cached_property
 from mpishard.estimate.holdings import rows_of
 from mpishard.estimate.layouts import Layout
 from mpishard.nn.architecture import Architecture
+from mpishard.nn.options import PipelineOptions
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,7 @@ class Workload:
         length = architecture.context_length if self.length is None else self.length
         if not 1 <= length <= architecture.context_length:
             raise ValueError(f"sequences of {length} tokens, but the model takes 1 to {architecture.context_length}")
-        microbatches = self.microbatches
-        if microbatches is None:
-            microbatches = 1 if layout.pipeline == 1 else 4 * layout.pipeline
+        microbatches = PipelineOptions(microbatches=self.microbatches).microbatches_on(layout.pipeline)
         return BatchShape(self.batch, length, microbatches)
 
 

@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 
 from mpishard.arguments import flag
+from mpishard.deprecated import warn_renamed
 from mpishard.layout.boxes import split
 from mpishard.layout.specs import ParameterSpec, merge_ties
 from mpishard.nn.block import Block
 from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD, EmbeddingStage, OutputHead, Unit
+
+_OLD_NAMES = {"stem": EMBEDDINGS, "top": OUTPUT_HEAD}
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,9 @@ class Architecture:
         Layer
             With the sizes of the whole network; `Layer.bind` gives it memory.
         """
+        if unit in _OLD_NAMES:
+            warn_renamed(f'the unit "{unit}" of a model', f'"{_OLD_NAMES[unit]}"')
+            unit = _OLD_NAMES[unit]
         if unit == EMBEDDINGS:
             return EmbeddingStage(self.vocabulary_size, self.context_length, self.width)
         if unit == OUTPUT_HEAD:

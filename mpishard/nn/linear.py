@@ -41,6 +41,9 @@ class Linear(Layer):
         Whether ranks hold some rows each; then the bias of a row-parallel layer has partial gradients.
     """
 
+    # The dimensions of the weight.
+    _inputs_dim, _outputs_dim = 0, 1
+
     def __init__(
         self,
         name: str,
@@ -83,18 +86,18 @@ class Linear(Layer):
     @property
     def first_output(self) -> int:
         """Number of the first output that this rank computes."""
-        return self.parameters.box(self.weight_name)[1][0]
+        return self.parameters.box(self.weight_name)[self._outputs_dim][0]
 
     @property
     def local_outputs(self) -> int:
         """Number of outputs that this rank computes."""
-        start, stop = self.parameters.box(self.weight_name)[1]
+        start, stop = self.parameters.box(self.weight_name)[self._outputs_dim]
         return stop - start
 
     @property
     def local_inputs(self) -> int:
         """Number of inputs that this rank takes."""
-        start, stop = self.parameters.box(self.weight_name)[0]
+        start, stop = self.parameters.box(self.weight_name)[self._inputs_dim]
         return stop - start
 
     def apply(self, x_ni: Array, out_no: Array) -> Array:
@@ -311,6 +314,8 @@ class TiedLinear(Linear):
         Standard deviation of the initial values, as for the embedding.
     """
 
+    _inputs_dim, _outputs_dim = 1, 0
+
     def __init__(self, name: str, weight_name: str, inputs: int, outputs: int, *, scale: float = 0.02) -> None:
         super().__init__(name, inputs, outputs, scale=scale, bias=False, split=1)
         self.weight_name = weight_name
@@ -322,19 +327,6 @@ class TiedLinear(Linear):
 
     def initialize(self, seed: int) -> None:
         self._draw(seed, self.weight_name, (self.outputs, self.inputs), self.scale)
-
-    @property
-    def first_output(self) -> int:
-        """Number of the first output that this rank computes."""
-        return self.parameters.box(self.weight_name)[0][0]
-
-    @property
-    def local_outputs(self) -> int:
-        return super().local_inputs
-
-    @property
-    def local_inputs(self) -> int:
-        return super().local_outputs
 
     def apply(self, x_ni: Array, out_no: Array) -> Array:
         return self.matmul(x_ni, self.parameters[self.weight_name].T, out=out_no)

@@ -67,3 +67,11 @@ def test_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert mpishard.Pending is mpishard.Request
+
+
+@pytest.mark.parametrize("old, new", [("stem", "embeddings"), ("top", "output_head")])
+def test_units_of_a_model(old: str, new: str) -> None:
+    architecture = mpishard.nn.Architecture(11, 6, 8, 2, 2)
+    with pytest.warns(DeprecationWarning, match=f'the unit "{old}" of a model is called "{new}" now') as caught:
+        unit = architecture.build(old)
+    assert (unit.name, caught[0].filename) == (new, __file__)
