@@ -30,7 +30,8 @@ SUFFIXES = (".safetensors", ".npz")
 _SLOTS = SLOT.format("")
 _CODES: dict[str, np.dtype] = {"F16": np.dtype(np.float16), "F32": np.dtype(np.float32), "F64": np.dtype(np.float64)}
 _READ = (np.dtype(np.float32), np.dtype(np.float64))  # a model's parameters are one of these
-_MOST_DIMENSIONS, _LONGEST = 32, 2**60  # limits of HDF5 and of int64
+_MOST_DIMENSIONS = 32  # of HDF5
+_EXTENT_LIMIT = 2**60  # sizes of longer tensors would overflow int64
 _FACTS = "mpishard"
 _LONGEST_COMMENT = 2**16 - 1
 _MOST_DEFLATED = 1032  # largest number of bytes that deflate makes of one
@@ -164,7 +165,7 @@ class Archive(AbstractContextManager["Archive"]):
                     raise ValueError(f"entry {label!r} is of a slot without a name")
             if not name:
                 raise ValueError(f"entry {label!r} names no tensor")
-            if len(shape) > _MOST_DIMENSIONS or not all(0 <= extent < _LONGEST for extent in shape):
+            if len(shape) > _MOST_DIMENSIONS or not all(0 <= extent < _EXTENT_LIMIT for extent in shape):
                 raise ValueError(f"{label!r} has shape {shape}, which no tensor has")
             if dtype not in _READ:
                 raise ValueError(f"{label!r} is {dtype}; convert it to float32 or float64 first")

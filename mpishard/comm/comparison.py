@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
+# Tags of messages: a rank has come to a call; a rank has waited in a call for a while.
 _HERE, _LATE = 1, 2
-# A rank waits this long for the others before it sends its own call to all ranks, and again before each check.
-_PATIENCE_S = 0.25
+# How often a rank that waits in a call looks whether the call can still begin.  The first time it sends its call to all
+# ranks; later it compares the calls of all that wait.
+_CHECK_EVERY_S = 0.25
 # Within this time every rank that waits in a call has sent its call and has received those of the others.
-_TELLING_S = 2.0
+_EXCHANGE_S = 2.0
 # For the first `_SOON_S` of a wait a rank only yields, afterwards it sleeps `_NAP_S` at a time.
 _SOON_S, _NAP_S = 0.002, 0.0005
 
@@ -94,7 +96,7 @@ class Comparison:
     def wait(self, is_over: Callable[[], bool], late: Late) -> None:
         """Wait until a call is over, or can begin; `late` describes it.  Raises as `meet` does."""
         began = time.monotonic()
-        next_check = began + _PATIENCE_S
+        next_check = began + _CHECK_EVERY_S
         self._receive()
         while not is_over():
             now = time.monotonic()
@@ -102,10 +104,10 @@ class Comparison:
             self._receive()
             if now < next_check:
                 continue
-            next_check = now + _PATIENCE_S
+            next_check = now + _CHECK_EVERY_S
             own = self._late.get(self._comm.rank)
             if own is None or (own.channel, own.number) != (late.channel, late.number):
-                self._tell_all(late._replace(entered=dict(self._entered)))
+                self._send_to_all(late._replace(entered=dict(self._entered)))
             else:
                 self._check()
 
@@ -130,7 +132,7 @@ class Comparison:
             return
         now = time.monotonic()
         self._found = self._found or now
-        if len(stuck) < self._comm.size and now < self._found + _TELLING_S:
+        if len(stuck) < self._comm.size and now < self._found + _EXCHANGE_S:
             return  # others may be about to report the same: all ranks are to name the same ranks
         lines = [
             f"  rank {rank}: {late.what} on axis {late.axis!r} called at {late.site}"
@@ -140,12 +142,12 @@ class Comparison:
             "ranks wait for each other in different calls, of which none can begin; all ranks of an axis must make its "
             "collectives, and in one order, and what is received must have been sent:\n" + "\n".join(lines)
         )
-        ends = time.monotonic() + _TELLING_S
+        ends = time.monotonic() + _EXCHANGE_S
         while self._unsent() and time.monotonic() < ends:
             self._receive()
         raise CollectiveMismatchError(self._failed)
 
-    def _tell_all(self, late: Late) -> None:
+    def _send_to_all(self, late: Late) -> None:
         self._late[self._comm.rank] = late
         for rank in range(self._comm.size):
             if rank != self._comm.rank:

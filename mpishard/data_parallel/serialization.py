@@ -28,7 +28,8 @@ _MARK = b"mpishard optimizer state\0"
 _VERSION = 1
 _BLOCK = 512
 _HEADER = struct.Struct(f"<{len(_MARK)}sIQ")
-_MOST_DIMENSIONS, _LONGEST = 32, 2**60  # the limit of HDF5; longer tensors would overflow 64-bit sizes
+_MOST_DIMENSIONS = 32  # of HDF5
+_EXTENT_LIMIT = 2**60  # sizes of longer tensors would overflow int64
 _DIGEST = slice(_HEADER.size, _HEADER.size + 32)
 
 
@@ -137,7 +138,7 @@ def decode(data: bytes) -> FullState:
 def _read(h5: h5py.File, length: int) -> FullState:
     names, shapes = _texts(h5, "names", length), [json.loads(shape) for shape in _texts(h5, "shapes", length)]
     for shape in shapes:
-        if len(shape) > _MOST_DIMENSIONS or not all(type(extent) is int and extent < _LONGEST for extent in shape):
+        if len(shape) > _MOST_DIMENSIONS or not all(type(extent) is int and extent < _EXTENT_LIMIT for extent in shape):
             raise ValueError(f"a tensor of shape {brief(shape)}")
     specs = tuple(ParameterSpec(name, shape) for name, shape in zip(names, shapes, strict=True))
     facts = {name: hdf5.attribute(h5, name) for name in h5.attrs}

@@ -51,7 +51,7 @@ class Launcher:
         return signal.SIGTERM if self.family == _OPEN_MPI else signal.SIGINT
 
     @property
-    def tells_of_ctrl_c(self) -> bool:
+    def prints_when_ended(self) -> bool:
         """Whether the launcher prints a message when it is ended; then it is killed, which leaves only its ranks."""
         return self.family != _OPEN_MPI
 

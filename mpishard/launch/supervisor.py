@@ -240,7 +240,7 @@ class Supervisor:
 
     def _end(self, process: subprocess.Popen[bytes], limit: float) -> None:
         """End a launcher: in order if it ends within so many seconds, else by SIGKILL."""
-        if self._at_once and not self.hosts and self.launcher.tells_of_ctrl_c:
+        if self._at_once and not self.hosts and self.launcher.prints_when_ended:
             process.kill()
             process.wait()
             return

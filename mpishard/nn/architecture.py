@@ -162,7 +162,7 @@ class Architecture:
                     f"stage_costs are {given}; a model of {self.layers} layers needs {len(units)} numbers of at "
                     "least 0, of the embeddings, of each block and of the output head"
                 )
-            cuts = _fastest_cut(costs, stages)
+            cuts = _cut_by_slowest_stage(costs, stages)
         else:
             cuts = [0, *(1 + stop for stop in split(self.layers, stages)[1:-1]), len(units)]
         return [units[first:last] for first, last in zip(cuts[:-1], cuts[1:], strict=True)]
@@ -227,11 +227,11 @@ class Architecture:
         return names
 
 
-def _fastest_cut(costs: Sequence[float], stages: int) -> list[int]:
-    """Cuts of `costs` into non-empty runs with the smallest possible largest sum.
+def _cut_by_slowest_stage(costs: Sequence[float], stages: int) -> list[int]:
+    """Cut units into stages so that the slowest stage takes as little time as possible; `costs`: the time of each unit.
 
-    Of several such cuts, the one with the smallest sum of squares is taken, stage by stage, so that the other stages
-    are even, too.
+    Of several such cuts it takes the one with the smallest sum of squares, so that the other stages are even, too.
+    Returns the offsets of the stages, with 0 and the number of units.
     """
     sums = [0.0]
     for cost in costs:

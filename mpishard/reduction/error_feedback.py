@@ -69,7 +69,7 @@ class CompressedSums(ABC):
 
     @property
     def sending(self) -> bool:
-        """Whether gradients were sent since the last `keep_bucket` or `reset`."""
+        """Whether a pass has begun to send its gradients, and no step has used them (`keep_bucket`, `reset`) yet."""
         return bool(self._sent)
 
     @property
