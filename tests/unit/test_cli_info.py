@@ -293,7 +293,7 @@ def test_what_is_printed_as_json_stays() -> None:
 
 
 def test_facts_have_their_old_names_for_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deprecated, "_told", set())
+    monkeypatch.setattr(deprecated, "_warned", set())
     with pytest.warns(DeprecationWarning, match=r"Facts\.heals is called Facts\.mpi_setup\.heals now"):
         assert getattr(GOOD, "heals")  # noqa: B009
     with pytest.warns(DeprecationWarning):
