@@ -62,7 +62,7 @@ class OrderedSums:
 
     Attributes
     ----------
-    deal : TermAssignment
+    assignment : TermAssignment
         The micro-batches of each rank in this step; default: one per rank.
     nbytes : int
         Bytes of memory held for received parts.
@@ -76,11 +76,11 @@ class OrderedSums:
         self._exchanges: dict[int, int] = {}
         # By bucket: the sums of the earlier exchanges, one for each node before the next exchange.
         self._stacks: dict[int, list[Array]] = {}
-        self.deal: TermAssignment = TermAssignment(axis.size, axis.size)
+        self.assignment: TermAssignment = TermAssignment(axis.size, axis.size)
 
     def reset(self) -> None:
-        """Begin a new step; each rank has one micro-batch in it unless `deal` is set."""
-        self.deal = TermAssignment(self._axis.size, self._axis.size)
+        """Begin a new step; each rank has one micro-batch in it unless `assignment` is set."""
+        self.assignment = TermAssignment(self._axis.size, self._axis.size)
         self._exchanges.clear()
         for stack in self._stacks.values():
             self._free += stack
@@ -111,13 +111,13 @@ class OrderedSums:
             On all ranks of the axis, if this bucket has had all its exchanges of the step.
         """
         axis, number = self._axis, self._exchanges.get(bucket.index, 0)
-        if number >= self.deal.exchanges:
+        if number >= self.assignment.exchanges:
             raise ValueError(
                 "with reproducible=True, ZeRO-2 and ZeRO-3 take a model's gradient once for each micro-batch of the "
                 "problem, but this model makes several of one; use microbatches=1 there, or DDP or ZeRO-1"
             )
         self._exchanges[bucket.index] = number + 1
-        rows, sums = _plan(self.deal, number, axis.rank)
+        rows, sums = _plan(self.assignment, number, axis.rank)
         mine, count = rows[axis.rank], pieces[axis.rank]
         packed = self._pack(partial, pieces) if mine > 1 else None
         source = partial[-1] if mine == 1 else self._like if packed is None else packed[: mine * sum(pieces)]
@@ -163,13 +163,13 @@ class OrderedSums:
 
     def _add(self, bucket: int, total: _Sum, own: Array, received: Array, target: Array) -> None:
         """Add up the rows of one node, then the nodes that this completes."""
-        last = total.node.stop == self.deal.total
+        last = total.node.stop == self.assignment.total
         block = target if last else self._take(target.size)
         out = block[: target.size]
         starts = [-1 - row * out.size if here else row * out.size for here, row in total.rows]
         add_by_tree(own, received, starts, total.times, out)
         stack = self._stacks.setdefault(bucket, [])
-        while len(stack) >= len(nodes(0, total.node.stop, self.deal.total)):
+        while len(stack) >= len(nodes(0, total.node.stop, self.assignment.total)):
             lower = stack.pop()
             accumulate(out, lower[: out.size])  # both orders of these two give the same bits
             self._free.append(lower)

@@ -156,7 +156,7 @@ class StepRunner:
         """
         micro = micro_batches(batch, self.problem.micro_batch_size)
         in_turns = self.of_model and self.reducer.on_demand
-        ordered.deal = assignment = TermAssignment(len(micro), self.axis.size, in_turns)
+        ordered.assignment = assignment = TermAssignment(len(micro), self.axis.size, in_turns)
         own = assignment.terms(self.axis.rank)
         tree_merges = assignment.tree_merges(self.axis.rank) or [0]
         rounds = assignment.exchanges if in_turns else max(1, len(own))
