@@ -18,6 +18,7 @@ from mpishard.launch.run_folder import Ended, RunFolder
 PACKAGE = str(Path(mpishard.__file__).parents[1])
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(mpishard._STARTED_BY)}
 ENVIRONMENT["PYTHONPATH"] = PACKAGE
+ENVIRONMENT.pop("PYTHONSAFEPATH", None)  # of these tests; a script under -P is one of the cases
 ADDRESS = re.compile("0x[0-9a-f]+")
 SEEN = """
 '''What a script sees.'''
