@@ -180,7 +180,7 @@ if _runs_distributed():
         check_before_mpi()
 
         from mpishard.comm.abort import abort_on_exception, restore_sigusr1
-        from mpishard.elastic.completion import watch_script
+        from mpishard.elastic.supervisor_reports import watch_script
 
         abort_on_exception()
         restore_sigusr1()

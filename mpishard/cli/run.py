@@ -14,8 +14,8 @@ import typer
 
 from mpishard.launch import supervisor_main
 from mpishard.launch.hosts import HostSettings, parse_hosts
-from mpishard.launch.policy import Policy
 from mpishard.launch.progress_monitor import Limits
+from mpishard.launch.restart_policy import Policy
 from mpishard.launch.supervisor import Job
 
 

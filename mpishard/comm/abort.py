@@ -24,7 +24,7 @@ from mpi4py import MPI
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.death_monitor import silence_death_monitors
 from mpishard.comm.ledger import Ledger
-from mpishard.launch.endings import INTERRUPTED
+from mpishard.launch.exit_code import INTERRUPTED
 from mpishard.launch.tracebacks import describe
 
 # How long other ranks leave to the first to report an error that all have; it ends them by then.

@@ -4,7 +4,7 @@
 what users call           ``sharded_optimizer``, the base; ``optimizers``, those by name; ``local_sgd``; ``models``
 settings                  ``configuration``; ``settings`` and ``validation``: what ranks must agree on
 who sums what             ``strategy`` and ``strategies``; ``ownership``: who updates what
-a step                    ``step_arguments``, ``gradient_checks``, ``update``, ``tensor_norms``
+a step                    ``step_arguments``, ``gradient_inspection``, ``update``, ``tensor_norms``
 the state                 ``optimizer_state``: what loops, elastic runs and checkpoints need; ``binding``: of which
                           parameters; ``rank_state``, ``slots``: the arrays of one rank; ``counters``: the numbers
 the state, elsewhere      ``state_shards``: with its layouts, to be saved or moved; ``full_state``: as one value for any

@@ -23,10 +23,10 @@ from types import FrameType
 from mpishard.launch.hosts import Host, HostMonitor, HostSettings, check_shell, parse_hosts, sweep
 from mpishard.launch.launchers import Launcher, find_launcher
 from mpishard.launch.leftovers import Leftovers
-from mpishard.launch.policy import History, Outcome, Policy, Start, Stop, decide, exit_code, name_of
 from mpishard.launch.processes import Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
 from mpishard.launch.progress_monitor import Limits, ProgressMonitor
 from mpishard.launch.python_command import with_runner
+from mpishard.launch.restart_policy import History, Outcome, Policy, Start, Stop, decide, exit_code, name_of
 from mpishard.launch.run_folder import RunFolder
 
 _POLL_S = 0.02

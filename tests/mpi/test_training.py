@@ -30,7 +30,7 @@ from mpishard import (
 )
 from mpishard.compression import Int8Compressor
 from mpishard.data.sampling import Sampler, share
-from mpishard.launch.endings import Ending
+from mpishard.launch.exit_code import Ending
 
 STRATEGIES = [DDPOptimizer, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer]
 DATA = np.random.default_rng(0).standard_normal((45, 6))

@@ -19,11 +19,11 @@ import pytest
 
 import mpishard
 from mpishard.launch import progress_monitor
-from mpishard.launch.endings import _exit_code, _main_frame, _ran_to_its_end, _Unknown
+from mpishard.launch.exit_code import _exit_code, _main_frame, _ran_to_its_end, _Unknown
 from mpishard.launch.hosts import Host, HostMonitor, Probe, check_shell, parse_hosts, sweep
 from mpishard.launch.launchers import Launcher, find_launcher
-from mpishard.launch.policy import History, Outcome, Policy, Start, Stop, decide
 from mpishard.launch.processes import Offspring
+from mpishard.launch.restart_policy import History, Outcome, Policy, Start, Stop, decide
 from mpishard.launch.run_folder import Ended, Failure, Heal, Notes, RunFolder
 from mpishard.launch.supervisor import Job, Supervisor
 
@@ -580,9 +580,9 @@ def test_who_ends_without_a_part_in_the_run_leaves_its_exit_code_to_others(tmp_p
     folder = RunFolder.create(tmp_path / "run")
     folder.note_healed(3, 1)
     folder.note_ended(Ended(75))
-    script = "import mpishard.elastic.completion as completion\ncompletion.leave_to_others()\nraise SystemExit(0)"
+    script = "import mpishard.elastic.supervisor_reports as reports\nreports.leave_to_others()\nraise SystemExit(0)"
     environment = {**os.environ, **folder.environment(), "PYTHONPATH": str(Path(mpishard.__file__).parents[1])}
-    for lines, ended in ((script, Ended(75)), (script.replace("completion.leave_to_others()\n", ""), Ended(None))):
+    for lines, ended in ((script, Ended(75)), (script.replace("reports.leave_to_others()\n", ""), Ended(None))):
         subprocess.run([sys.executable, "-c", lines], env=environment, timeout=60, check=True)
         assert folder.notes.ended == ended
 

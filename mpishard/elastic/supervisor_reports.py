@@ -1,7 +1,7 @@
 """Reports of a process of a supervised job to its supervisor: its step, why its script failed, and how it ended.
 
 A script has ended in order if it ran to its end or called ``sys.exit``, not if it raised an exception or was killed.
-`mpishard.launch.endings` finds that out.
+`mpishard.launch.exit_code` finds that out.  After the last report `finalize_in_time` keeps MPI_Finalize from waiting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import ClassVar
 from mpi4py import MPI
 
 from mpishard.comm.abort import abort_on_exception
-from mpishard.launch.endings import Ending
+from mpishard.launch.exit_code import Ending
 from mpishard.launch.interrupts import Interrupts
 from mpishard.launch.processes import die_with_single_threaded_parent, end_with_daemon
 from mpishard.launch.run_folder import Ended, Failure, RunFolder, RunLost
@@ -38,13 +38,13 @@ def watch_script() -> None:
     """
     run = RunFolder.from_environment()
     if run is not None:
-        Completion.this = Completion(run)
+        Reports.this = Reports(run)
 
 
 def leave_to_others(silent: bool = True) -> None:
     """Set whether only other processes report for the job from now on, if it has healed.  Not collective."""
-    if Completion.this is not None:
-        Completion.this.is_silent = silent
+    if Reports.this is not None:
+        Reports.this.is_silent = silent
 
 
 def note_training(under_way: bool, tells: bool) -> None:
@@ -52,24 +52,24 @@ def note_training(under_way: bool, tells: bool) -> None:
 
     Not collective.
     """
-    if Completion.this is not None:
-        Completion.this.note_training(under_way, tells)
+    if Reports.this is not None:
+        Reports.this.note_training(under_way, tells)
 
 
 def give_up() -> None:
     """Report the exit code of a script that has ended in the middle of a run, unless the code is 0."""
-    if Completion.this is not None:
-        Completion.this.give_up()
+    if Reports.this is not None:
+        Reports.this.give_up()
 
 
-class Completion:
+class Reports:
     """Writes the reports of this process to the folder of the run.
 
     Rank 0 of the first processes reports for the job.  After the job has healed every rank reports, since rank 0 may be
     gone.  After they have reached the end of the run together, the first of them reports.
     """
 
-    this: ClassVar[Completion | None] = None
+    this: ClassVar[Reports | None] = None
 
     def __init__(self, run: RunFolder) -> None:
         self.is_silent = False

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mpishard.launch.endings import INTERRUPTED
+from mpishard.launch.exit_code import INTERRUPTED
 from mpishard.launch.hosts import Host
 from mpishard.launch.run_folder import Failure, Notes
 
