@@ -1,6 +1,6 @@
-"""The version of mpishard, where every room can read it, and those of what it stands on.
+"""The version of mpishard, and those of Python and of the packages that it computes with.
 
-No MPI.
+No MPI.  It imports nothing of mpishard, so that every package can import it.
 """
 
 from __future__ import annotations

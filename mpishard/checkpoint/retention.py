@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder `keep` counts, and so may remove."""
+"""Which checkpoints of a folder `keep` counts.  Nothing is removed here: that is `mpishard.checkpoint.folder.tidy`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Retained:
 
 
 class Retention:
-    """Counts the checkpoints that this run has saved and, after `adopt`, all that are in the folder.
+    """Counts the checkpoints that this run has saved and, after `adopt`, all that are in the folder.  Removes none.
 
     Parameters
     ----------
@@ -39,7 +39,11 @@ class Retention:
         self._adopts = True
 
     def begin(self, unfinished: Unfinished) -> None:
-        """Count a checkpoint whose save begins; not later: after a death no rank may know that it was finished."""
+        """Count a checkpoint whose save begins.
+
+        It is counted before it is written: if a rank dies during the save, the checkpoint may be whole without any
+        survivor knowing it, and what was never counted would never be removed.
+        """
         if self._adopts:
             self.ids |= unfinished.others
         self._adopts = False

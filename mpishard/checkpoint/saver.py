@@ -1,4 +1,6 @@
-"""Writes one checkpoint: every rank writes its pieces, rank 0 the rest, and all ranks get the same outcome.
+"""Writes one checkpoint: every rank writes a file with its pieces, rank 0 the index and the manifest.
+
+Rank 0 publishes the checkpoint, and then tells all ranks the outcome, which is therefore the same on all of them.
 
 It runs in the thread that calls `Checkpoints.save`, or in a thread beside the training.  So it never blocks in MPI, and
 its task has all that it needs.

@@ -22,7 +22,9 @@ class Ownership:
     own : list of (start, stop)
         The ranges that this rank updates, ascending.  A state array holds these ranges end to end.
     counted : list of (start, stop)
-        The part of each range in `own` that this rank contributes to sums, where other data ranks update it too.
+        For each range in `own` the part that this rank stands for in sums over ranks, such as norms.  It is the whole
+        range, unless several data ranks update the same elements, as in DDP: each then stands for another part, so that
+        every element counts once.
     in_team : list of (start, stop), optional
         As `counted`, in sums over the ranks that take a step together.  Default: `counted`.
 

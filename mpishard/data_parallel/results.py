@@ -75,6 +75,7 @@ class OptimizationResult(Generic[P]):
         Communication of this rank over all axes since the mesh was made: calls, bytes sent and seconds, by kind.
     """
 
+    # More fields than other records: it is all that a user learns of a run, read by name, and only a run makes one.
     parameters: P
     loss_history: np.ndarray
     steps: int

@@ -1,9 +1,10 @@
 """What a strategy is: how gradients and optimizer state are spread over a mesh.
 
 A strategy chooses the ranges of the flat parameters that this rank updates (`own`), sums the gradients over ranks for
-its `GradientReducer` (`start` for each bucket, then `complete`), and sends the new parameters to the other ranks
-(`all_gather_parameters`).  The stages
-are those of Rajbhandari et al., "ZeRO" (2020), section 5.  A strategy only sums gradients; the optimizer divides.
+its `GradientReducer` (`start` for each bucket, then `complete`), and sends the new parameters to ranks with a copy
+(`all_gather_parameters`).  It is the `BucketSums` of that reducer: the reducer decides when a bucket is summed, and
+the strategy how.  It only sums gradients; the optimizer divides.  The stages are those of Rajbhandari et al., "ZeRO"
+(2020), section 5.
 
 Order of summation: first the micro-batches, in the gradient buffer; then the copies of a tensor within one data
 coordinate (`Replicas`); then the data axis.  With `reproducible`, the copies come first; `OrderedSums` then sums over
@@ -178,7 +179,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def all_gather_parameters(self) -> None:
-        """Send each rank's own parameters to the ranks that keep a copy of them."""
+        """After an update, bring the new parameters to all data ranks that keep a copy of them.
+
+        Sends in ZeRO-1 and 2 only.  In DDP every rank has updated all parameters.  In ZeRO-3 no rank keeps a copy, and
+        gathered units, which have the values from before the update, are dropped.
+        """
 
     @abstractmethod
     def resync(self, slot: Array) -> None:

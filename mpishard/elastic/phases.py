@@ -33,7 +33,7 @@ class Phase(Enum):
     ENDING
         All processes know that the run has stopped, and all that can be workers have its result.
     ENDED
-        All processes know that all of them know.
+        All processes know that all have come to ENDING: none needs another one any more, and each may leave.
     """
 
     STARTING = auto()

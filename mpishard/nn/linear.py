@@ -41,6 +41,9 @@ class Linear(Layer):
         Whether ranks hold some rows each; then the bias of a row-parallel layer has partial gradients.
     """
 
+    # Longer than other classes: half of it is docstrings with shapes, and whole, column- and row-parallel products are
+    # one class since they differ only in what they exchange before and after the same product.
+
     # The dimensions of the weight.
     _inputs_dim, _outputs_dim = 0, 1
 

@@ -1,9 +1,15 @@
 """A step's gradients, from the backward pass that writes them to the sums over ranks that an optimizer uses.
 
 A reducer gets each bucket as soon as the last backward pass has completed it.  Buckets are reduced in one fixed order,
-the last bucket first.  So a rank without samples in a step, which marks nothing ready, issues the same collectives in
+the last bucket first.  So a rank that marks nothing ready, as one without samples may, issues the same collectives in
 the same order as the others.  Where a rank runs several pipeline stages, each stage has its own order; the schedule,
 the same on all ranks of the data axis, decides how the orders interleave.
+
+Three facts say when a complete bucket is summed over ranks.  `on_demand`, fixed by the strategy: gradients have no
+memory from one micro-batch to the next (ZeRO-2 and 3), so each micro-batch is summed, whatever the other two say.
+`is_last_pass`, set by the caller: no other backward pass follows in this step.  `Order.more`, set by the pipeline: more
+micro-batches of the stage follow in this backward pass.  Without `on_demand` a bucket is summed once in a step: in the
+last pass, after the last micro-batch of its stage.  A tied tensor is always summed at the end of the last pass.
 """
 
 from __future__ import annotations
@@ -44,7 +50,10 @@ TRANSITIONS: tuple[tuple[Phase, Phase], ...] = (
 
 
 class BucketSums(Protocol):
-    """What sums buckets over ranks for a `GradientReducer`, which decides when.  Collective, except `reset`."""
+    """What sums buckets over ranks for a `GradientReducer`, which decides when.  Collective, except `reset`.
+
+    In this package it is always a `mpishard.data_parallel.strategy.Strategy`.
+    """
 
     def reduce_within_replica(self, bucket: Bucket, gradient: Array) -> None:
         """Add the terms of the other ranks of this model replica to a gradient."""
@@ -229,7 +238,11 @@ class GradientReducer:
                 self._reduce(order)
 
     def no_sync(self) -> _NoSync:
-        """A context for a backward pass that is not the last one of the step; the exit is collective as `end_pass` is.
+        """A context for a backward pass that is not the last one of the step.
+
+        Its gradients stay local where memory is kept.  Where memory is on demand (ZeRO-2 and 3) they are summed across
+        ranks nevertheless, collectively over the data axis, at the latest at the exit: the next pass writes to the same
+        memory, and this rank keeps only its part of the sums.
 
         Raises
         ------
@@ -258,7 +271,7 @@ class GradientReducer:
     def end_pass(self) -> None:
         """End a backward pass; in the last one reduce the other buckets, with zeros for what has no gradient.
 
-        Collective over the data axis, but for passes before the last one where memory is not on demand.
+        Collective over the data axis in the last pass, and where memory is on demand in every pass.
         """
         self._end_pass(self.is_last_pass)
 

@@ -18,7 +18,8 @@ class PartialSums:
     Attributes
     ----------
     newest : int
-        How many of the newest partial sums belong to one sum with the gradient under way.
+        How many of the newest partial sums are added to the gradient that the last backward pass writes; the others
+        stay terms of their own.
     spare : list of 1-D arrays
         Memory of earlier partial sums, to use again.
     """

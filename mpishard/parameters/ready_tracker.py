@@ -13,7 +13,8 @@ from mpishard.parameters.gradient_buckets import Bucket
 class Order:
     """Buckets `first` to `last` of one stage, which are reduced in turn, the last one first; `next` is the next one.
 
-    A tied tensor is an order by itself.  `more`: more micro-batches of the stage follow in this backward pass.
+    A tied tensor is an order by itself.  `more`: more micro-batches of the stage follow in this backward pass; how it
+    differs from the reducer's `is_last_pass` is said in `mpishard.parameters.gradient_reducer`.
     """
 
     stage: int
@@ -56,7 +57,7 @@ class ReadyTracker:
 
     @property
     def begun(self) -> bool:
-        """Whether a bucket that has others before it was handed over in this pass."""
+        """Whether any bucket was handed over in this pass."""
         return any(order.next < order.last for order in self.orders)
 
     def mark(self, name: str) -> Order:

@@ -188,7 +188,10 @@ class OrderedSums:
         return block
 
     def _take(self, size: int) -> Array:
-        """A block of at least `size` elements: the smallest free one, or a new one in offset of one too small."""
+        """A block of at least `size` elements: the smallest free one that is large enough, or a new one.
+
+        Before a new block is made, one of the free blocks, all too small, is given up.
+        """
         fitting = [index for index, block in enumerate(self._free) if block.size >= size]
         if fitting:
             return self._free.pop(min(fitting, key=lambda index: self._free[index].size))
