@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -99,15 +99,6 @@ class ElasticLoop:
         self.phase: Phase = Phase.STARTING
         self._order: Order | None = Order(membership.roles.workers) if joins else None  # the next change of the workers
         self._heals = heals_in_place()
-        self._turns: dict[Phase, Callable[[], Event]] = {
-            Phase.STARTING: self._start,
-            Phase.TRAINING: self._train,
-            Phase.WAITING: self._wait,
-            Phase.RESIZING: self._resize,
-            Phase.HEALING: self._heal,
-            Phase.STOPPING: self._stop,
-            Phase.ENDING: self._close,
-        }
 
     def run(self) -> OptimizationResult[Any]:
         """Take part in the run until it ends; returns its result.  Collective over all processes.
@@ -151,7 +142,7 @@ class ElasticLoop:
     def _take_turn(self) -> Event:
         """Do what the phase asks for; returns how that has ended."""
         try:
-            return self._turns[self.phase]()
+            return self._TURNS[self.phase](self)
         except MPI.Exception as error:
             # The script may have caused the error, in a step.
             own = self._parts.agreements.workers_may_wait and error.Get_error_class() not in _DEATH
@@ -208,6 +199,18 @@ class ElasticLoop:
         """Wait until all processes have come here: then none needs another any more."""
         self._parts.agreements.agree_as_crew()
         return Event.CLOSED
+
+    # Functions, not bound methods: with those the loop would refer to itself, and so the copies of the state of its run
+    # would stay until Python looks for cycles.
+    _TURNS: ClassVar[Mapping[Phase, Callable[[ElasticLoop], Event]]] = {
+        Phase.STARTING: _start,
+        Phase.TRAINING: _train,
+        Phase.WAITING: _wait,
+        Phase.RESIZING: _resize,
+        Phase.HEALING: _heal,
+        Phase.STOPPING: _stop,
+        Phase.ENDING: _close,
+    }
 
     # -- parts of phases --------------------------------------------------------------------------------------------
 

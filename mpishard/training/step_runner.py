@@ -90,7 +90,6 @@ class StepRunner:
         strategy = optimizer.bind(self.parameters)
         strategy.replicas.spread()
         self.reducer = strategy.reducer
-        self.reducer.is_last_pass = True
         self.ordered = strategy.ordered
         if self.ordered is not None:
             fix_blas_threads()  # a mesh created after the optimizer has changed their number
@@ -111,6 +110,7 @@ class StepRunner:
     def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
         """Losses of a batch and its global number of terms; the batch's loss is the sum of these losses over ranks."""
         self.nonfinite_loss = ""
+        self.reducer.is_last_pass = True  # not before: a run that is refused leaves the reducer as it was
         if self.ordered is None:
             losses = np.array([self._forward_backward_shares(batch)])
         else:

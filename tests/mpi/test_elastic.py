@@ -18,6 +18,7 @@ from mpishard import AdamW, OptimizationProblem, ShardingConfiguration, nn
 from mpishard.checkpoint import Checkpoints
 from mpishard.comm.channel import Channel
 from mpishard.elastic import loop
+from mpishard.elastic.committed_state import Committed
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.elastic.phases import Phase, next_phase
 from mpishard.parameters.flat import FlatParameters
@@ -291,6 +292,18 @@ def test_a_hundred_resizes_leave_nothing_behind(mesh, tmp_path, monkeypatch):
         assert late[0] == early[0]
         assert late[1] <= early[1]
         assert late[2] - early[2] < 8 * 1024  # KiB
+
+
+def test_the_copies_of_the_state_go_with_the_run(mesh):
+    """Not only when Python next looks for cycles: they are as large as the state, and may be in a device's memory."""
+    optimizer = elastic(STRATEGIES[1], mesh)
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer.optimize(own_problem(), progress=False)
+        assert not [each for each in gc.get_objects() if isinstance(each, Committed)]
+    finally:
+        gc.enable()
 
 
 def test_what_has_no_sense_is_refused(mesh):

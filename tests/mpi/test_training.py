@@ -626,6 +626,23 @@ def test_synchronize_then_step_reduces_once(mesh):
     assert results == [True, True]
 
 
+def test_passes_add_up_after_a_run_was_refused(mesh, tmp_path):
+    """auto_sync_gradients=False, and a run that raises before its first step."""
+    model = gpt()
+    optimizer = DDPOptimizer(SGD(lr=0.1), ShardingConfiguration(mesh, auto_sync_gradients=False))
+    run = OptimizationProblem(
+        lambda *arguments: 0.0, model.parameters, samples=4, batch_size=4, steps=1, facts={"steps": 3}
+    )
+    folder = mesh.world.allgather_object(str(tmp_path))[0]
+    with mpishard.Checkpoints(folder, mesh) as checkpoints, pytest.raises(ValueError, match="the fact 'steps' is"):
+        optimizer.optimize(run, progress=False, checkpoints=checkpoints)
+    for part in (0, 1):
+        model.loss_and_gradient(TOKENS[part : part + 1, :-1], TOKENS[part : part + 1, 1:])
+        optimizer.step(model.parameters)
+    optimizer.synchronize_optimizer_state()
+    assert optimizer.steps == 1
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("options", "message"),
