@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -77,6 +79,17 @@ def test_what_a_rank_owns_and_what_it_counts() -> None:
     assert ownership.owned_parts == [(0, 0, 0, 3), (0, 1, 0, 1), (1, 1, 1, 5)]
     assert ownership.counted_parts == [(0, 0, 1, 3), (0, 1, 0, 1), (1, 1, 1, 3)]
     assert Ownership(parameters, [(0, 8)], [(0, 4)], in_team=[(0, 8)]).counted_parts == [(0, 0, 0, 4), (1, 0, 4, 8)]
+
+
+def test_parameters_whose_place_others_have_taken_are_freed(mesh: Mesh) -> None:
+    optimizer = DDPOptimizer(Adam(lr=0.1), mesh)
+    first, second = (FlatParameters([ParameterSpec("a", (4,))], np.float64) for _ in range(2))
+    optimizer.bind(first)
+    optimizer.bind(second)
+    held = weakref.ref(first)
+    del first
+    gc.collect()
+    assert held() is None and optimizer.parameters is second
 
 
 def test_numbers_come_back_from_their_facts() -> None:
