@@ -46,6 +46,14 @@ def test_a_captured_state_is_restored(mesh: Mesh, kind: type[DDPOptimizer]) -> N
     assert np.array_equal(parameters.flat, target.flat)
 
 
+def test_the_staleness_of_the_last_average_outlives_a_rebuild(mesh: Mesh) -> None:
+    optimizer = LocalSGDOptimizer(Adam(lr=0.1), mesh, sync_every=2, delay=1)
+    parameters = trained(optimizer, 3)
+    assert optimizer.staleness == 1
+    optimizer.state.rebuild(parameters)
+    assert optimizer.staleness == 1
+
+
 def test_arrays_of_an_earlier_capture_outlive_a_rebuild(mesh: Mesh) -> None:
     optimizer = DDPOptimizer(Adam(lr=0.1), mesh)
     parameters = trained(optimizer, 2)
