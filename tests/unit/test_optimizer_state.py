@@ -11,10 +11,20 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpishard import Adam, DDPOptimizer, FlatParameters, LocalSGDOptimizer, Mesh, ParameterSpec, ShardingConfiguration
+from mpishard import (
+    SGD,
+    Adam,
+    DDPOptimizer,
+    FlatParameters,
+    LocalSGDOptimizer,
+    Mesh,
+    ParameterSpec,
+    ShardingConfiguration,
+)
 from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.local_steps import AveragingSchedule, LocalSteps
 from mpishard.data_parallel.ownership import Ownership
+from mpishard.optim.loss_scale import LossScale
 
 
 @pytest.fixture
@@ -44,6 +54,14 @@ def test_a_captured_state_is_restored(mesh: Mesh, kind: type[DDPOptimizer]) -> N
     one.step(parameters, np.ones(3))
     other.step(target, np.ones(3))
     assert np.array_equal(parameters.flat, target.flat)
+
+
+def test_another_loss_scale_is_that_of_the_steps_too(mesh: Mesh) -> None:
+    optimizer = DDPOptimizer(SGD(lr=1.0), ShardingConfiguration(mesh, loss_scale=1.0))
+    optimizer.scaling = LossScale(8.0)
+    parameters = np.zeros(3)
+    optimizer.step(parameters, np.full(3, optimizer.loss_scale))
+    assert parameters.tolist() == [-1.0] * 3
 
 
 def test_the_staleness_of_the_last_average_outlives_a_rebuild(mesh: Mesh) -> None:
