@@ -9,7 +9,7 @@ from mpishard.comm.axis import Axis
 from mpishard.data_parallel.averages import Averages
 
 
-@dataclass(frozen=True)
+@dataclass
 class AveragingSchedule:
     """When the parts of a model are averaged: see `LocalSGDOptimizer` for the numbers."""
 

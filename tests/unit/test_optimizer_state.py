@@ -64,6 +64,18 @@ def test_another_loss_scale_is_that_of_the_steps_too(mesh: Mesh) -> None:
     assert parameters.tolist() == [-1.0] * 3
 
 
+def test_steps_between_averages_may_change(mesh: Mesh) -> None:
+    optimizer = LocalSGDOptimizer(Adam(lr=0.1), mesh, sync_every=4)
+    parameters = trained(optimizer, 1)
+    optimizer.sync_every = 2
+    for _ in range(3):
+        optimizer.step(parameters, np.ones(3))
+    assert optimizer.outer_steps == 2
+    assert optimizer.state.facts["local_sgd.json"] == {"sync_every": 2, "parts": 1, "delay": 0}
+    with pytest.raises(ValueError, match="sync_every"):
+        optimizer.sync_every = 0
+
+
 def test_the_staleness_of_the_last_average_outlives_a_rebuild(mesh: Mesh) -> None:
     optimizer = LocalSGDOptimizer(Adam(lr=0.1), mesh, sync_every=2, delay=1)
     parameters = trained(optimizer, 3)
