@@ -2,8 +2,8 @@
 
 A strategy chooses the ranges of the flat parameters that this rank updates (`own`), sums the gradients over ranks for
 its `GradientReducer` (`start` for each bucket, then `complete`), and sends the new parameters to the other ranks
-(`all_gather_parameters`).  The stages
-are those of Rajbhandari et al., "ZeRO" (2020), section 5.  A strategy only sums gradients; the optimizer divides.
+(`all_gather_parameters`).  The stages are those of Rajbhandari et al., "ZeRO" (2020), section 5.  A strategy only sums
+gradients; the optimizer divides.
 
 Order of summation: first the micro-batches, in the gradient buffer; then the copies of a tensor within one data
 coordinate (`Replicas`); then the data axis.  With `reproducible`, the copies come first; `OrderedSums` then sums over
