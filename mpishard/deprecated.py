@@ -41,7 +41,7 @@ def renamed_method(owner: str, old: str, new: str) -> Callable[..., Any]:
     owner : str
         The class, as users write it.
     old, new : str
-        Names of methods.
+        Names of methods; the new one may have dots, as ``layout.gradient_runs``.
 
     Returns
     -------
@@ -51,7 +51,7 @@ def renamed_method(owner: str, old: str, new: str) -> Callable[..., Any]:
 
     def method(self: Any, *arguments: Any, **options: Any) -> Any:
         warn_renamed(f"{owner}.{old}", f"{owner}.{new}")
-        return getattr(self, new)(*arguments, **options)
+        return attrgetter(new)(self)(*arguments, **options)
 
     method.__name__ = old
     method.__qualname__ = f"{owner}.{old}"

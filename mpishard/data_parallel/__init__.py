@@ -1,9 +1,13 @@
 """Optimizers that distribute an update rule over the data axis: DDP, ZeRO, local SGD.
 
 ========================  ============================================================================================
-what users call           ``sharded_optimizer``, the base; ``optimizers``, those by name; ``local_sgd``; ``models``
+what users call           ``sharded_optimizer``, the base; ``optimizers``, those by name; ``local_sgd``; ``models``;
+                          ``results``: what `optimize` returns
 settings                  ``configuration``; ``settings`` and ``validation``: what ranks must agree on
-who sums what             ``strategy`` and ``strategies``; ``ownership``: who updates what
+who sums what             ``strategy`` and ``strategies``; ``ownership``: who updates what; ``bucket_plan``: what is
+                          summed at once; ``gradient_traffic``: the bytes of it
+ranks of one model        ``model_parallel_group``; ``shared_parameters``: copies on several of them;
+                          ``full_parameters``: whole tensors from their parts
 a step                    ``step_arguments``, ``gradient_inspection``, ``update``, ``tensor_norms``
 the state                 ``optimizer_state``: what loops, elastic runs and checkpoints need; ``binding``: of which
                           parameters; ``rank_state``, ``slots``: the arrays of one rank; ``counters``: the numbers

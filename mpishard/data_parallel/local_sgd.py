@@ -122,15 +122,24 @@ class LocalSGDOptimizer(ShardedOptimizer):
                 "auto_sync_gradients=False accumulates gradients until synchronize_optimizer_state, but here every "
                 "step is the worker's own already; leave it out, and accumulate over micro-batches of a step"
             )
-        self.sync_every: int = int(sync_every)
         self.outer = outer
         self.parts: int = int(parts)
         self.delay: int = int(delay)
-        self._local = LocalState(self, AveragingSchedule(self.sync_every, self.parts, self.delay), outer)
+        self._schedule = AveragingSchedule(int(sync_every), self.parts, self.delay)
+        self._local = LocalState(self, self._schedule, outer)
         super().__init__(rule, config)
 
     def _make_state(self) -> OptimizerState:
         return OptimizerState(self, [self._local])
+
+    @property
+    def sync_every(self) -> int:
+        """Steps between two averages of the same parameter; may be set, on all ranks after the same step."""
+        return self._schedule.sync_every
+
+    @sync_every.setter
+    def sync_every(self, steps: int) -> None:
+        self._schedule.sync_every = integer("sync_every", steps, least=max(1, self.delay))
 
     @property
     def outer_steps(self) -> int:

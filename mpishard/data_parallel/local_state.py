@@ -177,7 +177,8 @@ class LocalState:
         self.may_differ = self._averages is not None
         self._strategy, self._on_rank, self._counters = strategy, on_rank, counters
         averages = Averages(strategy, self._outer, self._schedule.parts, lasting=self._schedule.delay > 0)
-        self._averages, self._steps = averages, LocalSteps(strategy.axis, self._schedule, averages)
+        steps = LocalSteps(strategy.axis, self._schedule, averages, self.staleness)
+        self._averages, self._steps = averages, steps
 
     def shards(self) -> tuple[Shard, ...]:
         """The state of the outer rule, which all workers share.  Not collective."""

@@ -9,7 +9,7 @@ from mpishard.comm.axis import Axis
 from mpishard.data_parallel.averages import Averages
 
 
-@dataclass(frozen=True)
+@dataclass
 class AveragingSchedule:
     """When the parts of a model are averaged: see `LocalSGDOptimizer` for the numbers."""
 
@@ -39,6 +39,8 @@ class LocalSteps:
         The data axis.
     schedule : AveragingSchedule
     averages : Averages
+    staleness : int
+        That of the average before these steps.
 
     Attributes
     ----------
@@ -46,8 +48,8 @@ class LocalSteps:
         Steps between the start of the last average and its use.
     """
 
-    def __init__(self, axis: Axis, schedule: AveragingSchedule, averages: Averages) -> None:
-        self.staleness: int = 0
+    def __init__(self, axis: Axis, schedule: AveragingSchedule, averages: Averages, staleness: int = 0) -> None:
+        self.staleness = staleness
         self._axis = axis
         self._schedule = schedule
         self._averages = averages

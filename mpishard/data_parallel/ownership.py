@@ -43,7 +43,7 @@ class Ownership:
         self.own = own
         self.counted = counted
         self._in_team = counted if in_team is None else in_team
-        self._parameters = parameters
+        self._layout = parameters.layout  # not the parameters: others of the same layout may take their place
 
     @property
     def size(self) -> int:
@@ -71,10 +71,10 @@ class Ownership:
     @cached_property
     def counted_parts(self) -> list[Part]:
         """This rank's parts in sums over the model: each logical element is on exactly one rank of the team."""
-        specs, model_rank = self._parameters.specs, self._parameters.place
+        specs, model_rank = self._layout.specs, self._layout.place
         return [part for part in self._parts(self._in_team) if model_rank.counts(specs[part.tensor])]
 
     def _parts(self, ranges: Sequence[Range]) -> list[Part]:
-        number = {spec.name: index for index, spec in enumerate(self._parameters.specs)}
-        tensors = [number[piece.name] for piece in self._parameters.pieces]
-        return parts_of(self._parameters.pieces, tensors, ranges, [start for start, _ in self.own])
+        number = {spec.name: index for index, spec in enumerate(self._layout.specs)}
+        tensors = [number[piece.name] for piece in self._layout.pieces]
+        return parts_of(self._layout.pieces, tensors, ranges, [start for start, _ in self.own])

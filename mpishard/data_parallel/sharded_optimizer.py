@@ -64,8 +64,6 @@ class ShardedOptimizer:
     ----------
     measure_norm : bool
         Compute `gradient_norm` even where clipping does not need it (one more pass over the gradients).
-    scaling : LossScale
-        Chooses `loss_scale`.
     settings : Settings
         The settings that all ranks compare.
     state : OptimizerState
@@ -100,7 +98,6 @@ class ShardedOptimizer:
         self.state: OptimizerState = self._make_state()
         self._binding = self.state.binding
         self._counters = self._binding.counters
-        self.scaling: LossScale = self._counters.scaling
         self.settings: Settings = self._binding.settings
 
     @property
@@ -136,7 +133,16 @@ class ShardedOptimizer:
     @property
     def loss_scale(self) -> float:
         """The factor that gradients must already contain; models read it from ``parameters.loss_scale``."""
-        return self.scaling.value
+        return self._counters.scaling.value
+
+    @property
+    def scaling(self) -> LossScale:
+        """Chooses `loss_scale`."""
+        return self._counters.scaling
+
+    @scaling.setter
+    def scaling(self, scaling: LossScale) -> None:
+        self._counters.scaling = scaling
 
     # -- steps ------------------------------------------------------------------------------------------------------
 

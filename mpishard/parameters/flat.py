@@ -378,6 +378,7 @@ class FlatParameters:
         return self.gradients.gradient(name)
 
     finished = renamed_method("FlatParameters", "finished", "mark_ready")
+    gradient_runs = renamed_method("FlatParameters", "gradient_runs", "layout.gradient_runs")
 
     def mark_ready(self, name: str) -> None:
         """Mark a gradient as complete in this backward pass, so that its reduction may start.

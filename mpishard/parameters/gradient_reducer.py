@@ -170,7 +170,6 @@ class GradientReducer:
         self._sums = sums
         self._overlap = overlap
         self._tracker = ReadyTracker(pieces, buckets)
-        self._no_sync = _NoSync(self)
         self._pending: list[tuple[Bucket, Array, Transfer]] = []
 
     # -- what is known ----------------------------------------------------------------------------------------------
@@ -249,7 +248,7 @@ class GradientReducer:
         RuntimeError
             At the entry, if the last pass has begun to reduce.
         """
-        return self._no_sync
+        return _NoSync(self)  # a new one: kept here, it would keep the memory of the gradients until a collection
 
     def begin_stage(self, stage: int, last: bool) -> None:
         """Begin a micro-batch's backward pass of a pipeline stage; `last`: no other follows in this pass."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 
 import hypothesis.strategies as st
@@ -381,6 +383,20 @@ def test_a_pass_that_fails_sends_nothing_and_the_step_goes_on_without_it():
     recorder.backward(["t1", "t0"])
     assert recorder.order == [1, 0]
     assert recorder.gradients.phase is Phase.REDUCING
+
+
+def test_memory_of_gradients_is_freed_with_its_parameters():
+    parameters = FlatParameters([ParameterSpec("w", (3,))], np.float64)
+    parameters.gradients["w"] += 1
+    with parameters.gradients.no_sync():
+        pass
+    memory = weakref.ref(parameters.gradients.memory)
+    gc.disable()
+    try:
+        del parameters
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_a_pass_within_another_that_is_held_is_held_too():

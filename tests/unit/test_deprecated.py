@@ -30,6 +30,9 @@ def test_methods() -> None:
     parameters = mpishard.FlatParameters([mpishard.ParameterSpec("w", (2,))], np.float64)
     with pytest.warns(DeprecationWarning, match=r"FlatParameters\.finished is called FlatParameters\.mark_ready now"):
         parameters.finished("w")
+    with pytest.warns(DeprecationWarning, match=r"FlatParameters\.layout\.gradient_runs now") as caught:
+        assert parameters.gradient_runs(by_unit=True) == parameters.layout.gradient_runs(by_unit=True)
+    assert caught[0].filename == __file__
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
         with pytest.warns(DeprecationWarning, match=r"Axis\.exchange is called Axis\.allgather_object now") as caught:
             assert mesh.world.exchange(3) == [3]

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpishard import Adam, DDPOptimizer, FlatParameters, LocalSGDOptimizer, Mesh, ParameterSpec, ShardingConfiguration
+from mpishard import (
+    SGD,
+    Adam,
+    DDPOptimizer,
+    FlatParameters,
+    LocalSGDOptimizer,
+    Mesh,
+    ParameterSpec,
+    ShardingConfiguration,
+)
 from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.local_steps import AveragingSchedule, LocalSteps
 from mpishard.data_parallel.ownership import Ownership
+from mpishard.optim.loss_scale import LossScale
 
 
 @pytest.fixture
@@ -42,6 +54,34 @@ def test_a_captured_state_is_restored(mesh: Mesh, kind: type[DDPOptimizer]) -> N
     one.step(parameters, np.ones(3))
     other.step(target, np.ones(3))
     assert np.array_equal(parameters.flat, target.flat)
+
+
+def test_another_loss_scale_is_that_of_the_steps_too(mesh: Mesh) -> None:
+    optimizer = DDPOptimizer(SGD(lr=1.0), ShardingConfiguration(mesh, loss_scale=1.0))
+    optimizer.scaling = LossScale(8.0)
+    parameters = np.zeros(3)
+    optimizer.step(parameters, np.full(3, optimizer.loss_scale))
+    assert parameters.tolist() == [-1.0] * 3
+
+
+def test_steps_between_averages_may_change(mesh: Mesh) -> None:
+    optimizer = LocalSGDOptimizer(Adam(lr=0.1), mesh, sync_every=4)
+    parameters = trained(optimizer, 1)
+    optimizer.sync_every = 2
+    for _ in range(3):
+        optimizer.step(parameters, np.ones(3))
+    assert optimizer.outer_steps == 2
+    assert optimizer.state.facts["local_sgd.json"] == {"sync_every": 2, "parts": 1, "delay": 0}
+    with pytest.raises(ValueError, match="sync_every"):
+        optimizer.sync_every = 0
+
+
+def test_the_staleness_of_the_last_average_outlives_a_rebuild(mesh: Mesh) -> None:
+    optimizer = LocalSGDOptimizer(Adam(lr=0.1), mesh, sync_every=2, delay=1)
+    parameters = trained(optimizer, 3)
+    assert optimizer.staleness == 1
+    optimizer.state.rebuild(parameters)
+    assert optimizer.staleness == 1
 
 
 def test_arrays_of_an_earlier_capture_outlive_a_rebuild(mesh: Mesh) -> None:
@@ -77,6 +117,17 @@ def test_what_a_rank_owns_and_what_it_counts() -> None:
     assert ownership.owned_parts == [(0, 0, 0, 3), (0, 1, 0, 1), (1, 1, 1, 5)]
     assert ownership.counted_parts == [(0, 0, 1, 3), (0, 1, 0, 1), (1, 1, 1, 3)]
     assert Ownership(parameters, [(0, 8)], [(0, 4)], in_team=[(0, 8)]).counted_parts == [(0, 0, 0, 4), (1, 0, 4, 8)]
+
+
+def test_parameters_whose_place_others_have_taken_are_freed(mesh: Mesh) -> None:
+    optimizer = DDPOptimizer(Adam(lr=0.1), mesh)
+    first, second = (FlatParameters([ParameterSpec("a", (4,))], np.float64) for _ in range(2))
+    optimizer.bind(first)
+    optimizer.bind(second)
+    held = weakref.ref(first)
+    del first
+    gc.collect()
+    assert held() is None and optimizer.parameters is second
 
 
 def test_numbers_come_back_from_their_facts() -> None:
