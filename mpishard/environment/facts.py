@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import platform
 import resource
 import shutil
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -54,8 +56,6 @@ class Blas:
 @dataclass(frozen=True)
 class Process:
     """A process among others.
-
-    The fields are many since each is a key of that JSON, which groups would change.
 
     Parameters
     ----------
@@ -222,6 +222,31 @@ class Facts:
 
 _GROUPS = {"process": Process, "mpi_setup": MpiSetup, "h5py": H5py, "processor": Processor, "memory": Memory}
 _GROUP_OF = {field.name: group for group, kind in _GROUPS.items() for field in fields(kind)}
+
+
+def _also_without_groups(init: Callable[..., None]) -> Callable[..., None]:
+    """The `__init__` of `Facts` that, deprecated, also takes facts by their own names, or all in their order."""
+    of_group = {group: [field.name for field in fields(kind)] for group, kind in _GROUPS.items()}
+    in_order = [name for field in fields(Facts) for name in of_group.get(field.name, [field.name])]
+
+    @functools.wraps(init)
+    def initialize(facts: Facts, *values: Any, **named: Any) -> None:
+        in_old_order = bool(values) and not isinstance(values[0], Process) and len(values) <= len(in_order)
+        if in_old_order or named.keys() & _GROUP_OF.keys():
+            warn_renamed("Facts(rank=..., ...)", "Facts(process=Process(rank=..., ...), ...)")
+            if in_old_order:
+                named, values = dict(zip(in_order, values, strict=False)) | named, ()
+            for group, kind in _GROUPS.items():
+                own = {name: named.pop(name) for name in of_group[group] if name in named}
+                if own:
+                    named[group] = replace(named[group], **own) if group in named else kind(**own)
+        init(facts, *values, **named)
+
+    return initialize
+
+
+if not TYPE_CHECKING:
+    Facts.__init__ = _also_without_groups(Facts.__init__)
 
 
 def collect(comm: MPI.Intracomm) -> Facts:

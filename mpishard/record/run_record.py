@@ -98,6 +98,10 @@ class RunRecord:
         """The first and the last step to trace, also by a request of the running job; None: none."""
         return self._trace.steps
 
+    @trace.setter
+    def trace(self, steps: tuple[int, int] | None) -> None:
+        self._trace.steps = steps
+
     def __enter__(self) -> RunRecord:
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ContextDecorator
 from typing import Any
 
 from mpishard.comm.ledger import Ledger
@@ -95,7 +96,7 @@ class StepTimes:
         return found
 
 
-class Phase:
+class Phase(ContextDecorator):
     """A block of a step; at its end its time, except in collectives, is added to that of its name in `phases`."""
 
     def __init__(self, ledger: Ledger, phases: dict[str, float], name: str) -> None:

@@ -303,6 +303,24 @@ def test_facts_have_their_old_names_for_one_release(monkeypatch: pytest.MonkeyPa
     assert pickle.loads(pickle.dumps(GOOD)) == GOOD
 
 
+def test_facts_are_made_without_groups_for_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, in their order, and by `dataclasses.replace`."""
+    groups = ("process", "mpi_setup", "h5py", "processor", "memory")
+    old: dict[str, Any] = {}
+    for field in fields(GOOD):
+        value = getattr(GOOD, field.name)
+        old |= vars(value) if field.name in groups else {field.name: value}
+    assert list(old) == list(GOOD.flat())
+    for made in (lambda: Facts(**old), lambda: Facts(*old.values()), lambda: replace(GOOD, rank=0)):
+        monkeypatch.setattr(deprecated, "_warned", set())
+        with pytest.warns(DeprecationWarning, match=r"Facts\(rank=\.\.\., \.\.\.\) is called Facts\(process=Process"):
+            assert made() == GOOD
+    with pytest.raises(TypeError, match="'host'"):
+        Facts(**{name: value for name, value in old.items() if name != "host"})
+    with pytest.raises(TypeError):
+        Facts(*old.values(), 1)
+
+
 def test_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in (*HYDRA, *PRTE, *SRUN):
         monkeypatch.delenv(variable, raising=False)

@@ -193,6 +193,27 @@ def test_what_is_logged_is_written_at_once(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(tmp_path / "logged.jsonl")[0]] == [0, 1, 2]
 
 
+def test_steps_to_trace_are_set_and_a_phase_is_a_function(tmp_path: Path) -> None:
+    import mpishard
+
+    with mpishard.Mesh() as mesh, mpishard.RunRecord(tmp_path, mesh) as record:
+
+        @record.phase("data")
+        def read() -> int:
+            return 3
+
+        record.begin()
+        record.step(1, loss=1.0)
+        record.trace = (3, 3)
+        for step in (2, 3, 4):
+            assert read() == 3
+            record.step(step, loss=1.0)
+        assert record.trace == (3, 3)
+    (path,) = (tmp_path / "processes").glob("*.trace.jsonl")
+    (line,) = read_lines(path)[0]
+    assert line["step"] == 3 and [span[0] for span in line["spans"]] == ["data", "step 3"]
+
+
 def test_a_loop_of_ones_own_notes_its_end(tmp_path: Path) -> None:
     import mpishard
 
