@@ -21,4 +21,4 @@ def case():
 def test_a_lost_host(case, tmp_path):
     ended = hosts.run(case, hosts.expected(), tmp_path)
     assert not ended.problem, f"{ended.problem}\n{ended.output}"
-    assert ended.how == ("healed in place" if case == "processes" else "restarted, 4 ranks")
+    assert ended.how == ("healed in place" if case == "processes" else "restarted, 4 ranks"), ended.output
