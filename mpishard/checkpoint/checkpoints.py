@@ -81,18 +81,31 @@ class Checkpoints:
         options = CheckpointOptions.agreed(mesh.world, given)
         self.folder: Path = Path(options.folder)
         self.mesh = mesh
-        self.every = options.every
-        self.keep = options.keep
         self.asynchronous = options.asynchronous
         self.compression = options.compression
-        self.on_error = options.on_error
-        self._interval = save_interval(self.every)
-        self._retention = Retention(self.keep)
+        self._options = options
+        self._interval = save_interval(options.every)
+        self._retention = Retention(options.keep)
         self._snapshot = Snapshot()
-        self._writer = Writer(self.folder, mesh, self.on_error)
+        self._writer = Writer(self.folder, mesh, options.on_error)
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.folder)!r}, every={self.every}, keep={self.keep})"
+
+    @property
+    def every(self) -> float | None:
+        """As given; read-only, as `keep` and `on_error` are, since all ranks have agreed on it.  Not collective."""
+        return self._options.every
+
+    @property
+    def keep(self) -> int | None:
+        """As given.  Not collective."""
+        return self._options.keep
+
+    @property
+    def on_error(self) -> Literal["raise", "warn"]:
+        """As given.  Not collective."""
+        return self._options.on_error
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after the step, by `every`; call it once after each step.

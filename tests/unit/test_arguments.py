@@ -125,6 +125,14 @@ def test_public_calls_refuse(mesh, call, message):
         call(mesh)
 
 
+def test_options_of_checkpoints_that_ranks_have_agreed_on_stay(mesh, tmp_path):
+    with Checkpoints(tmp_path, mesh, every=5, keep=None, on_error="warn") as checkpoints:
+        assert (checkpoints.every, checkpoints.keep, checkpoints.on_error) == (5, None, "warn")
+        for name in ("every", "keep", "on_error"):
+            with pytest.raises(AttributeError):
+                setattr(checkpoints, name, getattr(checkpoints, name))
+
+
 @dataclass(frozen=True)
 class Size:
     width: int = 1
