@@ -13,7 +13,7 @@ FLOORS = [
     {"arguments", "deprecated", "version"},
     {"backend", "layout", "pipeline.schedule"},
     {"io"},
-    {"launch", "optim", "compression"},
+    {"launch", "optim", "minimizers", "compression"},
     {"comm"},
     {"parameters"},
     {"pipeline", "reduction"},
@@ -39,6 +39,7 @@ WITHOUT_MPI = {
     "pipeline.schedule",
     "launch",
     "optim",
+    "minimizers",
     "compression",
 }
 # Heavy or optional packages, and what alone may import them: a package with all of its files, or one file.

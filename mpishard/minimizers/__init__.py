@@ -1,0 +1,5 @@
+"""Methods that choose their own steps from values and gradients: quasi-Newton, conjugate gradients, Newton.  No MPI."""
+
+from mpishard.minimizers.method import Method
+
+__all__ = ["Method"]

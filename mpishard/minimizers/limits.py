@@ -1,0 +1,33 @@
+"""What a user says about the elements of the point: bounds, fixed elements, and their scale; this rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Limits:
+    """This rank's part of what is known of each element; None where nothing is.
+
+    Parameters
+    ----------
+    lower, upper : 1-D array, optional
+        Bounds, infinite where there is none.
+    fixed : 1-D array of bool, optional
+        True for elements that keep their value.
+    scaling : 1-D array, optional
+        Positive: the diagonal p of the initial inverse Hessian, in units of one number that the method chooses.
+    precondition : callable, optional
+        ``precondition(vector) -> vector``, of this rank's elements, collective: such an initial inverse Hessian that is
+        no diagonal.  Symmetric and positive definite.
+    """
+
+    lower: Array | None = None
+    upper: Array | None = None
+    fixed: Array | None = None
+    scaling: Array | None = None
+    precondition: Callable[[Array], Array] | None = None

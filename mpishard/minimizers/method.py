@@ -1,0 +1,112 @@
+"""The base of the methods: their options, and the names of the vectors of their state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from mpishard.arguments import integer, number
+
+if TYPE_CHECKING:
+    from mpishard.minimizers.limits import Limits
+    from mpishard.minimizers.minimizer import Minimizer
+    from mpishard.minimizers.space import Space
+
+Array = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(ABC):
+    """Base of the methods, which choose the length of their steps by themselves from values and gradients.
+
+    A method is a frozen record of options, independent of any rank; `make` starts a minimisation by it.
+
+    Parameters
+    ----------
+    gtol : float
+        Stop when the largest element of the projected gradient is at most this: of ``x - P(x - g)``, where P projects
+        into the bounds; without bounds, of the gradient.
+    ftol : float
+        Stop when an iteration decreases the value by at most this times the largest of both values and 1.
+    xtol : float
+        Stop when no element of an iteration's step is larger than this times the largest of the point and 1.
+    maxiter, maxfun : int
+        Stop after so many iterations or evaluations.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option is invalid.
+    """
+
+    gtol: float = 1e-5
+    ftol: float = 2.220446049250313e-09
+    xtol: float = 0.0
+    maxiter: int = 15000
+    maxfun: int = 15000
+
+    def __post_init__(self) -> None:
+        for name in ("gtol", "ftol", "xtol"):
+            object.__setattr__(self, name, number(f"{type(self).__name__}: {name}", getattr(self, name), least=0))
+        for name in ("maxiter", "maxfun"):
+            value = integer(f"{type(self).__name__}: {name}", getattr(self, name), least=0)
+            object.__setattr__(self, name, value)
+
+    @property
+    @abstractmethod
+    def slots(self) -> tuple[str, ...]:
+        """Names of the vectors of the state, each as large as the parameters."""
+
+    @abstractmethod
+    def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> Minimizer:
+        """A minimisation by this method.
+
+        Not collective.
+
+        Parameters
+        ----------
+        space : Space
+            Of the vectors.
+        vectors : 2-D array
+            This rank's part of the state: a row for each name in `slots`.  The caller keeps and saves it.
+        point : 1-D array
+            This rank's part of the start; the minimisation writes there where it wants to evaluate next.
+        limits : Limits
+            What is known of the elements.
+
+        Returns
+        -------
+        Minimizer
+            Before its first evaluation: call `begin`, or `restore` after the vectors are filled.
+        """
+
+    def initial(self, slot: str) -> float:
+        """The value that fills `slot` before the first evaluation: 0.
+
+        Parameters
+        ----------
+        slot : str
+            One of `slots`.
+
+        Returns
+        -------
+        float
+            0.
+        """
+        return 0.0
+
+    def configuration(self) -> dict[str, float | str | bool]:
+        """The options as plain numbers, strings and flags, for saving.
+
+        Returns
+        -------
+        dict
+            ``"rule"`` with the name of the class, and each option that is one number, string or flag by its name.
+        """
+        plain: dict[str, float | str | bool] = {"rule": type(self).__name__}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float | str | bool):
+                plain[field.name] = value
+        return plain
