@@ -19,6 +19,8 @@ class Limits:
         Bounds, infinite where there is none.
     fixed : 1-D array of bool, optional
         True for elements that keep their value.
+    weights : 1-D array, optional
+        Positive: the inner product is ``sum(weights * a * b)``; stop tests look at ``gradient / weights``.
     scaling : 1-D array, optional
         Positive: the diagonal p of the initial inverse Hessian, in units of one number that the method chooses.
     precondition : callable, optional
@@ -29,5 +31,6 @@ class Limits:
     lower: Array | None = None
     upper: Array | None = None
     fixed: Array | None = None
+    weights: Array | None = None
     scaling: Array | None = None
     precondition: Callable[[Array], Array] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from mpishard.minimizers.space import Space
 
 Array = Any
+# Something about each element: one number, a flat array, or by tensor name a number or an array; None: nothing.
+Elements = Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,16 @@ class Method(ABC):
         Stop when no element of an iteration's step is larger than this times the largest of the point and 1.
     maxiter, maxfun : int
         Stop after so many iterations or evaluations.
+    fixed : array of bool, mapping or None
+        True for elements that keep their value: a flat array as long as the parameters, or by tensor name an array of
+        its shape or True.
+    inner_product : float, array, mapping or None
+        Positive weights w of the inner product ``sum(w * a * b)``, such as the diagonal of a mass matrix: one number, a
+        flat array, or by tensor name.  Gradients are partial derivatives g; what descends is their Riesz map ``g / w``,
+        whose largest element `gtol` bounds.  Default: 1.
+    preconditioner : float, array, mapping, callable or None
+        Initial inverse Hessian: a positive diagonal, as for `inner_product`, or a function of a flat array, symmetric
+        and positive definite, called on all ranks.  Default: the inverse of `inner_product`.
 
     Raises
     ------
@@ -45,6 +58,9 @@ class Method(ABC):
     xtol: float = 0.0
     maxiter: int = 15000
     maxfun: int = 15000
+    fixed: Elements = None
+    inner_product: Elements = None
+    preconditioner: Elements | Callable[[Array], Array] = None
 
     def __post_init__(self) -> None:
         for name in ("gtol", "ftol", "xtol"):
