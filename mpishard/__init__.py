@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpishard import nn
     from mpishard.checkpoint import Checkpoints
     from mpishard.comm.axis import Axis
-    from mpishard.comm.comparison import CollectiveMismatchError
+    from mpishard.comm.call_matching import CollectiveMismatchError
     from mpishard.comm.mesh import Mesh
     from mpishard.comm.request import Request
     from mpishard.comm.reshard import reshard_state
@@ -96,7 +96,7 @@ __all__ = [
 _MODULES = {
     "checkpoint": "Checkpoints",
     "comm.axis": "Axis",
-    "comm.comparison": "CollectiveMismatchError",
+    "comm.call_matching": "CollectiveMismatchError",
     "comm.mesh": "Mesh",
     "comm.request": "Request",
     "comm.reshard": "reshard_state",

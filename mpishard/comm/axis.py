@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.channel import NOTHING
 from mpishard.comm.communicator import Communicator
-from mpishard.comm.comparison import Comparison
 from mpishard.comm.ledger import Ledger
 from mpishard.deprecated import renamed_method
 
@@ -46,7 +46,7 @@ class Axis(Communicator):
         Ranks of the whole mesh, by rank of `comm`; default: those of `comm`.
     later : mpi4py.MPI.Intracomm, optional
         A duplicate of `comm` for the ``start_*`` forms; default: made here, collectively.
-    comparison : Comparison, optional
+    matching : CallMatching, optional
         In debug mode: compares the calls of the ranks.
     """
 
@@ -58,9 +58,9 @@ class Axis(Communicator):
         *,
         members: Sequence[int] | None = None,
         later: MPI.Intracomm | None = None,
-        comparison: Comparison | None = None,
+        matching: CallMatching | None = None,
     ) -> None:
-        super().__init__(name, comm, ledger, members=members, later=later, comparison=comparison)
+        super().__init__(name, comm, ledger, members=members, later=later, matching=matching)
         # The names of `subgroup` by ranks, which stay; and the axes by ranks, or by the name of `split`.
         self._names: dict[tuple[int, ...], str] = {}
         self._subgroups: dict[tuple[int, ...] | str, Axis | None] = {}
@@ -92,7 +92,7 @@ class Axis(Communicator):
         *,
         members: Sequence[int] | None = None,
         later: MPI.Intracomm | None = None,
-        comparison: Comparison | None = None,
+        matching: CallMatching | None = None,
     ) -> None:
         """Become the axis of other ranks; every holder of this object sees the change.  Collective over `comm`.
 
@@ -100,10 +100,10 @@ class Axis(Communicator):
 
         Parameters
         ----------
-        comm, members, later, comparison : as for `Axis`
+        comm, members, later, matching : as for `Axis`
             Of the new ranks.
         """
-        self._bind(comm, members, later, comparison)
+        self._bind(comm, members, later, matching)
         self._subgroups = {}
 
     def revoke(self) -> None:
@@ -180,7 +180,7 @@ class Axis(Communicator):
             assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
             ranks = MPI.Group.Translate_ranks(now.group, None, self.comm.group)
             members = [self.members[rank] for rank in ranks]
-            part = Axis(name, now, self.ledger, members=members, later=later, comparison=self._comparison)
+            part = Axis(name, now, self.ledger, members=members, later=later, matching=self._matching)
             self._subgroups[name] = part
         return part
 
@@ -190,7 +190,7 @@ class Axis(Communicator):
             return None
         assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
         members = [self.members[rank] for rank in key]
-        return Axis(self._names[key], now, self.ledger, members=members, later=later, comparison=self._comparison)
+        return Axis(self._names[key], now, self.ledger, members=members, later=later, matching=self._matching)
 
     # -- small values, and errors -------------------------------------------------------------------------------------
 

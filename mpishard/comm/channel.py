@@ -10,8 +10,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.backend import array as arrays
+from mpishard.comm.call_matching import CallMatching, CollectiveMismatchError, Late
 from mpishard.comm.capabilities import probe
-from mpishard.comm.comparison import CollectiveMismatchError, Comparison, Late
 from mpishard.comm.ledger import Call, Ledger
 from mpishard.comm.request import Fields
 
@@ -36,7 +36,7 @@ class Channel:
     ledger : Ledger
     members : sequence of int
         Ranks of the whole mesh, by rank of `comm`.
-    comparison : Comparison or None
+    matching : CallMatching or None
         In debug mode: compares the calls of the ranks.
 
     Attributes
@@ -54,7 +54,7 @@ class Channel:
         name: str,
         ledger: Ledger,
         members: Sequence[int],
-        comparison: Comparison | None = None,
+        matching: CallMatching | None = None,
     ) -> None:
         self.comm = comm
         self.name = name
@@ -64,8 +64,8 @@ class Channel:
         self._is_self = comm == MPI.COMM_SELF
         self.rank, self.size = (0, 1) if self._is_self else (comm.rank, comm.size)
         self.largest_count: int | None = _MOST if self._is_self or not probe().large_counts else None
-        self.comparison = comparison if self.size > 1 else None
-        self._unique_name = "" if self.comparison is None else self.comparison.name(comm)
+        self.matching = matching if self.size > 1 else None
+        self._unique_name = "" if self.matching is None else self.matching.name(comm)
 
     def free(self) -> None:
         """Free the communicator.  Collective."""
@@ -121,8 +121,8 @@ class Channel:
         self.calls += 1
         members = self.members if peer is None or peer < 0 else (self.members[self.rank], self.members[peer])
         call = self.ledger.begin(self.name, self.calls, op, buffer.dtype, buffer.size, label, members)
-        if peer is None and self.comparison is not None:
-            self._compare(self.comparison, call, detail, counts)
+        if peer is None and self.matching is not None:
+            self._compare(self.matching, call, detail, counts)
         return call
 
     def fits(self, count: int) -> bool:
@@ -136,7 +136,7 @@ class Channel:
             return [staged]
         return [staged[start : start + limit] for start in range(0, staged.size, limit)]
 
-    def _compare(self, comparison: Comparison, fields: Fields, detail: str, counts: Sequence[int] | None) -> None:
+    def _compare(self, matching: CallMatching, fields: Fields, detail: str, counts: Sequence[int] | None) -> None:
         """Compare the calls that the members are about to make; all raise where they differ.  Collective."""
         call = Call(*fields).placed(sys._getframe())
         # The sizes of the buffers of an all_to_all may differ between ranks.
@@ -145,7 +145,7 @@ class Channel:
         what = f"{call.op}({size}{call.dtype}{f', {detail}' if detail else ''}{cut})"
         self.ledger.active = fields
         try:
-            said = comparison.meet(self._unique_name, call.axis, self.members, what, call.site)
+            said = matching.meet(self._unique_name, call.axis, self.members, what, call.site)
         finally:
             self.ledger.active = None
         if any(what != said[0][0] for what, _ in said):
@@ -156,22 +156,22 @@ class Channel:
 
     def note_message(self, op: str, peer: int, tag: int) -> None:
         """Debug: note that this rank has come to its end of a message with rank `peer`.  Not collective."""
-        if self.comparison is not None and peer >= 0 <= tag:  # not MPI.PROC_NULL, ANY_SOURCE or ANY_TAG
-            self.comparison.enter(self._end(op, self.members[self.rank], self.members[peer], tag))
+        if self.matching is not None and peer >= 0 <= tag:  # not MPI.PROC_NULL, ANY_SOURCE or ANY_TAG
+            self.matching.enter(self._end(op, self.members[self.rank], self.members[peer], tag))
 
     def wait_for_message(self, fields: Fields, peer: int, tag: int, is_over: Callable[[], bool]) -> None:
         """Debug: wait until the last message that this rank noted is over; raise if it can never be."""
-        if self.comparison is None or not peer >= 0 <= tag:
+        if self.matching is None or not peer >= 0 <= tag:
             return
         rank, peer = self.members[self.rank], self.members[peer]
         call = Call(*fields).placed(sys._getframe())
         other = "recv" if call.op == "send" else "send"
-        number = self.comparison.entered(self._end(call.op, rank, peer, tag))
+        number = self.matching.entered(self._end(call.op, rank, peer, tag))
         what = f"{call.op}({call.elements} x {call.dtype}, {'to' if call.op == 'send' else 'from'} rank {peer})"
         late = Late(self._end(other, peer, rank, tag), number, call.axis, what, call.site, [peer], {})
         self.ledger.active = fields
         try:
-            self.comparison.wait(is_over, late)
+            self.matching.wait(is_over, late)
         finally:
             self.ledger.active = None
 

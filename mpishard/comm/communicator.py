@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.channel import NOTHING, OPS, Channel
 from mpishard.comm.collectives import Collectives
-from mpishard.comm.comparison import Comparison
 from mpishard.comm.ledger import Ledger, all_reduce_elements
 from mpishard.comm.messages import Messages
 from mpishard.comm.request import Request
@@ -55,7 +55,7 @@ class Communicator:
 
     Parameters
     ----------
-    name, comm, ledger, members, later, comparison : as for `Axis`
+    name, comm, ledger, members, later, matching : as for `Axis`
         What it is made of.
 
     Attributes
@@ -76,26 +76,26 @@ class Communicator:
         *,
         members: Sequence[int] | None = None,
         later: MPI.Intracomm | None = None,
-        comparison: Comparison | None = None,
+        matching: CallMatching | None = None,
     ) -> None:
         self.name = name
         self.ledger = ledger
-        self._bind(comm, members, later, comparison)
+        self._bind(comm, members, later, matching)
 
     def _bind(
         self,
         comm: MPI.Intracomm,
         members: Sequence[int] | None,
         later: MPI.Intracomm | None,
-        comparison: Comparison | None,
+        matching: CallMatching | None,
     ) -> None:
         """Use these communicators from now on; see `Axis.rebind`."""
         self.comm = comm
-        self._comparison = comparison
+        self._matching = matching
         later = comm.Dup() if later is None else later
         self.members: list[int] = list(range(comm.size) if members is None else members)
-        self._channel = Channel(comm, self.name, self.ledger, self.members, comparison)
-        self._channel_of_started = Channel(later, self.name, self.ledger, self.members, comparison)
+        self._channel = Channel(comm, self.name, self.ledger, self.members, matching)
+        self._channel_of_started = Channel(later, self.name, self.ledger, self.members, matching)
         self.rank: int = self._channel.rank
         self.size: int = self._channel.size
         self._blocking = Collectives(self._channel, nonblocking=False)
@@ -123,7 +123,7 @@ class Communicator:
         channel, ledger = self._channel, self.ledger
         limit = channel.largest_count
         plain = out is None and type(buffer) is np.ndarray and buffer.itemsize != 2 and buffer.flags.carray
-        if not plain or op not in OPS or channel.comparison is not None or (limit is not None and buffer.size > limit):
+        if not plain or op not in OPS or channel.matching is not None or (limit is not None and buffer.size > limit):
             return self._blocking.all_reduce(buffer, out, op, label).wait()
         # The fast path: a large buffer has evicted the interpreter from the caches, so that every function call here
         # costs microseconds.

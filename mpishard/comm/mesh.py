@@ -18,8 +18,8 @@ from mpishard.arguments import flag
 from mpishard.backend.blas_threads import limit_blas_threads
 from mpishard.comm.abort import abort_on_exception
 from mpishard.comm.axis import Axis
+from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.comm.comparison import Comparison
 from mpishard.comm.ledger import Ledger
 from mpishard.comm.watchdog import Watchdog
 from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
@@ -121,9 +121,9 @@ class Mesh:
         """Make the axes over the ranks of `world`, or bind those that there are to them.  Collective."""
         self.shape = {"pipeline": pipeline, "data": data, "tensor": tensor}
         if self._parent is None:
-            self._comparison = Comparison(world) if self.debug else None
+            self._matching = CallMatching(world) if self.debug else None
         else:
-            self._comparison = self._parent._comparison
+            self._matching = self._parent._matching
         rank = world.rank
         tensor_rank, data_rank, stage = rank % tensor, rank // tensor % data, rank // (tensor * data)
         self.coordinates = {"pipeline": stage, "data": data_rank, "tensor": tensor_rank}
@@ -133,7 +133,7 @@ class Mesh:
         def axis(name: str, now: MPI.Comm, later: MPI.Comm) -> Axis:
             assert isinstance(now, MPI.Intracomm) and isinstance(later, MPI.Intracomm)
             members = MPI.Group.Translate_ranks(now.group, None, world.group)
-            of_now: dict[str, Any] = {"members": members, "later": later, "comparison": self._comparison}
+            of_now: dict[str, Any] = {"members": members, "later": later, "matching": self._matching}
             if name in self._axes:
                 self._axes[name].rebind(now, **of_now)
             else:
@@ -247,15 +247,15 @@ class Mesh:
         """Free the communicators, to `rebind` afterwards.  Collective."""
         for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
             axis.free()
-        if self._comparison is not None and self._parent is None:
-            self._comparison.free()
+        if self._matching is not None and self._parent is None:
+            self._matching.free()
 
     def revoke(self) -> None:
         """Make every operation on the mesh fail on all ranks, so that none waits for a dead rank.  Not collective."""
         for axis in (self.node, self.pipeline, self.tensor, self.data, self.world):
             axis.revoke()
-        if self._comparison is not None:
-            self._comparison.revoke()
+        if self._matching is not None:
+            self._matching.revoke()
 
     def unwatch(self) -> None:
         """End the time limits; a rank that dies is still named where its death ends the job.  Collective."""
@@ -290,7 +290,7 @@ class Mesh:
 
 
 class _ReshapedMesh(Mesh):
-    """A mesh of the ranks of another one, which has the watchdog, and the ledger and the comparison of both."""
+    """A mesh of the ranks of another one, which has the watchdog, and the ledger and the matching of calls of both."""
 
     def __init__(self, parent: Mesh, data: int, tensor: int, pipeline: int) -> None:
         self.debug, self.ledger = parent.debug, parent.ledger

@@ -23,7 +23,7 @@ class Messages:
         """Start to send."""
         channel = self._channel
         call = channel.begin("send", buffer, label, peer=to)
-        if channel.comparison is not None:
+        if channel.matching is not None:
             channel.note_message("send", to, tag)
         requests = [channel.comm.Isend(part, to, tag) for part in channel.parts(stage_out(buffer))]
         return Request(channel.ledger, call, buffer.nbytes, requests, lambda: buffer)
@@ -32,7 +32,7 @@ class Messages:
         """Start to receive."""
         channel = self._channel
         call = channel.begin("recv", buffer, label, peer=source)
-        if channel.comparison is not None:
+        if channel.matching is not None:
             channel.note_message("recv", source, tag)
         staged = stage_out(buffer, reads=False)
         requests = [channel.comm.Irecv(part, source, tag) for part in channel.parts(staged)]

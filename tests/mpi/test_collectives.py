@@ -14,7 +14,7 @@ from standin import empty as empty_on_device
 import mpishard
 from mpishard.backend import array as arrays
 from mpishard.comm import staging
-from mpishard.comm.comparison import CollectiveMismatchError
+from mpishard.comm.call_matching import CollectiveMismatchError
 
 SIZES = (0, 1, 7, 57)
 

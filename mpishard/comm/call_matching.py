@@ -40,8 +40,8 @@ class Late(NamedTuple):
     entered: dict[str, int]
 
 
-class Comparison:
-    """Messages between the ranks of a mesh in debug mode.  Creation is collective, and so is `free`.
+class CallMatching:
+    """Matches the calls of the ranks of a mesh, by messages, in debug mode.  Creation is collective, and so is `free`.
 
     A rank that comes to a call sends its description to the other members, and waits for theirs.  If that takes long,
     it sends its waiting call to all ranks of the mesh, so that each rank can see whether ranks wait for each other.
