@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         ZeRO3Optimizer,
     )
     from mpishard.elastic.optimizer import ElasticOptimizer
-    from mpishard.elastic.signals import Signals
+    from mpishard.launch.leave_signals import Signals
     from mpishard.layout.specs import ParameterSpec
     from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop
     from mpishard.optim.lr_schedules import constant, cosine, inverse_square_root, linear, warmup
@@ -106,7 +106,7 @@ _MODULES = {
     "as_distributed_for_low_bandwidth",
     "data_parallel.optimizers": "DDPOptimizer HybridShardedOptimizer ZeRO1Optimizer ZeRO2Optimizer ZeRO3Optimizer",
     "elastic.optimizer": "ElasticOptimizer",
-    "elastic.signals": "Signals",
+    "launch.leave_signals": "Signals",
     "layout.specs": "ParameterSpec",
     "optim": "Adagrad Adam AdamW LAMB Lion RMSprop SGD",
     "optim.lr_schedules": "constant cosine inverse_square_root linear warmup",

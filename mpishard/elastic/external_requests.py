@@ -12,7 +12,7 @@ from mpishard.comm.capabilities import heals_in_place
 from mpishard.elastic.control import Control, ControlFolder
 from mpishard.elastic.discovery import Discovery
 from mpishard.elastic.membership import is_joining
-from mpishard.elastic.signals import Signals
+from mpishard.launch.leave_signals import Signals
 
 
 class Outside:

@@ -1,1 +1,1 @@
-"""Launching jobs: which launcher started this process, and the supervisor that restarts jobs.  No MPI."""
+"""Launching jobs and how they end: launchers, hosts, the supervisor that restarts jobs, Ctrl-C and signals.  No MPI."""

@@ -147,7 +147,7 @@ def test_processes_beyond_the_limit_are_spares_until_the_end(comm, shape, expect
 @pytest.mark.parametrize("with_spares", [False, True], ids=["its worker goes", "a spare takes its place"])
 def test_a_process_that_is_asked_to_leaves(comm, shape, expected, monkeypatch, with_spares):
     """The last process of the first worker: another of its place moves up, and those without partners wait."""
-    monkeypatch.setattr("mpishard.elastic.signals._SKEW_S", 0.0)
+    monkeypatch.setattr("mpishard.launch.leave_signals._SKEW_S", 0.0)
     noted = {}
     with Mesh(comm, **shape) as mesh:
         most, data_rank = mesh.data.size, mesh.data.rank

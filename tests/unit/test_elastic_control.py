@@ -16,9 +16,9 @@ from mpishard.cli.app import main
 from mpishard.elastic import control as controls
 from mpishard.elastic.control import Control, ControlFolder, request_resize
 from mpishard.elastic.discovery import Discovery, count_slots
-from mpishard.elastic.signals import Signals
 from mpishard.elastic.stopped_processes import Peer, Watch, this_process
 from mpishard.io.files import NotPrivateError
+from mpishard.launch.leave_signals import Signals
 
 LIMITS = 2, 6
 
@@ -261,7 +261,7 @@ class TestSignals:
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
 
     def test_others_get_time_to_hear_it(self, monkeypatch):
-        monkeypatch.setattr("mpishard.elastic.signals._SKEW_S", 0.05)
+        monkeypatch.setattr("mpishard.launch.leave_signals._SKEW_S", 0.05)
         signals = Signals()
         signals.came = True
         assert signals.report() == 1

@@ -1,4 +1,7 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C in an elastic run: one process that gets one leaves the run; if all do, the run stops."""
+"""SIGTERM, SIGUSR1 and Ctrl-C as wishes to leave: `Signals` notes them, and the run saves and stops, elastic or not.
+
+In an elastic run one process that gets one leaves, and the others go on; if all get one, the run stops.
+"""
 
 from __future__ import annotations
 
