@@ -172,7 +172,7 @@ def _runs_distributed() -> bool:
 # A rank may fail before it has a mesh, and the others must hear of it: ranks start MPI here, and it ends the job.
 # In a program that does not run distributed nothing is replaced: neither hooks nor handlers nor the environment.
 if _runs_distributed():
-    from mpishard.launch.interrupts import deferred
+    from mpishard.launch.ctrl_c import deferred
 
     with deferred():
         from mpishard.launch.detection import check_before_mpi
@@ -180,7 +180,7 @@ if _runs_distributed():
         check_before_mpi()
 
         from mpishard.comm.abort import abort_on_exception, restore_sigusr1
-        from mpishard.elastic.supervisor_reports import watch_script
+        from mpishard.comm.supervisor_reports import watch_script
 
         abort_on_exception()
         restore_sigusr1()

@@ -17,6 +17,7 @@ from mpi4py import MPI
 from mpishard.backend.blas_threads import own_cores
 from mpishard.comm.abort import die, fail_alone
 from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.supervisor_reports import finalize_in_time, give_up, leave_to_others, note_training
 from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.agreements import Agreements
@@ -28,7 +29,6 @@ from mpishard.elastic.phases import Event, Phase, next_phase
 from mpishard.elastic.recruiter import Recruiter
 from mpishard.elastic.resizing import Resizing
 from mpishard.elastic.run_status import RunStatus
-from mpishard.elastic.supervisor_reports import finalize_in_time, give_up, leave_to_others, note_training
 from mpishard.elastic.transactions import Transactions
 from mpishard.elastic.worker_mesh import WorkerMesh
 from mpishard.io import log

@@ -11,7 +11,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-from mpishard.launch.interrupts import Interrupts
+from mpishard.launch.ctrl_c import Interrupts
 
 _HEARD = (signal.SIGTERM, signal.SIGUSR1)
 # A launcher passes a signal on to all ranks, which get it at different moments, at most so far apart.

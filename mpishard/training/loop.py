@@ -8,7 +8,7 @@ import numpy as np
 
 from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.launch.interrupts import Interrupts
+from mpishard.launch.ctrl_c import Interrupts
 from mpishard.training.batch_scaling import Scaling
 from mpishard.training.objective import Objective
 from mpishard.training.options import RunOptions

@@ -10,8 +10,8 @@ from mpishard.data_parallel.results import OptimizationResult, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import tell_of_other_starts
 from mpishard.io import log
+from mpishard.launch.ctrl_c import Interrupts
 from mpishard.launch.exit_code import note_run
-from mpishard.launch.interrupts import Interrupts
 from mpishard.training.batch_scaling import Scaling
 from mpishard.training.batches import Batches
 from mpishard.training.loss_history import LossHistory

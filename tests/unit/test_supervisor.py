@@ -580,7 +580,7 @@ def test_who_ends_without_a_part_in_the_run_leaves_its_exit_code_to_others(tmp_p
     folder = RunFolder.create(tmp_path / "run")
     folder.note_healed(3, 1)
     folder.note_ended(Ended(75))
-    script = "import mpishard.elastic.supervisor_reports as reports\nreports.leave_to_others()\nraise SystemExit(0)"
+    script = "import mpishard.comm.supervisor_reports as reports\nreports.leave_to_others()\nraise SystemExit(0)"
     environment = {**os.environ, **folder.environment(), "PYTHONPATH": str(Path(mpishard.__file__).parents[1])}
     for lines, ended in ((script, Ended(75)), (script.replace("reports.leave_to_others()\n", ""), Ended(None))):
         subprocess.run([sys.executable, "-c", lines], env=environment, timeout=60, check=True)

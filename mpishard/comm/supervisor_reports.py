@@ -19,8 +19,8 @@ from typing import ClassVar
 from mpi4py import MPI
 
 from mpishard.comm.abort import abort_on_exception
+from mpishard.launch.ctrl_c import Interrupts
 from mpishard.launch.exit_code import Ending
-from mpishard.launch.interrupts import Interrupts
 from mpishard.launch.processes import die_with_single_threaded_parent, end_with_daemon
 from mpishard.launch.run_folder import Ended, Failure, RunFolder, RunLost
 
