@@ -6,8 +6,8 @@
 A refactoring must change no bit of losses and final parameters of three examples, a sample of the layouts of
 `tests/grid.py` and an elastic run with resizes, nor of the data sets of a checkpoint.  Each is a line, the same in
 every run of one state of the package, which PYTHONPATH chooses, under one MPI and with one kind of processor and set of
-BLAS kernels, which the first lines name.  What --save keeps, a checkpoint and a run folder of every kind, another state
-of the package reads with --load, and all that it prints must be among what was printed when they were saved.
+BLAS kernels, which the first lines name.  What --save keeps, a checkpoint and a record folder of every kind, another
+state of the package reads with --load, and all that it prints must be among what was printed when they were saved.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def of_commands(kept: Path, work: Path) -> bits_run.Digests:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", type=int, default=60, help="how many of the grid (default 60)")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep checkpoints and run folders there")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep checkpoints and record folders there")
     parser.add_argument("--load", type=Path, metavar="FOLDER", help="only load what was kept there")
     options = parser.parse_args()
     if options.save is not None and options.save.exists() and any(options.save.iterdir()):

@@ -200,7 +200,7 @@ def whole(model: Any, mesh: Any) -> np.ndarray:
     return mpishard.as_distributed(model, mesh).gather_full_parameters()
 
 
-# -- checkpoints and run folders --------------------------------------------------------------------------------------
+# -- checkpoints and record folders -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

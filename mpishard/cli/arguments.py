@@ -7,4 +7,4 @@ from typing import Annotated
 
 import typer
 
-RunFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The run's record, as given to RunRecord.")]
+RecordFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The run's record, as given to RunRecord.")]

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from mpishard.cli.arguments import RunFolder
+from mpishard.cli.arguments import RecordFolder
 from mpishard.record import Run
 from mpishard.record.summary import spent
 
 
 def plot(
-    run: RunFolder,
+    run: RecordFolder,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: run.png in that folder.")] = None,
     log: Annotated[bool, typer.Option("--log", help="The loss on a logarithmic axis.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="What would be drawn, as data; no picture.")] = False,

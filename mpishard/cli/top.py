@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from mpishard.cli.arguments import RunFolder
+from mpishard.cli.arguments import RecordFolder
 from mpishard.cli.estimate_text import console
 from mpishard.cli.top_text import screen, snapshot
 from mpishard.record.following import Follower
@@ -18,7 +18,7 @@ from mpishard.record.reading import check_record
 
 
 def top(
-    run: RunFolder,
+    run: RecordFolder,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once; also where the output is no terminal.")] = False,
     rows: Annotated[int, typer.Option(min=1, help="Most ranks to show: those that compute longest.")] = 32,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mpishard.cli.arguments import RunFolder
+from mpishard.cli.arguments import RecordFolder
 from mpishard.cli.figure import write
 from mpishard.record.reading import check_record
 from mpishard.record.stack_requests import ask_for_trace
@@ -16,7 +16,7 @@ from mpishard.record.trace import chrome_events, read_trace
 
 
 def trace(
-    run: RunFolder,
+    run: RecordFolder,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: trace.json in that folder.")] = None,
     first: Annotated[int | None, typer.Option(min=1, help="First step; default: of all that were traced.")] = None,
     last: Annotated[int | None, typer.Option(min=1, help="Last step.")] = None,

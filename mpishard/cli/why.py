@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mpishard.cli.arguments import RunFolder
+from mpishard.cli.arguments import RecordFolder
 from mpishard.record.diagnosis import Finding, diagnose
 from mpishard.record.reading import check_record
 from mpishard.record.stack_requests import ask
@@ -18,7 +18,7 @@ _MOST = 16  # ranks of one kind that are listed one by one
 
 
 def why(
-    run: RunFolder,
+    run: RecordFolder,
     wait: Annotated[float, typer.Option(min=0, help="Seconds that processes get; 0: what they said last.")] = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="Findings and all answers, as data.")] = False,
 ) -> None:

@@ -21,8 +21,8 @@ from mpi4py import MPI
 from mpishard.comm.abort import abort_on_exception
 from mpishard.launch.ctrl_c import Interrupts
 from mpishard.launch.exit_code import Ending
+from mpishard.launch.job_notes import Ended, Failure, JobNotes, RunLost
 from mpishard.launch.processes import die_with_single_threaded_parent, end_with_daemon
-from mpishard.launch.run_folder import Ended, Failure, RunFolder, RunLost
 
 _POLL_S = 0.25
 _FINALIZE_S = 3.0
@@ -36,7 +36,7 @@ def watch_script() -> None:
 
     Importing mpishard calls this.  An atexit function registered before that runs after the end has been reported.
     """
-    run = RunFolder.from_environment()
+    run = JobNotes.from_environment()
     if run is not None:
         Reports.this = Reports(run)
 
@@ -71,7 +71,7 @@ class Reports:
 
     this: ClassVar[Reports | None] = None
 
-    def __init__(self, run: RunFolder) -> None:
+    def __init__(self, run: JobNotes) -> None:
         self.is_silent = False
         self._has_trained = False
         self._run = run

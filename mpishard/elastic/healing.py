@@ -8,7 +8,7 @@ from mpishard.elastic.membership import Order
 from mpishard.elastic.parts import Parts
 from mpishard.elastic.run_status import RunStatus, Survivor
 from mpishard.io import log
-from mpishard.launch.run_folder import RunFolder, RunLost
+from mpishard.launch.job_notes import JobNotes, RunLost
 
 
 class Healing:
@@ -72,7 +72,7 @@ class Healing:
 
     def _note_healed(self, step: int) -> None:
         """Inform the supervisor that the run has survived a death and goes on after this step."""
-        folder = RunFolder.from_environment()
+        folder = JobNotes.from_environment()
         if folder is not None:
             with contextlib.suppress(OSError):
                 folder.note_healed(self._parts.membership.roles.size, step)

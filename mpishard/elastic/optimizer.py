@@ -24,7 +24,7 @@ from mpishard.elastic.membership import is_joining
 from mpishard.elastic.parts import Elasticity
 from mpishard.elastic.stopped_processes import Watch
 from mpishard.elastic.worker_target import WorkerTarget
-from mpishard.launch.run_folder import RunFolder
+from mpishard.launch.job_notes import JobNotes
 from mpishard.optim import Rule
 from mpishard.record import RunRecord
 from mpishard.training import OptimizationProblem, Scaling
@@ -292,5 +292,5 @@ class ElasticOptimizer:
         folder: Path | None = self.folder or getattr(checkpoints, "folder", None)
         if folder is not None:
             return folder
-        run = RunFolder.from_environment()
+        run = JobNotes.from_environment()
         return None if run is None else run.path

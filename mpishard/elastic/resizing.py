@@ -12,7 +12,7 @@ from mpishard.elastic.membership import Order
 from mpishard.elastic.parts import Parts
 from mpishard.elastic.run_status import Handover
 from mpishard.io import log
-from mpishard.launch.run_folder import RunLost
+from mpishard.launch.job_notes import RunLost
 from mpishard.layout.run_state import RunState
 
 

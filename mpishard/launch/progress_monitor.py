@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from mpishard.launch.run_folder import Heal, Notes, RunFolder
+from mpishard.launch.job_notes import Heal, JobNotes, Notes
 
 _STEPS = 3
 # Seconds that a job has to end by itself, since other ranks may still print errors.
@@ -40,7 +40,7 @@ class ProgressMonitor:
 
     Parameters
     ----------
-    folder : RunFolder
+    folder : JobNotes
     limits : Limits
 
     Attributes
@@ -53,7 +53,7 @@ class ProgressMonitor:
         The job must be ended since some of its ranks have not imported mpishard.
     """
 
-    def __init__(self, folder: RunFolder, limits: Limits) -> None:
+    def __init__(self, folder: JobNotes, limits: Limits) -> None:
         self.step = 0
         self.started = self.has_ended = False
         self.half_started = False

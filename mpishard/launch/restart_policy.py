@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from mpishard.launch.exit_code import INTERRUPTED
 from mpishard.launch.hosts import Host
-from mpishard.launch.run_folder import Failure, Notes
+from mpishard.launch.job_notes import Failure, Notes
 
 # Signals that end ranks; MPICH's launcher returns their plain numbers.
 _SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)

@@ -21,13 +21,13 @@ from pathlib import Path
 from types import FrameType
 
 from mpishard.launch.hosts import Host, HostMonitor, HostSettings, check_shell, parse_hosts, sweep
+from mpishard.launch.job_notes import JobNotes
 from mpishard.launch.launchers import Launcher, find_launcher
 from mpishard.launch.leftovers import Leftovers
 from mpishard.launch.processes import Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
 from mpishard.launch.progress_monitor import Limits, ProgressMonitor
 from mpishard.launch.python_command import with_runner
 from mpishard.launch.restart_policy import History, Outcome, Policy, Start, Stop, decide, exit_code, name_of
-from mpishard.launch.run_folder import RunFolder
 
 _POLL_S = 0.02
 _LOOK_S = 0.2  # between two looks into the run's folder
@@ -109,13 +109,13 @@ class Supervisor:
         if path is None:
             path = temporary = tempfile.mkdtemp(prefix=".mpishard-run-", dir="." if self.hosts else None)
         try:
-            return self._run(RunFolder.create(Path(path)))
+            return self._run(JobNotes.create(Path(path)))
         finally:
             self._end_all()
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
 
-    def _run(self, folder: RunFolder) -> int:
+    def _run(self, folder: JobNotes) -> int:
         history = History(self.ranks, self.ranks)
         start = Start(self.ranks, self.hosts, history)
         ended = 0.0
@@ -142,7 +142,7 @@ class Supervisor:
             start, history = follows, follows.history
         raise AssertionError("unreachable")
 
-    def _end_job(self, process: subprocess.Popen[bytes], folder: RunFolder, half_started: bool, lost: bool) -> Outcome:
+    def _end_job(self, process: subprocess.Popen[bytes], folder: JobNotes, half_started: bool, lost: bool) -> Outcome:
         """End the job if it still runs; returns its outcome."""
         notes = folder.notes  # before the job is ended, since that may add notes of the ranks
         code = process.poll()
@@ -154,7 +154,7 @@ class Supervisor:
         stopped = self._stopped or next((number for number in self._signals if number in _STOP), 0)
         return Outcome(code, notes, half_started, lost, stopped)
 
-    def _start(self, start: Start, folder: RunFolder) -> subprocess.Popen[bytes]:
+    def _start(self, start: Start, folder: JobNotes) -> subprocess.Popen[bytes]:
         job, elastic = self.job, self.job.policy.elastic
         given = {**os.environ, **folder.environment()}
         environment = self.launcher.environment(given, start.ranks, self.slots, elastic)
@@ -175,7 +175,7 @@ class Supervisor:
         )
 
     def _watch(
-        self, process: subprocess.Popen[bytes], start: Start, folder: RunFolder, monitor: ProgressMonitor, ended: float
+        self, process: subprocess.Popen[bytes], start: Start, folder: JobNotes, monitor: ProgressMonitor, ended: float
     ) -> set[Host]:
         """Watch until the launcher ends or must be ended; returns the lost hosts, if these are the reason."""
         job, hosts, step = self.job, start.hosts, start.history.step
@@ -212,7 +212,7 @@ class Supervisor:
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
 
-    def _handle_signals(self, process: subprocess.Popen[bytes], folder: RunFolder) -> bool:
+    def _handle_signals(self, process: subprocess.Popen[bytes], folder: JobNotes) -> bool:
         """Handle the received signals; returns whether the job must end now."""
         while self._signals:
             number = self._signals.pop(0)

@@ -294,8 +294,8 @@ def test_a_job_that_is_stuck_after_a_death_is_started_again(run):
     script = """
 import time
 import mpishard
-from mpishard.launch.run_folder import RunFolder
-folder = RunFolder.from_environment()
+from mpishard.launch.job_notes import JobNotes
+folder = JobNotes.from_environment()
 if folder.attempt == 0:
     folder.note_healed(1, 0)
     time.sleep(1000)

@@ -21,10 +21,10 @@ import mpishard
 from mpishard.launch import progress_monitor
 from mpishard.launch.exit_code import _exit_code, _main_frame, _ran_to_its_end, _Unknown
 from mpishard.launch.hosts import Host, HostMonitor, Probe, check_shell, parse_hosts, sweep
+from mpishard.launch.job_notes import Ended, Failure, Heal, JobNotes, Notes
 from mpishard.launch.launchers import Launcher, find_launcher
 from mpishard.launch.processes import Offspring
 from mpishard.launch.restart_policy import History, Outcome, Policy, Start, Stop, decide
-from mpishard.launch.run_folder import Ended, Failure, Heal, Notes, RunFolder
 from mpishard.launch.supervisor import Job, Supervisor
 
 FAILURE = Failure("ValueError", "1.5 is bad", "train.py:7", 12)
@@ -211,10 +211,10 @@ def test_senseless_policies(changes):
 
 
 def test_notes_of_a_run(tmp_path):
-    first = RunFolder.create(tmp_path / "run")
+    first = JobNotes.create(tmp_path / "run")
     assert first.path.stat().st_mode & 0o777 == 0o700
-    other = RunFolder.from_environment(first.environment())
-    assert other == first and RunFolder.from_environment({}) is None
+    other = JobNotes.from_environment(first.environment())
+    assert other == first and JobNotes.from_environment({}) is None
     assert first.notes == Notes(False, None, 0, None, None, None, None, False)
     assert not first.is_ending and not first.has_healed and first.notes.healed == 0
     other.note_started()
@@ -231,9 +231,9 @@ def test_notes_of_a_run(tmp_path):
     assert first.is_ending and first.has_healed and first.notes.healed == 3
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in first.path.iterdir())
     second = first.next()
-    assert second == RunFolder(first.path, 1) and second.notes == Notes()
+    assert second == JobNotes(first.path, 1) and second.notes == Notes()
     assert first.is_over and not second.is_over
-    again = RunFolder.create(first.path)
+    again = JobNotes.create(first.path)
     assert again.attempt == 2 and again.notes == Notes() and [path.name for path in first.path.iterdir()] == ["start"]
     assert second.is_over and not again.is_over
     (first.path / "start").unlink()
@@ -241,7 +241,7 @@ def test_notes_of_a_run(tmp_path):
 
 
 def test_a_note_that_does_not_fit_on_the_disk(tmp_path):
-    folder = RunFolder.create(tmp_path / "run")
+    folder = JobNotes.create(tmp_path / "run")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
@@ -256,11 +256,11 @@ def test_a_note_that_does_not_fit_on_the_disk(tmp_path):
 def test_a_folder_that_others_may_open(tmp_path):
     tmp_path.chmod(0o755)
     with pytest.raises(ValueError, match="0700"):
-        RunFolder.create(tmp_path)
+        JobNotes.create(tmp_path)
     tmp_path.chmod(0o700)
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ValueError, match="0700"):
-        RunFolder.create(tmp_path / "link")
+        JobNotes.create(tmp_path / "link")
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_a_host_that_is_silent_twice_is_lost(tmp_path):
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
     """``watched(seconds, gone)``: what a `ProgressMonitor`, its `monitor`, says of its `folder` that much later."""
-    folder, clock = RunFolder.create(tmp_path / "run"), SimpleNamespace(now=0.0)
+    folder, clock = JobNotes.create(tmp_path / "run"), SimpleNamespace(now=0.0)
     monkeypatch.setattr(progress_monitor, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def look(seconds, gone=0):
@@ -556,7 +556,7 @@ def test_ranks_that_are_gone(names):
 
 def test_a_rank_that_nobody_can_end_ends_itself(tmp_path):
     """With the launcher's daemon, once its start is over; another parent is left alone."""
-    folder = RunFolder.create(tmp_path / "run")
+    folder = JobNotes.create(tmp_path / "run")
     daemon = tmp_path / "prted"
     shutil.copy("/bin/sh", daemon)
     script = f"{sys.executable} -c 'import time, mpishard; print(1, flush=True); time.sleep(100)'; echo after"
@@ -577,7 +577,7 @@ def test_a_rank_that_nobody_can_end_ends_itself(tmp_path):
 
 
 def test_who_ends_without_a_part_in_the_run_leaves_its_exit_code_to_others(tmp_path):
-    folder = RunFolder.create(tmp_path / "run")
+    folder = JobNotes.create(tmp_path / "run")
     folder.note_healed(3, 1)
     folder.note_ended(Ended(75))
     script = "import mpishard.comm.supervisor_reports as reports\nreports.leave_to_others()\nraise SystemExit(0)"
@@ -589,7 +589,7 @@ def test_who_ends_without_a_part_in_the_run_leaves_its_exit_code_to_others(tmp_p
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_what_ctrl_c_does_is_said_each_time(tmp_path, capsys, begun):
-    folder, sent = RunFolder.create(tmp_path / "run"), []
+    folder, sent = JobNotes.create(tmp_path / "run"), []
     process = SimpleNamespace(send_signal=sent.append)
     if begun:
         folder.note_started()

@@ -12,8 +12,8 @@ import pytest
 
 import mpishard
 from mpishard.launch import python_command
+from mpishard.launch.job_notes import Ended, JobNotes
 from mpishard.launch.python_command import RUNNER, with_runner, without_runner
-from mpishard.launch.run_folder import Ended, RunFolder
 
 PACKAGE = str(Path(mpishard.__file__).parents[1])
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(mpishard._STARTED_BY)}
@@ -217,7 +217,7 @@ def test_what_the_supervisor_hears(words: list[str], end: str, ended: Ended | No
     hooked = words == ["script.py"]
     begin = f"import sys\nbefore = sys.exit\nimport mpishard\nassert (sys.exit is before) == {not hooked}\n"
     (tmp_path / "script.py").write_text(begin + end)
-    folder = RunFolder.create(tmp_path / "run")
+    folder = JobNotes.create(tmp_path / "run")
     done = run(*words, cwd=tmp_path, **folder.environment())
     assert folder.notes.ended == ended, done.stderr
     assert (folder.notes.failure is None) == (ended is not None) and folder.notes.started, done.stderr

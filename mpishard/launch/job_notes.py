@@ -104,7 +104,7 @@ class Notes:
 
 
 @dataclass(frozen=True)
-class RunFolder:
+class JobNotes:
     """The files of one start of a run.
 
     Of its public members nine write a note, each a kind of note, so that one place has the form of all notes.
@@ -120,7 +120,7 @@ class RunFolder:
     attempt: int = 0
 
     @classmethod
-    def create(cls, path: Path) -> RunFolder:
+    def create(cls, path: Path) -> JobNotes:
         """Make the folder for a first start, or use an existing one; the notes of an earlier run in it are removed.
 
         Raises
@@ -135,7 +135,7 @@ class RunFolder:
         remove_notes(path, *(f"{name}-" for name in names))
         return cls(path.absolute(), -1).next()
 
-    def next(self) -> RunFolder:
+    def next(self) -> JobNotes:
         """The same folder for the next start; this start is over from now on."""
         before = read_note(self.path / "start", private=True)
         following = replace(self, attempt=self.attempt + 1 if before is None else before + 1)
@@ -143,7 +143,7 @@ class RunFolder:
         return following
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RunFolder | None:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> JobNotes | None:
         """The folder of this process's run, if it is supervised; else None."""
         path, attempt = environment.get(_FOLDER), environment.get(_ATTEMPT, "")
         return cls(Path(path), int(attempt)) if path and attempt.isdigit() else None
