@@ -17,7 +17,7 @@ from mpishard.training.batches import Batches
 from mpishard.training.loss_history import LossHistory
 from mpishard.training.objective import Objective
 from mpishard.training.options import RunOptions
-from mpishard.training.report import RunReport
+from mpishard.training.step_report import StepReport
 from mpishard.training.run_checkpoints import RunCheckpoints
 from mpishard.training.run_progress import RunProgress
 from mpishard.training.step_runner import StepRunner
@@ -86,7 +86,7 @@ class TrainingRun:
         elif begins and optimizer.clock:
             optimizer.state.report_continuation()
         self.batches.check(workers)
-        self.report = RunReport(options.record, problem.steps, options.progress)
+        self.report = StepReport(options.record, problem.steps, options.progress)
         if begins and optimizer.mesh.rank == 0:
             self.report.show(self._resumed_steps)
         self._began = time.perf_counter()

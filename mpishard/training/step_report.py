@@ -1,4 +1,4 @@
-"""What users see of a run while it goes on: its record, and its progress on stderr."""
+"""What is told of each step while a run goes on: its fields in the record, and the progress line on stderr."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpishard.record import RunRecord
 from mpishard.training.progress_bar import ProgressBar
 
 
-class RunReport:
+class StepReport:
     """Reports the steps of a run to its record and its progress bar.
 
     Parameters
