@@ -11,7 +11,7 @@ import numpy as np
 
 from mpishard.checkpoint import saver
 from mpishard.checkpoint.index import Contents
-from mpishard.checkpoint.loading import load_newest
+from mpishard.checkpoint.newest import load_newest
 from mpishard.checkpoint.options import CheckpointOptions
 from mpishard.checkpoint.retention import Retention
 from mpishard.checkpoint.save_interval import save_interval

@@ -13,7 +13,7 @@ from mpishard.checkpoint.comparing import figures
 from mpishard.checkpoint.folder import Candidate
 from mpishard.checkpoint.index import Contents, read_index
 from mpishard.checkpoint.manifest import INDEX, Manifest
-from mpishard.checkpoint.reading import damages
+from mpishard.checkpoint.piece_reader import damages
 from mpishard.checkpoint.sources import Stored
 
 _MOST_NAMES = 5

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpishard.checkpoint.index import Contents
+from mpishard.checkpoint.piece_reader import PieceReader
 from mpishard.checkpoint.pieces import StoredPiece
-from mpishard.checkpoint.reading import PieceReader
 from mpishard.layout.boxes import Box, boxes_of_range, intersect
 
 BLOCK = 2**22  # elements read at once

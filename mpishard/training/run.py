@@ -17,9 +17,9 @@ from mpishard.training.batches import Batches
 from mpishard.training.loss_history import LossHistory
 from mpishard.training.objective import Objective
 from mpishard.training.options import RunOptions
-from mpishard.training.step_report import StepReport
 from mpishard.training.run_checkpoints import RunCheckpoints
 from mpishard.training.run_progress import RunProgress
+from mpishard.training.step_report import StepReport
 from mpishard.training.step_runner import StepRunner
 from mpishard.training.stopping import StopCondition, StopRequest
 

@@ -16,8 +16,8 @@ from hybrid import gathered, model, train
 from mpishard import AdamW, DDPOptimizer, Mesh, ShardingConfiguration, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer
 from mpishard.backend import array as arrays
 from mpishard.checkpoint.index import read_index, write_index
+from mpishard.checkpoint.piece_reader import fill
 from mpishard.checkpoint.pieces import Part, pieces_file, stored, write_pieces
-from mpishard.checkpoint.reading import fill
 from mpishard.data_parallel.state_shards import parameters_alone
 from mpishard.layout.run_state import RunState
 from mpishard.parameters.flat import FlatParameters
@@ -182,7 +182,7 @@ def test_each_element_is_read_from_the_disk_once(base, folder, monkeypatch):
     save(folder, optimizer.state.capture(), base.world)
     read = []
     monkeypatch.setattr(
-        "mpishard.checkpoint.reading.PieceReader.read",
+        "mpishard.checkpoint.piece_reader.PieceReader.read",
         lambda self, piece, inside, out: read.append((piece.kind, piece.name, inside)),
     )
     for mesh in hybrid.meshes(base):

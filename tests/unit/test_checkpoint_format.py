@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.checkpoint import reading
+from mpishard.checkpoint import piece_reader
 from mpishard.checkpoint.checks import check_cover
 from mpishard.checkpoint.index import index_mark, read_index, write_index
+from mpishard.checkpoint.piece_reader import PieceReader
 from mpishard.checkpoint.pieces import Part, pieces_file, pieces_mark, stored, write_pieces
-from mpishard.checkpoint.reading import PieceReader
 from mpishard.layout.boxes import boxes_of_range
 from mpishard.layout.run_state import link_name
 
@@ -118,14 +118,14 @@ def test_what_was_written_is_read(tmp_path, writers, compression):
 
 def test_a_box_with_gaps_is_read_a_block_at_a_time(tmp_path, monkeypatch):
     """So that memory for a second copy is never needed."""
-    monkeypatch.setattr(reading, "_BLOCK", 4)
-    taken, real = [], reading._read_box
+    monkeypatch.setattr(piece_reader, "_BLOCK", 4)
+    taken, real = [], piece_reader._read_box
 
     def read_box(dataset, first, out):
         taken.append(out.size)
         real(dataset, first, out)
 
-    monkeypatch.setattr(reading, "_read_box", read_box)
+    monkeypatch.setattr(piece_reader, "_read_box", read_box)
     contents = read_index(save(tmp_path / "step", 1))
     (piece,) = [each for each in contents.pieces if (each.kind, each.name) == ("parameters", "plain.weight")]
     out = np.full((4, 9), np.nan)

@@ -1,4 +1,4 @@
-"""Finds the newest whole checkpoint, and reads it into the arrays of a run."""
+"""Finds the newest checkpoint and verifies that it is whole; `piece_reader` then places it in the arrays of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpishard.checkpoint import folder, manifest, polling
 from mpishard.checkpoint.examining import contents_of
 from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.manifest import Manifest
-from mpishard.checkpoint.reading import check_fits, damages, fill
+from mpishard.checkpoint.piece_reader import check_fits, damages, fill
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import users_level
 from mpishard.layout.run_state import RunState
