@@ -13,7 +13,7 @@ from mpi4py import MPI
 from runs import KINDS, assert_is_at, state
 
 from mpishard import AdamW, DDPOptimizer, LocalSGDOptimizer, Mesh, OptimizationProblem, load_checkpoint, save_checkpoint
-from mpishard.checkpoint import Checkpoints, manifest, reading
+from mpishard.checkpoint import Checkpoints, manifest, piece_reader
 from mpishard.checkpoint.manifest import FileEntry, Manifest
 from mpishard.parameters.flat import FlatParameters
 
@@ -215,14 +215,14 @@ def test_a_disk_that_fails_after_all_was_checked_is_told_of(tmp_path, mesh, monk
     with Checkpoints(tmp_path, mesh) as checkpoints:
         checkpoints.save(state(1))
         checkpoints.save(state(2))
-        real, failing = reading.PieceReader.read, ["step-00000002"]
+        real, failing = piece_reader.PieceReader.read, ["step-00000002"]
 
         def read(reader, piece, *arguments):
             if reader._contents.folder.name in failing and piece.kind == KINDS[-1]:
                 raise ValueError("input/output error")
             real(reader, piece, *arguments)
 
-        monkeypatch.setattr(reading.PieceReader, "read", read)
+        monkeypatch.setattr(piece_reader.PieceReader, "read", read)
         found = state(0, empty=True)
         with pytest.warns(RuntimeWarning, match="input/output error"):
             assert checkpoints.load(found).facts["step"] == 1
