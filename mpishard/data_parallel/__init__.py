@@ -3,7 +3,8 @@
 ========================  ============================================================================================
 what users call           ``sharded_optimizer``, the base; ``optimizers``, those by name; ``local_sgd``; ``models``;
                           ``results``: what `optimize` returns
-settings                  ``configuration``; ``settings`` and ``validation``: what ranks must agree on
+settings                  ``configuration``; ``settings``: as text by name; ``validation``: checks on a rank
+agreement of ranks        ``agreement``: all must have the same arguments and settings
 who sums what             ``strategy`` and ``strategies``; ``ownership``: who updates what; ``bucket_plan``: what is
                           summed at once; ``gradient_traffic``: the bytes of it
 ranks of one model        ``model_parallel_group``; ``shared_parameters``: copies on several of them;

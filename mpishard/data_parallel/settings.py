@@ -1,7 +1,7 @@
-"""The settings that decide an optimizer's steps, as text by name, and the check that they are the same on all ranks.
+"""The settings that decide an optimizer's steps, as text by name.
 
 Ranks with different settings take different steps: their copies of the model diverge, or they wait in different
-collectives.
+collectives.  `mpishard.data_parallel.agreement` compares them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
+from mpishard.data_parallel.agreement import agree_on_settings, fingerprint
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import brief
 from mpishard.optim import Rule
@@ -26,8 +26,6 @@ from mpishard.version import VERSION
 
 # The steps at which schedules are compared: all steps up to 10, then steps that grow by a factor of 1.2.
 _STEPS = sorted({*range(1, 11), *(int(1.2**power) for power in range(13, 76))})
-_MOST_SHOWN = 4
-_WAY_OUT = "give the same on every rank"
 
 
 class Configured(Protocol):
@@ -108,72 +106,6 @@ class Settings:
         self._fingerprint = fingerprint(settings)
 
 
-def agree_on_settings(
-    ranks: Axis | ModelParallelGroup,
-    settings: Mapping[str, str],
-    problem: Exception | None = None,
-    *,
-    what: str = "settings",
-    way_out: str = _WAY_OUT,
-) -> None:
-    """Raise on all of some ranks if any has a problem, or if their settings differ.
-
-    Collective over the ranks.
-
-    Parameters
-    ----------
-    ranks : Axis or ModelParallelGroup
-        Those that compare.
-    settings : mapping of str to str
-        By name the values of this rank.
-    problem : Exception, optional
-        What is wrong on this rank.
-    what : str
-        Names the settings, for the message.
-    way_out : str
-        The remedy, for the message.
-
-    Raises
-    ------
-    ValueError
-        With the settings that differ, and the ranks that have each value.
-    """
-    number = fingerprint(settings)
-    facts = np.array([problem is not None, number, -number], np.int64)
-    ranks.all_reduce(facts, op="max", label="control")
-    if facts[0]:
-        ranks.raise_together(problem)
-    if facts[1] != -facts[2]:
-        raise differing(ranks, settings, what, way_out)
-
-
-def differing(
-    ranks: Axis | ModelParallelGroup, settings: Mapping[str, str], what: str = "settings", way_out: str = _WAY_OUT
-) -> ValueError:
-    """The error for settings that differ between `ranks`.  Collective over them."""
-    by_rank = dict(zip(ranks.members, ranks.allgather_object(dict(settings)), strict=True))
-    found: dict[str, str] = {}
-    for name in dict.fromkeys(name for each in by_rank.values() for name in each):
-        holders: dict[str, list[int]] = {}
-        for rank, each in by_rank.items():
-            holders.setdefault(each.get(name, "not there"), []).append(rank)
-        if len(holders) > 1:
-            shown = [f"{value} on {_ranks(members)}" for value, members in holders.items()]
-            more = f" and {len(shown) - _MOST_SHOWN} more values" if len(shown) > _MOST_SHOWN else ""
-            # For a schedule, the first step that differs is enough.
-            found.setdefault(name.partition("(")[0], f"{name} is {', '.join(shown[:_MOST_SHOWN])}{more}")
-    shown = [text for name, text in found.items() if not name.endswith("scalars")]  # they follow from other settings
-    shown = shown or list(found.values())
-    more = f"; and {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""
-    return ValueError(f"all ranks must have the same {what}, but {'; '.join(shown[:_MOST_SHOWN])}{more}: {way_out}")
-
-
-def fingerprint(settings: Mapping[str, str]) -> int:
-    """A number of 62 bits that depends on all settings, and not on their order."""
-    text = repr(sorted(settings.items()))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
-
-
 def settings_of_rule(rule: Rule, of: str = "") -> dict[str, str]:
     """All settings that decide the steps of a rule; a function of the step appears as its values."""
     settings = {"rule": type(rule).__qualname__}
@@ -226,10 +158,3 @@ def _text(value: Any) -> str:
         inside = (f"{field.name}={_text(getattr(value, field.name))}" for field in fields(value) if field.compare)
         return f"{type(value).__name__}({', '.join(inside)})"
     return str(getattr(value, "__qualname__", type(value).__qualname__))
-
-
-def _ranks(ranks: list[int]) -> str:
-    """Ranks in words."""
-    shown = ", ".join(map(str, ranks[:_MOST_SHOWN]))
-    more = f" and {len(ranks) - _MOST_SHOWN} others" if len(ranks) > _MOST_SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

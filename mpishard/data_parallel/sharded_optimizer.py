@@ -9,14 +9,15 @@ from mpishard.backend.blas_threads import fix_blas_threads
 from mpishard.backend.compiled import prepare
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.agreement import agree_on_step, differing
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
-from mpishard.data_parallel.settings import Settings, differing
+from mpishard.data_parallel.settings import Settings
 from mpishard.data_parallel.step_arguments import checked_arguments
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.data_parallel.update import update
-from mpishard.data_parallel.validation import agree_on_step, check_configuration, check_problem, tell_of_other_starts
+from mpishard.data_parallel.validation import check_configuration, check_problem, tell_of_other_starts
 from mpishard.deprecated import renamed_attribute
 from mpishard.optim import Rule
 from mpishard.optim.loss_scale import LossScale

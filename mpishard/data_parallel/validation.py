@@ -1,4 +1,4 @@
-"""Checks before a step, on every rank and between ranks."""
+"""Checks of configurations, layouts, gradients and copies before and after a step; `agreement` compares ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
-from mpishard.data_parallel.settings import Settings, differing
 from mpishard.data_parallel.shared_parameters import Replicas
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import brief
@@ -149,54 +146,6 @@ def check_copies(replicas: Replicas, step: int) -> None:
             f"{whose}: something but the optimizer has changed them, or not on all ranks; "
             "synchronize_optimizer_state() makes them the same again"
         )
-
-
-def agree_on_step(
-    ranks: Axis | ModelParallelGroup,
-    parameters: FlatParameters | None,
-    count: float | None,
-    problem: Exception | None,
-    settings: Settings | None = None,
-) -> None:
-    """Raise on all of some ranks if any has a problem, or if their arguments of `step` differ.
-
-    Collective over the ranks.
-
-    Parameters
-    ----------
-    ranks : Axis or ModelParallelGroup
-        Those that compare.
-    parameters : FlatParameters or None
-        Those of this rank; None where there is a problem.
-    count : float or None
-        The divisor that this rank was given.
-    problem : Exception or None
-        What is wrong on this rank.
-    settings : Settings, optional
-        Those of the optimizer, which are compared too.
-
-    Raises
-    ------
-    ValueError
-        On every rank, if something differs; a problem of any rank is raised as it is.
-    """
-    model = -1 if parameters is None else parameters.fingerprint
-    if settings is not None:
-        model ^= settings.fingerprint
-    number = -1 if count is None else int(np.float64(count).view(np.int64))
-    facts = np.array([problem is not None, model, -model, number, -number], np.int64)
-    ranks.all_reduce(facts, op="max", label="control")
-    if facts[0]:
-        ranks.raise_together(problem)
-    assert parameters is not None
-    if facts[1] != -facts[2]:
-        models = ranks.allgather_object((parameters.fingerprint, parameters.description))
-        if settings is not None and len({model for model, _ in models}) == 1:
-            raise differing(ranks, settings.by_name())
-        found = ", ".join(f"rank {rank} {what}" for rank, (_, what) in zip(ranks.members, models, strict=True))
-        raise ValueError(f"all ranks must have the same parameters in the same order; here: {found}")
-    if facts[3] != -facts[4]:
-        raise ValueError(f"count must be the global number, the same on all ranks; got {ranks.allgather_object(count)}")
 
 
 def tell_of_other_starts(mesh: Mesh, parameters: FlatParameters) -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal
 from mpishard.arguments import flag, integer, number
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.agreement import agree_on_settings
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.optimizers import optimizer_of
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
-from mpishard.data_parallel.settings import agree_on_settings
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import check_problem
 from mpishard.elastic.external_requests import Outside

@@ -7,7 +7,7 @@ from dataclasses import replace
 from mpi4py import MPI
 
 from mpishard.comm.reshard import reshard_state
-from mpishard.data_parallel.settings import agree_on_settings
+from mpishard.data_parallel.agreement import agree_on_settings
 from mpishard.elastic.membership import Order
 from mpishard.elastic.parts import Parts
 from mpishard.elastic.run_status import Handover
