@@ -7,7 +7,7 @@ settings                  ``configuration``; ``settings``: as text by name; ``va
 agreement of ranks        ``agreement``: all must have the same arguments and settings
 who sums what             ``strategy`` and ``strategies``; ``ownership``: who updates what; ``bucket_plan``: what is
                           summed at once; ``gradient_traffic``: the bytes of it
-ranks of one model        ``model_parallel_group``; ``shared_parameters``: copies on several of them;
+ranks of one model        ``model_parallel_group``; ``tensor_copies``: copies on several of them;
                           ``full_parameters``: whole tensors from their parts
 a step                    ``step_arguments``, ``gradient_inspection``, ``update``, ``tensor_norms``
 the state                 ``optimizer_state``: what loops, elastic runs and checkpoints need; ``binding``: of which

@@ -114,7 +114,7 @@ class Binding:
         reducer.is_last_pass = self._optimizer.config.auto_sync_gradients
         if not written.reduces and written.has_content:  # a backward pass ran before the first step
             if written.reduced:
-                on_rank.strategy.replicas.zero_duplicates(written.flat)
+                on_rank.strategy.copies.zero_duplicates(written.flat)
             else:
                 written.finalize()
             reducer.memory.use_external(written.flat)

@@ -128,7 +128,7 @@ class LocalState:
         self.averages.steps = [max(self.averages.steps)] * self._schedule.parts
         self._steps.restart()
         if self._optimizer.config.mesh.debug:
-            check_copies(self._strategy.replicas, counters.steps)
+            check_copies(self._strategy.copies, counters.steps)
 
     @property
     def compares_next_step(self) -> bool:

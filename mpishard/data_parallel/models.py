@@ -10,7 +10,7 @@ from mpishard.data_parallel.configuration import ConfigurationOptions, ShardingC
 from mpishard.data_parallel.full_parameters import gather_whole
 from mpishard.data_parallel.optimizers import optimizer_of
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.data_parallel.shared_parameters import Replicas
+from mpishard.data_parallel.tensor_copies import TensorCopies
 from mpishard.data_parallel.validation import check_place
 from mpishard.layout.boxes import split
 from mpishard.optim import Rule
@@ -66,8 +66,8 @@ class ShardedModel:
             problem = error
         mesh.world.raise_if_any(problem)
         self._axis = mesh.data
-        self._replicas = Replicas(mesh, self.parameters)
-        self._replicas.spread()
+        self._copies = TensorCopies(mesh, self.parameters)
+        self._copies.spread()
 
     @property
     def parameters(self) -> FlatParameters:
@@ -151,7 +151,7 @@ class ShardedModel:
         gradients.finalize()
         if not gradients.reduces:
             for bucket in reversed(gradients.buckets):
-                self._replicas.sum(bucket, gradients.memory.of_bucket(bucket))
+                self._copies.sum(bucket, gradients.memory.of_bucket(bucket))
             flat = gradients.memory.flat
             if self.config.reproducible:
                 OrderedSums(self._axis, flat).all_reduce(flat)

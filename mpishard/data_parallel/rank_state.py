@@ -69,7 +69,7 @@ class RankState:
 
     def spread(self) -> None:
         """Make all copies of parameters and slots equal.  Collective over the mesh."""
-        self.strategy.replicas.spread()
+        self.strategy.copies.spread()
         for slot in self.slots.values():
             self.strategy.resync(slot)
 

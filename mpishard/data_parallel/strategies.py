@@ -83,7 +83,7 @@ class DataParallel(Strategy):
 
     def resync(self, slot: Array) -> None:
         self.axis.broadcast(slot, label="state")
-        self.replicas.spread_inside(slot)
+        self.copies.spread_inside(slot)
 
 
 class ShardedState(Strategy):
@@ -109,13 +109,13 @@ class ShardedState(Strategy):
         self._gather(self.parameters.flat, "parameters")
 
     def resync(self, slot: Array) -> None:
-        if self.replicas.inside:
+        if self.copies.inside:
             flat = arrays.empty(self.parameters.size, slot.dtype, like=slot)
             views = self.ownership.state_views(slot)
             for (start, stop), view in zip(self.ownership.own, views, strict=True):
                 flat[start:stop] = view
             self._gather(flat, "state")
-            self.replicas.spread_inside(flat)
+            self.copies.spread_inside(flat)
             for (start, stop), view in zip(self.ownership.own, views, strict=True):
                 view[...] = flat[start:stop]
 

@@ -7,8 +7,8 @@ the strategy how.  It only sums gradients; the optimizer divides.  The stages ar
 (2020), section 5.
 
 Order of summation: first the micro-batches, in the gradient buffer; then the copies of a tensor within one data
-coordinate (`Replicas`); then the data axis.  With `reproducible`, the copies come first; `OrderedSums` then sums over
-micro-batches and the data axis along the tree of `mpishard.reduction.tree_sum`.
+coordinate (`TensorCopies`); then the data axis.  With `reproducible`, the copies come first; `OrderedSums` then sums
+over micro-batches and the data axis along the tree of `mpishard.reduction.tree_sum`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpishard.data_parallel.bucket_plan import bucket_layout
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.ownership import Ownership
-from mpishard.data_parallel.shared_parameters import Replicas
+from mpishard.data_parallel.tensor_copies import TensorCopies
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.run_state import GRADIENT_ERRORS
 from mpishard.parameters.flat import FlatParameters
@@ -79,7 +79,7 @@ class Strategy(ABC):
         self.axis: Axis = mesh.data
         self.team: Axis | ModelParallelGroup = mesh.world
         self.ordered: OrderedSums | None = OrderedSums(self.axis, parameters.like) if config.reproducible else None
-        Replicas(mesh, parameters).spread()
+        TensorCopies(mesh, parameters).spread()
         self.attach(parameters)
         compressed = config.compressor is not None
         runs, sizes = bucket_layout(parameters, compressed=compressed, by_unit=self.shards_parameters)
@@ -130,11 +130,11 @@ class Strategy(ABC):
     def attach(self, parameters: FlatParameters) -> None:
         """Use these parameters from now on; their layout is that of the previous ones."""
         self.parameters = parameters
-        self.replicas: Replicas = Replicas(self.mesh, parameters)
+        self.copies: TensorCopies = TensorCopies(self.mesh, parameters)
 
-    def reduce_within_replica(self, bucket: Bucket, gradient: Array) -> None:
+    def sum_copies(self, bucket: Bucket, gradient: Array) -> None:
         """Sum a bucket's gradient over the copies of its tensors within one data coordinate."""
-        self.replicas.sum(bucket, gradient)
+        self.copies.sum(bucket, gradient)
 
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
         """Start the sum of a bucket's gradient over the data axis; `earlier` are partial sums of other terms."""
@@ -187,7 +187,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def resync(self, slot: Array) -> None:
-        """Make all copies of a state array equal, as `Replicas.spread` does for the parameters."""
+        """Make all copies of a state array equal, as `TensorCopies.spread` does for the parameters."""
 
     @property
     def error_ranges(self) -> list[Range]:

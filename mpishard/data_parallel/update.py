@@ -80,7 +80,7 @@ def update(
     on_rank.prepare_step(counters)
     strategy.reducer.reset()
     if config.mesh.debug and not strategy.workers_differ:
-        check_copies(strategy.replicas, counters.steps)
+        check_copies(strategy.copies, counters.steps)
     return usable
 
 

@@ -13,8 +13,8 @@ from mpishard.backend import array as arrays
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.shared_parameters import Replicas
 from mpishard.data_parallel.strategy import Strategy
+from mpishard.data_parallel.tensor_copies import TensorCopies
 from mpishard.layout.run_state import brief
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
@@ -135,9 +135,9 @@ def check_count(count: float | None) -> None:
         raise ValueError(f"count={count!r}, the global number of samples, must be above 0")
 
 
-def check_copies(replicas: Replicas, step: int) -> None:
+def check_copies(copies: TensorCopies, step: int) -> None:
     """Raise RuntimeError on all ranks if copies of parameters differ.  Collective over the mesh."""
-    divergent = replicas.find_divergent()
+    divergent = copies.find_divergent()
     if divergent:
         first = sorted(set(divergent.values()))
         whose = f"rank {first[0]}" if len(first) == 1 else f"ranks {first}"

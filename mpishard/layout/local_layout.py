@@ -143,7 +143,7 @@ class ModelParallelRank:
         return tuple(box)
 
     def counts(self, spec: ParameterSpec) -> bool:
-        """Whether this rank's copy of the tensor is the primary one: the first of its replicas and ties.
+        """Whether this rank's copy of the tensor is the primary one: the first of its copies and ties.
 
         Parameters
         ----------

@@ -125,7 +125,7 @@ def pieces_of_ranges(pieces: LocalLayout, ranges: Sequence[Range], starts: Seque
 
 
 def counted_pieces(holding: LocalLayout, specs: Sequence[ParameterSpec], place: ModelParallelRank) -> LocalLayout:
-    """The pieces of which this model-parallel rank has the primary copy, the first of its replicas and ties.
+    """The pieces of which this model-parallel rank has the primary copy, the first of its copies and ties.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ class ParameterSpec:
         Pipeline stage that owns the tensor.  With several chunks per rank it is the virtual stage; pipeline rank r of p
         runs the virtual stages r, r + p, r + 2 p, and so on.
     tensor_dim : int or None
-        Dimension split over the tensor axis; None: every tensor rank holds all of it, and the copies are replicas.
+        Dimension split over the tensor axis; None: every tensor rank holds all of it, and they hold copies.
     partial : bool
         Whether the tensor ranks compute terms of the gradient of a replicated tensor, to be summed, and not all of it.
     copies : tuple of int

@@ -55,7 +55,7 @@ class BucketSums(Protocol):
     In this package it is always a `mpishard.data_parallel.strategy.Strategy`.
     """
 
-    def reduce_within_replica(self, bucket: Bucket, gradient: Array) -> None:
+    def sum_copies(self, bucket: Bucket, gradient: Array) -> None:
         """Add the terms of the other ranks of this model replica to a gradient."""
 
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
@@ -308,7 +308,7 @@ class GradientReducer:
     def push_partial(self, tree_merges: int) -> None:
         """Within `no_sync`: complete a micro-batch's gradient, and push it as a partial sum of its own.
 
-        The next micro-batch starts a gradient of its own.  Collective as `BucketSums.reduce_within_replica` is.  Not
+        The next micro-batch starts a gradient of its own.  Collective as `BucketSums.sum_copies` is.  Not
         for memory on demand.
 
         Parameters
@@ -319,7 +319,7 @@ class GradientReducer:
         for bucket in reversed(self.buckets):
             gradient = self.memory.complete(bucket)
             if self._sums is not None:
-                self._sums.reduce_within_replica(bucket, gradient)
+                self._sums.sum_copies(bucket, gradient)
         self.memory.push_flat(tree_merges)
 
     def merge_newest(self, tree_merges: int) -> None:
@@ -371,7 +371,7 @@ class GradientReducer:
         earlier: Sequence[Array] = ()
         if partials is not None:
             if sums is not None:
-                sums.reduce_within_replica(bucket, gradient)
+                sums.sum_copies(bucket, gradient)
             partials.add_newest(bucket, gradient)
             earlier = partials.earlier(bucket)
         order.next -= 1
@@ -386,7 +386,7 @@ class GradientReducer:
         if self.on_demand:
             self._wait_all()  # ZeRO-2 saves memory by having few buckets at a time
         if partials is None:
-            sums.reduce_within_replica(bucket, gradient)
+            sums.sum_copies(bucket, gradient)
         for _, _, transfer in self._pending:
             transfer.test()  # MPI moves data only while it is called
         started = sums.start(bucket, gradient, earlier)

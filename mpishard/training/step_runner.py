@@ -88,7 +88,7 @@ class StepRunner:
         """Bind the parameters to the optimizer; all ranks start from the parameters of the first.  Collective."""
         optimizer = self.optimizer
         strategy = optimizer.bind(self.parameters)
-        strategy.replicas.spread()
+        strategy.copies.spread()
         self.reducer = strategy.reducer
         self.ordered = strategy.ordered
         if self.ordered is not None:

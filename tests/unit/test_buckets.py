@@ -60,7 +60,7 @@ class Recorder:
     def order(self):
         return [index for index, _ in self.got]
 
-    def reduce_within_replica(self, bucket, gradient):
+    def sum_copies(self, bucket, gradient):
         gradient *= self.factor
 
     def start(self, bucket, gradient, earlier=()):

@@ -16,8 +16,8 @@ from mpishard.parameters.gradient_buckets import Bucket
 Array = Any
 
 
-class Replicas:
-    """Keeps the copies of one model's parameters equal.
+class TensorCopies:
+    """Keeps the copies of tensors on several ranks equal: sums their gradients, and spreads their values.
 
     All methods and the constructor are collective over the mesh, unless a docstring says otherwise.
 
@@ -129,13 +129,13 @@ class Replicas:
                 unsplit.update(values)
             if spec.name in self._ties:
                 digests.append(((spec.name, data, tensor), hashlib.sha256(values).digest()))
-        digests.append((("replicas", stage, data), unsplit.digest()))
+        digests.append((("unsplit", stage, data), unsplit.digest()))
         if parameters.sharded is None:
             digests.append((("copies", stage, tensor), hashlib.sha256(flat.data).digest()))
         first: dict[Any, tuple[int, bytes]] = {}
         divergent: dict[int, int] = {}
-        for rank, facts in enumerate(mesh.world.allgather_object(tuple(digests))):
-            for what, digest in facts:
+        for rank, shown in enumerate(mesh.world.allgather_object(tuple(digests))):
+            for what, digest in shown:
                 holder, theirs = first.setdefault(what, (rank, digest))
                 if theirs != digest:
                     divergent.setdefault(rank, holder)
