@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
+from mpishard.minimizers.counted_space import CountedSpace
+
 Array = Any
 
 
@@ -22,11 +26,18 @@ class Space(Protocol):
         Elements on all ranks, each counted once.
     like : array
         An empty array of the dtype and device of the vectors.
+    spans : tuple of (start, stop)
+        The elements of this rank that count in sums; no other rank counts them.
     """
 
     size: int
     total: int
     like: Array
+    spans: tuple[tuple[int, int], ...]
+
+    def add(self, numbers: np.ndarray) -> None:
+        """Replace an int64 array by its sum over the ranks, for words of `exact_dot`.  One all-reduce."""
+        ...
 
     def largest(self, *vectors: Array) -> list[float]:
         """The largest absolute value of each vector; infinite if an element is NaN or infinite.  One all-reduce."""
@@ -65,3 +76,32 @@ class Space(Protocol):
     def own(self, whole: Array) -> Array:
         """This rank's elements of a whole vector.  Not collective."""
         ...
+
+
+class LocalSpace(CountedSpace):
+    """Whole vectors in one process.
+
+    Parameters
+    ----------
+    size : int
+        Elements of a vector.
+    like : array
+        An array of the dtype and device of the vectors.
+    """
+
+    def __init__(self, size: int, like: Array) -> None:
+        super().__init__(size, size, like[:0], [(0, size)])
+
+    def add(self, numbers: np.ndarray) -> None:
+        """Leave the sums as they are."""
+
+    def maximize(self, numbers: np.ndarray) -> None:
+        """Leave the maxima as they are."""
+
+    def whole(self, vector: Array) -> Array:
+        """The vector itself."""
+        return vector
+
+    def own(self, whole: Array) -> Array:
+        """The vector itself."""
+        return whole

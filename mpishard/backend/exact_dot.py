@@ -1,0 +1,255 @@
+"""Dot products whose bits do not depend on the layout: sums in whole numbers of a quantum, two int64 words a sum.
+
+A product of two float64 is rounded as usual.  With ``top`` a bound on the absolute values of all products, and e the
+exponent of `top` (``top < 2**e``), a product is then rounded to a multiple of ``2**(e - 64)``, and these multiples are
+added as integers, so without any further error and in any order.  The first word counts multiples of ``2**(e - 30)``,
+the second counts multiples of ``2**(e - 64)``.  (Pre-rounding: Demmel and Nguyen, "Fast reproducible floating-point
+summation", 2013; fixed point with the exponent of the largest: Kulisch, "Computer arithmetic and validity", 2013.)
+
+- All ranks must agree on `top` before; their words may be added in any order, and `values` takes the totals.
+- The error of a result is below ``2**-65 * top`` for a term, in addition to the rounding of the products.
+- There may be up to ``2**33 - 1`` terms on all ranks together.
+- A `top` of ``2**1000`` or more counts as infinite: the result is NaN.
+- float32 is multiplied in float64, where the product is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend.array import is_device, module_of, to_host
+from mpishard.backend.compiled import HostFunction
+
+Array = Any
+Spans = Sequence[tuple[int, int]]
+
+MOST_TERMS = 2**33 - 1
+_CARRY = 34  # binary places from the first word to the second
+_BLOCK = 16384  # elements of the vector that stay in the cache while the rows pass
+_BUFFER = 4096  # elements of a sum of rows that stay in the cache
+
+
+def dot_words(one: Array, other: Array, top: float, spans: Spans) -> np.ndarray:
+    """The words of the dot product of some elements of two arrays.
+
+    Parameters
+    ----------
+    one, other : 1-D array
+        float32 or float64, contiguous, of one size, dtype and kind.
+    top : float
+        A bound on the absolute values of the products: the largest of one times the largest of the other.
+    spans : sequence of (start, stop)
+        The elements that count.
+
+    Returns
+    -------
+    int64 array (2,)
+        The second word is in ``[0, 2**34)``.
+    """
+    return row_dot_words(one.reshape(1, -1), (0,), other, (top,), spans)[0]
+
+
+def row_dot_words(
+    rows: Array, indices: Sequence[int], vector: Array, tops: Sequence[float], spans: Spans
+) -> np.ndarray:
+    """The words of the dot products of some rows with one vector, in one pass over memory; int64 (rows, 2).
+
+    Parameters
+    ----------
+    rows : 2-D array
+        Contiguous.
+    indices : sequence of int
+        Numbers of the rows.
+    vector : 1-D array
+        Of the dtype and kind of the rows.
+    tops : sequence of float
+        For each of these rows a bound on the products, as in `dot_words`.
+    spans : sequence of (start, stop)
+        The elements that count.
+    """
+    words = np.zeros((len(indices), 2), np.int64)
+    magic = _magic(tops)
+    if is_device(rows):
+        for k, index in enumerate(indices):
+            for start, stop in spans:
+                _add_on_device(words[k], magic[k], _products(rows[index, start:stop], vector[start:stop]))
+    elif words.size and len(spans):
+        arrays = (rows, vector, np.array(indices, np.int64), np.array(spans, np.int64))
+        _row_dots((*arrays, magic, magic.view(np.int64), words))
+    return words
+
+
+def values(words: np.ndarray, tops: Sequence[float]) -> list[float]:
+    """The dot products, each rounded once, of the totals of the words of all ranks.
+
+    Parameters
+    ----------
+    words : int64 array (products, 2)
+    tops : sequence of float
+        The same for each product as the words were made with.
+
+    Returns
+    -------
+    list of float
+        0.0 where `top` is 0; NaN where it is not finite, or ``2**1000`` or more; infinite where the result is too
+        large for a float.
+    """
+    return [_value(int(high), int(low), top) for (high, low), top in zip(words, tops, strict=True)]
+
+
+def normalized(words: np.ndarray) -> np.ndarray:
+    """The same totals with the second words in ``[0, 2**34)``, so that many of them can be added."""
+    carry = words[:, 1] >> _CARRY
+    return np.stack([words[:, 0] + carry, words[:, 1] - (carry << _CARRY)], axis=1)
+
+
+def combine(
+    rows: Array, indices: Sequence[int], coefficients: Sequence[float], vector: Array, factor: float, out: Array
+) -> None:
+    """``out = factor * vector + sum of coefficients * rows``, in one pass over memory.
+
+    Every element is computed by itself, in float64 and in the order of `indices`, and rounded to the dtype in the end.
+
+    Parameters
+    ----------
+    rows : 2-D array
+        Contiguous.
+    indices, coefficients : sequence
+        Numbers of the rows, and by what they are multiplied.
+    vector, out : 1-D array
+        Of the dtype and kind of the rows; they may be the same array, and `out` may be none of the rows.
+    """
+    if is_device(rows):
+        wide = module_of(rows).float64
+        total = vector.astype(wide) * factor
+        for index, coefficient in zip(indices, coefficients, strict=True):
+            total += rows[index].astype(wide) * coefficient
+        out[...] = total.astype(out.dtype)
+    elif out.size:
+        numbers = np.array(coefficients, np.float64)
+        buffer = np.empty(_BUFFER)
+        _combine((rows, vector, np.array(indices, np.int64), numbers, buffer, out), (float(factor),))
+
+
+def expect(dtype: np.dtype) -> None:
+    """Announce calls of `row_dot_words` and `combine` with writeable NumPy arrays of this dtype."""
+    rows, vector, none = np.empty((0, 0), dtype), np.empty(0, dtype), np.empty((0, 2), np.int64)
+    _row_dots.expect((rows, vector, none[:, 0].copy(), none, none.view(np.float64), none, none))
+    _combine.expect((rows, vector, none[:, 0].copy(), np.empty(0), np.empty(0), vector), (1.0,))
+
+
+def _exponent(top: float) -> int:
+    """The smallest e with ``top < 2**e``, or the smallest e of which the quantum is a number."""
+    return max(math.frexp(top)[1], -1010)
+
+
+def _magic(tops: Sequence[float]) -> np.ndarray:
+    """Two numbers a product, float64 (products, 2): their last places are the quanta of the two words.
+
+    Between ``2**52`` and ``2**53`` quanta the bits of a float64 count quanta; so, if C is in the middle of these, the
+    bits of ``x + C``, read as an integer, less the bits of C are the number of quanta nearest to x.
+    """
+    magic = np.ones((len(tops), 2))  # any number will do where no result is asked for
+    for k, top in enumerate(tops):
+        if 0 < top < 2.0**1000:
+            magic[k] = 1.5 * 2.0 ** (_exponent(top) + 52 - 30), 1.5 * 2.0 ** (_exponent(top) + 52 - 64)
+    return magic
+
+
+def _value(high: int, low: int, top: float) -> float:
+    if not top < 2.0**1000:
+        return math.nan
+    total = (high << _CARRY) + low if top > 0 else 0
+    places = 64 - _exponent(top)
+    try:
+        return total / (1 << places) if places > 0 else float(total << -places)  # both are rounded correctly
+    except OverflowError:
+        return math.copysign(math.inf, total)
+
+
+def _products(one: Array, other: Array) -> Array:
+    wide = module_of(one).float64
+    return one.astype(wide) * other.astype(wide)
+
+
+def _add_on_device(words: np.ndarray, magic: np.ndarray, products: Array) -> None:
+    """Add some products in device memory to the two words of their sum."""
+    first, second = map(float, magic)
+    coarse = products + first
+    fine = (products - (coarse - first)) + second
+    bits = magic.view(np.int64)
+    for begin in range(0, products.size, 2**28):  # so many cannot overflow the second word
+        part = slice(begin, begin + 2**28)
+        size = coarse[part].size
+        high, low = (int(to_host(each[part].view(np.int64).sum())) for each in (coarse, fine))
+        # The integers of the device have wrapped around.
+        high, low = (_wrapped(high - size * int(bits[0])), _wrapped(low - size * int(bits[1])))
+        words += (high + (low >> _CARRY), low & (1 << _CARRY) - 1)
+    words[:] = normalized(words[None])[0]
+
+
+def _wrapped(number: int) -> int:
+    """The int64 of the same last 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _row_dots_loop(
+    rows: np.ndarray,
+    vector: np.ndarray,
+    indices: np.ndarray,
+    spans: np.ndarray,
+    magic: np.ndarray,
+    bits: np.ndarray,
+    words: np.ndarray,
+) -> None:
+    for s in range(len(spans)):
+        start, stop = spans[s, 0], spans[s, 1]
+        for begin in range(start, stop, _BLOCK):
+            part = vector[begin : min(begin + _BLOCK, stop)]
+            size = part.size
+            for k in range(indices.size):
+                row = rows[indices[k], begin : begin + size]
+                first, second = magic[k, 0], magic[k, 1]
+                # Integers, which are vectorised; they wrap around, and are right in the end.
+                high = low = np.int64(0)
+                for i in range(size):
+                    product = np.float64(row[i]) * np.float64(part[i])
+                    coarse = product + first
+                    fine = (product - (coarse - first)) + second
+                    high += np.float64(coarse).view(np.int64)
+                    low += np.float64(fine).view(np.int64)
+                low += words[k, 1] - size * bits[k, 1]
+                carry = low >> _CARRY
+                words[k, 0] += high - size * bits[k, 0] + carry
+                words[k, 1] = low - (carry << _CARRY)
+
+
+def _combine_loop(
+    rows: np.ndarray,
+    vector: np.ndarray,
+    indices: np.ndarray,
+    coefficients: np.ndarray,
+    buffer: np.ndarray,
+    out: np.ndarray,
+    factor: float,
+) -> None:
+    for begin in range(0, out.size, buffer.size):
+        size = min(buffer.size, out.size - begin)
+        part, result = vector[begin : begin + size], out[begin : begin + size]
+        for i in range(size):
+            buffer[i] = factor * np.float64(part[i])
+        for k in range(indices.size):
+            row = rows[indices[k], begin : begin + size]
+            coefficient = coefficients[k]
+            for i in range(size):
+                buffer[i] += coefficient * np.float64(row[i])
+        for i in range(size):
+            result[i] = buffer[i]
+
+
+_row_dots = HostFunction(_row_dots_loop)
+_combine = HostFunction(_combine_loop)
