@@ -267,7 +267,7 @@ def strike(
     # The parameters of ZeRO-3 are gathered in the forward pass, those of ZeRO-1 and 2 and gradients of DDP after it.
     within(mesh.data, "start_all_to_all", "reduction")
     within(mesh.data, "start_all_gather", "all-gather")
-    within(update, "take_step", "update")
+    within(update, "apply_rule", "update")
     within(mesh.data, "start_send", "buddy", lambda label="", **_: label == "buddy")
     before(agreements.Agreements, "agree_as_workers", "agreement")
     before(transactions.Transactions, "commit", "committed")

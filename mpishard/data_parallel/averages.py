@@ -160,7 +160,7 @@ class Averages:
 
     def _finish(self, finished: _Round, now: int) -> None:
         strategy = self._strategy
-        strategy.complete_averages(finished.sums)
+        strategy.finish_averages(finished.sums)
         self.steps[finished.part] += 1
         step = self.steps[finished.part]
         for (bucket, delta, _), then in zip(finished.sums, finished.then, strict=True):

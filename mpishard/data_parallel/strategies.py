@@ -60,11 +60,11 @@ class DataParallel(Strategy):
         start, stop = self.ownership.counted[bucket.index]
         return gradient[start - bucket.start : stop - bucket.start]
 
-    def complete(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+    def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
         """Wait for the sums of buckets, and write each whole sum into its gradient."""
         arrived = [(bucket, gradient, transfer.wait()) for bucket, gradient, transfer in started]
         if self.hierarchical is not None:
-            self.hierarchical.complete(arrived, compresses=self.compresses)
+            self.hierarchical.finish(arrived, compresses=self.compresses)
         elif self.ordered is not None or (self.compressed is not None and self.compresses):
             for gather in [self._start_gather(bucket, gradient) for bucket, gradient, _ in arrived]:
                 gather.wait()
@@ -78,7 +78,7 @@ class DataParallel(Strategy):
     def gradients(self) -> list[Array]:
         return [self.reducer.memory.of_bucket(bucket) for bucket in self.buckets]
 
-    def all_gather_parameters(self) -> None:
+    def publish_parameters(self) -> None:
         """Send nothing: every data rank has updated all parameters."""
 
     def resync(self, slot: Array) -> None:
@@ -105,7 +105,7 @@ class ShardedState(Strategy):
             for bucket, pieces in zip(self.buckets, self._counts, strict=True)
         ]
 
-    def all_gather_parameters(self) -> None:
+    def publish_parameters(self) -> None:
         self._gather(self.parameters.flat, "parameters")
 
     def resync(self, slot: Array) -> None:
@@ -142,7 +142,7 @@ class ShardedGradients(ShardedState):
     def target(self, bucket: Bucket, gradient: Array) -> Array:
         return super().target(bucket, gradient) if self.ordered is None else self.gradients()[bucket.index]
 
-    def complete(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+    def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
         """Wait for the sums of buckets, and add this rank's part of each to those of earlier micro-batches."""
         for bucket, _, transfer in started:
             result = transfer.wait()
@@ -203,7 +203,7 @@ class ShardedParameters(ShardedGradients):
     def values(self) -> list[Array]:
         return self.sharded.shares
 
-    def all_gather_parameters(self) -> None:
+    def publish_parameters(self) -> None:
         """Send nothing, and free the units still gathered, which hold values from before the update."""
         self.sharded.drop()
 
@@ -238,8 +238,8 @@ class LocalUpdates(DataParallel):
         """Start the sum of a gradient within the worker; None if the worker is one data rank."""
         return None if self._within is None else self._within.start_all_reduce(gradient, label="gradients")
 
-    def complete(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
-        Strategy.complete(self, started)
+    def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+        Strategy.finish(self, started)
 
     def start_average(self, bucket: Bucket, delta: Array) -> Transfer:
         """Start the sum of a bucket's difference from the anchor over all workers."""
@@ -249,13 +249,13 @@ class LocalUpdates(DataParallel):
         assert transfer is not None
         return transfer
 
-    def complete_averages(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+    def finish_averages(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
         """Wait for the sums of `start_average`, and write each into its difference."""
         if self.hierarchical is None:
-            super().complete(started)
+            super().finish(started)
             return
         arrived = [(bucket, delta, transfer.wait()) for bucket, delta, transfer in started]
-        self.hierarchical.complete(arrived, compresses=True, shared=True)
+        self.hierarchical.finish(arrived, compresses=True, shared=True)
 
     def error_scale(self, loss_scale: float) -> float:
         """1: the errors are differences of parameters, which contain no loss scale."""

@@ -1,8 +1,8 @@
 """What a strategy is: how gradients and optimizer state are spread over a mesh.
 
 A strategy chooses the ranges of the flat parameters that this rank updates (`own`), sums the gradients over ranks for
-its `GradientReducer` (`start` for each bucket, then `complete`), and sends the new parameters to ranks with a copy
-(`all_gather_parameters`).  It is the `BucketSums` of that reducer: the reducer decides when a bucket is summed, and
+its `GradientReducer` (`start` for each bucket, then `finish`), and sends the new parameters to ranks with a copy
+(`publish_parameters`).  It is the `BucketSums` of that reducer: the reducer decides when a bucket is summed, and
 the strategy how.  It only sums gradients; the optimizer divides.  The stages are those of Rajbhandari et al., "ZeRO"
 (2020), section 5.
 
@@ -153,7 +153,7 @@ class Strategy(ABC):
     def target(self, bucket: Bucket, gradient: Array) -> Array:
         """The array that receives this rank's part of an ordered or compressed sum; it may be a view of `gradient`."""
 
-    def complete(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+    def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
         """Wait for the sums of buckets.  Here the results stay in the gradient buffer."""
         for _, _, transfer in started:
             transfer.wait()
@@ -178,7 +178,7 @@ class Strategy(ABC):
         return [self.parameters.flat[start:stop] for start, stop in self.ownership.own]
 
     @abstractmethod
-    def all_gather_parameters(self) -> None:
+    def publish_parameters(self) -> None:
         """After an update, bring the new parameters to all data ranks that keep a copy of them.
 
         Sends in ZeRO-1 and 2 only.  In DDP every rank has updated all parameters.  In ZeRO-3 no rank keeps a copy, and

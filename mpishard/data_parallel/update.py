@@ -71,8 +71,8 @@ def update(
         counters.steps += 1
         config.mesh.ledger.step = counters.clock
         slots = list(on_rank.slots.values())
-        take_step(optimizer.rule.scaled(rate_factor), strategy, slots, counters.steps, divisor=divisor, clip=clip)
-        strategy.all_gather_parameters()
+        apply_rule(optimizer.rule.scaled(rate_factor), strategy, slots, counters.steps, divisor=divisor, clip=clip)
+        strategy.publish_parameters()
         strategy.keep_errors()
         counters.scaling.succeeded()
     else:
@@ -109,10 +109,10 @@ def _gradients_are_usable(optimizer: Configured, binding: Binding, divisor: floa
     return mode == "ignore"
 
 
-def take_step(
+def apply_rule(
     rule: Rule, strategy: Strategy, slots: Sequence[Array], step: int, *, divisor: float, clip: float
 ) -> None:
-    """Take step `step` along the gradients that the strategy has summed; `divisor` and `clip` as for `Rule.update`.
+    """Apply the rule: take step `step` along the summed gradients; `divisor` and `clip` as for `Rule.update`.
 
     Collective over the strategy's team if the rule needs norms of whole tensors; otherwise not collective.
     """
@@ -120,14 +120,14 @@ def take_step(
     views = [strategy.ownership.state_views(slot) for slot in slots]
     states = [list(parts) for parts in zip(*views, strict=True)] if views else [[] for _ in owned]
     if rule.norm_based:
-        _take_step_by_norms(cast(NormBased, rule), strategy, owned, gradients, states, step, divisor, clip)
+        _apply_rule_by_norms(cast(NormBased, rule), strategy, owned, gradients, states, step, divisor, clip)
         return
     for values, gradient, state in zip(owned, gradients, states, strict=True):
         if values.size:
             rule.update(values, gradient, state, step, divisor=divisor, clip=clip)
 
 
-def _take_step_by_norms(
+def _apply_rule_by_norms(
     rule: NormBased,
     strategy: Strategy,
     owned: Sequence[Array],

@@ -115,8 +115,8 @@ class BucketMemory:
             self.peak_bytes = max(self.peak_bytes, self.nbytes)
         return self._blocks[bucket.index][: bucket.stop - bucket.start]
 
-    def complete(self, bucket: Bucket) -> Array:
-        """The memory of one bucket, with zeros for the tensors without a gradient."""
+    def zero_missing(self, bucket: Bucket) -> Array:
+        """Write zeros for the tensors of a bucket that have no gradient; returns the memory of the bucket."""
         memory = self.of_bucket(bucket)
         for name in self._names[bucket.index]:
             if name not in self.written:

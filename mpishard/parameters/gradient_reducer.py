@@ -64,7 +64,7 @@ class BucketSums(Protocol):
         `earlier` are the partial sums that belong to other terms of the sum than the gradient, oldest first.
         """
 
-    def complete(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
+    def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
         """Wait for sums, given as ``(bucket, gradient, start(bucket, gradient))``, and store their results."""
 
     def reset(self) -> None:
@@ -317,7 +317,7 @@ class GradientReducer:
             How many of the newest partial sums are popped and added, the newest first.
         """
         for bucket in reversed(self.buckets):
-            gradient = self.memory.complete(bucket)
+            gradient = self.memory.zero_missing(bucket)
             if self._sums is not None:
                 self._sums.sum_copies(bucket, gradient)
         self.memory.push_flat(tree_merges)
@@ -351,7 +351,7 @@ class GradientReducer:
     def _wait_all(self) -> None:
         """Wait until no sum is under way."""
         if self._pending and self._sums is not None:
-            self._sums.complete(self._pending)
+            self._sums.finish(self._pending)
             for bucket, _, _ in self._pending:
                 self.memory.release(bucket)
             self._pending.clear()
@@ -367,7 +367,7 @@ class GradientReducer:
     def _reduce(self, order: Order) -> None:
         """Complete the next bucket of an order, and start its sum over ranks."""
         bucket, sums, partials = self.buckets[order.next], self._sums, self.partials
-        gradient = self.memory.complete(bucket)
+        gradient = self.memory.zero_missing(bucket)
         earlier: Sequence[Array] = ()
         if partials is not None:
             if sums is not None:

@@ -149,7 +149,7 @@ class HierarchicalSums:
             self.compressed = compressor.make_reducer(CompressedReducers(axes.across, inner, parts, like, scale))
 
     def start(self, bucket: Bucket, gradient: Array) -> Request:
-        """Start to sum a bucket over the ranks of this node; `complete` does the rest.
+        """Start to sum a bucket over the ranks of this node; `finish` does the rest.
 
         Collective over the ranks of this node.
 
@@ -172,7 +172,7 @@ class HierarchicalSums:
     def start_shared(self, bucket: Bucket, values: Array) -> Request | ChainedRequest:
         """Start to sum a bucket between the nodes.
 
-        Collective over the axis.  All ranks of a node have the same values.  Then `complete` it.
+        Collective over the axis.  All ranks of a node have the same values.  Then `finish` it.
 
         Parameters
         ----------
@@ -198,7 +198,7 @@ class HierarchicalSums:
 
         return ChainedRequest(pending, finish)
 
-    def complete(
+    def finish(
         self, arrived: Sequence[tuple[Bucket, Array, Array]], *, compresses: bool, shared: bool = False
     ) -> None:
         """Fill gradients with their sums over all ranks.  Collective.

@@ -68,7 +68,7 @@ class Recorder:
         self.earlier = [partial.tolist() for partial in earlier]
         return Transfer()
 
-    def complete(self, started):
+    def finish(self, started):
         self.complete_calls.append([bucket.index for bucket, _, _ in started])
 
     def reset(self):
