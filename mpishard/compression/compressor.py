@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from mpishard.backend import array as arrays
+from mpishard.deprecated import renamed_method
 from mpishard.layout.boxes import counts, split
 
 Array = Any
@@ -43,8 +44,8 @@ class Collective(NamedTuple):
     itemsize: int
 
 
-class Reducers(Protocol[T_co]):
-    """What can sum gradients with each kind of compressor; `Compressor.make_reducer` chooses among its methods."""
+class SumsMaker(Protocol[T_co]):
+    """Makes what sums gradients, for each kind of compressor; `Compressor.make_sums` chooses among its methods."""
 
     def of_pieces(self, compressor: PieceCompressor) -> T_co:
         """What sums the gradients of each rank piece by piece.
@@ -75,19 +76,21 @@ class Compressor(ABC):
     by_nodes: ClassVar[bool]
 
     @abstractmethod
-    def make_reducer(self, reducers: Reducers[T]) -> T:
+    def make_sums(self, maker: SumsMaker[T]) -> T:
         """Make what sums gradients with this compressor.  Collective if that is.
 
         Parameters
         ----------
-        reducers : Reducers
-            They know the model, its buckets and the ranks.
+        maker : SumsMaker
+            It knows the model, its buckets and the ranks.
 
         Returns
         -------
         T
-            The result of the one method of `reducers` that is for this kind of compressor.
+            The result of the one method of `maker` that is for this kind of compressor.
         """
+
+    make_reducer = renamed_method("Compressor", "make_reducer", "make_sums")
 
     @abstractmethod
     def collectives(self, shapes: Sequence[Sequence[int]], dtype: np.dtype, ranks: int) -> list[Collective]:
@@ -114,8 +117,8 @@ class PieceCompressor(Compressor):
 
     by_nodes: ClassVar[bool] = True
 
-    def make_reducer(self, reducers: Reducers[T]) -> T:
-        return reducers.of_pieces(self)
+    def make_sums(self, maker: SumsMaker[T]) -> T:
+        return maker.of_pieces(self)
 
     def collectives(self, shapes: Sequence[Sequence[int]], dtype: np.dtype, ranks: int) -> list[Collective]:
         size = sum(prod(shape) for shape in shapes)

@@ -12,7 +12,7 @@ import numpy as np
 from mpishard.arguments import integer
 from mpishard.backend import array as arrays
 from mpishard.backend.random import normal
-from mpishard.compression.compressor import Collective, Compressor, Reducers, T
+from mpishard.compression.compressor import Collective, Compressor, SumsMaker, T
 
 Array = Any
 
@@ -43,8 +43,8 @@ class PowerSGDCompressor(Compressor):
     def __post_init__(self) -> None:
         object.__setattr__(self, "rank", integer("rank", self.rank, least=1))
 
-    def make_reducer(self, reducers: Reducers[T]) -> T:
-        return reducers.of_low_rank(self)
+    def make_sums(self, maker: SumsMaker[T]) -> T:
+        return maker.of_low_rank(self)
 
     def collectives(self, shapes: Sequence[Sequence[int]], dtype: np.dtype, ranks: int) -> list[Collective]:
         first = sum(self.first_elements(shape) for shape in shapes)

@@ -32,7 +32,7 @@ from mpishard.parameters.gradient_buckets import Bucket, make_buckets
 from mpishard.parameters.gradient_reducer import GradientReducer, Transfer
 from mpishard.reduction.error_feedback import CompressedSums
 from mpishard.reduction.ordered import OrderedSums
-from mpishard.reduction.reducers import CompressedReducers
+from mpishard.reduction.sums_maker import CompressedSumsMaker
 
 Array = Any
 Range = tuple[int, int]
@@ -117,10 +117,8 @@ class Strategy(ABC):
         if config.compressor is None:
             return None
         like, scale, pieces = parameters.like, parameters.loss_scale, parameters.pieces
-        reducers = CompressedReducers(
-            self.axis, self.buckets, self._counts, like, scale, pieces, self.gathers_gradients
-        )
-        return config.compressor.make_reducer(reducers)
+        maker = CompressedSumsMaker(self.axis, self.buckets, self._counts, like, scale, pieces, self.gathers_gradients)
+        return config.compressor.make_sums(maker)
 
     @classmethod
     def fitting(cls, parameters: FlatParameters) -> type[Strategy]:

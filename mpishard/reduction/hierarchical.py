@@ -19,7 +19,7 @@ from mpishard.compression import Compressor
 from mpishard.layout.boxes import counts, split
 from mpishard.parameters.gradient_buckets import Bucket
 from mpishard.reduction.error_feedback import CompressedSums
-from mpishard.reduction.reducers import CompressedReducers
+from mpishard.reduction.sums_maker import CompressedSumsMaker
 
 Array = Any
 
@@ -146,7 +146,7 @@ class HierarchicalSums:
         self.compressed: CompressedSums | None = None
         if compressor is not None:
             inner = list(self._inner.values())
-            self.compressed = compressor.make_reducer(CompressedReducers(axes.across, inner, parts, like, scale))
+            self.compressed = compressor.make_sums(CompressedSumsMaker(axes.across, inner, parts, like, scale))
 
     def start(self, bucket: Bucket, gradient: Array) -> Request:
         """Start to sum a bucket over the ranks of this node; `finish` does the rest.
@@ -198,9 +198,7 @@ class HierarchicalSums:
 
         return ChainedRequest(pending, finish)
 
-    def finish(
-        self, arrived: Sequence[tuple[Bucket, Array, Array]], *, compresses: bool, shared: bool = False
-    ) -> None:
+    def finish(self, arrived: Sequence[tuple[Bucket, Array, Array]], *, compresses: bool, shared: bool = False) -> None:
         """Fill gradients with their sums over all ranks.  Collective.
 
         Parameters

@@ -277,7 +277,7 @@ class Kinds:
 def test_a_compressor_chooses_what_sums_with_it(compressor):
     """And says which collectives that takes, of a matrix and a vector over 3 ranks."""
     low_rank = isinstance(compressor, PowerSGDCompressor)
-    assert compressor.make_reducer(Kinds()) == ("low rank" if low_rank else "pieces", compressor)
+    assert compressor.make_sums(Kinds()) == ("low rank" if low_rank else "pieces", compressor)
     assert compressor.by_nodes == (not low_rank)
     found = compressor.collectives([(10, 20), (4,)], np.dtype(np.float64), 3)
     if low_rank:

@@ -41,6 +41,16 @@ def test_methods() -> None:
             mesh.world.agree(None)
 
 
+def test_a_method_of_compressors() -> None:
+    class Maker:
+        def of_pieces(self, compressor: object) -> object:
+            return compressor
+
+    compressor = mpishard.compression.SignCompressor()
+    with pytest.warns(DeprecationWarning, match=r"Compressor\.make_reducer is called Compressor\.make_sums now"):
+        assert compressor.make_reducer(Maker()) is compressor
+
+
 def test_members_of_an_optimizer_behind_its_state() -> None:
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
         optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), mesh)

@@ -1,4 +1,4 @@
-"""The sums of one model's gradients that each kind of compressor makes."""
+"""Makes the sums of one model's gradients for each kind of compressor."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Array = Any
 
 
 @dataclass(frozen=True)
-class CompressedReducers:
-    """Makes the `CompressedSums` of a model: ``compressor.make_reducer(CompressedReducers(...))``.
+class CompressedSumsMaker:
+    """Makes the `CompressedSums` of a model: ``compressor.make_sums(CompressedSumsMaker(...))``.
 
     No method is collective.
 
