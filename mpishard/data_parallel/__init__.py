@@ -5,11 +5,13 @@ what users call           ``sharded_optimizer``, the base; ``optimizers``, those
                           ``results``: what `optimize` returns
 settings                  ``configuration``; ``settings``: as text by name; ``validation``: checks on a rank
 agreement of ranks        ``agreement``: all must have the same arguments and settings
-who sums what             ``strategy`` and ``strategies``; ``ownership``: who updates what; ``bucket_plan``: what is
-                          summed at once; ``gradient_traffic``: the bytes of it
+who sums what             ``strategy`` and ``strategies``; ``bucket_plan``: what is summed at once;
+                          ``gradient_traffic``: the bytes of it
+who updates what          ``strategy`` decides; ``owned_ranges``, and ``owned_parts``: these cut at tensors
 ranks of one model        ``model_parallel_group``; ``tensor_copies``: copies on several of them;
                           ``full_parameters``: whole tensors from their parts
-a step                    ``step_arguments``, ``gradient_inspection``, ``update``, ``tensor_norms``
+a step                    ``step_arguments``, ``gradient_norm``: clipping's, and NaN; ``update``;
+                          ``trust_ratio_norms``: LAMB's
 the state                 ``optimizer_state``: what loops, elastic runs and checkpoints need; ``binding``: of which
                           parameters; ``rank_state``, ``slots``: the arrays of one rank; ``counters``: the numbers
 the state, elsewhere      ``state_shards``: with its layouts, to be saved or moved; ``full_state``: as one value for any

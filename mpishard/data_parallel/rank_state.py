@@ -11,7 +11,7 @@ from mpishard.backend import exact_norm
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.full_state import FullState
-from mpishard.data_parallel.gradient_inspection import Inspection
+from mpishard.data_parallel.gradient_norm import Inspection
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.slots import fill_errors, fill_slots, make_slots, whole_errors, whole_slots
 from mpishard.data_parallel.state_shards import shards

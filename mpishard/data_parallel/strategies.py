@@ -11,7 +11,7 @@ from mpishard.backend.array import accumulate
 from mpishard.comm.request import Request
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
-from mpishard.data_parallel.ownership import Ownership
+from mpishard.data_parallel.owned_ranges import OwnedRanges
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import AVERAGE_ERRORS
 from mpishard.parameters.flat import FlatParameters
@@ -30,9 +30,9 @@ class DataParallel(Strategy):
 
     gathers_gradients = True
 
-    def _make_ownership(self, parameters: FlatParameters, shares: list[Range]) -> Ownership:
+    def _make_ownership(self, parameters: FlatParameters, shares: list[Range]) -> OwnedRanges:
         buckets = [(bucket.start, bucket.stop) for bucket in self.buckets]
-        return Ownership(parameters, buckets, shares)
+        return OwnedRanges(parameters, buckets, shares)
 
     def _make_compressed(self, config: ShardingConfiguration, parameters: FlatParameters) -> CompressedSums | None:
         compressor = config.compressor
@@ -230,9 +230,9 @@ class LocalUpdates(DataParallel):
         self._within = None if self.hierarchical is None else self.hierarchical.within
         self.workers: int = self.axis.size // (1 if self._within is None else self._within.size)
 
-    def _make_ownership(self, parameters: FlatParameters, shares: list[Range]) -> Ownership:
+    def _make_ownership(self, parameters: FlatParameters, shares: list[Range]) -> OwnedRanges:
         buckets = [(bucket.start, bucket.stop) for bucket in self.buckets]
-        return Ownership(parameters, buckets, shares, in_team=buckets)  # a worker counts all of its gradient
+        return OwnedRanges(parameters, buckets, shares, in_team=buckets)  # a worker counts all of its gradient
 
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
         """Start the sum of a gradient within the worker; None if the worker is one data rank."""

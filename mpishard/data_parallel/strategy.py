@@ -23,7 +23,7 @@ from mpishard.comm.request import Request
 from mpishard.data_parallel.bucket_plan import bucket_layout
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
-from mpishard.data_parallel.ownership import Ownership
+from mpishard.data_parallel.owned_ranges import OwnedRanges
 from mpishard.data_parallel.tensor_copies import TensorCopies
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.run_state import GRADIENT_ERRORS
@@ -61,7 +61,7 @@ class Strategy(ABC):
     team : Axis or ModelParallelGroup
         The ranks that take a step together.  Every element of the model is in the ``ownership.counted_parts`` of
         exactly one of them.
-    ownership : Ownership
+    ownership : OwnedRanges
         The elements that this rank updates.
     """
 
@@ -96,7 +96,7 @@ class Strategy(ABC):
             reproducible=config.reproducible,
         )
         self._counts = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets]
-        self.ownership: Ownership = self._make_ownership(parameters, self._shares())
+        self.ownership: OwnedRanges = self._make_ownership(parameters, self._shares())
         self.compresses = True
         self.compressed: CompressedSums | None = self._make_compressed(config, parameters)
 
@@ -108,9 +108,9 @@ class Strategy(ABC):
             shares.append((start, start + pieces[self.axis.rank]))
         return shares
 
-    def _make_ownership(self, parameters: FlatParameters, shares: list[Range]) -> Ownership:
+    def _make_ownership(self, parameters: FlatParameters, shares: list[Range]) -> OwnedRanges:
         """The elements that this rank updates.  Here its share of each bucket."""
-        return Ownership(parameters, shares, shares)
+        return OwnedRanges(parameters, shares, shares)
 
     def _make_compressed(self, config: ShardingConfiguration, parameters: FlatParameters) -> CompressedSums | None:
         """The sums of compressed gradients, or None without compression.  Collective over the data axis."""

@@ -10,7 +10,7 @@ from mpishard.backend import array as arrays
 from mpishard.data_parallel.binding import Binding
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.strategy import Strategy
-from mpishard.data_parallel.tensor_norms import norms
+from mpishard.data_parallel.trust_ratio_norms import norms
 from mpishard.data_parallel.validation import check_copies
 from mpishard.optim import Rule
 

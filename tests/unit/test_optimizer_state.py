@@ -23,7 +23,7 @@ from mpishard import (
 )
 from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.local_steps import AveragingSchedule, LocalSteps
-from mpishard.data_parallel.ownership import Ownership
+from mpishard.data_parallel.owned_ranges import OwnedRanges
 from mpishard.optim.loss_scale import LossScale
 
 
@@ -110,13 +110,13 @@ def test_without_parameters_there_is_no_state(mesh: Mesh) -> None:
 def test_what_a_rank_owns_and_what_it_counts() -> None:
     """A state array has the owned ranges end to end; sums take the counted part of each, cut at tensors."""
     parameters = FlatParameters([ParameterSpec("a", (4,)), ParameterSpec("b", (4,))], np.float64)
-    ownership = Ownership(parameters, own=[(0, 3), (3, 8)], counted=[(1, 3), (3, 6)])
+    ownership = OwnedRanges(parameters, own=[(0, 3), (3, 8)], counted=[(1, 3), (3, 6)])
     views = ownership.state_views(np.arange(8))
     assert ownership.size == 8 and [view.tolist() for view in views] == [[0, 1, 2], [3, 4, 5, 6, 7]]
     assert [view.tolist() for view in ownership.counted_views(views)] == [[1, 2], [3, 4, 5]]
     assert ownership.owned_parts == [(0, 0, 0, 3), (0, 1, 0, 1), (1, 1, 1, 5)]
     assert ownership.counted_parts == [(0, 0, 1, 3), (0, 1, 0, 1), (1, 1, 1, 3)]
-    assert Ownership(parameters, [(0, 8)], [(0, 4)], in_team=[(0, 8)]).counted_parts == [(0, 0, 0, 4), (1, 0, 4, 8)]
+    assert OwnedRanges(parameters, [(0, 8)], [(0, 4)], in_team=[(0, 8)]).counted_parts == [(0, 0, 0, 4), (1, 0, 4, 8)]
 
 
 def test_parameters_whose_place_others_have_taken_are_freed(mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""Checks that the loss and the gradients of a step are finite, names those that are not, and finds the global norm."""
+"""The global norm of the gradients, for clipping, and the check that they and the loss are finite."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from mpishard.backend import exact_norm
 from mpishard.comm.ledger import users_level
+from mpishard.data_parallel.owned_parts import spans_of
 from mpishard.data_parallel.strategy import Strategy
-from mpishard.data_parallel.tensor_norms import spans_of
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_buckets import Bucket
 

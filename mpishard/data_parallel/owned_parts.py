@@ -1,19 +1,12 @@
-"""Norms of whole tensors that are split over ranks, for rules such as LAMB that scale by these norms."""
+"""How the ranges that a rank owns are cut at tensors: into parts, for norms by tensor, and spans, for global ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from mpishard.backend import exact_norm
-from mpishard.comm.axis import Axis
-from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.layout.local_layout import Piece
-from mpishard.layout.specs import ParameterSpec
 
-Array = Any
 Range = tuple[int, int]
 Span = tuple[int, int, int]
 
@@ -57,23 +50,3 @@ def spans_of(parts: Sequence[Part]) -> list[Span]:
         else:
             spans.append((owned, start, stop))
     return spans
-
-
-def norms(
-    axis: Axis | ModelParallelGroup, specs: Sequence[ParameterSpec], parts: Sequence[Part], arrays: Sequence[Array]
-) -> list[float]:
-    """The 2-norm of every tensor over all ranks, with the same bits for any cut into parts.
-
-    Every element must be in `parts` on exactly one rank of the axis; `arrays` has one array for each owned range.
-    Collective over `axis`, the team of a strategy.
-    """
-    tops = np.zeros(len(specs))
-    for tensor, owned, start, stop in parts:
-        tops[tensor] = max(tops[tensor], exact_norm.largest(arrays[owned][start:stop]))
-    axis.all_reduce(tops, op="max", label="norms")
-    sums = np.zeros((len(specs), 2))
-    for tensor, owned, start, stop in parts:
-        part = arrays[owned][start:stop]
-        sums[tensor] += exact_norm.sum_of_squares(part, float(tops[tensor]), specs[tensor].size)
-    axis.all_reduce(sums, label="norms")
-    return [exact_norm.norm(pair, float(top)) for pair, top in zip(sums, tops, strict=True)]

@@ -1,4 +1,8 @@
-"""Which elements of the flat parameters a rank updates, and which of them it contributes to sums."""
+"""Which elements of the flat parameters a rank updates, and which of them it contributes to sums.
+
+The strategy decides: `Strategy._shares` in ``strategy.py`` cuts each bucket into one share for each data rank, and
+`_make_ownership` there and in ``strategies.py`` says which of these ranges a rank owns.  This file has what follows.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,14 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from mpishard.data_parallel.tensor_norms import Part, parts_of
+from mpishard.data_parallel.owned_parts import Part, parts_of
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
 Range = tuple[int, int]
 
 
-class Ownership:
+class OwnedRanges:
     """The elements of one rank, as ranges of its flat parameters.
 
     Parameters
