@@ -1,0 +1,310 @@
+"""What all line searches have in common: a search is told value and slope at a step, and says what comes next.
+
+A search looks for a step along a direction of descent at which a function of one number is low enough.  It calls
+nothing: the caller evaluates, and tells.  Everything that it knows is in a frozen state of plain numbers, so that a
+search which is interrupted between two evaluations goes on elsewhere with the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
+
+from mpishard.arguments import integer
+
+NOT_FINITE_LIMIT = 10  # so often in a row a search shortens its step where value or slope are not finite
+
+
+class Verdict(Enum):
+    """What a line search says when it was told value and slope."""
+
+    EVALUATE = "evaluate"  # at the state's step
+    ACCEPT = "accept"  # the step that was just evaluated
+    FAIL = "fail"  # for the state's reason; the state's best step may still be of use
+
+
+class Trial(NamedTuple):
+    """A step, with the value and the slope there."""
+
+    step: float
+    value: float
+    slope: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineSearchState:
+    """Where a line search stands.
+
+    Parameters
+    ----------
+    step : float
+        Where the next evaluation is wanted; after `Verdict.ACCEPT` the accepted step.
+    most : float
+        The longest step; may be infinite.
+    start : Trial
+        Step 0.
+    best : Trial
+        The lowest value so far, `start` included.
+    wall : float
+        The shortest step beyond `best` at which value or slope were not finite.
+    evaluations : int
+        How many it was told.
+    not_finite : int
+        How many of the last ones in a row were not finite.
+    reason : str
+        Why it has failed, in plain words; empty unless it has.
+    """
+
+    step: float
+    most: float
+    start: Trial
+    best: Trial
+    wall: float = math.inf
+    evaluations: int = 0
+    not_finite: int = 0
+    reason: str = ""
+
+    @property
+    def anchor(self) -> float:
+        """The step from which the next one goes out, and to which it is shortened where the function is not finite."""
+        return self.best.step
+
+    def to_metadata(self) -> dict[str, Any]:
+        """All fields by name: numbers, strings and lists of three floats; every bit is kept.
+
+        Returns
+        -------
+        dict
+            Infinities and NaN are among the floats.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: list(value) if isinstance(value, Trial) else value for name, value in values.items()}
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> Self:
+        """The state that gave this metadata.
+
+        Parameters
+        ----------
+        metadata : mapping
+            From `to_metadata` of a state of this class.
+
+        Returns
+        -------
+        LineSearchState
+            Equal to it.
+
+        Raises
+        ------
+        ValueError
+            If a field is missing or has another type.
+        """
+        values = {}
+        for field in fields(cls):
+            if field.name not in metadata:
+                raise ValueError(f"{cls.__name__}: {field.name} is missing; it has {', '.join(sorted(metadata))}")
+            try:
+                values[field.name] = _READERS[str(field.type)](metadata[field.name])
+            except (TypeError, ValueError):
+                shown = f"{field.name}={metadata[field.name]!r}"
+                raise ValueError(f"{cls.__name__}: {shown} must be of type {field.type}") from None
+        return cls(**values)
+
+
+def _read_trial(values: Any) -> Trial:
+    return Trial(*map(float, values))
+
+
+# By the name of a field's type.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "str": str,
+    "Trial": _read_trial,
+}
+
+State = TypeVar("State", bound=LineSearchState)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineSearch(ABC, Generic[State]):
+    """Base of the line searches: frozen records of options, with the rules by which a state changes.
+
+    A caller begins, evaluates at ``state.step``, and tells the search until its verdict is no longer
+    `Verdict.EVALUATE`::
+
+        state = search.begin(value, slope, first_step, most)
+        verdict = Verdict.FAIL if state.reason else Verdict.EVALUATE
+        while verdict is Verdict.EVALUATE:
+            state, verdict = search.advance(state, *evaluate(state.step))
+
+    Where value or slope are NaN or infinite, the step is shortened towards the last good one, at most ten times
+    in a row.
+
+    Parameters
+    ----------
+    maxls : int
+        The most evaluations, without the one at step 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option is invalid.
+    """
+
+    maxls: int = 20
+
+    state_type: ClassVar[type[LineSearchState]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "maxls", integer(f"{type(self).__name__}: maxls", self.maxls, least=1))
+
+    def begin(self, value: float, slope: float, first_step: float, most: float = math.inf) -> State:
+        """The state before the first evaluation.
+
+        Parameters
+        ----------
+        value, slope : float
+            At step 0: of the function, and of its derivative along the direction.
+        first_step : float
+            The first step to try; it is cut to `most`.
+        most : float
+            The longest step that is allowed.
+
+        Returns
+        -------
+        LineSearchState
+            With a reason if no search is possible: the slope is not negative, no step is allowed, or a number is not
+            finite.
+        """
+        value, slope, most = float(value), float(slope), float(most)
+        start = Trial(0.0, value, slope)
+        step = min(float(first_step), most)
+        reason = ""
+        if not (math.isfinite(value) and math.isfinite(slope)):
+            reason = f"value {value:g} or slope {slope:g} at the start is not finite"
+        elif slope >= 0:
+            reason = f"the slope along the direction is {slope:g}, not negative"
+        elif not (0 < step < math.inf and most > 0):
+            reason = f"the first step is {step:g}, and must be positive and finite (the longest is {most:g})"
+        return self._first(self.state_type(step=step, most=most, start=start, best=start, reason=reason))  # type: ignore[arg-type]
+
+    def advance(self, state: State, value: float, slope: float) -> tuple[State, Verdict]:
+        """Take value and slope at ``state.step``, and decide what comes next.
+
+        Parameters
+        ----------
+        state : LineSearchState
+            From `begin` or `advance`.
+        value, slope : float
+            At its step; NaN or infinite outside of the domain of the function.
+
+        Returns
+        -------
+        state : LineSearchState
+            With the next step, the accepted one, or the reason of the failure.
+        verdict : Verdict
+            What comes next.
+        """
+        if state.reason:
+            return state, Verdict.FAIL
+        state = replace(state, evaluations=state.evaluations + 1)
+        trial = Trial(state.step, float(value), float(slope))
+        if math.isfinite(trial.value) and math.isfinite(trial.slope):
+            best = trial if trial.value < state.best.value else state.best
+            state = replace(state, best=best, not_finite=0)
+            state, verdict = self._decide(state, trial)
+        else:
+            state, verdict = self._shorten(state, trial)
+        if verdict is Verdict.EVALUATE and state.evaluations >= self.maxls:
+            return failed(state, f"no acceptable step in {self.maxls} evaluations (maxls)")
+        return state, verdict
+
+    def restore(self, metadata: Mapping[str, Any]) -> State:
+        """The state of this search that gave this metadata.
+
+        Parameters
+        ----------
+        metadata : mapping
+            From `LineSearchState.to_metadata`.
+
+        Returns
+        -------
+        LineSearchState
+            Equal to it.
+
+        Raises
+        ------
+        ValueError
+            If a field is missing or has another type.
+        """
+        return self.state_type.from_metadata(metadata)  # type: ignore[return-value]
+
+    def _first(self, state: State) -> State:
+        """Complete the first state with what this search knows beside it."""
+        return state
+
+    @abstractmethod
+    def _decide(self, state: State, trial: Trial) -> tuple[State, Verdict]:
+        """What follows a finite trial at the state's step; the number of evaluations is looked after by the caller."""
+
+    def _shorten(self, state: State, trial: Trial) -> tuple[State, Verdict]:
+        """Go back towards the anchor: by a half, then to a quarter of what is left, then an eighth, and so on."""
+        count = state.not_finite + 1
+        state = replace(state, not_finite=count)
+        if state.anchor < trial.step:
+            state = replace(state, wall=min(state.wall, trial.step))
+        step = state.anchor + (trial.step - state.anchor) * 0.5**count
+        if count > NOT_FINITE_LIMIT or step == state.anchor:
+            where = f"step {trial.step:g} (value {trial.value:g}, slope {trial.slope:g})"
+            return failed(state, f"the function is still not finite at {where} after {count} such steps")
+        return replace(state, step=step), Verdict.EVALUATE
+
+
+def failed(state: State, reason: str) -> tuple[State, Verdict]:
+    """The state with the reason of its failure, and the verdict.
+
+    Parameters
+    ----------
+    state : LineSearchState
+        Of the search.
+    reason : str
+        In plain words.
+
+    Returns
+    -------
+    state : LineSearchState
+        With the reason.
+    verdict : Verdict
+        `Verdict.FAIL`.
+    """
+    return replace(state, reason=reason), Verdict.FAIL
+
+
+def settle(state: State, trial: Trial, why: str) -> tuple[State, Verdict]:
+    """End at a trial which no further one can better: accept it if it has decreased the value, or else fail.
+
+    Parameters
+    ----------
+    state : LineSearchState
+        Of the search.
+    trial : Trial
+        The last one.
+    why : str
+        Why the search ends, for the reason of a failure.
+
+    Returns
+    -------
+    state : LineSearchState
+        With the trial's step, or a reason.
+    verdict : Verdict
+        `Verdict.ACCEPT` or `Verdict.FAIL`.
+    """
+    if trial.step > 0 and trial.value < state.start.value:
+        return replace(state, step=trial.step), Verdict.ACCEPT
+    return failed(state, f"{why}, and the value is not below the one at the start")
