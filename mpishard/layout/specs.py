@@ -12,7 +12,7 @@ from mpishard.layout.boxes import Box
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """The facts about one global tensor that every rank knows.
+    """What every rank knows of one global tensor.
 
     Parameters
     ----------

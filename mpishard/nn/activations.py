@@ -18,15 +18,15 @@ Array = Any
 
 
 class Spot(NamedTuple):
-    """The position of a block: its number in its stage, and whether the units before and after it are blocks."""
+    """The position of a block: its number in its chunk, and whether the units before and after it are blocks."""
 
     number: int
     after_block: bool
     before_block: bool
 
 
-class StageBlock:
-    """A block in a stage, called like the other units of a `mpishard.nn.Chunk`.
+class BlockUnit:
+    """A block as a unit, called like the other units of a `mpishard.nn.Chunk`.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ from mpishard.deprecated import warn_renamed
 from mpishard.layout.boxes import split
 from mpishard.layout.specs import ParameterSpec, merge_ties
 from mpishard.nn.block import Block
-from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD, EmbeddingStage, OutputHead, Unit
+from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD, EmbeddingUnit, OutputHead, Unit
 
 _OLD_NAMES = {"stem": EMBEDDINGS, "top": OUTPUT_HEAD}
 
@@ -96,7 +96,7 @@ class Architecture:
             warn_renamed(f'the unit "{unit}" of a model', f'"{_OLD_NAMES[unit]}"')
             unit = _OLD_NAMES[unit]
         if unit == EMBEDDINGS:
-            return EmbeddingStage(self.vocabulary_size, self.context_length, self.width)
+            return EmbeddingUnit(self.vocabulary_size, self.context_length, self.width)
         if unit == OUTPUT_HEAD:
             return OutputHead(self.width, self.vocabulary_size, tied=self.tied, sequence_parallel=sequence_parallel)
         scale = 0.02 / math.sqrt(2 * self.layers)

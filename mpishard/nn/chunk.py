@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpishard.nn.activations import ActivationCheckpointing, KeepAll, Spot, StageBlock
+from mpishard.deprecated import renamed_attribute
+from mpishard.nn.activations import ActivationCheckpointing, BlockUnit, KeepAll, Spot
 from mpishard.nn.block import Block
 from mpishard.nn.tensor_parallel import TensorParallel
 from mpishard.nn.units import Batch, Unit
@@ -23,9 +24,9 @@ class Chunk:
 
     Parameters
     ----------
-    stage : int
-        Number of the virtual stage.
-    units : sequence of EmbeddingStage, Block or OutputHead
+    virtual_stage : int
+        Its number.
+    units : sequence of EmbeddingUnit, Block or OutputHead
         In order, bound to `parameters`.
     parameters : FlatParameters
         The tensors of this rank.
@@ -44,14 +45,14 @@ class Chunk:
 
     def __init__(
         self,
-        stage: int,
+        virtual_stage: int,
         units: Sequence[Unit],
         parameters: FlatParameters,
         tensor: TensorParallel,
         memory: Workspace,
         keeping: KeepAll | ActivationCheckpointing,
     ) -> None:
-        self.stage = stage
+        self.virtual_stage = virtual_stage
         self.units: tuple[Unit, ...] = tuple(units)
         self.workspaces: list[Workspace] = []
         self._parameters = parameters
@@ -61,7 +62,7 @@ class Chunk:
         kinds = [False, *(isinstance(unit, Block) for unit in units), False]
         spots = [Spot(number, kinds[number], kinds[number + 2]) for number in range(len(units))]
         self._called: list[Any] = [
-            StageBlock(unit, keeping, spot) if isinstance(unit, Block) else unit
+            BlockUnit(unit, keeping, spot) if isinstance(unit, Block) else unit
             for unit, spot in zip(units, spots, strict=True)
         ]
         self._width = units[0].width
@@ -210,6 +211,11 @@ class Chunk:
         assert deferred is not None
         for each in deferred:
             each()
+
+    if not TYPE_CHECKING:  # a type checker shall know the new name only
+
+        def __getattr__(self, name: str) -> Any:
+            return renamed_attribute(self, "Chunk", name, {"stage": "virtual_stage"})
 
     def _gathered(self, units: Sequence[Any]) -> Iterator[Any]:
         """Yield the units, each while its parameters are gathered."""

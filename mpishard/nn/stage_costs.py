@@ -12,7 +12,7 @@ from mpishard.backend.array import ready
 from mpishard.comm.axis import Axis
 from mpishard.nn.architecture import Architecture
 from mpishard.nn.block import Block
-from mpishard.nn.units import Batch, EmbeddingStage, OutputHead
+from mpishard.nn.units import Batch, EmbeddingUnit, OutputHead
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
 
@@ -40,7 +40,7 @@ def _measure(architecture: Architecture, dtype: Any, compute_dtype: Any, module:
     small = replace(architecture, layers=1)
     parameters = FlatParameters(small.specs(), dtype, module=module)
     embedding, block, head = (small.build(unit) for unit in small.units())
-    assert isinstance(embedding, EmbeddingStage) and isinstance(block, Block) and isinstance(head, OutputHead)
+    assert isinstance(embedding, EmbeddingUnit) and isinstance(block, Block) and isinstance(head, OutputHead)
     for unit in (embedding, block, head):
         unit.bind(parameters, compute_dtype=compute_dtype)
         unit.initialize(0)

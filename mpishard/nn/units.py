@@ -47,7 +47,7 @@ class Batch:
         return len(self.tokens_n)
 
 
-class EmbeddingStage(Layer):
+class EmbeddingUnit(Layer):
     """Token and position embeddings."""
 
     def __init__(self, vocabulary_size: int, context_length: int, width: int) -> None:
@@ -132,4 +132,4 @@ class OutputHead(Layer):
 
 
 # What `Architecture.build` makes.
-Unit = EmbeddingStage | Block | OutputHead
+Unit = EmbeddingUnit | Block | OutputHead

@@ -12,13 +12,13 @@ from mpishard.layout.local_layout import Piece
 class Run(NamedTuple):
     """Tensors `first` to `last` (exclusive) of a model, whose gradients are complete together.
 
-    `key` separates neighbouring runs of one stage.  A `tied` tensor is a run by itself: it waits for the last backward
-    pass of the step, since another stage adds to its gradient.
+    `key` separates neighbouring runs of one virtual stage.  A `tied` tensor is a run by itself: it waits for the last
+    backward pass of the step, since another virtual stage adds to its gradient.
     """
 
     first: int
     last: int
-    stage: int = 0
+    virtual_stage: int = 0
     key: object = None
     tied: bool = False
 
@@ -26,14 +26,14 @@ class Run(NamedTuple):
 def make_runs(tensors: Iterable[tuple[int, object, bool]]) -> list[Run]:
     """Join neighbouring tensors with the same key into runs; a tied tensor stays alone.
 
-    `tensors` are ``(stage, key, tied)`` in flat order.
+    `tensors` are ``(virtual_stage, key, tied)`` in flat order.
     """
     runs: list[Run] = []
-    for index, (stage, key, tied) in enumerate(tensors):
+    for index, (virtual_stage, key, tied) in enumerate(tensors):
         if runs and not tied and not runs[-1].tied and runs[-1].key == key:
             runs[-1] = runs[-1]._replace(last=index + 1)
         else:
-            runs.append(Run(index, index + 1, stage, key, tied))
+            runs.append(Run(index, index + 1, virtual_stage, key, tied))
     return runs
 
 
@@ -41,7 +41,7 @@ def make_runs(tensors: Iterable[tuple[int, object, bool]]) -> list[Run]:
 class Bucket:
     """Tensors `first` to `last` (exclusive) of a model: elements ``[start, stop)`` of its flat buffer.
 
-    `stage` and `tied` are those of its `Run`.
+    `virtual_stage` and `tied` are those of its `Run`.
     """
 
     index: int
@@ -49,7 +49,7 @@ class Bucket:
     last: int
     start: int
     stop: int
-    stage: int = 0
+    virtual_stage: int = 0
     tied: bool = False
 
     @property
@@ -83,5 +83,5 @@ def make_buckets(
         for first, last in zip(cuts[:-1], cuts[1:], strict=True):
             start = buckets[-1].stop if buckets else 0
             stop = start + sum(piece.size for piece in pieces[first:last])
-            buckets.append(Bucket(len(buckets), first, last, start, stop, run.stage, run.tied))
+            buckets.append(Bucket(len(buckets), first, last, start, stop, run.virtual_stage, run.tied))
     return tuple(buckets)

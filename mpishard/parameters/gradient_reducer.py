@@ -250,16 +250,16 @@ class GradientReducer:
         """
         return _NoSync(self)  # a new one: kept here, it would keep the memory of the gradients until a collection
 
-    def begin_stage(self, stage: int, last: bool) -> None:
-        """Begin a micro-batch's backward pass of a pipeline stage; `last`: no other follows in this pass."""
+    def begin_virtual_stage(self, virtual_stage: int, last: bool) -> None:
+        """Begin a micro-batch's backward pass of a virtual stage; `last`: no other follows in this pass."""
         for order in self._tracker.orders:
-            if order.stage == stage:
+            if order.virtual_stage == virtual_stage:
                 order.more = not last
 
-    def end_stage(self, stage: int) -> None:
-        """End a micro-batch's backward pass of a stage; reduce its other buckets.  Collective over the data axis."""
+    def end_virtual_stage(self, virtual_stage: int) -> None:
+        """End a micro-batch's backward pass of one; reduce its other buckets.  Collective over the data axis."""
         for order in reversed(self._tracker.orders):
-            if order.stage != stage or order.tied:
+            if order.virtual_stage != virtual_stage or order.tied:
                 continue
             if self.on_demand or (self.is_last_pass and not order.more):
                 self._reduce_rest(order)

@@ -11,13 +11,13 @@ from mpishard.parameters.gradient_buckets import Bucket
 
 @dataclass
 class Order:
-    """Buckets `first` to `last` of one stage, which are reduced in turn, the last one first; `next` is the next one.
+    """Buckets `first` to `last` of one virtual stage, reduced in turn, the last one first; `next` is the next one.
 
     A tied tensor is an order by itself.  `more`: more micro-batches of the stage follow in this backward pass; how it
     differs from the reducer's `is_last_pass` is said in `mpishard.parameters.gradient_reducer`.
     """
 
-    stage: int
+    virtual_stage: int
     tied: bool
     first: int
     last: int
@@ -49,8 +49,8 @@ class ReadyTracker:
         self._ready: list[set[str]] = [set() for _ in buckets]
         for bucket in buckets:
             order = self.orders[-1] if self.orders else None
-            if order is None or bucket.tied or order.tied or order.stage != bucket.stage:
-                order = Order(bucket.stage, bucket.tied, bucket.index, bucket.index, bucket.index)
+            if order is None or bucket.tied or order.tied or order.virtual_stage != bucket.virtual_stage:
+                order = Order(bucket.virtual_stage, bucket.tied, bucket.index, bucket.index, bucket.index)
                 self.orders.append(order)
             order.last = order.next = bucket.index
             self.places.update({piece.name: (bucket.index, order) for piece in pieces[bucket.first : bucket.last]})

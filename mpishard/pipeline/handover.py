@@ -43,7 +43,7 @@ class Flight:
 
 
 class Handover(Protocol):
-    """Hands results of stages to the stages that need them; a stage is named by its number in the whole pipeline."""
+    """Hands results of stages to the stages that need them; all stages here are virtual stages."""
 
     def begin(self) -> None:
         """A call of the pipeline begins."""
@@ -102,15 +102,15 @@ class Messages:
     ----------
     axis : Axis
         Pipeline axis, of several ranks; rank r runs the stages ``r, r + axis.size, ...``.
-    stages : int
-        Number of stages.
+    virtual_stages : int
+        Number of them.
     wire_dtype : dtype or None
         Send in this dtype.
     """
 
-    def __init__(self, axis: Axis, stages: int, wire_dtype: np.dtype | None) -> None:
+    def __init__(self, axis: Axis, virtual_stages: int, wire_dtype: np.dtype | None) -> None:
         self._axis = axis
-        self._stages = stages
+        self._virtual_stages = virtual_stages
         self._wire_dtype = wire_dtype
         self._comm = axis.comm
         # By stage of this rank: the last message to the stage before, and its memory.
@@ -173,4 +173,4 @@ class Messages:
 
     def _tag(self, what: str, source: int, microbatch: int) -> int:
         """A tag that is unique among the messages of a step between two ranks, which may have several chunks."""
-        return 2 * (microbatch * self._stages + source) + (what == ACTIVATIONS)
+        return 2 * (microbatch * self._virtual_stages + source) + (what == ACTIVATIONS)

@@ -25,7 +25,7 @@ Batch = Any
 class Chunk(Protocol):
     """The layers of one virtual stage, as a pipeline uses them; micro-batches may have 0 rows."""
 
-    stage: int
+    virtual_stage: int
 
     def input_shape(self, batch: Batch) -> tuple[int, ...]:
         """Shape of the input from the previous stage, and of its gradient; not called for stage 0."""
@@ -78,7 +78,7 @@ class Pipeline:
     schedule : str
         One of `mpishard.pipeline.schedule.SCHEDULES`.
     parameters : FlatParameters
-        The pipeline marks the begin and end of the backward passes of a stage in their gradients.
+        The pipeline marks the begin and end of the backward passes of a virtual stage in their gradients.
     wire_dtype : dtype, optional
         Send activations and their gradients in this dtype, float16 or ml_dtypes.bfloat16, to halve the bytes.
 
@@ -103,7 +103,7 @@ class Pipeline:
         self.chunks: tuple[Chunk, ...] = tuple(chunks)
         self.schedule = schedule
         self.parameters = parameters
-        self.stages: int = axis.size * len(self.chunks)
+        self.virtual_stages: int = axis.size * len(self.chunks)
         self.wire_dtype: np.dtype | None = None if wire_dtype is None else np.dtype(wire_dtype)
         self.executed: list[Executed] = []
         self.peak_in_flight: int = 0
@@ -112,7 +112,7 @@ class Pipeline:
         self._flights: dict[tuple[int, int], Flight] = {}
         self._handover: Handover = WithinRank()
         if axis.size > 1:
-            self._handover = Messages(axis, self.stages, self.wire_dtype)
+            self._handover = Messages(axis, self.virtual_stages, self.wire_dtype)
         self._loss = 0.0
         self._unfinished = False
 
@@ -142,15 +142,15 @@ class Pipeline:
             elif action.kind == "I":
                 self._backward(action, batch, chunk.input_gradient)
             else:
-                gradients.begin_stage(chunk.stage, index == ends[action.chunk])
+                gradients.begin_virtual_stage(chunk.virtual_stage, index == ends[action.chunk])
                 if action.kind == "B":
                     self._backward(action, batch, chunk.backward)
                 else:
                     chunk.weight_gradient(self._flights[action.chunk, action.microbatch].work)
                 self._release(action)
-                gradients.end_stage(chunk.stage)
+                gradients.end_virtual_stage(chunk.virtual_stage)
             self.executed.append(Executed(action, start, time.perf_counter()))
-            self.axis.ledger.note(f"{action.kind}{action.microbatch} stage {chunk.stage}", action.kind, start)
+            self.axis.ledger.note(f"{action.kind}{action.microbatch} stage {chunk.virtual_stage}", action.kind, start)
         return self._finish()
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
@@ -236,27 +236,27 @@ class Pipeline:
         self._flights[action.chunk, action.microbatch] = flight
         self.peak_in_flight = max(self.peak_in_flight, len(self._flights))
         x = None
-        if chunk.stage > 0:
+        if chunk.virtual_stage > 0:
             shape = chunk.input_shape(batch)
-            x = self._handover.receive(ACTIVATIONS, chunk.stage - 1, action.microbatch, shape, flight)
+            x = self._handover.receive(ACTIVATIONS, chunk.virtual_stage - 1, action.microbatch, shape, flight)
         output = (chunk.infer if infer else chunk.forward)(x, flight.work, batch)
-        if chunk.stage == self.stages - 1:
+        if chunk.virtual_stage == self.virtual_stages - 1:
             if not infer:
                 self._loss += output
         else:
-            self._handover.send_output(output, chunk.stage, action.microbatch, flight)
+            self._handover.send_output(output, chunk.virtual_stage, action.microbatch, flight)
         return output
 
     def _backward(self, action: Action, batch: Batch, compute: Any) -> None:
         chunk = self.chunks[action.chunk]
         flight = self._flights[action.chunk, action.microbatch]
         dy = None
-        if chunk.stage < self.stages - 1:
+        if chunk.virtual_stage < self.virtual_stages - 1:
             shape = chunk.output_shape(batch)
-            dy = self._handover.receive(GRADIENTS, chunk.stage + 1, action.microbatch, shape, flight)
+            dy = self._handover.receive(GRADIENTS, chunk.virtual_stage + 1, action.microbatch, shape, flight)
         dx = compute(dy, flight.work, batch)
-        if chunk.stage > 0:
-            self._handover.send_gradient(dx, chunk.stage, action.microbatch, flight)
+        if chunk.virtual_stage > 0:
+            self._handover.send_gradient(dx, chunk.virtual_stage, action.microbatch, flight)
 
     def _idle_flight(self, chunk: int) -> Flight | None:
         """The memory of a finished micro-batch, or None if new memory is needed."""

@@ -22,7 +22,7 @@ class Scale:
     """One stage: ``y = x * w`` for each column; the loss is the sum of what comes out last."""
 
     def __init__(self, stage, stages, parameters):
-        self.stage, self.last, self.parameters = stage, stages - 1, parameters
+        self.virtual_stage, self.last, self.parameters = stage, stages - 1, parameters
         self.scratch = Workspace(np.float64)
 
     def input_shape(self, batch):
@@ -37,22 +37,22 @@ class Scale:
         x = batch if x is None else x
         work.kept["x"] = x
         y = work.save("y", *x.shape)
-        np.multiply(x, self.parameters[f"w{self.stage}"], out=y)
+        np.multiply(x, self.parameters[f"w{self.virtual_stage}"], out=y)
         return y
 
     def forward(self, x, work, batch):
         y = self.infer(x, work, batch)
-        return float(y.sum()) if self.stage == self.last else y
+        return float(y.sum()) if self.virtual_stage == self.last else y
 
     def input_gradient(self, dy, work, batch):
         dy = np.ones_like(batch) if dy is None else dy
         work.kept["dy"] = dy.copy()
         dx = work.borrow("dx", *dy.shape)
-        np.multiply(dy, self.parameters[f"w{self.stage}"], out=dx)
-        return None if self.stage == 0 else dx
+        np.multiply(dy, self.parameters[f"w{self.virtual_stage}"], out=dx)
+        return None if self.virtual_stage == 0 else dx
 
     def weight_gradient(self, work):
-        name = f"w{self.stage}"
+        name = f"w{self.virtual_stage}"
         view, add = self.parameters.gradient(name)
         value = (work.kept["x"] * work.kept["dy"]).sum(axis=0)
         view[...] = view + value if add else value
@@ -103,12 +103,12 @@ def test_gradients_and_loss_of_one_rank(pipe, schedule, chunks):
     for count in counts(pipe.size):
         line = pipeline(pipe, schedule, chunks)
         batches = micro_batches(count)
-        product = weights(line.stages).prod(axis=0)
+        product = weights(line.virtual_stages).prod(axis=0)
         columns = sum(batch.sum(axis=0) for batch in batches)
         for total in (1, 2):  # a second call adds its gradients
             assert np.isclose(line.train(batches), (columns * product).sum(), rtol=1e-12)
             for name in line.parameters:
-                expected = total * columns * product / weights(line.stages)[int(name[1:])]
+                expected = total * columns * product / weights(line.virtual_stages)[int(name[1:])]
                 assert np.allclose(line.parameters.gradient(name)[0], expected, rtol=1e-12, atol=1e-12)
         assert np.isclose(line.evaluate(batches), (columns * product).sum(), rtol=1e-12)
         prediction = line.infer(batches[-1])
@@ -138,7 +138,7 @@ def test_runs_what_the_simulator_ran(pipe, comm, schedule, chunks):
     for (kind, stage, microbatch), item in times.items():
         if kind == "F" and stage:
             assert times["F", stage - 1, microbatch].start < item.stop
-        if kind == back and stage < line.stages - 1:
+        if kind == back and stage < line.virtual_stages - 1:
             assert times[back, stage + 1, microbatch].start < item.stop
 
 
@@ -166,7 +166,7 @@ def test_synchronous_sends(pipe, monkeypatch, schedule, chunks):
     for count in counts(pipe.size):
         line = pipeline(pipe, schedule, chunks)
         batches = micro_batches(count)
-        expected = (sum(batch.sum(axis=0) for batch in batches) * weights(line.stages).prod(axis=0)).sum()
+        expected = (sum(batch.sum(axis=0) for batch in batches) * weights(line.virtual_stages).prod(axis=0)).sum()
         assert np.isclose(line.train(batches), expected, rtol=1e-12)
         assert np.isclose(line.evaluate(batches), expected, rtol=1e-12)
 
@@ -179,7 +179,7 @@ def test_half_precision_on_the_wire(pipe, dtype):
     batches = [np.ones((2, WIDTH))] * 3
     pipe.ledger.clear()
     loss = line.train(batches)
-    expected = 6 * weights(line.stages).prod(axis=0).sum()
+    expected = 6 * weights(line.virtual_stages).prod(axis=0).sum()
     assert np.isclose(loss, expected, rtol=0.01 * pipe.size)
     assert np.isclose(loss, expected, rtol=1e-12) == (pipe.size == 1)
     last, first = pipe.rank == pipe.size - 1, pipe.rank == 0

@@ -175,9 +175,9 @@ def test_only_the_last_micro_batch_of_a_stage_travels(on_demand):
     recorder = Recorder([2, 2, 2, 2], 2, runs, on_demand=on_demand)
     for stage, names in ((1, ["t3"]), (0, ["t2", "t0"])):
         for last in (False, True):
-            recorder.gradients.begin_stage(stage, last)
+            recorder.gradients.begin_virtual_stage(stage, last)
             recorder.backward(names)
-            recorder.gradients.end_stage(stage)
+            recorder.gradients.end_virtual_stage(stage)
     recorder.gradients.end_pass()
     if on_demand:
         assert recorder.got == [
@@ -200,9 +200,9 @@ def test_passes_of_several_micro_batches_each(on_demand):
     for context in (recorder.gradients.no_sync(), nullcontext()):
         with context:
             for last in (False, True):
-                recorder.gradients.begin_stage(0, last)
+                recorder.gradients.begin_virtual_stage(0, last)
                 recorder.backward(["t1", "t0"])
-                recorder.gradients.end_stage(0)
+                recorder.gradients.end_virtual_stage(0)
     recorder.gradients.end_pass()
     total = np.zeros((2, 2))
     for index, values in recorder.got:
@@ -246,7 +246,7 @@ def test_runs_of_parameters():
         specs, place=ModelParallelRank(pipeline_rank=0, pipeline_size=2), units=[["table", "a"], ["b"], ["d"], ["c"]]
     )
     assert list(parameters) == ["table", "a", "b", "d"]
-    assert [(run.first, run.last, run.stage, run.tied) for run in parameters.layout.gradient_runs()] == [
+    assert [(run.first, run.last, run.virtual_stage, run.tied) for run in parameters.layout.gradient_runs()] == [
         (0, 1, 0, True),
         (1, 3, 0, False),
         (3, 4, 2, False),

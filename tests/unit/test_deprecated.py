@@ -51,6 +51,12 @@ def test_a_method_of_compressors() -> None:
         assert compressor.make_reducer(Maker()) is compressor
 
 
+def test_the_virtual_stage_of_a_chunk() -> None:
+    model = mpishard.nn.GPT(11, 6, 8, 2, 2)
+    with pytest.warns(DeprecationWarning, match=r"Chunk\.stage is called Chunk\.virtual_stage now"):
+        assert model.chunks[0].stage == model.chunks[0].virtual_stage == 0
+
+
 def test_members_of_an_optimizer_behind_its_state() -> None:
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
         optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), mesh)
