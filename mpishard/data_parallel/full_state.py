@@ -21,7 +21,7 @@ class FullState:
 
     `loss_scale` has a dynamic loss scale and the number of steps since it last changed.  `outer_steps` counts the steps
     of the rule `outer_rule` along averages of the parameters.  `others` has further flat arrays over all tensors, by
-    kind.
+    kind.  `minimizer` has the numbers of a method's minimisation.
     """
 
     # One field for each thing in the file that `serialization` writes.
@@ -36,6 +36,7 @@ class FullState:
     outer_rule: str = ""
     outer_steps: int = 0
     others: Mapping[str, np.ndarray] = field(default_factory=dict)
+    minimizer: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -50,6 +51,7 @@ class FullState:
             "outer_rule": self.outer_rule,
             "outer_slots.json": outer,
             "outer_steps": self.outer_steps,
+            **({"minimizer.json": self.minimizer} if self.minimizer else {}),
         }
 
     def check_parameters(self, specs: Sequence[ParameterSpec], dtype: np.dtype) -> None:

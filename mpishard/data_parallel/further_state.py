@@ -39,6 +39,11 @@ class FurtherState(Protocol):
         ...
 
     @property
+    def needs_consolidation(self) -> bool:
+        """Whether `consolidate` has something to do."""
+        ...
+
+    @property
     def synchronizes_next_step(self) -> bool:
         """Whether the next update waits for the other data ranks."""
         ...

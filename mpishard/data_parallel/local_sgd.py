@@ -152,7 +152,13 @@ class LocalSGDOptimizer(ShardedOptimizer):
         return self._local.staleness
 
     def update(
-        self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "", interrupted: bool = False
+        self,
+        count: float,
+        *,
+        loss: float = math.nan,
+        rate_factor: float = 1.0,
+        nonfinite_loss: str = "",
+        interrupted: bool = False,
     ) -> bool:
         """Take this worker's own step, then average the parts that are due.
 
@@ -162,6 +168,8 @@ class LocalSGDOptimizer(ShardedOptimizer):
         ----------
         count : float
             As for `step`; the gradient is divided by this worker's share of it.
+        loss : float
+            Not used.
         rate_factor : float
             Multiplies the rule's learning rate.
         nonfinite_loss : str

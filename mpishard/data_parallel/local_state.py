@@ -54,6 +54,7 @@ class LocalState:
 
     # Most of its members are those of `FurtherState`.
     may_differ: bool
+    needs_consolidation = True
 
     def __init__(self, optimizer: Configured, schedule: AveragingSchedule, outer: Rule | None) -> None:
         self.may_differ = False

@@ -13,6 +13,7 @@ from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.tensor_copies import TensorCopies
 from mpishard.data_parallel.validation import check_place
 from mpishard.layout.boxes import split
+from mpishard.minimizers import Method
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_reducer import GradientReducer
@@ -176,7 +177,7 @@ class HybridShardedModel(ShardedModel):
 
 
 @overload
-def as_distributed(model_or_rule: Rule, mesh_or_config: Mesh | ShardingConfiguration) -> ShardedOptimizer: ...
+def as_distributed(model_or_rule: Rule | Method, mesh_or_config: Mesh | ShardingConfiguration) -> ShardedOptimizer: ...
 
 
 @overload
@@ -184,7 +185,7 @@ def as_distributed(model_or_rule: Model, mesh_or_config: Mesh | ShardingConfigur
 
 
 def as_distributed(
-    model_or_rule: Rule | Model, mesh_or_config: Mesh | ShardingConfiguration
+    model_or_rule: Rule | Method | Model, mesh_or_config: Mesh | ShardingConfiguration
 ) -> ShardedOptimizer | ShardedModel:
     """Make a model or an update rule distributed.
 
@@ -192,7 +193,7 @@ def as_distributed(
 
     Parameters
     ----------
-    model_or_rule : Rule or model
+    model_or_rule : Rule, Method or model
         A rule such as ``AdamW(lr=1e-3)`` becomes a `DDPOptimizer`, or a `LocalSGDOptimizer` if the configuration's
         `sync_every` is above 1.  A model becomes a `ShardedModel`, or a `HybridShardedModel` on a mesh with tensor or
         pipeline ranks.
@@ -201,7 +202,7 @@ def as_distributed(
 
     Returns
     -------
-    DDPOptimizer, LocalSGDOptimizer, ShardedModel or HybridShardedModel
+    DDPOptimizer, LocalSGDOptimizer, ZeRO1Optimizer, ShardedModel or HybridShardedModel
         What stands in the place of the rule or model from here on.
 
     Raises
@@ -210,7 +211,7 @@ def as_distributed(
         If `model_or_rule` is neither a rule nor a model.
     """
     config = ShardingConfiguration.of(mesh_or_config)
-    if isinstance(model_or_rule, Rule):
+    if isinstance(model_or_rule, Rule | Method):
         return optimizer_of(model_or_rule, config)
     if isinstance(model_or_rule, ShardedOptimizer | ShardedModel):
         raise TypeError(f"this {type(model_or_rule).__name__} is distributed already")
@@ -220,7 +221,7 @@ def as_distributed(
 
 @overload
 def as_distributed_for_high_bandwidth(
-    model_or_rule: Rule, mesh: Mesh, **options: Unpack[ConfigurationOptions]
+    model_or_rule: Rule | Method, mesh: Mesh, **options: Unpack[ConfigurationOptions]
 ) -> ShardedOptimizer: ...
 
 
@@ -231,7 +232,7 @@ def as_distributed_for_high_bandwidth(
 
 
 def as_distributed_for_high_bandwidth(
-    model_or_rule: Rule | Model, mesh: Mesh, **options: Unpack[ConfigurationOptions]
+    model_or_rule: Rule | Method | Model, mesh: Mesh, **options: Unpack[ConfigurationOptions]
 ) -> ShardedOptimizer | ShardedModel:
     """`as_distributed` with ``ShardingConfiguration.create_for_high_bandwidth(mesh, **options)``.
 
@@ -239,7 +240,7 @@ def as_distributed_for_high_bandwidth(
 
     Parameters
     ----------
-    model_or_rule : Rule or model
+    model_or_rule : Rule, Method or model
         As for `as_distributed`.
     mesh : Mesh
         The mesh of the run.
@@ -248,7 +249,7 @@ def as_distributed_for_high_bandwidth(
 
     Returns
     -------
-    DDPOptimizer, LocalSGDOptimizer, ShardedModel or HybridShardedModel
+    DDPOptimizer, LocalSGDOptimizer, ZeRO1Optimizer, ShardedModel or HybridShardedModel
         As of `as_distributed`.
     """
     return as_distributed(model_or_rule, ShardingConfiguration.create_for_high_bandwidth(mesh, **options))
@@ -256,7 +257,7 @@ def as_distributed_for_high_bandwidth(
 
 @overload
 def as_distributed_for_low_bandwidth(
-    model_or_rule: Rule, mesh: Mesh, **options: Unpack[ConfigurationOptions]
+    model_or_rule: Rule | Method, mesh: Mesh, **options: Unpack[ConfigurationOptions]
 ) -> ShardedOptimizer: ...
 
 
@@ -267,7 +268,7 @@ def as_distributed_for_low_bandwidth(
 
 
 def as_distributed_for_low_bandwidth(
-    model_or_rule: Rule | Model, mesh: Mesh, **options: Unpack[ConfigurationOptions]
+    model_or_rule: Rule | Method | Model, mesh: Mesh, **options: Unpack[ConfigurationOptions]
 ) -> ShardedOptimizer | ShardedModel:
     """`as_distributed` with ``ShardingConfiguration.create_for_low_bandwidth(mesh, **options)``.
 
@@ -275,7 +276,7 @@ def as_distributed_for_low_bandwidth(
 
     Parameters
     ----------
-    model_or_rule : Rule or model
+    model_or_rule : Rule, Method or model
         As for `as_distributed`.
     mesh : Mesh
         The mesh of the run.
@@ -284,7 +285,7 @@ def as_distributed_for_low_bandwidth(
 
     Returns
     -------
-    DDPOptimizer, LocalSGDOptimizer, ShardedModel or HybridShardedModel
+    DDPOptimizer, LocalSGDOptimizer, ZeRO1Optimizer, ShardedModel or HybridShardedModel
         As of `as_distributed`.
     """
     return as_distributed(model_or_rule, ShardingConfiguration.create_for_low_bandwidth(mesh, **options))

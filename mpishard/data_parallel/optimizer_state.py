@@ -8,6 +8,7 @@ from typing import Any
 from mpishard.data_parallel.binding import Binding
 from mpishard.data_parallel.counters import check_numbers
 from mpishard.data_parallel.further_state import FurtherState
+from mpishard.data_parallel.method_state import MethodState
 from mpishard.data_parallel.settings import Configured, changed_settings
 from mpishard.data_parallel.validation import check_rule
 from mpishard.io import log
@@ -41,6 +42,11 @@ class OptimizerState:
         self._optimizer = optimizer
         self._reported = False
 
+    @property
+    def method(self) -> MethodState | None:
+        """The minimisation of an optimizer with a method; None with a rule.  Not collective."""
+        return next((each for each in self.binding.further if isinstance(each, MethodState)), None)
+
     # -- saves and moves --------------------------------------------------------------------------------------------
 
     @property
@@ -63,7 +69,9 @@ class OptimizerState:
     @property
     def needs_consolidation(self) -> bool:
         """Whether `consolidate` has something to do.  The same on all ranks; not collective."""
-        return self._optimizer.config.compressor is not None or bool(self.binding.further)
+        return self._optimizer.config.compressor is not None or any(
+            each.needs_consolidation for each in self.binding.further
+        )
 
     def consolidate(self) -> None:
         """Prepare for a save or a move to other ranks: no rank keeps anything that only it needs.
@@ -179,6 +187,8 @@ class OptimizerState:
     @property
     def agrees_in_update(self) -> bool:
         """Whether each update contains an agreement of all ranks.  The same on all ranks; not collective."""
+        if self.method is not None:
+            return True
         config, measure_norm = self._optimizer.config, self._optimizer.measure_norm
         inspects = config.nonfinite_gradients != "ignore" or config.max_gradient_norm is not None or measure_norm
         return inspects and not self._optimizer.strategy.workers_differ

@@ -9,6 +9,7 @@ from mpishard.data_parallel.local_sgd import LocalSGDOptimizer
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.strategies import DataParallel, ShardedGradients, ShardedParameters, ShardedState
 from mpishard.data_parallel.strategy import Strategy
+from mpishard.minimizers import Method
 from mpishard.optim import Rule
 
 
@@ -94,23 +95,25 @@ class ZeRO3Optimizer(ShardedOptimizer):
     strategy: type[Strategy] = ShardedParameters
 
 
-def optimizer_of(rule: Rule, config: ShardingConfiguration) -> ShardedOptimizer:
-    """The default optimizer for a rule and a configuration.
+def optimizer_of(rule: Rule | Method, config: ShardingConfiguration) -> ShardedOptimizer:
+    """The default optimizer for a rule or method and a configuration.
 
     Not collective.
 
     Parameters
     ----------
-    rule : Rule
-        The update rule.
+    rule : Rule or Method
+        A method divides its vectors, as ZeRO-1 does.
     config : ShardingConfiguration
         Its `sync_every` decides.
 
     Returns
     -------
-    DDPOptimizer or LocalSGDOptimizer
+    DDPOptimizer, LocalSGDOptimizer or ZeRO1Optimizer
         Without state.
     """
+    if isinstance(rule, Method):
+        return ZeRO1Optimizer(rule, config)
     return (LocalSGDOptimizer if config.sync_every > 1 else DDPOptimizer)(rule, config)
 
 
@@ -150,7 +153,7 @@ class HybridShardedOptimizer(ShardedOptimizer):
 
     def __init__(
         self,
-        rule: Rule,
+        rule: Rule | Method,
         config: ShardingConfiguration | Mesh,
         pipeline_parallel_size: int = 1,
         tensor_parallel_size: int = 1,

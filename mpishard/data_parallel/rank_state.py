@@ -13,10 +13,11 @@ from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.gradient_norm import Inspection
 from mpishard.data_parallel.settings import Configured
-from mpishard.data_parallel.slots import fill_errors, fill_slots, make_slots, whole_errors, whole_slots
+from mpishard.data_parallel.slots import fill_errors, fill_slots, make_rows, make_slots, whole_errors, whole_slots
 from mpishard.data_parallel.state_shards import shards
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import Shard
+from mpishard.minimizers import Method
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
@@ -32,6 +33,8 @@ class RankState:
     strategy : Strategy
     slots : dict of 1-D arrays
         The state of the rule: each array holds the ranges in ``strategy.ownership.own`` end to end.
+    slot_rows : 2-D array
+        With a method in place of a rule: the slots, one below the other.
     inspection : Inspection
         Checks the gradients.
     """
@@ -41,11 +44,15 @@ class RankState:
         config, rule = optimizer.config, optimizer.rule
         self.strategy: Strategy = optimizer.strategy.fitting(parameters)(config, parameters)
         self.inspection = Inspection(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
-        if not arrays.is_device(parameters.like):
+        size, like = self.strategy.ownership.size, parameters.like
+        if isinstance(rule, Method):
+            self.slot_rows: Array = make_rows(rule, size, parameters.dtype, like=like)
+            self.slots: dict[str, Array] = dict(zip(rule.slots, self.slot_rows, strict=True))
+            return
+        if not arrays.is_device(like):
             rule.kernel.expect(parameters.dtype)
             exact_norm.expect(parameters.dtype, config.max_gradient_norm is not None or rule.norm_based)
-        size, like = self.strategy.ownership.size, parameters.like
-        self.slots: dict[str, Array] = make_slots(rule, size, parameters.dtype, like=like)
+        self.slots = make_slots(rule, size, parameters.dtype, like=like)
 
     @property
     def parameters(self) -> FlatParameters:

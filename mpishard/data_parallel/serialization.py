@@ -81,6 +81,8 @@ def encode(state: FullState) -> bytes:
         h5.create_dataset("shapes", data=[json.dumps(spec.shape) for spec in state.specs], dtype=h5py.string_dtype())
         if state.outer_rule:
             h5.attrs["outer_rule"], h5.attrs["outer_steps"] = state.outer_rule, state.outer_steps
+        if state.minimizer:
+            h5.attrs["minimizer"] = json.dumps(dict(state.minimizer), sort_keys=True)
         for slot, flat in state.slots.items():
             _write(h5.create_group(f"slots/{slot}"), flat, state.specs)
         for kind, flat in state.others.items():
@@ -162,6 +164,7 @@ def _read(h5: h5py.File, length: int) -> FullState:
         outer_rule=facts.get("outer_rule", ""),
         outer_steps=facts.get("outer_steps", 0),
         others={kind.replace("%2F", "/"): _flat(group, specs, dtype) for kind, group in others.items()},
+        minimizer=json.loads(facts.get("minimizer", "{}")),
     )
 
 

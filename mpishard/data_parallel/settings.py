@@ -20,6 +20,7 @@ from mpishard.data_parallel.agreement import agree_on_settings, fingerprint
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import brief
+from mpishard.minimizers import Method
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.version import VERSION
@@ -32,7 +33,7 @@ class Configured(Protocol):
     """The settings that decide an optimizer's steps, and the ranks that take the steps."""
 
     @property
-    def rule(self) -> Rule: ...
+    def rule(self) -> Rule | Method: ...
     @property
     def config(self) -> ShardingConfiguration: ...
     @property
@@ -56,7 +57,7 @@ class Settings:
     def __init__(self, optimizer: Configured, further: Mapping[str, Any]) -> None:
         self._optimizer = optimizer
         self._further = dict(further)
-        self._rule: Rule | None = None
+        self._rule: Rule | Method | None = None
         self._config: ShardingConfiguration | None = None
         self._fingerprint = 0
 
@@ -106,10 +107,12 @@ class Settings:
         self._fingerprint = fingerprint(settings)
 
 
-def settings_of_rule(rule: Rule, of: str = "") -> dict[str, str]:
-    """All settings that decide the steps of a rule; a function of the step appears as its values."""
+def settings_of_rule(rule: Rule | Method, of: str = "") -> dict[str, str]:
+    """All settings that decide the steps of a rule or method; a function of the step appears as its values."""
     settings = {"rule": type(rule).__qualname__}
     settings |= {field.name: _text(getattr(rule, field.name)) for field in fields(rule) if field.compare}
+    if isinstance(rule, Method):
+        return settings
     settings.pop("lr", None)  # compared by value below: a number and a schedule may give the same rates
     settings["slots"] = ", ".join(f"{slot} from {_text(rule.initial(slot))}" for slot in rule.slots)
     settings["formula"] = f"{rule.kernel.name} {fingerprint({'': rule.kernel.c_body}):x}"

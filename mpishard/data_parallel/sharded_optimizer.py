@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,23 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.agreement import agree_on_step, differing
 from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.method_state import MethodState
+from mpishard.data_parallel.method_update import update_by_method
 from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
 from mpishard.data_parallel.settings import Settings
 from mpishard.data_parallel.step_arguments import checked_arguments
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.data_parallel.update import update
-from mpishard.data_parallel.validation import check_configuration, check_problem, tell_of_other_starts
+from mpishard.data_parallel.validation import (
+    check_configuration,
+    check_method,
+    check_problem,
+    tell_of_other_starts,
+)
 from mpishard.deprecated import renamed_attribute
+from mpishard.minimizers import Method
+from mpishard.minimizers.minimizer import Minimizer
 from mpishard.optim import Rule
 from mpishard.optim.loss_scale import LossScale
 from mpishard.parameters.flat import FlatParameters
@@ -55,8 +65,9 @@ class ShardedOptimizer:
 
     Parameters
     ----------
-    rule : Rule
-        The update rule, e.g. ``AdamW(lr=1e-3)``.
+    rule : Rule or Method
+        The update rule, e.g. ``AdamW(lr=1e-3)``; or a method such as ``LBFGSB()``, whose steps are the evaluations of
+        its line searches.
     config : ShardingConfiguration or Mesh
         Gradients are reduced over the data axis of the mesh.  On a mesh with tensor or pipeline ranks, parameters are a
         FlatParameters laid out for ``mesh.place``; models made for that mesh have such parameters.
@@ -82,14 +93,16 @@ class ShardedOptimizer:
     # Longer than other classes: what users call is here, in one place, and more than half of it is docstrings.
     strategy: type[Strategy]
 
-    def __init__(self, rule: Rule, config: ShardingConfiguration | Mesh) -> None:
-        if not isinstance(rule, Rule):
+    def __init__(self, rule: Rule | Method, config: ShardingConfiguration | Mesh) -> None:
+        if not isinstance(rule, Rule | Method):
             raise TypeError(
                 f"{type(self).__name__} needs an update rule such as AdamW(lr=1e-3), got {type(rule).__name__}"
             )
-        self.rule = rule
+        self.rule: Rule | Method = rule
         self.config: ShardingConfiguration = ShardingConfiguration.of(config)
         check_configuration(type(self).__name__, self.config, self.strategy)
+        if isinstance(rule, Method):
+            check_method(type(self).__name__, rule, self.config, self.strategy)
         if self.config.reproducible:
             fix_blas_threads()
         prepare()  # here, so that the first step does not pay for it
@@ -130,6 +143,12 @@ class ShardedOptimizer:
     def gradient_norm(self) -> float:
         """Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured."""
         return self._counters.gradient_norm
+
+    @property
+    def minimizer(self) -> Minimizer | None:
+        """The minimisation of a method, after the first step; None with a rule."""
+        method = self.state.method
+        return method.minimizer if method is not None and self._binding.is_bound else None
 
     @property
     def loss_scale(self) -> float:
@@ -321,7 +340,13 @@ class ShardedOptimizer:
         return self._binding.bind(parameters)
 
     def update(
-        self, count: float, *, rate_factor: float = 1.0, nonfinite_loss: str = "", interrupted: bool = False
+        self,
+        count: float,
+        *,
+        loss: float = math.nan,
+        rate_factor: float = 1.0,
+        nonfinite_loss: str = "",
+        interrupted: bool = False,
     ) -> bool:
         """Finish the reductions and update along the summed gradient divided by `count`.
 
@@ -331,6 +356,8 @@ class ShardedOptimizer:
         ----------
         count : float
             As for `step`.
+        loss : float
+            The mean loss at the parameters, which a method needs.
         rate_factor : float
             Multiplies the rule's learning rate.
         nonfinite_loss : str
@@ -343,6 +370,11 @@ class ShardedOptimizer:
         bool
             False if the step was skipped.
         """
+        method = self.state.method
+        if method is not None:
+            return update_by_method(
+                self, self._binding, method, count, loss, nonfinite_loss=nonfinite_loss, interrupted=interrupted
+            )
         return update(
             self,
             self._binding,
@@ -356,6 +388,8 @@ class ShardedOptimizer:
 
     def _make_state(self) -> OptimizerState:
         """The state of a new optimizer; called once the configuration is known."""
+        if isinstance(self.rule, Method):
+            return OptimizerState(self, [MethodState(self, self.rule)])
         return OptimizerState(self)
 
     def serialize(self) -> bytes:

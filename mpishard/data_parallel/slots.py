@@ -11,9 +11,15 @@ from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.full_parameters import cut_whole, gather_whole
 from mpishard.data_parallel.strategy import Strategy
+from mpishard.minimizers import Method
 from mpishard.optim import Rule
 
 Array = Any
+
+
+def make_rows(method: Method, size: int, dtype: np.dtype, *, like: Array) -> Array:
+    """New state of a method for `size` elements: a 2-D array with a row for each slot, on the device of `like`."""
+    return arrays.zeros(len(method.slots) * size, dtype, like=like).reshape(len(method.slots), size)
 
 
 def make_slots(rule: Rule, size: int, dtype: np.dtype, *, like: Array) -> dict[str, Array]:

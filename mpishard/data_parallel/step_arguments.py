@@ -7,6 +7,7 @@ from typing import Any
 from mpishard.data_parallel.binding import Binding
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.validation import check_count, check_gradients, check_no_gradients
+from mpishard.minimizers import Method
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.flat_arrays import check_flat
 
@@ -30,6 +31,11 @@ def checked_arguments(
             check_no_gradients(parameters)
         check_count(count)
         binding.check_model(named)
+        if isinstance(optimizer.rule, Method):
+            raise TypeError(
+                f"{type(optimizer.rule).__name__} decides by the value, which step() does not have; use "
+                "optimizer.optimize(problem)"
+            )
         optimizer.rule.learning_rate(binding.counters.steps + 1)  # a schedule that raises does so before all changes
     except Exception as error:  # of any kind: all ranks must learn of it
         return None, error

@@ -93,6 +93,8 @@ class ShardedState(Strategy):
     bucket's range in the gradient buffer.
     """
 
+    divides_state = True
+
     def start_plain(self, bucket: Bucket, gradient: Array) -> Request:
         return self.axis.start_reduce_scatter(gradient, counts=self._counts[bucket.index], label="gradients")
 

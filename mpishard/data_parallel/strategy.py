@@ -72,6 +72,7 @@ class Strategy(ABC):
     shards_parameters: ClassVar[bool] = False
     gathers_gradients: ClassVar[bool] = False
     workers_differ: ClassVar[bool] = False
+    divides_state: ClassVar[bool] = False
 
     def __init__(self, config: ShardingConfiguration, parameters: FlatParameters) -> None:
         self.mesh: Mesh

@@ -58,7 +58,8 @@ def update(
 
     Collective over the mesh; between averages of Local SGD over the ranks of a worker.
     """
-    config, counters, on_rank = optimizer.config, binding.counters, binding.on_rank
+    config, counters, on_rank, rule = optimizer.config, binding.counters, binding.on_rank, optimizer.rule
+    assert isinstance(rule, Rule)
     strategy, inspection = on_rank.strategy, on_rank.inspection
     strategy.reducer.finalize()
     divisor = float(count) * counters.scaling.value
@@ -71,7 +72,7 @@ def update(
         counters.steps += 1
         config.mesh.ledger.step = counters.clock
         slots = list(on_rank.slots.values())
-        apply_rule(optimizer.rule.scaled(rate_factor), strategy, slots, counters.steps, divisor=divisor, clip=clip)
+        apply_rule(rule.scaled(rate_factor), strategy, slots, counters.steps, divisor=divisor, clip=clip)
         strategy.publish_parameters()
         strategy.keep_errors()
         counters.scaling.succeeded()

@@ -16,6 +16,7 @@ from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.data_parallel.tensor_copies import TensorCopies
 from mpishard.layout.run_state import brief
+from mpishard.minimizers import Method
 from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.flat_arrays import check_flat
@@ -37,6 +38,26 @@ def check_configuration(what: str, config: ShardingConfiguration, strategy: type
             "time; use one of these, or a configuration with gradient_compressor=None and "
             "enable_gradient_compression=False"
         )
+
+
+def check_method(what: str, method: Method, config: ShardingConfiguration, strategy: type[Strategy]) -> None:
+    """Raise ValueError unless a method can work with the strategy and the configuration; `what` names the optimizer."""
+    name = type(method).__name__
+    if not strategy.divides_state:
+        raise ValueError(
+            f"{what} keeps the whole state on every rank, but {name} divides its vectors over the data axis; use "
+            f"as_distributed({name}(...), mesh), which makes a ZeRO1Optimizer"
+        )
+    given = {
+        "gradient compression": config.compressor is not None,
+        "max_gradient_norm": config.max_gradient_norm is not None,
+        "loss_scale": config.loss_scale is not None,
+        "auto_sync_gradients=False": not config.auto_sync_gradients,
+        f"sync_every={config.sync_every}": config.sync_every > 1,
+    }
+    for setting, there in given.items():
+        if there:
+            raise ValueError(f"{name} needs the gradient of the function as it is, at every step: leave out {setting}")
 
 
 def check_place(parameters: FlatParameters, mesh: Mesh) -> None:
@@ -178,7 +199,7 @@ def tell_of_other_starts(mesh: Mesh, parameters: FlatParameters) -> None:
         )
 
 
-def check_rule(rule: Rule, saved: str, saved_slots: Collection[str]) -> None:
+def check_rule(rule: Rule | Method, saved: str, saved_slots: Collection[str]) -> None:
     """Raise ValueError unless the saved state is of a rule with the name and the slots of `rule`."""
     if (saved, sorted(saved_slots)) != (type(rule).__name__, sorted(rule.slots)):
         theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, rule.slots))

@@ -25,6 +25,7 @@ from mpishard.elastic.parts import Elasticity
 from mpishard.elastic.stopped_processes import Watch
 from mpishard.elastic.worker_target import WorkerTarget
 from mpishard.launch.job_notes import JobNotes
+from mpishard.minimizers import Method
 from mpishard.optim import Rule
 from mpishard.record import RunRecord
 from mpishard.training import OptimizationProblem, Scaling
@@ -40,8 +41,8 @@ class ElasticOptimizer:
 
     Parameters
     ----------
-    optimizer : Rule or ShardedOptimizer
-        A rule is wrapped as by `as_distributed`, with ``reproducible=True`` if `config` is a mesh.
+    optimizer : Rule, Method or ShardedOptimizer
+        A rule or method is wrapped as by `as_distributed`, with ``reproducible=True`` if `config` is a mesh.
     config : ShardingConfiguration or Mesh, optional
         Required with a rule; leave it out with an optimizer.
     min_workers, max_workers : int
@@ -107,7 +108,7 @@ class ElasticOptimizer:
 
     def __init__(
         self,
-        optimizer: Rule | ShardedOptimizer,
+        optimizer: Rule | Method | ShardedOptimizer,
         config: ShardingConfiguration | Mesh | None = None,
         min_workers: int = 1,
         max_workers: int = 1024,
@@ -118,7 +119,7 @@ class ElasticOptimizer:
         respawn: bool = True,
         scaling: Literal["constant", "linear", "square_root"] = "constant",
     ) -> None:
-        if isinstance(optimizer, Rule):
+        if isinstance(optimizer, Rule | Method):
             if config is None:
                 raise TypeError("ElasticOptimizer of a rule needs a Mesh or a ShardingConfiguration")
             if isinstance(config, Mesh):

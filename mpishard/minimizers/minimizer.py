@@ -94,13 +94,24 @@ class Minimizer(ABC):
         return self.vectors[self._slots.index(slot)]
 
     @property
+    def best(self) -> Array:
+        """The last accepted iterate, while a line search goes on elsewhere; not a copy.  Not collective."""
+        return self.point if self.stop_reason else self.row("base")
+
+    @property
     def direction(self) -> Array:
         """The vector to multiply by the Hessian when a product is wanted.  Not collective."""
         raise NotImplementedError(f"{type(self).__name__} wants no Hessian products")
 
     @abstractmethod
-    def begin(self) -> None:
-        """Start at the point, which is projected into the bounds."""
+    def begin(self) -> int:
+        """Start at the point, which is projected into the bounds.
+
+        Returns
+        -------
+        int
+            The elements of all ranks that were outside of their bounds.
+        """
 
     @abstractmethod
     def tell(self, value: float, gradient: Array) -> None:

@@ -25,6 +25,13 @@ class Batches:
         How the batch follows the number of workers.
     steps : int
         Steps of the optimizer before the run: its samples begin after theirs.
+    repeats : bool
+        Whether every step takes all samples, in the same order: a function that a method minimises must not change.
+
+    Raises
+    ------
+    ValueError
+        If steps shall repeat, but the batch is not all samples.
 
     Attributes
     ----------
@@ -36,7 +43,14 @@ class Batches:
         Sample indices of the last batch.
     """
 
-    def __init__(self, problem: Objective[Any], axis: Axis, scaling: Scaling, steps: int) -> None:
+    def __init__(self, problem: Objective[Any], axis: Axis, scaling: Scaling, steps: int, *, repeats: bool) -> None:
+        if repeats and (problem.batch_size != problem.samples or scaling.policy != "constant"):
+            raise ValueError(
+                f"batch_size={problem.batch_size} of samples={problem.samples}: a method that searches along lines "
+                "needs one function, the same in every evaluation; give "
+                f"batch_size={problem.samples}, and scaling='constant'"
+            )
+        self._repeats = repeats
         self.sampler = Sampler(problem.samples, problem.batch_size, problem.seed)
         self.position: int = self.sampler.consumed(steps)
         self.current = np.empty(0, np.int64)
@@ -60,7 +74,10 @@ class Batches:
 
     def following(self) -> np.ndarray:
         """The samples of the next step; the position stays, so that a step can be taken again."""
-        self.current = self.sampler.following(self.position, self.size)
+        if self._repeats:
+            self.current = np.arange(self._problem.samples)
+        else:
+            self.current = self.sampler.following(self.position, self.size)
         return self.current
 
     def advance(self) -> None:

@@ -12,6 +12,8 @@ from mpishard.data_parallel.validation import tell_of_other_starts
 from mpishard.io import log
 from mpishard.launch.ctrl_c import Interrupts
 from mpishard.launch.exit_code import note_run
+from mpishard.minimizers import Method
+from mpishard.optim import Rule
 from mpishard.training.batch_scaling import Scaling
 from mpishard.training.batches import Batches
 from mpishard.training.loss_history import LossHistory
@@ -70,7 +72,9 @@ class TrainingRun:
         self._callback = options.callback
         self._transactional = transactional
         workers = scaling.first
-        self.batches = Batches(problem, optimizer.axis, scaling, optimizer.clock)
+        self.batches = Batches(
+            problem, optimizer.axis, scaling, optimizer.clock, repeats=isinstance(optimizer.rule, Method)
+        )
         self.runner = StepRunner(problem, optimizer, looks=begins or optimizer.mesh.debug)
         if begins:
             tell_of_other_starts(optimizer.mesh, self.runner.parameters)
@@ -85,6 +89,8 @@ class TrainingRun:
             self.restore(resumed)
         elif begins and optimizer.clock:
             optimizer.state.report_continuation()
+            if optimizer.state.method is not None:
+                optimizer.state.method.show_point()
         self.batches.check(workers)
         self.report = StepReport(options.record, problem.steps, options.progress)
         if begins and optimizer.mesh.rank == 0:
@@ -137,14 +143,18 @@ class TrainingRun:
         mean = self.losses.mean_over_ranks if synchronized else self.losses.mean_of_rank
         loss = mean(losses, count)
         factor = self.batches.rate_factor
-        rate = factor * optimizer.rule.learning_rate(optimizer.steps + 1)
+        rule = optimizer.rule
+        rate = factor * rule.learning_rate(optimizer.steps + 1) if isinstance(rule, Rule) else math.nan
         with self.report.phase("update"):
             optimizer.update(
                 count,
+                loss=loss,
                 rate_factor=factor,
                 nonfinite_loss=self.runner.nonfinite_loss,
                 interrupted=interrupts is not None and interrupts.came,
             )
+        if optimizer.minimizer is not None:
+            rate = optimizer.minimizer.progress.step_length
         return StepOutcome(loss, rate, synchronized)
 
     def finish_step(self, outcome: StepOutcome) -> None:
@@ -174,7 +184,12 @@ class TrainingRun:
 
     def why_stop(self, request: int) -> str:
         """The reason to stop if `request` is the strongest of all ranks; empty if there is none."""
-        return self._stop.reason(request, len(self.losses), self.optimizer.gradient_norm)
+        return self._ended or self._stop.reason(request, len(self.losses), self.optimizer.gradient_norm)
+
+    @property
+    def _ended(self) -> str:
+        """Why the minimisation of a method has ended; empty while it goes on."""
+        return "" if self.optimizer.minimizer is None else self.optimizer.minimizer.stop_reason
 
     def save(self, last: bool) -> None:
         """Save if a save is due; after the last step, bring all ranks to one state even without checkpoints."""
@@ -222,9 +237,10 @@ class TrainingRun:
     def reached_goal(self) -> str:
         """The goal that the run had already reached when it resumed, reported on rank 0; empty if there is none."""
         resumed, folder = self._resumed_steps, self.checkpoints.folder
-        reason = self._stop.goal(len(self.losses), self.optimizer.gradient_norm if resumed else math.nan)
+        norm = self.optimizer.gradient_norm if resumed else math.nan
+        reason = self._ended or self._stop.goal(len(self.losses), norm)
         if reason and resumed and folder is not None and self.optimizer.mesh.rank == 0:
-            goal = f"{reason}={getattr(self.problem, reason)}"
+            goal = f"{reason}={getattr(self.problem, reason, 'the goal of its method')}"
             log.inform(
                 f"the run in {folder} had reached {goal} at step {self.optimizer.clock}: nothing is "
                 "left to do.  Ask for more, and it goes on from there"
@@ -243,6 +259,8 @@ class TrainingRun:
         stopped.
         """
         optimizer, stopped = self.optimizer, reason == "signal"
+        if optimizer.state.method is not None:
+            optimizer.state.method.show_best()
         way_on = self.checkpoints.way_on if stopped else ""
         self.report.end(optimizer.clock, reason, way_on)
         note_run(stopped=stopped and stopped_by_user)

@@ -1,0 +1,175 @@
+"""The minimisation that a method runs in an optimizer: its numbers, its point, and who evaluates next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mpishard.backend import array as arrays
+from mpishard.comm.axis import Axis
+from mpishard.data_parallel.counters import Counters
+from mpishard.data_parallel.full_state import FullState
+from mpishard.data_parallel.method_limits import limits_of
+from mpishard.data_parallel.rank_state import RankState
+from mpishard.data_parallel.settings import Configured
+from mpishard.data_parallel.sharded_space import ShardedSpace
+from mpishard.io import log
+from mpishard.layout.run_state import Shard
+from mpishard.minimizers.method import Method
+from mpishard.minimizers.minimizer import Minimizer
+
+Array = Any
+
+
+@arrays.elementwise
+def _divide(gradient, /, divisor):  # type: ignore[no-untyped-def]
+    """``gradient /= divisor``"""
+    gradient = gradient / divisor
+    return gradient
+
+
+_METADATA = "minimizer.json"
+
+
+class MethodState:
+    """What an optimizer with a method has besides the method's vectors: a `FurtherState`.
+
+    Methods are collective over the mesh unless their docstrings say otherwise.
+
+    Parameters
+    ----------
+    optimizer : Configured
+    method : Method
+    """
+
+    # Most of its members are those of `FurtherState`.
+    may_differ = False
+    synchronizes_next_step = True
+    compares_next_step = True
+    needs_consolidation = False
+
+    def __init__(self, optimizer: Configured, method: Method) -> None:
+        self._optimizer = optimizer
+        self._method = method
+        self._minimizer: Minimizer | None = None
+        self._on_rank: RankState
+        self._saved: Mapping[str, Any] = {}
+
+    @property
+    def minimizer(self) -> Minimizer:
+        """The minimisation, once parameters are bound.  Not collective."""
+        assert self._minimizer is not None
+        return self._minimizer
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def gradient(self, divisor: float) -> Array:
+        """This rank's elements of the summed gradient, end to end, divided.  Not collective."""
+        strategy, gradient = self._on_rank.strategy, self._gradient
+        for part, own in zip(strategy.ownership.state_views(gradient), strategy.gradients(), strict=True):
+            part[...] = own
+        if divisor != 1 and gradient.size:
+            _divide(gradient, divisor)
+        return gradient
+
+    def publish(self, values: Array) -> None:
+        """Make these elements of this rank the parameters, on all ranks."""
+        strategy = self._on_rank.strategy
+        for own, part in zip(strategy.values(), strategy.ownership.state_views(values), strict=True):
+            own[...] = part
+        strategy.publish_parameters()
+
+    def show_best(self) -> None:
+        """Make the last accepted iterate the parameters: the result of a run that has ended."""
+        if not self.minimizer.stop_reason:
+            self.publish(self.minimizer.best)
+
+    def show_point(self) -> None:
+        """Make the point that is to be evaluated next the parameters: a run goes on."""
+        self.publish(self.minimizer.point)
+
+    # -- the interface of further state -----------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Nothing besides the options of the method.  Not collective."""
+        return {}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The numbers of the minimisation as a fact of a `RunState`.  Not collective."""
+        return {_METADATA: self._saved if self._minimizer is None else self._minimizer.to_metadata()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the point and of the gradient's copy.  Not collective."""
+        return 0 if self._minimizer is None else int(self._minimizer.point.nbytes + self._gradient.nbytes)
+
+    def make(self, on_rank: RankState, counters: Counters) -> None:
+        """Begin a minimisation at the parameters; bounds may move them."""
+        strategy, like = on_rank.strategy, on_rank.parameters.like
+        self._on_rank = on_rank
+        self._space = ShardedSpace(strategy)
+        size = strategy.ownership.size
+        self._gradient = arrays.empty(size, like.dtype, like=like)
+        point = arrays.empty(size, like.dtype, like=like)
+        problem: Exception | None = None
+        try:
+            limits = limits_of(self._method, strategy, self._precondition())
+            self._minimizer = self._method.make(self._space, on_rank.slot_rows, point, limits)
+        except (TypeError, ValueError) as error:
+            problem = error
+        self._optimizer.world.raise_if_any(problem)
+        self._read_point()
+        moved = self.minimizer.begin()
+        if moved:
+            if self._optimizer.world.rank == 0:
+                log.inform(f"{moved} elements of the start lie outside of their bounds, and begin at the nearest bound")
+            self.publish(point)
+
+    def shards(self) -> tuple[Shard, ...]:
+        """Nothing: the vectors are the slots of the method, and the point is the parameters.  Not collective."""
+        return ()
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Raise ValueError unless these facts have a minimisation.  Not collective."""
+        if not isinstance(facts.get(_METADATA), Mapping):
+            raise ValueError(f"the state has no {_METADATA}: it is not of a run by {type(self._method).__name__}")
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Continue from these facts, after parameters and slots were filled.  Not collective."""
+        self._read_point()
+        self.minimizer.restore(facts[_METADATA])
+
+    def add_to(self, full: FullState, world: Axis) -> FullState:
+        """A full state with the numbers of the minimisation.  Not collective."""
+        return replace(full, minimizer=self.minimizer.to_metadata())
+
+    def fill(self, full: FullState) -> None:
+        """Continue from a full state, which does not contain the parameters.  Not collective."""
+        self._read_point()
+        self.minimizer.restore(full.minimizer)
+
+    def spread(self) -> None:
+        """Take the point from the parameters, whose copies have become equal."""
+        self._read_point()
+
+    def consolidate(self) -> None:
+        """Nothing: no rank has anything that only it needs."""
+
+    def abandon(self) -> None:
+        """Nothing is pending between two steps.  Not collective."""
+
+    def _read_point(self) -> None:
+        """Take the point from the parameters.  Not collective."""
+        strategy, point = self._on_rank.strategy, self.minimizer.point
+        for part, own in zip(strategy.ownership.state_views(point), strategy.values(), strict=True):
+            part[...] = own
+
+    def _precondition(self) -> Any:
+        """The preconditioner as a function of this rank's elements; None if it is none.  Not collective."""
+        function = self._method.preconditioner
+        if not callable(function):
+            return None
+        return lambda vector: self._space.own(function(self._space.whole(vector)))

@@ -1,0 +1,75 @@
+"""A step of a method: finish the sum of the gradient, tell the minimisation, and go where it wants to evaluate next."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mpishard.data_parallel.binding import Binding
+from mpishard.data_parallel.method_state import MethodState
+from mpishard.data_parallel.settings import Configured
+from mpishard.minimizers.minimizer import Wanted
+
+
+def update_by_method(
+    optimizer: Configured,
+    binding: Binding,
+    state: MethodState,
+    count: float,
+    loss: float,
+    *,
+    nonfinite_loss: str,
+    interrupted: bool,
+) -> bool:
+    """Tell the minimisation loss and gradient of the parameters, and make its next point the parameters.
+
+    Collective over the mesh.
+
+    Parameters
+    ----------
+    optimizer : Configured
+    binding : Binding
+    state : MethodState
+    count : float
+        The divisor of the summed gradient.
+    loss : float
+        The mean loss.
+    nonfinite_loss : str
+        What is NaN or infinite in this rank's loss, if anything is.
+    interrupted : bool
+        Whether this rank was interrupted.
+
+    Returns
+    -------
+    bool
+        Whether loss and gradient were finite.
+
+    Raises
+    ------
+    RuntimeError
+        If the minimisation has ended.
+    """
+    config, counters, on_rank = optimizer.config, binding.counters, binding.on_rank
+    strategy, inspection, minimizer = on_rank.strategy, on_rank.inspection, state.minimizer
+    if minimizer.wanted is not Wanted.GRADIENT:
+        raise RuntimeError(
+            f"this minimisation has ended ({minimizer.stop_reason}): there is no next step; make a new optimizer to "
+            "start another one"
+        )
+    strategy.reducer.finalize()
+    gradient = state.gradient(float(count))
+    # The largest loss of all ranks: where they differ in the last bit, all take the same.  Infinity stands for NaN.
+    known = loss if math.isfinite(loss) else math.inf
+    shared = np.array([known, bool(nonfinite_loss), interrupted])
+    strategy.team.all_reduce(shared, op="max", label="control")
+    value, nonfinite, inspection.interrupted = float(shared[0]), bool(shared[1]), bool(shared[2])
+    finite = math.isfinite(value) and not nonfinite
+    counters.steps += 1
+    config.mesh.ledger.step = counters.clock
+    minimizer.tell(value if finite else math.inf, gradient)
+    counters.gradient_norm = minimizer.progress.projected_norm
+    state.publish(minimizer.point)
+    inspection.forget()
+    strategy.reducer.reset()
+    return finite
