@@ -15,7 +15,7 @@ from mpishard.checkpoint.newest import load_newest
 from mpishard.checkpoint.options import CheckpointOptions
 from mpishard.checkpoint.retention import Retention
 from mpishard.checkpoint.save_interval import save_interval
-from mpishard.checkpoint.saver import Outcome, Task
+from mpishard.checkpoint.saver import SaveOutcome, Task
 from mpishard.checkpoint.snapshot import Snapshot
 from mpishard.checkpoint.writer import Writer
 from mpishard.comm.axis import Axis
@@ -144,7 +144,7 @@ class Checkpoints:
         if unfinished is not None:
             fault = saver.rehearse(unfinished, axis)
         if fault is not None:
-            self._writer.conclude(Outcome(fault), None, None)
+            self._writer.conclude(SaveOutcome(fault), None, None)
         elif axis.rank == 0:
             warn_of_writers(self.folder)
 
@@ -186,7 +186,7 @@ class Checkpoints:
         step = _agreed_step(state, self.mesh.world)
         unfinished, fault = saver.begin(self.folder, step, axis)
         if fault is not None:
-            return self._writer.conclude(Outcome(fault), step, None)
+            return self._writer.conclude(SaveOutcome(fault), step, None)
         assert unfinished is not None
         self._retention.begin(unfinished)
         beside = (self.asynchronous if asynchronous is None else asynchronous) and probe().threads

@@ -55,7 +55,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """The outcome of a save, the same on all ranks: a fault, or remarks on smaller problems."""
 
     fault: Fault | None
@@ -80,7 +80,7 @@ def begin(run: Path, step: int, axis: Axis) -> tuple[Unfinished | None, Fault | 
     return unfinished, Fault.first([shared["fault"]])
 
 
-def carry_out(task: Task, axis: Axis) -> Outcome:
+def carry_out(task: Task, axis: Axis) -> SaveOutcome:
     """Write a checkpoint.  Collective over `axis`, which must have no other use."""
     try:
         reports = polling.gather(axis, _write_own(task, axis.rank))
@@ -88,7 +88,7 @@ def carry_out(task: Task, axis: Axis) -> Outcome:
     finally:
         if task.unfinished.held is not None:
             task.unfinished.held.close()
-    return Outcome(Fault.first([result["fault"]]), tuple(result["remarks"]))
+    return SaveOutcome(Fault.first([result["fault"]]), tuple(result["remarks"]))
 
 
 def rehearse(unfinished: Unfinished, axis: Axis) -> Fault | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mpishard.checkpoint import saver
 from mpishard.checkpoint.folder import Unfinished
-from mpishard.checkpoint.saver import Outcome, Task
+from mpishard.checkpoint.saver import SaveOutcome, Task
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import Ledger, users_level
 from mpishard.comm.mesh import Mesh
@@ -62,7 +62,7 @@ class Writer:
             self._under_way = None
             self.conclude(save.outcome(), save.task.step, save.task.unfinished)
 
-    def conclude(self, outcome: Outcome, step: int | None, unfinished: Unfinished | None) -> Path | None:
+    def conclude(self, outcome: SaveOutcome, step: int | None, unfinished: Unfinished | None) -> Path | None:
         """Raise or warn as an outcome asks for, the same on all ranks; returns the folder of what was written."""
         if outcome.fault is None:
             assert unfinished is not None
@@ -128,7 +128,7 @@ class _BackgroundSave:
     def __init__(self, task: Task, axis: Axis) -> None:
         self.task = task
         self._axis = axis
-        self._outcome: Outcome | None = None
+        self._outcome: SaveOutcome | None = None
         self._error: BaseException | None = None
         # Not Thread.join: up to Python 3.12 it regards the thread as ended after an interrupt.
         self._ended = threading.Event()
@@ -145,7 +145,7 @@ class _BackgroundSave:
     def join(self) -> None:
         self._ended.wait()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SaveOutcome:
         """The outcome, after the end."""
         self.join()
         if self._error is not None:

@@ -64,7 +64,7 @@ class Healing:
         return Order(membership.roles.most if stops else min(target.agreed_size, membership.roles.able))
 
     def _exchange(self) -> list[Survivor]:
-        """The facts of all survivors.  Collective over them."""
+        """What each survivor knows.  Collective over them."""
         transactions, request = self._parts.transactions, self._parts.elasticity.target.agreed
         disruption = self._parts.recruiter.last_disruption
         own = Survivor(transactions.status, transactions.has_state, request, disruption)

@@ -21,7 +21,6 @@ from mpishard.comm.supervisor_reports import finalize_in_time, give_up, leave_to
 from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.agreements import Agreements
-from mpishard.elastic.decisions import Decisions
 from mpishard.elastic.healing import Healing
 from mpishard.elastic.membership import Membership, Order, is_joining
 from mpishard.elastic.parts import Elasticity, Parts
@@ -29,6 +28,7 @@ from mpishard.elastic.phases import Event, Phase, next_phase
 from mpishard.elastic.recruiter import Recruiter
 from mpishard.elastic.resizing import Resizing
 from mpishard.elastic.run_status import RunStatus
+from mpishard.elastic.step_decisions import Decisions
 from mpishard.elastic.transactions import Transactions
 from mpishard.elastic.worker_mesh import WorkerMesh
 from mpishard.io import log

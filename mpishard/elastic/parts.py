@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpishard.elastic.agreements import Agreements
-from mpishard.elastic.decisions import Decisions
 from mpishard.elastic.external_requests import Outside
 from mpishard.elastic.membership import Membership
 from mpishard.elastic.recruiter import Recruiter
+from mpishard.elastic.step_decisions import Decisions
 from mpishard.elastic.stopped_processes import Watch
 from mpishard.elastic.transactions import Transactions
 from mpishard.elastic.worker_mesh import WorkerMesh

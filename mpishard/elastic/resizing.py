@@ -10,7 +10,7 @@ from mpishard.comm.reshard import reshard_state
 from mpishard.data_parallel.agreement import agree_on_settings
 from mpishard.elastic.membership import Order
 from mpishard.elastic.parts import Parts
-from mpishard.elastic.run_status import Handover
+from mpishard.elastic.run_status import ResizeMetadata
 from mpishard.io import log
 from mpishard.launch.job_notes import RunLost
 from mpishard.layout.run_state import RunState
@@ -31,7 +31,7 @@ class Resizing:
         """Give the run the number of workers of an order, and them the committed state.  Collective over all processes.
 
         Spawned processes join first, if the order says so.  Then the mesh is split again, the optimizer makes its state
-        for the new mesh, and the committed state and the facts of the run are sent to it.
+        for the new mesh, and the committed state and the metadata of the run are sent to it.
         """
         parts = self._parts
         membership, transactions, report = parts.membership, parts.transactions, parts.training.report
@@ -45,18 +45,18 @@ class Resizing:
         source = self._source()
         parts.workers.release()
         works, target = self._split(order)
-        handover = self._reshard(source, target)
-        transactions.restore(handover.status)
-        parts.elasticity.outside.discovered = handover.discovered
-        parts.training.checkpoints.own = handover.checkpoints
+        metadata = self._reshard(source, target)
+        transactions.restore(metadata.status)
+        parts.elasticity.outside.discovered = metadata.discovered
+        parts.training.checkpoints.own = metadata.checkpoints
         committed = None
         if works:
-            self._restore(handover)
+            self._restore(metadata)
             committed = transactions.copy_anew()
         parts.agreements.agree_as_crew()  # nobody drops its old committed state before all have the new one
         transactions.install(committed)
-        if membership.rank == 0 and report.shows and not handover.status.stop_reason and mesh.data.size != was:
-            log.inform(f"{was} -> {mesh.data.size} workers after step {handover.status.committed_step}")
+        if membership.rank == 0 and report.shows and not metadata.status.stop_reason and mesh.data.size != was:
+            log.inform(f"{was} -> {mesh.data.size} workers after step {metadata.status.committed_step}")
         if works:
             parts.workers.note_whole()
             parts.agreements.begin_steps()
@@ -106,7 +106,7 @@ class Resizing:
         state = parts.transactions.source()
         if state is None:
             return None
-        handover = Handover(
+        metadata = ResizeMetadata(
             optimizer=state.facts,
             progress=parts.training.progress,
             status=parts.transactions.status,
@@ -114,7 +114,7 @@ class Resizing:
             discovered=parts.elasticity.outside.discovered,
             checkpoints=parts.training.checkpoints.own,
         )
-        return replace(state, facts=handover.to_wire())
+        return replace(state, facts=metadata.to_wire())
 
     def _split(self, order: Order) -> tuple[bool, RunState | None]:
         """Make the communicators of the next workers, and their state, still empty.  Collective over all processes.
@@ -139,23 +139,23 @@ class Resizing:
             agreements.agree_as_crew()  # the same: sums by nodes have communicators of their own
         return comm is not None, target
 
-    def _reshard(self, source: RunState | None, target: RunState | None) -> Handover:
+    def _reshard(self, source: RunState | None, target: RunState | None) -> ResizeMetadata:
         """Move the committed state to the new workers; returns what goes with it.  Collective over all processes."""
         try:
-            facts = reshard_state(self._parts.membership.axis, source, target)
+            sent = reshard_state(self._parts.membership.axis, source, target)
         except ValueError:
             raise RunLost(
                 "state is lost: those who died had all copies of it; start the run again from its newest checkpoint, "
                 "as `mpishard run --elastic` does"
             ) from None
-        return Handover.from_wire(facts)
+        return ResizeMetadata.from_wire(sent)
 
-    def _restore(self, handover: Handover) -> None:
+    def _restore(self, metadata: ResizeMetadata) -> None:
         """Continue the run on this worker.  Collective over the workers."""
         training = self._parts.training
-        training.optimizer.state.restore(handover.optimizer)
+        training.optimizer.state.restore(metadata.optimizer)
         training.optimizer.state.resync()
-        training.restore(handover.progress)
-        self._parts.elasticity.target.adopt_request(handover.request)
+        training.restore(metadata.progress)
+        self._parts.elasticity.target.adopt_request(metadata.request)
         if training.optimizer.mesh.rank == 0:
             training.report.show(len(training.losses))

@@ -64,13 +64,13 @@ class Survivor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Handover:
-    """What the processes of a run get with the arrays of its state when the workers change.
+class ResizeMetadata:
+    """The metadata that the processes of a run get with the arrays of its state when the workers change.
 
     Parameters
     ----------
     optimizer : mapping
-        The facts of the optimizer, for `OptimizerState.restore`.
+        The optimizer's part of the metadata of a `RunState`, for `OptimizerState.restore`.
     progress : RunProgress
     status : RunStatus
     request : int
@@ -102,14 +102,14 @@ class Handover:
         }
 
     @classmethod
-    def from_wire(cls, facts: Mapping[str, Any]) -> Handover:
-        """The value of which these facts are `to_wire`."""
+    def from_wire(cls, metadata: Mapping[str, Any]) -> ResizeMetadata:
+        """The value whose `to_wire` this is."""
         own = {"losses", "progress", "status", "request", "discovered", "checkpoints"}
         return cls(
-            optimizer={name: value for name, value in facts.items() if name not in own},
-            progress=RunProgress(losses=facts["losses"], **facts["progress"]),
-            status=RunStatus(*facts["status"]),
-            request=facts["request"],
-            discovered=facts["discovered"],
-            checkpoints=facts["checkpoints"],
+            optimizer={name: value for name, value in metadata.items() if name not in own},
+            progress=RunProgress(losses=metadata["losses"], **metadata["progress"]),
+            status=RunStatus(*metadata["status"]),
+            request=metadata["request"],
+            discovered=metadata["discovered"],
+            checkpoints=metadata["checkpoints"],
         )

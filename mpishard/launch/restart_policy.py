@@ -50,7 +50,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """How a job ended.
 
     Attributes
@@ -107,7 +107,7 @@ class Start:
     why: str = ""
 
 
-def reported(outcome: Outcome) -> int | None:
+def reported(outcome: JobOutcome) -> int | None:
     """The exit code that the run itself has noted, whatever the launcher returns; None if it did not end in order."""
     ended = outcome.notes.ended
     if not outcome.notes.healed and (ended is None or ended.code == 0):
@@ -134,14 +134,14 @@ def name_of(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
-def _died_early(outcome: Outcome) -> bool:
+def _died_early(outcome: JobOutcome) -> bool:
     """Whether ranks were lost before all had imported mpishard; not if the script ended there on all ranks."""
     by_signal = outcome.code < 0 or outcome.code > 128 or outcome.code in _SIGNALS
     return not outcome.notes.started and (outcome.half_started or by_signal)
 
 
 def decide(
-    policy: Policy, history: History, outcome: Outcome, hosts: Sequence[Host], answering: Sequence[Host]
+    policy: Policy, history: History, outcome: JobOutcome, hosts: Sequence[Host], answering: Sequence[Host]
 ) -> Stop | Start:
     """Decide what follows an outcome.
 
@@ -194,7 +194,7 @@ def decide(
     return Start(now, tuple(answering), history, what)
 
 
-def _what(outcome: Outcome, hosts_lost: bool) -> str:
+def _what(outcome: JobOutcome, hosts_lost: bool) -> str:
     """How a job failed, for a message."""
     if outcome.lost or hosts_lost:
         return "has a host that does not answer"

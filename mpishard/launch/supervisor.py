@@ -27,7 +27,7 @@ from mpishard.launch.leftovers import Leftovers
 from mpishard.launch.processes import Offspring, adopt_orphans, descendants, die_with_parent, end_descendants
 from mpishard.launch.progress_monitor import Limits, ProgressMonitor
 from mpishard.launch.python_command import with_runner
-from mpishard.launch.restart_policy import History, Outcome, Policy, Start, Stop, decide, exit_code, name_of
+from mpishard.launch.restart_policy import History, JobOutcome, Policy, Start, Stop, decide, exit_code, name_of
 
 _POLL_S = 0.02
 _LOOK_S = 0.2  # between two looks into the run's folder
@@ -142,7 +142,9 @@ class Supervisor:
             start, history = follows, follows.history
         raise AssertionError("unreachable")
 
-    def _end_job(self, process: subprocess.Popen[bytes], folder: JobNotes, half_started: bool, lost: bool) -> Outcome:
+    def _end_job(
+        self, process: subprocess.Popen[bytes], folder: JobNotes, half_started: bool, lost: bool
+    ) -> JobOutcome:
         """End the job if it still runs; returns its outcome."""
         notes = folder.notes  # before the job is ended, since that may add notes of the ranks
         code = process.poll()
@@ -152,7 +154,7 @@ class Supervisor:
         self._end_all()
         self._leftovers.remove(process.pid)
         stopped = self._stopped or next((number for number in self._signals if number in _STOP), 0)
-        return Outcome(code, notes, half_started, lost, stopped)
+        return JobOutcome(code, notes, half_started, lost, stopped)
 
     def _start(self, start: Start, folder: JobNotes) -> subprocess.Popen[bytes]:
         job, elastic = self.job, self.job.policy.elastic

@@ -1,4 +1,6 @@
-"""The runner of `mpishard run`: runs a script as Python itself would, and knows afterwards how it ended.
+"""The runner of scripts under `mpishard run`: runs one as Python itself would, and knows afterwards how it ended.
+
+It is no worker of an elastic run.  Its name stays, as command lines have it.
 
 ``python worker.py SCRIPT ARGUMENTS...`` or ``python worker.py -m MODULE ARGUMENTS...``.  `mpishard run` starts this
 file by its path.  It imports nothing of mpishard, since that starts MPI in a rank, and a script may set variables or

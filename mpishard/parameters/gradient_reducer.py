@@ -7,9 +7,10 @@ the same on all ranks of the data axis, decides how the orders interleave.
 
 Three facts say when a complete bucket is summed over ranks.  `on_demand`, fixed by the strategy: gradients have no
 memory from one micro-batch to the next (ZeRO-2 and 3), so each micro-batch is summed, whatever the other two say.
-`is_last_pass`, set by the caller: no other backward pass follows in this step.  `Order.more`, set by the pipeline: more
-micro-batches of the stage follow in this backward pass.  Without `on_demand` a bucket is summed once in a step: in the
-last pass, after the last micro-batch of its stage.  A tied tensor is always summed at the end of the last pass.
+`is_last_pass`, set by the caller: no other backward pass follows in this step.  `BucketOrder.more`, set by the
+pipeline: more micro-batches of the virtual stage follow in this backward pass.  Without `on_demand` a bucket is summed
+once in a step: in the last pass, after the last micro-batch of its virtual stage.  A tied tensor is always summed at
+the end of the last pass.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from mpishard.parameters.accumulation import Accumulation
 from mpishard.parameters.bucket_memory import BucketMemory
 from mpishard.parameters.gradient_buckets import Bucket
 from mpishard.parameters.partial_sums import PartialSums
-from mpishard.parameters.ready_tracker import Order, ReadyTracker
+from mpishard.parameters.ready_tracker import BucketOrder, ReadyTracker
 
 Array = Any
 Transfer = Request | ChainedRequest
 
 
-class Phase(Enum):
+class GradientPhase(Enum):
     """How far a step's gradients are."""
 
     ACCUMULATING = "backward passes add to the gradients, and another may follow"
@@ -41,11 +42,11 @@ class Phase(Enum):
 
 
 # From which phase a step may get to which other one.
-TRANSITIONS: tuple[tuple[Phase, Phase], ...] = (
-    (Phase.ACCUMULATING, Phase.REDUCING),  # the last pass completes a bucket, or ends
-    (Phase.REDUCING, Phase.REDUCED),  # `finalize`
-    (Phase.REDUCING, Phase.ACCUMULATING),  # `reset`
-    (Phase.REDUCED, Phase.ACCUMULATING),  # `reset`
+TRANSITIONS: tuple[tuple[GradientPhase, GradientPhase], ...] = (
+    (GradientPhase.ACCUMULATING, GradientPhase.REDUCING),  # the last pass completes a bucket, or ends
+    (GradientPhase.REDUCING, GradientPhase.REDUCED),  # `finalize`
+    (GradientPhase.REDUCING, GradientPhase.ACCUMULATING),  # `reset`
+    (GradientPhase.REDUCED, GradientPhase.ACCUMULATING),  # `reset`
 )
 
 
@@ -89,7 +90,7 @@ class _NoSync:
         self._before: list[bool] = []
 
     def __enter__(self) -> None:
-        if self._reducer.phase is not Phase.ACCUMULATING:
+        if self._reducer.phase is not GradientPhase.ACCUMULATING:
             raise RuntimeError(
                 "the gradients of this step are being reduced, so that no_sync() comes too late for another backward "
                 "pass; call step() or reset_gradients() before"
@@ -136,7 +137,7 @@ class GradientReducer:
 
     Attributes
     ----------
-    phase : Phase
+    phase : GradientPhase
     memory : BucketMemory
     partials : PartialSums or None
         None unless `reproducible`.
@@ -163,7 +164,7 @@ class GradientReducer:
         self.on_demand = on_demand
         self.partials: PartialSums | None = PartialSums() if reproducible else None
         self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self.partials)
-        self.phase: Phase = Phase.ACCUMULATING
+        self.phase: GradientPhase = GradientPhase.ACCUMULATING
         self.inspector: Inspector | None = None
         self.is_last_pass: bool = sums is not None
         self.accumulation = Accumulation()
@@ -187,12 +188,12 @@ class GradientReducer:
     @property
     def reduced(self) -> bool:
         """Whether this step's gradients are complete and reduced; nothing can be added then."""
-        return self.phase is Phase.REDUCED
+        return self.phase is GradientPhase.REDUCED
 
     @property
     def has_content(self) -> bool:
         """Whether gradients were written or reduced since the last `reset`."""
-        return bool(self.memory.written) or self.phase is not Phase.ACCUMULATING or self._tracker.begun
+        return bool(self.memory.written) or self.phase is not GradientPhase.ACCUMULATING or self._tracker.begun
 
     # -- backward passes --------------------------------------------------------------------------------------------
 
@@ -201,7 +202,7 @@ class GradientReducer:
         index, order = self._tracker.places[name]
         if self.on_demand and order.next < order.first and not self.is_last_pass:
             self._begin(order)  # the last pass has reduced all buckets, and this is another
-        if self.phase is Phase.REDUCED or index > order.next:
+        if self.phase is GradientPhase.REDUCED or index > order.next:
             raise RuntimeError(
                 f"the gradient of {name!r} is reduced already, so another backward pass cannot add to it; call step() "
                 "or reset_gradients() in between, or set auto_sync_gradients=False to accumulate over several passes"
@@ -257,7 +258,7 @@ class GradientReducer:
                 order.more = not last
 
     def end_virtual_stage(self, virtual_stage: int) -> None:
-        """End a micro-batch's backward pass of one; reduce its other buckets.  Collective over the data axis."""
+        """End a micro-batch's pass of a virtual stage; reduce its other buckets.  Collective over the data axis."""
         for order in reversed(self._tracker.orders):
             if order.virtual_stage != virtual_stage or order.tied:
                 continue
@@ -276,10 +277,10 @@ class GradientReducer:
 
     def finalize(self) -> None:
         """End the last pass, if that is not done, and wait for all sums.  Collective over the data axis."""
-        if self.phase is not Phase.REDUCED:
+        if self.phase is not GradientPhase.REDUCED:
             self._end_pass(True)
             self._wait_all()
-            self._enter(Phase.REDUCED)
+            self._enter(GradientPhase.REDUCED)
 
     def abandon(self) -> None:
         """Drop the sums under way, whose communicators were revoked.  Not collective."""
@@ -297,7 +298,7 @@ class GradientReducer:
         if self.partials is not None:
             self.partials.forget()
         self.accumulation.forget()
-        self._enter(Phase.ACCUMULATING)
+        self._enter(GradientPhase.ACCUMULATING)
         if self._sums is not None:
             self._sums.reset()
         if self.inspector is not None:
@@ -329,16 +330,16 @@ class GradientReducer:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: GradientPhase) -> None:
         if phase is not self.phase:
             assert (self.phase, phase) in TRANSITIONS, f"{self.phase} to {phase}"
             self.phase = phase
 
     def _end_pass(self, last: bool) -> None:
-        if self.phase is Phase.REDUCED:
+        if self.phase is GradientPhase.REDUCED:
             return
-        if last and self.phase is Phase.ACCUMULATING:
-            self._enter(Phase.REDUCING)
+        if last and self.phase is GradientPhase.ACCUMULATING:
+            self._enter(GradientPhase.REDUCING)
         for order in reversed(self._tracker.orders):
             if last:
                 self._reduce_rest(order)
@@ -356,15 +357,15 @@ class GradientReducer:
                 self.memory.release(bucket)
             self._pending.clear()
 
-    def _begin(self, order: Order) -> None:
+    def _begin(self, order: BucketOrder) -> None:
         self._wait_all()
         self._tracker.begin(order)
 
-    def _reduce_rest(self, order: Order) -> None:
+    def _reduce_rest(self, order: BucketOrder) -> None:
         while order.next >= order.first:
             self._reduce(order)
 
-    def _reduce(self, order: Order) -> None:
+    def _reduce(self, order: BucketOrder) -> None:
         """Complete the next bucket of an order, and start its sum over ranks."""
         bucket, sums, partials = self.buckets[order.next], self._sums, self.partials
         gradient = self.memory.zero_missing(bucket)
@@ -375,8 +376,8 @@ class GradientReducer:
             partials.add_newest(bucket, gradient)
             earlier = partials.earlier(bucket)
         order.next -= 1
-        if self.phase is Phase.ACCUMULATING and self.is_last_pass:
-            self._enter(Phase.REDUCING)
+        if self.phase is GradientPhase.ACCUMULATING and self.is_last_pass:
+            self._enter(GradientPhase.REDUCING)
         if self.inspector is not None:
             for partial in (*earlier, gradient):
                 self.inspector.look(bucket, partial)

@@ -10,7 +10,7 @@ from mpishard.parameters.gradient_buckets import Bucket
 
 
 @dataclass
-class Order:
+class BucketOrder:
     """Buckets `first` to `last` of one virtual stage, reduced in turn, the last one first; `next` is the next one.
 
     A tied tensor is an order by itself.  `more`: more micro-batches of the stage follow in this backward pass; how it
@@ -36,21 +36,21 @@ class ReadyTracker:
 
     Attributes
     ----------
-    orders : list of Order
+    orders : list of BucketOrder
         In flat order; end a pass in the reverse order.
     places : dict
         By the name of a tensor: the index of its bucket, and the order of that.
     """
 
     def __init__(self, pieces: Sequence[Piece], buckets: Sequence[Bucket]) -> None:
-        self.orders: list[Order] = []
-        self.places: dict[str, tuple[int, Order]] = {}
+        self.orders: list[BucketOrder] = []
+        self.places: dict[str, tuple[int, BucketOrder]] = {}
         self._tensors = [bucket.last - bucket.first for bucket in buckets]
         self._ready: list[set[str]] = [set() for _ in buckets]
         for bucket in buckets:
             order = self.orders[-1] if self.orders else None
             if order is None or bucket.tied or order.tied or order.virtual_stage != bucket.virtual_stage:
-                order = Order(bucket.virtual_stage, bucket.tied, bucket.index, bucket.index, bucket.index)
+                order = BucketOrder(bucket.virtual_stage, bucket.tied, bucket.index, bucket.index, bucket.index)
                 self.orders.append(order)
             order.last = order.next = bucket.index
             self.places.update({piece.name: (bucket.index, order) for piece in pieces[bucket.first : bucket.last]})
@@ -60,22 +60,22 @@ class ReadyTracker:
         """Whether any bucket was handed over in this pass."""
         return any(order.next < order.last for order in self.orders)
 
-    def mark(self, name: str) -> Order:
+    def mark(self, name: str) -> BucketOrder:
         """Mark the gradient of a tensor as complete in this pass; returns the order of its bucket."""
         index, order = self.places[name]
         self._ready[index].add(name)
         return order
 
-    def is_complete(self, order: Order) -> bool:
+    def is_complete(self, order: BucketOrder) -> bool:
         """Whether all gradients of the next bucket are complete; False after the order's last bucket."""
         return order.next >= order.first and len(self._ready[order.next]) == self._tensors[order.next]
 
-    def end(self, order: Order) -> None:
+    def end(self, order: BucketOrder) -> None:
         """End a micro-batch: no gradient of the next one is complete yet."""
         for ready in self._ready[order.first : order.last + 1]:
             ready.clear()
 
-    def begin(self, order: Order) -> None:
+    def begin(self, order: BucketOrder) -> None:
         """Begin another pass over the buckets."""
         self.end(order)
         order.next = order.last

@@ -39,9 +39,9 @@ class StepTimes:
         self._axes = self._axes_now = self._over_axes()
         self._step_phases.clear()
 
-    def phase(self, name: str) -> Phase:
+    def phase(self, name: str) -> TimedPhase:
         """A block whose time counts as a phase of the step under way, except its time in collectives."""
-        return Phase(self._mesh.ledger, self._step_phases, name)
+        return TimedPhase(self._mesh.ledger, self._step_phases, name)
 
     def end_step(self, step: int) -> float:
         """End the step under way; returns its seconds."""
@@ -96,7 +96,7 @@ class StepTimes:
         return found
 
 
-class Phase(ContextDecorator):
+class TimedPhase(ContextDecorator):
     """A block of a step; at its end its time, except in collectives, is added to that of its name in `phases`."""
 
     def __init__(self, ledger: Ledger, phases: dict[str, float], name: str) -> None:

@@ -15,7 +15,7 @@ from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_buckets import Run, make_buckets
-from mpishard.parameters.gradient_reducer import TRANSITIONS, GradientReducer, Phase
+from mpishard.parameters.gradient_reducer import TRANSITIONS, GradientPhase, GradientReducer
 
 LIKE = np.zeros(1)
 
@@ -313,24 +313,24 @@ def test_a_gradient_is_reduced_within_the_replica_before_it_is_merged():
 
 # By phase and call: the phase that follows, or the error.
 PHASES = {
-    (Phase.ACCUMULATING, "gradient"): Phase.ACCUMULATING,
-    (Phase.ACCUMULATING, "no_sync"): Phase.ACCUMULATING,
-    (Phase.ACCUMULATING, "mark_ready"): Phase.REDUCING,
-    (Phase.ACCUMULATING, "end_pass"): Phase.REDUCING,
-    (Phase.ACCUMULATING, "finalize"): Phase.REDUCED,
-    (Phase.ACCUMULATING, "reset"): Phase.ACCUMULATING,
-    (Phase.REDUCING, "gradient"): Phase.REDUCING,  # of a bucket that is not reduced yet
-    (Phase.REDUCING, "no_sync"): "no_sync.. comes too late",
-    (Phase.REDUCING, "mark_ready"): Phase.REDUCING,
-    (Phase.REDUCING, "end_pass"): Phase.REDUCING,
-    (Phase.REDUCING, "finalize"): Phase.REDUCED,
-    (Phase.REDUCING, "reset"): Phase.ACCUMULATING,
-    (Phase.REDUCED, "gradient"): "'t0' is reduced already, so another backward pass cannot add to it",
-    (Phase.REDUCED, "no_sync"): "no_sync.. comes too late",
-    (Phase.REDUCED, "mark_ready"): Phase.REDUCED,
-    (Phase.REDUCED, "end_pass"): Phase.REDUCED,
-    (Phase.REDUCED, "finalize"): Phase.REDUCED,
-    (Phase.REDUCED, "reset"): Phase.ACCUMULATING,
+    (GradientPhase.ACCUMULATING, "gradient"): GradientPhase.ACCUMULATING,
+    (GradientPhase.ACCUMULATING, "no_sync"): GradientPhase.ACCUMULATING,
+    (GradientPhase.ACCUMULATING, "mark_ready"): GradientPhase.REDUCING,
+    (GradientPhase.ACCUMULATING, "end_pass"): GradientPhase.REDUCING,
+    (GradientPhase.ACCUMULATING, "finalize"): GradientPhase.REDUCED,
+    (GradientPhase.ACCUMULATING, "reset"): GradientPhase.ACCUMULATING,
+    (GradientPhase.REDUCING, "gradient"): GradientPhase.REDUCING,  # of a bucket that is not reduced yet
+    (GradientPhase.REDUCING, "no_sync"): "no_sync.. comes too late",
+    (GradientPhase.REDUCING, "mark_ready"): GradientPhase.REDUCING,
+    (GradientPhase.REDUCING, "end_pass"): GradientPhase.REDUCING,
+    (GradientPhase.REDUCING, "finalize"): GradientPhase.REDUCED,
+    (GradientPhase.REDUCING, "reset"): GradientPhase.ACCUMULATING,
+    (GradientPhase.REDUCED, "gradient"): "'t0' is reduced already, so another backward pass cannot add to it",
+    (GradientPhase.REDUCED, "no_sync"): "no_sync.. comes too late",
+    (GradientPhase.REDUCED, "mark_ready"): GradientPhase.REDUCED,
+    (GradientPhase.REDUCED, "end_pass"): GradientPhase.REDUCED,
+    (GradientPhase.REDUCED, "finalize"): GradientPhase.REDUCED,
+    (GradientPhase.REDUCED, "reset"): GradientPhase.ACCUMULATING,
 }
 
 
@@ -341,9 +341,9 @@ def test_phases_of_a_step(phase, call, on_demand):
     recorder = Recorder([2, 2], 2, on_demand=on_demand)
     gradients = recorder.gradients
     gradients.gradient("t1")
-    if phase is not Phase.ACCUMULATING:
+    if phase is not GradientPhase.ACCUMULATING:
         gradients.mark_ready("t1")
-    if phase is Phase.REDUCED:
+    if phase is GradientPhase.REDUCED:
         gradients.finalize()
     assert gradients.phase is phase
 
@@ -366,9 +366,9 @@ def test_phases_of_a_step(phase, call, on_demand):
     else:
         act()
         assert gradients.phase is expected
-        assert gradients.reduced == (expected is Phase.REDUCED)
+        assert gradients.reduced == (expected is GradientPhase.REDUCED)
         assert recorder.resets == (call == "reset")
-        steps = [Phase.ACCUMULATING, Phase.REDUCING, Phase.REDUCED]
+        steps = [GradientPhase.ACCUMULATING, GradientPhase.REDUCING, GradientPhase.REDUCED]
         passed = steps[steps.index(phase) : steps.index(expected) + 1] if call != "reset" else [phase, expected]
         assert all(one is two or (one, two) in TRANSITIONS for one, two in zip(passed[:-1], passed[1:], strict=True))
 
@@ -382,7 +382,7 @@ def test_a_pass_that_fails_sends_nothing_and_the_step_goes_on_without_it():
     recorder.gradients.reset()
     recorder.backward(["t1", "t0"])
     assert recorder.order == [1, 0]
-    assert recorder.gradients.phase is Phase.REDUCING
+    assert recorder.gradients.phase is GradientPhase.REDUCING
 
 
 def test_memory_of_gradients_is_freed_with_its_parameters():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpishard.elastic.run_status import Handover, RunStatus
+from mpishard.elastic.run_status import ResizeMetadata, RunStatus
 from mpishard.training.run_progress import RunProgress
 
 
@@ -32,14 +32,14 @@ def test_a_death_between_commit_and_decision(committed, decided, is_decided):
     assert RunStatus(committed, decided, "", False).is_decided is is_decided
 
 
-def test_a_handover_comes_as_it_was_sent():
+def test_the_metadata_of_a_resize_come_as_they_were_sent():
     progress = RunProgress(np.array([0.5, 0.25]), 32, 4, 3, 1, 2)
     facts = {"steps": 5, "skipped_steps": 0, "rule.json": {"lr": 0.1}}
-    sent = Handover(facts, progress, RunStatus(5, 4, "signal", True), 2**25 + 3, -1, ["a", "b"])
+    sent = ResizeMetadata(facts, progress, RunStatus(5, 4, "signal", True), 2**25 + 3, -1, ["a", "b"])
     wire = sent.to_wire()
     assert [name for name, value in wire.items() if isinstance(value, np.ndarray)] == ["losses"]  # one broadcast
     assert wire | facts == wire  # the optimizer restores itself from it
-    came = Handover.from_wire(wire)
+    came = ResizeMetadata.from_wire(wire)
     assert came.progress.losses.tolist() == [0.5, 0.25]
     assert (came.optimizer, came.status, came.request) == (facts, sent.status, sent.request)
     assert (came.discovered, came.checkpoints) == (-1, ["a", "b"])

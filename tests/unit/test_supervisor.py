@@ -24,7 +24,7 @@ from mpishard.launch.hosts import Host, HostMonitor, Probe, check_shell, parse_h
 from mpishard.launch.job_notes import Ended, Failure, Heal, JobNotes, Notes
 from mpishard.launch.launchers import Launcher, find_launcher
 from mpishard.launch.processes import Offspring
-from mpishard.launch.restart_policy import History, Outcome, Policy, Start, Stop, decide
+from mpishard.launch.restart_policy import History, JobOutcome, Policy, Start, Stop, decide
 from mpishard.launch.supervisor import Job, Supervisor
 
 FAILURE = Failure("ValueError", "1.5 is bad", "train.py:7", 12)
@@ -36,7 +36,7 @@ HOSTS = parse_hosts("a:2,b:2,c:1")
 def ended_with(code, *, half_started=False, lost=False, stopped=0, healed=0, **notes):
     """How a job ended that had started, with these notes of its processes."""
     heal = Heal(healed, 0, 0.0) if healed else None
-    return Outcome(code, Notes(**{"started": True, "heal": heal, **notes}), half_started, lost, stopped)
+    return JobOutcome(code, Notes(**{"started": True, "heal": heal, **notes}), half_started, lost, stopped)
 
 
 KILLED = ended_with(137, step=10)

@@ -70,7 +70,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScheduleOutcome:
     """The result of an execution: its events, by rank in program order, and the ranks that still wait."""
 
     events: tuple[Event, ...]
@@ -84,7 +84,7 @@ class Costs(NamedTuple):
     transfer: Sequence[float]
 
 
-def execute(schedule: Schedule, costs: Costs, *, blocking_sends: bool = False) -> Outcome:
+def execute(schedule: Schedule, costs: Costs, *, blocking_sends: bool = False) -> ScheduleOutcome:
     """Run all programs as far as possible.
 
     Whether a rank can continue depends only on the actions that others have done, not on the order of execution.  So
@@ -108,7 +108,7 @@ class _Execution:
             if (key := self.key(rank, action)) is not None
         }
 
-    def run(self) -> Outcome:
+    def run(self) -> ScheduleOutcome:
         running = {rank: self.rank_runs(rank) for rank in range(self.schedule.stages)}
         waits: dict[int, Wait] = {}
         moved = True
@@ -122,7 +122,7 @@ class _Execution:
                     waits.pop(rank, None)
                 else:
                     waits[rank] = wait
-        return Outcome(tuple(event for events in self.events for event in events), tuple(waits.values()))
+        return ScheduleOutcome(tuple(event for events in self.events for event in events), tuple(waits.values()))
 
     def rank_runs(self, rank: int) -> Generator[Wait, None, None]:
         """Run the program of `rank`; yields each wait repeatedly until it is over."""

@@ -1,4 +1,10 @@
-"""What the workers of an elastic run decide together after each step: whether it stops, and how many they shall be."""
+"""What the workers of an elastic run decide together after each step: whether it stops, and how many they shall be.
+
+Nothing here is about deaths.  Whether survivors heal or the job starts again is decided elsewhere, hop by hop: the
+launcher's option (`mpishard.comm.capabilities.heals_in_place`); the loop, which heals if it may
+(`mpishard.elastic.loop`); healing, which gives up if too much is lost (`mpishard.elastic.healing`); and then the
+supervisor (`mpishard.launch.restart_policy`).
+"""
 
 from __future__ import annotations
 
