@@ -1,0 +1,88 @@
+# mypy: allow-untyped-defs
+"""Bounds on the elements of the point, and elements that are fixed: this rank's part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend.array import elementwise, empty, to_host
+from mpishard.minimizers.limits import Limits
+from mpishard.minimizers.space import Space
+
+Array = Any
+
+
+@elementwise
+def clip(x, lower, upper, /):
+    """``x`` moved to the nearest value between its bounds; a NaN stays."""
+    x = lower if x < lower else x
+    x = upper if x > upper else x
+    return x
+
+
+@elementwise
+def projected_gradient(out, x, g, lower, upper, /):
+    """``x - P(x - g)``, without the rounding of ``x - g`` where no bound is met."""
+    out = x - lower if x - g < lower else (x - upper if x - g > upper else g)
+    return out
+
+
+class Bounds:
+    """The bounds of this rank's elements, and which elements are fixed.
+
+    Parameters
+    ----------
+    limits : Limits
+    space : Space
+        Of the vectors.
+
+    Attributes
+    ----------
+    lower, upper : 1-D array
+        Infinite where there is no bound; None if there are none at all.
+    """
+
+    def __init__(self, limits: Limits, space: Space) -> None:
+        self.lower, self.upper, self.fixed = limits.lower, limits.upper, limits.fixed
+        if self.any:
+            self.lower = self._whole(self.lower, -np.inf, space)
+            self.upper = self._whole(self.upper, np.inf, space)
+        self._work: Array | None = None if self.fixed is None else empty(space.size, space.like.dtype, space.like)
+
+    @property
+    def any(self) -> bool:
+        """Whether there are bounds; the same on all ranks."""
+        return self.lower is not None or self.upper is not None
+
+    def outside(self, point: Array) -> int:
+        """How many elements of a vector of this rank are outside of their bounds."""
+        if not self.any or not point.size:
+            return 0
+        return int(to_host(((point < self.lower) | (point > self.upper)).sum()))
+
+    def project(self, point: Array) -> None:
+        """Move each element between its bounds, in place."""
+        if self.any:
+            clip(point, self.lower, self.upper)
+
+    def moving(self, gradient: Array) -> Array:
+        """The gradient with 0 at fixed elements: itself, or working memory that the next call overwrites."""
+        if self._work is None:
+            return gradient
+        self._work[:] = gradient
+        self._work[self.fixed] = 0
+        return self._work
+
+    def projected_gradient(self, point: Array, gradient: Array, out: Array) -> Array:
+        """``x - P(x - g)``, where P projects into the bounds; `out` is returned."""
+        projected_gradient(out, point, gradient, self.lower, self.upper)
+        return out
+
+    @staticmethod
+    def _whole(bound: Array | None, without: float, space: Space) -> Array:
+        if bound is None:
+            bound = empty(space.size, space.like.dtype, space.like)
+            bound[:] = without
+        return bound

@@ -1,0 +1,198 @@
+"""Minimisation along directions of descent: all but the choice of the direction.
+
+The vectors of the state begin with the last iterate (`base`), its gradient, and the direction from there.  The point
+is the trial point of the line search.  Between the end of a line search and the next direction, when nobody looks at
+it, the point serves as working memory.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from mpishard.minimizers.bounds import Bounds
+from mpishard.minimizers.lbfgs_formulas import advance
+from mpishard.minimizers.limits import Limits
+from mpishard.minimizers.line_search import LineSearch, LineSearchState, Verdict
+from mpishard.minimizers.method import Method
+from mpishard.minimizers.minimizer import Minimizer, Progress, Wanted
+from mpishard.minimizers.space import Space
+from mpishard.minimizers.stopping import converged, exhausted
+
+Array = Any
+SLOTS = ("base", "base_gradient", "direction")
+
+
+class Descent(Minimizer):
+    """A minimisation by line searches.
+
+    Parameters
+    ----------
+    method : Method
+        Its options.
+    line_search : LineSearch
+    space : Space
+    vectors : 2-D array
+        Rows as `Method.slots`, which begin with `SLOTS`.
+    point : 1-D array
+    limits : Limits
+    """
+
+    def __init__(
+        self, method: Method, line_search: LineSearch[Any], space: Space, vectors: Array, point: Array, limits: Limits
+    ) -> None:
+        super().__init__(method.slots, space, vectors, point, limits)
+        self.method = method
+        self.line_search = line_search
+        self.bounds = Bounds(limits, space)
+        self.base, self.base_gradient, self._direction = vectors[0], vectors[1], vectors[2]
+        self._search: LineSearchState | None = None
+        self._gradient_top = self._direction_top = 0.0
+
+    def begin(self) -> int:
+        self.progress, self.stop_reason, self.wanted, self._search = Progress(), "", Wanted.GRADIENT, None
+        (outside,) = self.space.count(self.bounds.outside(self.point))
+        self.bounds.project(self.point)
+        return outside
+
+    def tell(self, value: float, gradient: Array) -> None:
+        if self.wanted is not Wanted.GRADIENT:
+            raise ValueError(f"this minimisation has ended ({self.stop_reason}); begin() starts another at its point")
+        gradient = self.bounds.moving(gradient)
+        (top,) = self.space.largest(gradient)
+        finite = math.isfinite(value) and math.isfinite(top)
+        self.progress = replace(self.progress, evaluations=self.progress.evaluations + 1, accepted=False)
+        if self._search is not None:
+            self._go_on(self._search, value, gradient, top, finite)
+        elif finite:
+            self._arrive(value, gradient, top, math.nan, 0.0)
+        else:
+            self._end("not finite")
+
+    def to_metadata(self) -> dict[str, Any]:
+        return {
+            "progress": asdict(self.progress),
+            "wanted": self.wanted.value,
+            "stop_reason": self.stop_reason,
+            "gradient_top": self._gradient_top,
+            "direction_top": self._direction_top,
+            "line_search": self._search.to_metadata() if self._search else None,
+        }
+
+    def restore(self, metadata: Mapping[str, Any]) -> None:
+        try:
+            progress = Progress(**metadata["progress"])
+            wanted, reason = Wanted(metadata["wanted"]), str(metadata["stop_reason"])
+            tops = float(metadata["gradient_top"]), float(metadata["direction_top"])
+            search = metadata["line_search"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{type(self.method).__name__}: the saved state cannot be restored: {error!r}") from None
+        self._search = self.line_search.restore(search) if search is not None else None
+        self.progress, self.wanted, self.stop_reason = progress, wanted, reason
+        self._gradient_top, self._direction_top = tops
+
+    @abstractmethod
+    def forget(self) -> bool:
+        """Drop what was learned from earlier iterates.  Not collective.
+
+        Returns
+        -------
+        bool
+            Whether there was anything.
+        """
+
+    @abstractmethod
+    def _learn(self, gradient: Array, step: float, slope: float, slope_before: float) -> None:
+        """Take note of the step from the base to the point, before the base goes there.  Not collective."""
+
+    def _to_measure(self) -> tuple[Array, ...]:
+        """Vectors of which `_measured` wants to know the largest elements; called after the base has moved."""
+        return ()
+
+    def _measured(self, tops: list[float]) -> None:
+        """Take the largest elements of `_to_measure`."""
+
+    @abstractmethod
+    def _turn(self) -> tuple[float, float, float, float]:
+        """Write the direction.
+
+        Returns
+        -------
+        top, slope, first, most : float
+            Its largest element, its product with the gradient, the first step to try and the longest one.
+        """
+
+    def _go_on(self, search: LineSearchState, value: float, gradient: Array, top: float, finite: bool) -> None:
+        """The line search takes a trial."""
+        slope = math.nan
+        if finite:
+            (slope,) = self.space.dots([(gradient, self._direction)], [top * self._direction_top])
+        self._search, verdict = self.line_search.advance(search, value, slope)
+        out_of_evaluations = self.progress.evaluations >= self.method.maxfun
+        if verdict is Verdict.ACCEPT or (out_of_evaluations and finite and value < search.start.value):
+            self._learn(gradient, search.step, slope, search.start.slope)
+            self._arrive(value, gradient, top, search.start.value, search.step)
+        elif out_of_evaluations:
+            self._end("evaluations")
+        elif verdict is Verdict.EVALUATE:
+            self._go_to(self._search.step)
+        elif self.forget():
+            self._set_out()
+        else:
+            self._end("line search" if finite else "not finite")
+
+    def _arrive(self, value: float, gradient: Array, top: float, value_before: float, step: float) -> None:
+        """The point becomes the base: an iteration has ended, or the first evaluation was told."""
+        self.base[:] = self.point
+        self.base_gradient[:] = gradient
+        self._gradient_top = top
+        measured = [*self._to_measure()]
+        if self.method.xtol:
+            measured.append(self.base)
+        if self.bounds.any:
+            measured.append(self.bounds.projected_gradient(self.base, self.base_gradient, self._direction))
+        tops = self.space.largest(*measured) if measured else []
+        projected = tops.pop() if self.bounds.any else top
+        base_top = tops.pop() if self.method.xtol else 0.0
+        self._measured(tops)
+        started = self._search is not None
+        self.progress = replace(
+            self.progress,
+            iterations=self.progress.iterations + started,
+            value=value,
+            gradient_norm=top,
+            projected_norm=projected,
+            step_length=step,
+            accepted=started,
+        )
+        self._search = None
+        reason = converged(self.method, self.progress, value_before, step * self._direction_top, base_top)
+        reason = reason or exhausted(self.method, self.progress)
+        if reason:
+            self._end(reason)
+        else:
+            self._set_out()
+
+    def _set_out(self) -> None:
+        """Begin a line search from the base."""
+        self._direction_top, slope, first, most = self._turn()
+        while not slope < 0 and self.forget():
+            self._direction_top, slope, first, most = self._turn()
+        self._search = self.line_search.begin(self.progress.value, slope, first, most)
+        if self._search.reason:
+            self._end("line search")
+        else:
+            self._go_to(self._search.step)
+
+    def _go_to(self, step: float) -> None:
+        advance(self.point, self.base, self._direction, step)
+        self.bounds.project(self.point)
+
+    def _end(self, reason: str) -> None:
+        """The last iterate is the result; where there is none, the start."""
+        if not math.isnan(self.progress.value):
+            self.point[:] = self.base
+        self.wanted, self.stop_reason = Wanted.NOTHING, reason

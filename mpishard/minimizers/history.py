@@ -1,0 +1,180 @@
+"""The pairs of steps and changes of gradients of a quasi-Newton method, and their dot products.
+
+The inverse Hessian that they define is never formed.  It is applied by its compact form (Byrd, Nocedal and Schnabel,
+"Representations of quasi-Newton matrices and their use in limited memory methods", Mathematical Programming 63, 1994,
+equation 3.1): from dot products with all pairs follow, on every rank alike, the coefficients of a sum over the pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from operator import mul
+from typing import Any
+
+from mpishard.minimizers.lbfgs_formulas import add
+from mpishard.minimizers.space import Space
+
+Array = Any
+
+
+def small_dot(one: Sequence[float], other: Sequence[float]) -> float:
+    """The dot product of two short lists, rounded once: the same bits on every machine."""
+    return math.fsum(map(mul, one, other))
+
+
+class History:
+    """The newest m pairs (s, y), in the rows of one array.
+
+    Parameters
+    ----------
+    space : Space
+        Of the vectors.
+    rows : 2-D array
+        2 m rows: all s, then all y.  The caller keeps and saves them.
+
+    Attributes
+    ----------
+    order : list of int
+        The pairs in use, oldest first: pair j is in the rows j and m + j.
+    """
+
+    def __init__(self, space: Space, rows: Array) -> None:
+        self.space = space
+        self.rows = rows
+        self.most = len(rows) // 2
+        self.forget()
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def forget(self) -> None:
+        """Drop all pairs.  Not collective."""
+        m = self.most
+        self.order: list[int] = []
+        self._new = -1  # the pair whose products are not known yet
+        self._tops = [0.0] * (2 * m)
+        self.sy = [[0.0] * m for _ in range(m)]  # [i][j] is s_i'y_j, known where i is no newer than j
+        self.yy = [[0.0] * m for _ in range(m)]
+
+    def open(self) -> tuple[Array, Array]:
+        """The rows s and y for a new pair; the oldest pair is dropped if there is no room.  Not collective."""
+        full = len(self.order) == self.most
+        self._new = self.order.pop(0) if full else min(set(range(self.most)) - set(self.order))
+        return self.rows[self._new], self.rows[self.most + self._new]
+
+    @property
+    def opened(self) -> tuple[Array, ...]:
+        """The rows s and y of the new pair; empty if there is none."""
+        return (self.rows[self._new], self.rows[self.most + self._new]) if self._new >= 0 else ()
+
+    def measure(self, s_top: float, y_top: float) -> None:
+        """Say what the `largest` of the new pair are.  Not collective."""
+        self._tops[self._new], self._tops[self.most + self._new] = s_top, y_top
+        if not 0 < s_top * y_top < math.inf:
+            self._new = -1
+
+    def complete(self) -> None:
+        """Take the new pair in, if there is one, and if its curvature is positive.  Collective: one all-reduce."""
+        if self._new < 0:
+            return
+        new, self._new = self._new, -1
+        self.order.append(new)
+        for products, values in zip((self.sy, self.yy), self._products(self._row("y", new), self._top("y", new))):
+            for pair, value in zip(self.order, values, strict=True):
+                products[pair][new] = value
+        for pair in self.order:
+            self.yy[new][pair] = self.yy[pair][new]
+        if not self.sy[new][new] > 0:
+            self.order.pop()
+
+    def products(self, vector: Array, top: float) -> tuple[list[float], list[float]]:
+        """The dot products of each s and of each y, in order, with a vector.  Collective: one all-reduce."""
+        return self._products(vector, top)
+
+    def curvature(self) -> float:
+        """s'y of the newest pair."""
+        newest = self.order[-1]
+        return self.sy[newest][newest]
+
+    def gamma(self) -> float:
+        """s'y / y'y of the newest pair: the size of the inverse Hessian."""
+        newest = self.order[-1]
+        return self.sy[newest][newest] / self.yy[newest][newest]
+
+    def inverse_times(self, sg: Sequence[float], yg: Sequence[float], gamma: float) -> tuple[list[float], list[float]]:
+        """The inverse Hessian times g, less ``gamma g``, as coefficients of s and y.
+
+        Parameters
+        ----------
+        sg, yg : sequence of float
+            The `products` of g.
+        gamma : float
+            Of the initial inverse Hessian.
+        """
+        p = self.solve(sg)
+        pairs = range(len(self.order))
+        right = []
+        for i, row in enumerate(self.order):
+            yyp = small_dot([self.yy[row][other] for other in self.order], p)
+            right.append(self.sy[row][row] * p[i] + gamma * (yyp - yg[i]))
+        return self.solve_transposed(right), [-gamma * p[i] for i in pairs]
+
+    def solve(self, right: Sequence[float]) -> list[float]:
+        """Solve R p = right, where R is the upper triangle of S'Y: the first loop of the two-loop recursion."""
+        p = [0.0] * len(self.order)
+        for i in reversed(range(len(p))):
+            row = self.sy[self.order[i]]
+            rest = small_dot([row[j] for j in self.order[i + 1 :]], p[i + 1 :])
+            p[i] = (right[i] - rest) / row[self.order[i]]
+        return p
+
+    def solve_transposed(self, right: Sequence[float]) -> list[float]:
+        """Solve R'p = right: the second loop."""
+        p = [0.0] * len(self.order)
+        for i, row in enumerate(self.order):
+            rest = small_dot([self.sy[j][row] for j in self.order[:i]], p[:i])
+            p[i] = (right[i] - rest) / self.sy[row][row]
+        return p
+
+    def combine(self, target: Array, of_s: Sequence[float], of_y: Sequence[float]) -> None:
+        """Add a sum over the pairs to a vector.  Not collective."""
+        for i, pair in enumerate(self.order):
+            if of_s:
+                add(target, self._row("s", pair), of_s[i])
+            if of_y:
+                add(target, self._row("y", pair), of_y[i])
+
+    def to_metadata(self) -> dict[str, Any]:
+        """All but the rows, as plain numbers and lists."""
+        return {"order": list(self.order), "new": self._new, "tops": list(self._tops), "sy": self.sy, "yy": self.yy}
+
+    def restore(self, metadata: Mapping[str, Any]) -> None:
+        """Continue from `to_metadata`.
+
+        Raises
+        ------
+        ValueError
+            If something is missing, or is of another number of pairs; nothing has changed then.
+        """
+        m = self.most
+        try:
+            order, new = [int(pair) for pair in metadata["order"]], int(metadata["new"])
+            tops = [float(top) for top in metadata["tops"]]
+            sy, yy = ([[float(value) for value in row] for row in metadata[name]] for name in ("sy", "yy"))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the history of a quasi-Newton method cannot be restored: {error!r}") from None
+        if len(tops) != 2 * m or not {*order, new} <= set(range(-1, m)):
+            raise ValueError(f"the saved history is of {len(tops) // 2} pairs, but history={m}")
+        self.order, self._new, self._tops, self.sy, self.yy = order, new, tops, sy, yy
+
+    def _row(self, kind: str, pair: int) -> Array:
+        return self.rows[pair if kind == "s" else self.most + pair]
+
+    def _top(self, kind: str, pair: int) -> float:
+        return self._tops[pair if kind == "s" else self.most + pair]
+
+    def _products(self, vector: Array, top: float) -> tuple[list[float], list[float]]:
+        indices = [*self.order, *(self.most + pair for pair in self.order)]
+        found = self.space.row_dots(self.rows, indices, vector, [self._tops[index] * top for index in indices])
+        return found[: len(self.order)], found[len(self.order) :]
