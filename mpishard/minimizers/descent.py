@@ -16,7 +16,7 @@ from typing import Any
 from mpishard.minimizers.bounds import Bounds
 from mpishard.minimizers.lbfgs_formulas import advance
 from mpishard.minimizers.limits import Limits
-from mpishard.minimizers.line_search import LineSearch, LineSearchState, Verdict
+from mpishard.minimizers.line_search.search import LineSearch, LineSearchState, Verdict
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Progress, Wanted
 from mpishard.minimizers.space import Space

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from operator import mul
 from typing import Any
 
-from mpishard.minimizers.lbfgs_formulas import add
+from mpishard.backend.exact_dot import combine
 from mpishard.minimizers.space import Space
 
 Array = Any
+_LARGE = 2.0**499  # products of larger elements count as infinite
 
 
 def small_dot(one: Sequence[float], other: Sequence[float]) -> float:
@@ -71,7 +72,7 @@ class History:
     def measure(self, s_top: float, y_top: float) -> None:
         """Say what the `largest` of the new pair are.  Not collective."""
         self._tops[self._new], self._tops[self.most + self._new] = s_top, y_top
-        if not 0 < s_top * y_top < math.inf:
+        if not (0 < s_top < _LARGE and 0 < y_top < _LARGE):
             self._new = -1
 
     def complete(self) -> None:
@@ -80,7 +81,7 @@ class History:
             return
         new, self._new = self._new, -1
         self.order.append(new)
-        for products, values in zip((self.sy, self.yy), self._products(self._row("y", new), self._top("y", new))):
+        for products, values in zip((self.sy, self.yy), self.products(*self.newest_y), strict=True):
             for pair, value in zip(self.order, values, strict=True):
                 products[pair][new] = value
         for pair in self.order:
@@ -90,7 +91,22 @@ class History:
 
     def products(self, vector: Array, top: float) -> tuple[list[float], list[float]]:
         """The dot products of each s and of each y, in order, with a vector.  Collective: one all-reduce."""
-        return self._products(vector, top)
+        found = self._products([*self._rows_of_s, *self._rows_of_y], vector, top)
+        return found[: len(self.order)], found[len(self.order) :]
+
+    def s_products(self, vector: Array, top: float) -> list[float]:
+        """The dot products of each s with a vector.  Collective: one all-reduce."""
+        return self._products(self._rows_of_s, vector, top)
+
+    def y_products(self, vector: Array, top: float) -> list[float]:
+        """The dot products of each y with a vector.  Collective: one all-reduce."""
+        return self._products(self._rows_of_y, vector, top)
+
+    @property
+    def newest_y(self) -> tuple[Array, float]:
+        """The newest y and its largest element."""
+        row = self.most + self.order[-1]
+        return self.rows[row], self._tops[row]
 
     def curvature(self) -> float:
         """s'y of the newest pair."""
@@ -137,13 +153,15 @@ class History:
             p[i] = (right[i] - rest) / self.sy[row][row]
         return p
 
-    def combine(self, target: Array, of_s: Sequence[float], of_y: Sequence[float]) -> None:
-        """Add a sum over the pairs to a vector.  Not collective."""
-        for i, pair in enumerate(self.order):
-            if of_s:
-                add(target, self._row("s", pair), of_s[i])
-            if of_y:
-                add(target, self._row("y", pair), of_y[i])
+    def solve_second(self, p: Sequence[float], yr: Sequence[float]) -> list[float]:
+        """The coefficients of s after the second loop, from those of the first and the products y'r."""
+        curvatures = [self.sy[row][row] for row in self.order]
+        return self.solve_transposed([d * a - b for d, a, b in zip(curvatures, p, yr, strict=True)])
+
+    def combine(self, of_s: Sequence[float], of_y: Sequence[float], vector: Array, factor: float, out: Array) -> None:
+        """``out = factor vector + a sum over the pairs``; no coefficients are zeros.  Not collective."""
+        indices = [*(self._rows_of_s if of_s else ()), *(self._rows_of_y if of_y else ())]
+        combine(self.rows, indices, [*of_s, *of_y], vector, factor, out)
 
     def to_metadata(self) -> dict[str, Any]:
         """All but the rows, as plain numbers and lists."""
@@ -168,13 +186,13 @@ class History:
             raise ValueError(f"the saved history is of {len(tops) // 2} pairs, but history={m}")
         self.order, self._new, self._tops, self.sy, self.yy = order, new, tops, sy, yy
 
-    def _row(self, kind: str, pair: int) -> Array:
-        return self.rows[pair if kind == "s" else self.most + pair]
+    @property
+    def _rows_of_s(self) -> list[int]:
+        return list(self.order)
 
-    def _top(self, kind: str, pair: int) -> float:
-        return self._tops[pair if kind == "s" else self.most + pair]
+    @property
+    def _rows_of_y(self) -> list[int]:
+        return [self.most + pair for pair in self.order]
 
-    def _products(self, vector: Array, top: float) -> tuple[list[float], list[float]]:
-        indices = [*self.order, *(self.most + pair for pair in self.order)]
-        found = self.space.row_dots(self.rows, indices, vector, [self._tops[index] * top for index in indices])
-        return found[: len(self.order)], found[len(self.order) :]
+    def _products(self, indices: Sequence[int], vector: Array, top: float) -> list[float]:
+        return self.space.row_dots(self.rows, indices, vector, [self._tops[index] * top for index in indices])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -85,4 +84,6 @@ class LBFGS(Method):
     def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> QuasiNewton:
         if limits.lower is not None or limits.upper is not None:
             raise ValueError("LBFGS takes no bounds; use LBFGSB")
+        if limits.scaling is not None and limits.precondition is not None:
+            raise ValueError("a scaling and a precondition were given; leave one of them out")
         return QuasiNewton(self, space, vectors, point, limits)

@@ -45,28 +45,7 @@ def advance(x, b, d, /, step):
 
 
 @elementwise
-def multiply(out, v, /, factor):
-    """``out = factor v``."""
-    out = factor * v
-    return out
-
-
-@elementwise
-def add(out, v, /, factor):
-    """``out += factor v``."""
-    out = out + factor * v
-    return out
-
-
-@elementwise
 def weigh(out, v, r, /):
     """``out = r v``."""
     out = r * v
-    return out
-
-
-@elementwise
-def unweigh(out, v, r, /):
-    """``out = v / r``."""
-    out = v / r
     return out

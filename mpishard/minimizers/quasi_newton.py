@@ -117,6 +117,8 @@ class QuasiNewton(Descent):
         d, g = self._direction, self.base_gradient
         (top,) = self.space.largest(d)
         slope, square = self.space.dots([(g, d), (d, d)], [self._gradient_top * top, top * top])
+        if slope >= 0 and self.limits.precondition is not None and not len(self.history):
+            raise ValueError(f"precondition must be positive definite, but g'P g = {-slope:g} for the gradient g")
         return top, slope, self._first_step(slope, square), math.inf
 
     def _first_step(self, slope: float, square: float) -> float:
@@ -129,16 +131,38 @@ class QuasiNewton(Descent):
         return 1.0 / length if self.progress.iterations == 0 else min(1.0, 1.0 / length)
 
     def _turn_plain(self) -> None:
-        g, d = self._weighted_gradient(), self._direction
-        gamma = self.method.initial_scaling or (self.history.gamma() if len(self.history) else 1.0)
-        formulas.multiply(d, g, -gamma)
-        if len(self.history):
-            sg, yg = self.history.products(g, self._weighted_top)
-            of_s, of_y = self.history.inverse_times(sg, yg, gamma)
-            self.history.combine(d, [-c for c in of_s], [-c for c in of_y])
+        g, d, history = self._weighted_gradient(), self._direction, self.history
+        gamma = self.method.initial_scaling or (history.gamma() if len(history) else 1.0)
+        of_s, of_y = history.inverse_times(*history.products(g, self._weighted_top), gamma) if len(history) else ([], [])
+        history.combine([-c for c in of_s], [-c for c in of_y], g, -gamma, d)
         if self._root is not None:
             formulas.weigh(d, d, self._root)
 
     def _turn_preconditioned(self) -> None:
         """The two-loop recursion in coefficients: the first loop, the preconditioner, and the second loop."""
-        raise NotImplementedError
+        g, d, history = self.base_gradient, self._direction, self.history
+        if not len(history):
+            history.combine([], [], self._precondition(g), -(self.method.initial_scaling or 1.0), d)
+            return
+        gamma = self.method.initial_scaling or self._preconditioned_gamma()
+        of_y = history.solve(history.s_products(g, self._gradient_top))
+        history.combine([], [-c for c in of_y], g, 1.0, d)
+        r = self._precondition(d)
+        (top,) = self.space.largest(r)
+        of_s = history.solve_second(of_y, [gamma * product for product in history.y_products(r, top)])
+        history.combine([-c for c in of_s], [], r, -gamma, d)
+
+    def _preconditioned_gamma(self) -> float:
+        """s'y / y'Py of the newest pair."""
+        y, y_top = self.history.newest_y
+        r = self._precondition(y)
+        (top,) = self.space.largest(r)
+        (product,) = self.space.dots([(y, r)], [y_top * top])
+        if not product > 0:
+            raise ValueError(f"precondition must be positive definite, but y'P y = {product:g} for a vector y")
+        return self.history.curvature() / product
+
+    def _precondition(self, vector: Array) -> Array:
+        """The user's inverse Hessian times a vector, of the elements that move."""
+        assert self.limits.precondition is not None
+        return self.bounds.moving(self.limits.precondition(vector))

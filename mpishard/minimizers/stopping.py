@@ -1,0 +1,56 @@
+"""When a minimisation ends: the tests that all methods share, after an iteration and after an evaluation."""
+
+from __future__ import annotations
+
+from mpishard.minimizers.method import Method
+from mpishard.minimizers.minimizer import Progress
+
+
+def converged(
+    method: Method, progress: Progress, value_before: float, step_top: float = 1.0, point_top: float = 0.0
+) -> str:
+    """Why a minimisation has converged with the iteration that has just ended; empty if it has not.
+
+    Parameters
+    ----------
+    method : Method
+        With the tolerances.
+    progress : Progress
+        After the iteration.
+    value_before : float
+        Before the iteration; NaN at the start, where the gradient alone decides.
+    step_top, point_top : float
+        Largest absolute element of the iteration's step, and of the point.
+
+    Returns
+    -------
+    str
+        ``"gradient"``, ``"decrease"``, ``"step"`` or nothing.
+    """
+    if progress.projected_norm <= method.gtol:
+        return "gradient"
+    if value_before - progress.value <= method.ftol * max(abs(value_before), abs(progress.value), 1.0):
+        return "decrease"
+    if value_before == value_before and step_top <= method.xtol * max(point_top, 1.0):
+        return "step"
+    return ""
+
+
+def exhausted(method: Method, progress: Progress) -> str:
+    """Why a minimisation may go on no longer: ``"iterations"``, ``"evaluations"`` or nothing.
+
+    Parameters
+    ----------
+    method : Method
+        With the limits.
+    progress : Progress
+        After an evaluation.
+
+    Returns
+    -------
+    str
+        Empty if it may.
+    """
+    if progress.iterations >= method.maxiter:
+        return "iterations"
+    return "evaluations" if progress.evaluations >= method.maxfun else ""
