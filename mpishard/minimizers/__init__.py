@@ -1,5 +1,6 @@
 """Methods that choose their own steps from values and gradients: quasi-Newton, conjugate gradients, Newton.  No MPI."""
 
+from mpishard.minimizers.lbfgs import LBFGS
 from mpishard.minimizers.method import Method
 
-__all__ = ["Method"]
+__all__ = ["LBFGS", "Method"]

@@ -27,7 +27,7 @@ SLOTS = ("base", "base_gradient", "direction")
 
 
 class Descent(Minimizer):
-    """A minimisation by line searches.
+    """A minimisation by line searches.  Methods are collective over the ranks of the space.
 
     Parameters
     ----------
@@ -56,6 +56,7 @@ class Descent(Minimizer):
         self.progress, self.stop_reason, self.wanted, self._search = Progress(), "", Wanted.GRADIENT, None
         (outside,) = self.space.count(self.bounds.outside(self.point))
         self.bounds.project(self.point)
+        self.base[:] = self.point
         return outside
 
     def tell(self, value: float, gradient: Array) -> None:
@@ -149,22 +150,14 @@ class Descent(Minimizer):
         self.base[:] = self.point
         self.base_gradient[:] = gradient
         self._gradient_top = top
-        measured = [*self._to_measure()]
-        if self.method.xtol:
-            measured.append(self.base)
-        if self.bounds.any:
-            measured.append(self.bounds.projected_gradient(self.base, self.base_gradient, self._direction))
-        tops = self.space.largest(*measured) if measured else []
-        projected = tops.pop() if self.bounds.any else top
-        base_top = tops.pop() if self.method.xtol else 0.0
-        self._measured(tops)
+        base_top, riesz_top, projected_top = self._measure()
         started = self._search is not None
         self.progress = replace(
             self.progress,
             iterations=self.progress.iterations + started,
             value=value,
-            gradient_norm=top,
-            projected_norm=projected,
+            gradient_norm=riesz_top,
+            projected_norm=projected_top,
             step_length=step,
             accepted=started,
         )
@@ -175,6 +168,23 @@ class Descent(Minimizer):
             self._end(reason)
         else:
             self._set_out()
+
+    def _measure(self) -> tuple[float, float, float]:
+        """The largest elements of the base, of its gradient, and of its projected gradient."""
+        weights, bounded = self.limits.weights, self.bounds.any
+        vectors = [self.base] if self.method.xtol else []
+        riesz = self.base_gradient if weights is None else self.base_gradient / weights
+        if weights is not None:
+            vectors.append(riesz)
+        if bounded:
+            vectors.append(self.bounds.projected_gradient(self.base, riesz, self._direction))
+        more = self._to_measure()
+        found = iter(self.space.largest(*vectors, *more) if vectors or more else ())
+        base_top = next(found) if self.method.xtol else 0.0
+        riesz_top = self._gradient_top if weights is None else next(found)
+        projected_top = next(found) if bounded else riesz_top
+        self._measured(list(found))
+        return base_top, riesz_top, projected_top
 
     def _set_out(self) -> None:
         """Begin a line search from the base."""
@@ -193,6 +203,5 @@ class Descent(Minimizer):
 
     def _end(self, reason: str) -> None:
         """The last iterate is the result; where there is none, the start."""
-        if not math.isnan(self.progress.value):
-            self.point[:] = self.base
+        self.point[:] = self.base
         self.wanted, self.stop_reason = Wanted.NOTHING, reason
