@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from mpishard.minimizers.line_search import LineSearch, LineSearchState, MoreThuente
-from mpishard.minimizers.line_search.search import Verdict
+from mpishard.minimizers.line_search import Armijo, HagerZhang, LineSearch, LineSearchState, MoreThuente
+from mpishard.minimizers.line_search.search import Trial, Verdict
 
-SEARCHES = [MoreThuente()]
+SEARCHES = [MoreThuente(), HagerZhang(maxls=20), Armijo()]
 
 Function = Callable[[float], tuple[float, float]]  # of a step: value and slope
 
@@ -91,7 +91,7 @@ def falling(seed: int) -> Function:
 
 
 FUNCTIONS = [case[0] for case in PAPER.values()]
-FUNCTIONS += [make(seed) for make in (polynomial, waves, falling) for seed in range(25)]
+FUNCTIONS += [make(seed) for make in (polynomial, waves, falling) for seed in range(12)]
 
 
 def run(
@@ -158,6 +158,73 @@ def test_more_thuente_evaluates_as_often_as_in_the_paper(name: str) -> None:
     assert tuple(got) == counts
 
 
+@pytest.mark.parametrize("delta", [1e-3, 0.1])
+@pytest.mark.parametrize("sigma", [0.1, 0.9])
+def test_hager_zhang_meets_its_conditions(delta: float, sigma: float) -> None:
+    search = HagerZhang(delta=delta, sigma=sigma)
+    counts = []
+    for number, function in enumerate(FUNCTIONS):
+        for first_step in (1e-3, 1e-1, 1.0, 10.0, 1e3):
+            steps, state, verdict = run(search, function, first_step)
+            where = f"function {number}, first step {first_step}: {state.reason}"
+            assert verdict is Verdict.ACCEPT, where
+            (value, slope), start = function(state.step), Trial(0.0, *function(0.0))
+            assert slope >= sigma * start.slope, where
+            wolfe = value <= start.value + delta * state.step * start.slope
+            close = value <= start.value + 1e-6 * abs(start.value) and slope <= (2 * delta - 1) * start.slope
+            assert wolfe or close, where
+            counts.append(len(steps))
+    assert np.mean(counts) < 7
+
+
+def test_hager_zhang_needs_only_slopes_where_rounding_hides_the_decrease() -> None:
+    """Section 4 of the paper: near a minimum, values tell it to the root of the precision only."""
+
+    def function(a: float) -> tuple[float, float]:
+        return 1.0 if a == 0 else 1.0 + 4e-16, 2e-20 * (a - 1)
+
+    for first_step in (1e-3, 0.1, 30.0):
+        steps, state, verdict = run(HagerZhang(sigma=0.1), function, first_step)
+        assert verdict is Verdict.ACCEPT and len(steps) < 8
+        assert 0.9 <= state.step <= 1.8
+        assert run(MoreThuente(gtol=0.1), function, first_step)[2] is Verdict.FAIL
+
+
+def test_hager_zhang_halves_an_interval_that_hides_a_maximum() -> None:
+    """It goes down on both sides of a ridge, so that slopes alone bracket nothing: step U3."""
+    ridge = lambda a: (-math.sin(a), -math.cos(a)) if a < 4 else (5 - 0.1 * a, -0.1)  # noqa: E731
+    steps, state, verdict = run(HagerZhang(), ridge, 6.0)
+    assert verdict is Verdict.ACCEPT and steps[:2] == [6.0, 3.0] and 0 < state.step < math.pi
+
+
+def test_armijo_meets_its_condition_and_only_shortens() -> None:
+    search = Armijo(maxls=60)
+    for number, function in enumerate(FUNCTIONS):
+        for first_step in (1e-3, 1.0, 1e3):
+            steps, state, verdict = run(search, function, first_step)
+            where = f"function {number}, first step {first_step}: {state.reason}"
+            assert verdict is Verdict.ACCEPT and steps[0] == first_step, where
+            assert all(0.1 * a <= b * (1 + 1e-15) and b <= 0.5 * a for a, b in zip(steps, steps[1:], strict=False))
+            value, slope = function(0.0)
+            assert function(state.step)[0] <= value + 1e-4 * state.step * slope, where
+
+
+def test_armijo_interpolates() -> None:
+    """The second step is that of the quadratic, the third that of the cubic, if they are not too short or long."""
+    steps, _, verdict = run(Armijo(), lambda a: (9 * a * a - 6 * a, 18 * a - 6), 1.0)
+    np.testing.assert_allclose(steps, [1.0, 1 / 3], rtol=1e-15)
+    steps, _, verdict = run(Armijo(), lambda a: (a * (-1 + a * (8 + a * 30)), -1 + a * (16 + a * 90)), 1.0)
+    np.testing.assert_allclose(steps, [1.0, 0.1, (math.sqrt(616) - 16) / 180], rtol=1e-14)
+
+
+def test_the_shortest_step_ends_the_search() -> None:
+    rising = lambda a: (a, -1.0)  # noqa: E731
+    _, state, verdict = run(Armijo(stpmin=0.05), rising, 1.0)
+    assert verdict is Verdict.FAIL and "0.05 (stpmin)" in state.reason
+    _, state, verdict = run(MoreThuente(stpmin=0.05), rising, 1.0)
+    assert verdict is Verdict.FAIL and "0.05 (stpmin)" in state.reason
+
+
 def test_options_are_checked() -> None:
     for options, match in (
         (dict(maxls=0), "maxls=0 must be a whole number of at least 1"),
@@ -166,6 +233,12 @@ def test_options_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             MoreThuente(**options)
+    with pytest.raises(ValueError, match="delta=0.5"):
+        HagerZhang(delta=0.5)
+    with pytest.raises(ValueError, match="delta=0.4 must be at most sigma=0.1"):
+        HagerZhang(delta=0.4, sigma=0.1)
+    with pytest.raises(ValueError, match="shortest=0.6 must be at most longest=0.5"):
+        Armijo(shortest=0.6)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +308,7 @@ def test_numbers_near_the_largest_do_no_harm(search: LineSearch) -> None:
         steps, state, verdict = run(search, lambda a, huge=huge: (huge * (a - 0.4) ** 2, 2 * huge * (a - 0.4)), 1.0)
         assert verdict is Verdict.ACCEPT and all(map(math.isfinite, steps))
         steps, state, verdict = run(
-            search, lambda a, huge=huge: (-a, -1.0) if a < 0.3 else (huge * (a - 0.1), huge), 1.0
+            search, lambda a, huge=huge: (a * a - a, 2 * a - 1) if a < 0.3 else (huge * (a - 0.1), huge), 1.0
         )
         assert verdict is Verdict.ACCEPT and all(map(math.isfinite, steps))
 
