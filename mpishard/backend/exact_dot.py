@@ -28,7 +28,8 @@ Array = Any
 Spans = Sequence[tuple[int, int]]
 
 MOST_TERMS = 2**33 - 1
-_CARRY = 34  # binary places from the first word to the second
+CARRY = 34  # binary places from the first word to the second
+_LAST_BITS = 2**CARRY - 1
 _BLOCK = 16384  # elements of the vector that stay in the cache while the rows pass
 _BUFFER = 4096  # elements of a sum of rows that stay in the cache
 
@@ -72,11 +73,11 @@ def row_dot_words(
         The elements that count.
     """
     words = np.zeros((len(indices), 2), np.int64)
-    magic = _magic(tops)
+    magic = magic_numbers(tops)
     if is_device(rows):
         for k, index in enumerate(indices):
             for start, stop in spans:
-                _add_on_device(words[k], magic[k], _products(rows[index, start:stop], vector[start:stop]))
+                add_on_device(words[k], magic[k], _products(rows[index, start:stop], vector[start:stop]))
     elif words.size and len(spans):
         arrays = (rows, vector, np.array(indices, np.int64), np.array(spans, np.int64))
         _row_dots((*arrays, magic, magic.view(np.int64), words))
@@ -103,8 +104,8 @@ def values(words: np.ndarray, tops: Sequence[float]) -> list[float]:
 
 def normalized(words: np.ndarray) -> np.ndarray:
     """The same totals with the second words in ``[0, 2**34)``, so that many of them can be added."""
-    carry = words[:, 1] >> _CARRY
-    return np.stack([words[:, 0] + carry, words[:, 1] - (carry << _CARRY)], axis=1)
+    carry = words[:, 1] >> CARRY
+    return np.stack([words[:, 0] + carry, words[:, 1] & _LAST_BITS], axis=1)
 
 
 def combine(
@@ -147,7 +148,7 @@ def _exponent(top: float) -> int:
     return max(math.frexp(top)[1], -1010)
 
 
-def _magic(tops: Sequence[float]) -> np.ndarray:
+def magic_numbers(tops: Sequence[float]) -> np.ndarray:
     """Two numbers a product, float64 (products, 2): their last places are the quanta of the two words.
 
     Between ``2**52`` and ``2**53`` quanta the bits of a float64 count quanta; so, if C is in the middle of these, the
@@ -163,7 +164,7 @@ def _magic(tops: Sequence[float]) -> np.ndarray:
 def _value(high: int, low: int, top: float) -> float:
     if not top < 2.0**1000:
         return math.nan
-    total = (high << _CARRY) + low if top > 0 else 0
+    total = (high << CARRY) + low if top > 0 else 0
     places = 64 - _exponent(top)
     try:
         return total / (1 << places) if places > 0 else float(total << -places)  # both are rounded correctly
@@ -176,7 +177,7 @@ def _products(one: Array, other: Array) -> Array:
     return one.astype(wide) * other.astype(wide)
 
 
-def _add_on_device(words: np.ndarray, magic: np.ndarray, products: Array) -> None:
+def add_on_device(words: np.ndarray, magic: np.ndarray, products: Array) -> None:
     """Add some products in device memory to the two words of their sum."""
     first, second = map(float, magic)
     coarse = products + first
@@ -188,7 +189,7 @@ def _add_on_device(words: np.ndarray, magic: np.ndarray, products: Array) -> Non
         high, low = (int(to_host(each[part].view(np.int64).sum())) for each in (coarse, fine))
         # The integers of the device have wrapped around.
         high, low = (_wrapped(high - size * int(bits[0])), _wrapped(low - size * int(bits[1])))
-        words += (high + (low >> _CARRY), low & (1 << _CARRY) - 1)
+        words += (high + (low >> CARRY), low & _LAST_BITS)
     words[:] = normalized(words[None])[0]
 
 
@@ -211,21 +212,29 @@ def _row_dots_loop(
         for begin in range(start, stop, _BLOCK):
             part = vector[begin : min(begin + _BLOCK, stop)]
             size = part.size
-            for k in range(indices.size):
-                row = rows[indices[k], begin : begin + size]
-                first, second = magic[k, 0], magic[k, 1]
+            # Two rows at a time, as one stream does not keep the memory busy; the last may be its own neighbour.
+            for k in range(0, indices.size, 2):
+                j = min(k + 1, indices.size - 1)
+                one, other = rows[indices[k], begin : begin + size], rows[indices[j], begin : begin + size]
+                first0, second0, first1, second1 = magic[k, 0], magic[k, 1], magic[j, 0], magic[j, 1]
                 # Integers, which are vectorised; they wrap around, and are right in the end.
-                high = low = np.int64(0)
+                high0 = low0 = high1 = low1 = np.int64(0)
                 for i in range(size):
-                    product = np.float64(row[i]) * np.float64(part[i])
-                    coarse = product + first
-                    fine = (product - (coarse - first)) + second
-                    high += np.float64(coarse).view(np.int64)
-                    low += np.float64(fine).view(np.int64)
-                low += words[k, 1] - size * bits[k, 1]
-                carry = low >> _CARRY
-                words[k, 0] += high - size * bits[k, 0] + carry
-                words[k, 1] = low - (carry << _CARRY)
+                    factor = np.float64(part[i])
+                    product0, product1 = np.float64(one[i]) * factor, np.float64(other[i]) * factor
+                    coarse0, coarse1 = product0 + first0, product1 + first1
+                    fine0 = (product0 - (coarse0 - first0)) + second0
+                    fine1 = (product1 - (coarse1 - first1)) + second1
+                    high0 += np.float64(coarse0).view(np.int64)
+                    low0 += np.float64(fine0).view(np.int64)
+                    high1 += np.float64(coarse1).view(np.int64)
+                    low1 += np.float64(fine1).view(np.int64)
+                high0 += words[k, 0] - size * bits[k, 0]
+                high1 += words[j, 0] - size * bits[j, 0]
+                low0 += words[k, 1] - size * bits[k, 1]
+                low1 += words[j, 1] - size * bits[j, 1]
+                words[k, 0], words[k, 1] = high0 + (low0 >> CARRY), low0 & _LAST_BITS
+                words[j, 0], words[j, 1] = high1 + (low1 >> CARRY), low1 & _LAST_BITS
 
 
 def _combine_loop(
@@ -237,14 +246,22 @@ def _combine_loop(
     out: np.ndarray,
     factor: float,
 ) -> None:
+    whole = indices.size // 4 * 4
     for begin in range(0, out.size, buffer.size):
         size = min(buffer.size, out.size - begin)
         part, result = vector[begin : begin + size], out[begin : begin + size]
         for i in range(size):
             buffer[i] = factor * np.float64(part[i])
-        for k in range(indices.size):
-            row = rows[indices[k], begin : begin + size]
-            coefficient = coefficients[k]
+        # Four rows at a time need the memory, one at a time the cache.
+        for k in range(0, whole, 4):
+            row0, row1 = rows[indices[k], begin : begin + size], rows[indices[k + 1], begin : begin + size]
+            row2, row3 = rows[indices[k + 2], begin : begin + size], rows[indices[k + 3], begin : begin + size]
+            c0, c1, c2, c3 = coefficients[k], coefficients[k + 1], coefficients[k + 2], coefficients[k + 3]
+            for i in range(size):
+                total = (buffer[i] + c0 * np.float64(row0[i])) + c1 * np.float64(row1[i])
+                buffer[i] = (total + c2 * np.float64(row2[i])) + c3 * np.float64(row3[i])
+        for k in range(whole, indices.size):
+            row, coefficient = rows[indices[k], begin : begin + size], coefficients[k]
             for i in range(size):
                 buffer[i] += coefficient * np.float64(row[i])
         for i in range(size):

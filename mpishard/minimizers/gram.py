@@ -1,0 +1,217 @@
+"""The Gram matrices of a limited-memory history over the elements that are free, kept up to date exactly.
+
+With S and Y the steps and the changes of the gradient as columns, oldest first, the compact form of a quasi-Newton
+matrix needs S'Y on and above its diagonal, and Y'Y (Byrd, Nocedal and Schnabel, "Representations of quasi-Newton
+matrices and their use in limited memory methods", 1994).  With bounds these sums go over the free elements only (Ni and
+Yuan, "A subspace limited memory quasi-Newton algorithm", 1997), and few elements become free or fixed in an iteration.
+The sums are whole numbers of a quantum that is fixed when a pair is stored, so adding what came and subtracting what
+went gives the same bits as computing anew, on any ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpishard.backend import array as arrays
+from mpishard.backend import exact_changes, exact_dot
+
+Array = Any
+
+
+class Sums(Protocol):
+    """What is asked of a space: the elements that count here, and sums of integers over the ranks."""
+
+    spans: tuple[tuple[int, int], ...]
+
+    def add(self, numbers: np.ndarray) -> None:
+        """Replace an int64 array by its sum over the ranks.  One all-reduce."""
+        ...
+
+
+class Gram:
+    """S'Y on and above its diagonal, and Y'Y, of the pairs of a history; `add` and `drop` pairs, then `update`.
+
+    The same calls are made on all ranks; only `update` is collective.
+
+    Parameters
+    ----------
+    space : Space
+        Of the rows.
+    rows : 2-D array
+        The history is among its rows, and filled by the caller.
+    s_rows, y_rows : sequence of int
+        The numbers of the rows of each pair that there may be.
+
+    Attributes
+    ----------
+    order : list of int
+        The pairs, oldest first.
+    s_tops, y_tops : list of float
+        For each pair that there may be the largest absolute value of both vectors, over all ranks.
+    """
+
+    def __init__(self, space: Sums, rows: Array, s_rows: Sequence[int], y_rows: Sequence[int]) -> None:
+        if len(s_rows) != len(y_rows):
+            raise ValueError(f"a history has as many rows of s as of y, got {len(s_rows)} and {len(y_rows)}")
+        self.order: list[int] = []
+        self.s_tops: list[float] = [0.0] * len(s_rows)
+        self.y_tops: list[float] = [0.0] * len(s_rows)
+        self._space = space
+        self._rows = rows
+        self._s_rows, self._y_rows = list(s_rows), list(y_rows)
+        # By kind of product, older pair and younger pair: the words of s'y and y'y over the elements `_free`.
+        self._words: dict[tuple[str, int, int], np.ndarray] = {}
+        self._free: Array | None = None
+
+    def add(self, pair: int, s_top: float, y_top: float) -> None:
+        """Take the rows of `pair` as the youngest pair; if it was there before, its old content is forgotten.
+
+        Parameters
+        ----------
+        pair : int
+            Its place in `s_rows` and `y_rows`.
+        s_top, y_top : float
+            The largest absolute value of each vector, over all ranks.
+        """
+        if pair in self.order:
+            self.drop(pair)
+        self.s_tops[pair], self.y_tops[pair] = s_top, y_top
+        self.order.append(pair)
+
+    def drop(self, pair: int) -> None:
+        """Forget a pair."""
+        self.order.remove(pair)
+        self._words = {entry: words for entry, words in self._words.items() if pair not in entry}
+
+    def clear(self) -> None:
+        """Forget all pairs."""
+        self.order.clear()
+        self._words.clear()
+
+    def update(self, free: Array | None = None) -> None:
+        """Compute the products of new pairs, and let the others follow a change of the free elements.
+
+        Collective, one all-reduce; without `free` only where there are new pairs.
+
+        Parameters
+        ----------
+        free : 1-D array of bool, optional
+            This rank's elements that count from now on; copied.  None for all.
+        """
+        entries = self._entries()
+        new = [entry for entry in entries if entry not in self._words]
+        old = [entry for entry in entries if entry in self._words]
+        if free is None and (self._free is None or not old):
+            self._free = None
+            if new:
+                self._add_up(new, self._whole_words(new), old=[])
+            return
+        before, after = (self._all() if mask is None else mask for mask in (self._free, free))
+        words = [self._changed(new, None, after), self._changed(old, before, after)]
+        self._add_up(new, np.concatenate(words), old)
+        self._keep(free)
+
+    @property
+    def sy(self) -> np.ndarray:
+        """S'Y of the pairs in `order`, float64: products of an s with a y that is as old or younger, else zeros."""
+        return self._matrix("sy")
+
+    @property
+    def yy(self) -> np.ndarray:
+        """Y'Y of the pairs in `order`, float64, whole."""
+        upper = self._matrix("yy")
+        return upper + np.triu(upper, 1).T
+
+    def to_metadata(self) -> dict[str, Any]:
+        """The order of the pairs and their bounds, as plain numbers in lists."""
+        return {"order": list(self.order), "s_tops": list(self.s_tops), "y_tops": list(self.y_tops)}
+
+    def restore(self, metadata: Mapping[str, Any]) -> None:
+        """Continue from `to_metadata`; the next `update`, after the rows are filled, computes all products anew.
+
+        Parameters
+        ----------
+        metadata : mapping
+
+        Raises
+        ------
+        ValueError
+            If something is missing or invalid; nothing has changed then.
+        """
+        most = len(self._s_rows)
+        try:
+            order = [int(pair) for pair in metadata["order"]]
+            s_tops, y_tops = ([float(top) for top in metadata[name]] for name in ("s_tops", "y_tops"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the saved history is damaged: {error!r}") from None
+        if len(set(order)) < len(order) or not set(order) <= set(range(most)) or {len(s_tops), len(y_tops)} != {most}:
+            raise ValueError(f"the saved history has the pairs {order} of {len(s_tops)}, but here are {most}")
+        self.order, self.s_tops, self.y_tops = order, s_tops, y_tops
+        self._words.clear()
+
+    def _entries(self) -> list[tuple[str, int, int]]:
+        """All products, those with one younger y side by side."""
+        return [
+            (kind, older, pair)
+            for place, pair in enumerate(self.order)
+            for kind in ("sy", "yy")
+            for older in self.order[: place + 1]
+        ]
+
+    def _row_numbers(self, entry: tuple[str, int, int]) -> tuple[int, int]:
+        kind, older, pair = entry
+        return (self._s_rows if kind == "sy" else self._y_rows)[older], self._y_rows[pair]
+
+    def _top(self, entry: tuple[str, int, int]) -> float:
+        kind, older, pair = entry
+        return (self.s_tops if kind == "sy" else self.y_tops)[older] * self.y_tops[pair]
+
+    def _whole_words(self, entries: Sequence[tuple[str, int, int]]) -> np.ndarray:
+        """The words over all elements of this rank: one pass for each y."""
+        words = np.zeros((len(entries), 2), np.int64)
+        for pair in {pair: None for _, _, pair in entries}:
+            places = [k for k, entry in enumerate(entries) if entry[2] == pair]
+            indices = [self._row_numbers(entries[k])[0] for k in places]
+            tops = [self._top(entries[k]) for k in places]
+            y = self._rows[self._y_rows[pair]]
+            words[places] = exact_dot.row_dot_words(self._rows, indices, y, tops, self._space.spans)
+        return words
+
+    def _changed(self, entries: Sequence[tuple[str, int, int]], before: Array | None, after: Array) -> np.ndarray:
+        """The words over `after` less those over `before`, of this rank."""
+        pairs, tops = list(map(self._row_numbers, entries)), list(map(self._top, entries))
+        return exact_changes.changed_words(self._rows, pairs, tops, before, after, self._space.spans)
+
+    def _add_up(
+        self, new: Sequence[tuple[str, int, int]], words: np.ndarray, old: Sequence[tuple[str, int, int]]
+    ) -> None:
+        """Set the words of `new` entries, and add to those of `old` ones, the sums of these words over the ranks."""
+        self._space.add(words)
+        start = [np.zeros(2, np.int64)] * len(new) + [self._words[entry] for entry in old]
+        totals = exact_dot.normalized(words + start) if len(words) else words
+        self._words.update(zip((*new, *old), totals, strict=True))
+
+    def _keep(self, free: Array | None) -> None:
+        if free is None:
+            self._free = None
+        elif self._free is None:
+            self._free = free.copy()
+        else:
+            self._free[...] = free
+
+    def _all(self) -> Array:
+        mask = arrays.empty(self._rows.shape[1], np.bool_, like=self._rows)
+        mask.fill(True)
+        return mask
+
+    def _matrix(self, kind: str) -> np.ndarray:
+        size = len(self.order)
+        entries = [(kind, older, pair) for place, pair in enumerate(self.order) for older in self.order[: place + 1]]
+        words = np.array([self._words[entry] for entry in entries], np.int64).reshape(-1, 2)
+        matrix = np.zeros((size, size))
+        columns, rows = np.tril_indices(size)
+        matrix[rows, columns] = exact_dot.values(words, list(map(self._top, entries)))
+        return matrix

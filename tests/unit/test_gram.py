@@ -1,0 +1,190 @@
+"""Gram matrices that follow the free elements exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from standin import DeviceArray
+from standin import empty as empty_on_device
+
+from mpishard.backend import array as arrays
+from mpishard.minimizers.gram import Gram
+from mpishard.minimizers.space import LocalSpace
+
+M = 4
+S_ROWS, Y_ROWS = [1, 2, 3, 4], [8, 7, 6, 5]
+
+
+class CountingSpace(LocalSpace):
+    """Counts the sums that are asked for."""
+
+    sums = 0
+
+    def add(self, numbers):
+        self.sums += 1
+
+
+def history(size, dtype=np.float64):
+    random = np.random.default_rng(5)
+    return (random.standard_normal((2 * M + 1, size)) * 10.0 ** random.integers(-4, 5, (2 * M + 1, 1))).astype(dtype)
+
+
+def gram_of(rows, order=(), space=None):
+    gram = Gram(space or LocalSpace(rows.shape[1], rows[0]), rows, S_ROWS, Y_ROWS)
+    for pair in order:
+        add(gram, rows, pair)
+    return gram
+
+
+def add(gram, rows, pair):
+    gram.add(pair, *LocalSpace(rows.shape[1], rows[0]).largest(rows[S_ROWS[pair]], rows[Y_ROWS[pair]]))
+
+
+def same(one, other):
+    return one.order == other.order and np.array_equal(one.sy, other.sy) and np.array_equal(one.yy, other.yy)
+
+
+def on_device(array):
+    device = empty_on_device(array.shape, array.dtype, kind=DeviceArray)
+    arrays.copy_to_device(array, device)
+    return device
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_both_matrices_by_age(dtype, masked):
+    rows = history(1500, dtype)
+    free = np.random.default_rng(1).random(1500) < 0.6 if masked else None
+    order = [2, 0, 3]
+    gram = gram_of(rows, order)
+    gram.update(free)
+    chosen = rows.astype(np.float64)[:, slice(None) if free is None else free]
+    s, y = chosen[[S_ROWS[pair] for pair in order]], chosen[[Y_ROWS[pair] for pair in order]]
+    for i in range(3):
+        for j in range(3):
+            assert gram.yy[i, j] == pytest.approx(math.fsum(y[i] * y[j]), rel=1e-12)
+            assert gram.sy[i, j] == (pytest.approx(math.fsum(s[i] * y[j]), rel=1e-12) if i <= j else 0)
+
+
+def test_no_pairs_and_no_elements():
+    gram = gram_of(history(0))
+    gram.update()
+    gram.update(np.ones(0, bool))
+    assert gram.sy.shape == gram.yy.shape == (0, 0)
+    add(gram, history(0), 1)
+    gram.update()
+    assert gram.sy == gram.yy == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_changes_give_the_bits_of_computing_anew(dtype, seed):
+    rows, random = history(2500, dtype), np.random.default_rng(seed)
+    space = CountingSpace(2500, rows[0])
+    gram, free = gram_of(rows, space=space), None
+    for turn in range(25):
+        pair = int(random.integers(M))
+        if random.random() < 0.6:
+            rows[S_ROWS[pair]], rows[Y_ROWS[pair]] = random.standard_normal((2, 2500)) * 10.0 ** random.integers(-6, 7)
+            add(gram, rows, pair)
+        elif pair in gram.order:
+            gram.drop(pair)
+        kind = random.integers(5)
+        if kind == 0:
+            free = None
+        elif kind == 1:
+            free = random.random(2500) < 0.5
+        else:
+            free = np.ones(2500, bool) if free is None else free.copy()
+            free[random.integers(0, 2500, 30 * (kind - 2))] ^= True
+        before = space.sums
+        gram.update(free)
+        assert space.sums <= before + 1
+        anew = gram_of(rows, gram.order)
+        anew.update(free)
+        assert same(gram, anew), turn
+
+
+def test_a_saved_history_goes_on_with_the_same_bits_on_a_device_too():
+    rows, free = history(1000), np.random.default_rng(2).random(1000) < 0.7
+    gram = gram_of(rows, [3, 1, 0])
+    gram.update(free)
+    metadata = json.loads(json.dumps(gram.to_metadata()))
+    device = on_device(rows)
+    for copied, mask in ((rows.copy(), free), (device, on_device(free))):
+        again = Gram(LocalSpace(1000, copied[0]), copied, S_ROWS, Y_ROWS)
+        again.restore(metadata)
+        again.update(mask)
+        assert same(again, gram)
+    whole = gram_of(rows, [3, 1, 0])
+    whole.update()
+    again.update()
+    assert same(again, whole)
+    gram.update()
+    assert same(gram, whole)
+    gram.update(free)
+    again.update(on_device(free))
+    assert same(again, gram)
+
+
+class Rank(LocalSpace):
+    """One of several ranks: its part of the words, and after a first turn the sum over the ranks."""
+
+    def __init__(self, part):
+        super().__init__(part.shape[1], part[0])
+        middle = part.shape[1] // 2
+        self.spans = ((0, middle), (middle, part.shape[1]))
+        self.words = self.total_words = None
+
+    def add(self, numbers):
+        self.words = numbers.copy()
+        if self.total_words is not None:
+            numbers[...] = self.total_words
+
+
+def test_cuts_into_spans_and_ranks_give_the_same_bits():
+    rows, random = history(900), np.random.default_rng(3)
+    free = random.random(900) < 0.8
+    cuts = [slice(0, 200), slice(200, 201), slice(201, 900)]
+    spaces = [Rank(rows[:, cut].copy()) for cut in cuts]
+    before = gram_of(rows, [1, 2, 0])
+    for mask in (None, free):
+        whole = gram_of(rows, [1, 2, 0])
+        whole.update(mask)
+        for _ in range(2):
+            for space, cut in zip(spaces, cuts, strict=True):
+                rank = Gram(space, rows[:, cut].copy(), S_ROWS, Y_ROWS)
+                rank.restore(before.to_metadata())
+                rank.update(None if mask is None else mask[cut])
+            total_words = sum(space.words for space in spaces)
+            for space in spaces:
+                space.total_words = total_words
+        assert same(rank, whole)
+        for space in spaces:
+            space.total_words = None
+
+
+@pytest.mark.parametrize(
+    "damage", [{"order": [0, 0]}, {"order": [9]}, {"s_tops": [1.0]}, {"y_tops": None}, {"order": "x"}]
+)
+def test_damaged_metadata_change_nothing(damage):
+    rows = history(50)
+    gram = gram_of(rows, [1, 0])
+    gram.update()
+    expected = gram.sy
+    with pytest.raises(ValueError, match="saved history"):
+        gram.restore(gram.to_metadata() | damage)
+    assert gram.order == [1, 0] and np.array_equal(gram.sy, expected)
+
+
+def test_what_is_not_finite_is_shown():
+    rows = history(50)
+    rows[Y_ROWS[0], 7] = np.nan
+    gram = gram_of(rows, [1, 0])
+    gram.update()
+    assert math.isnan(gram.sy[0, 1]) and math.isnan(gram.yy[1, 1]) and not math.isnan(gram.yy[0, 0])
+    with pytest.raises(ValueError, match="as many rows"):
+        Gram(LocalSpace(50, rows[0]), rows, [1], [2, 3])
