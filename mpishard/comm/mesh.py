@@ -325,7 +325,8 @@ def _sizes(ranks: int, **sizes: Any) -> tuple[int, int, int]:
         sizes[unknown[0]] = ranks // known
         known = ranks
     if known != ranks:
-        asked = " x ".join(f"{name}={sizes[name]}" for name in ("pipeline", "data", "tensor"))
+        # The least size that could be inferred stands for -1.
+        asked = " x ".join(f"{name}={max(sizes[name], 1)}" for name in ("pipeline", "data", "tensor"))
         need = f"a multiple of {known}" if unknown else str(known)
         hint = "change the sizes or the number of ranks" if unknown else "leave data=-1 to infer it"
         raise ValueError(f"mesh {asked} needs {need} ranks, got {ranks}; {hint}")

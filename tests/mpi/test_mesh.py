@@ -44,7 +44,7 @@ def test_one_size_is_inferred(comm):
         ({"pipeline": 1.5}, "pipeline=1.5 must be"),
         ({"data": -1, "tensor": -1}, "only one can be inferred"),
         ({"data": 7, "tensor": 3}, r"mesh pipeline=1 x data=7 x tensor=3 needs 21 ranks, got \d; leave data=-1"),
-        ({"tensor": 16}, r"needs a multiple of 16 ranks, got \d"),
+        ({"tensor": 16}, r"mesh pipeline=1 x data=1 x tensor=16 needs a multiple of 16 ranks, got \d"),
     ],
 )
 def test_bad_sizes_are_an_error_on_all_ranks(comm, sizes, message):
