@@ -1,0 +1,241 @@
+"""Truncated Newton and Gauss-Newton methods in a trust region, from products with the Hessian."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import integer, number
+from mpishard.minimizers import formulas
+from mpishard.minimizers.free_variables import FreeVariables
+from mpishard.minimizers.limits import Limits
+from mpishard.minimizers.metadata import plain, read
+from mpishard.minimizers.method import Method
+from mpishard.minimizers.minimizer import Minimizer, Progress, Wanted
+from mpishard.minimizers.space import Space
+from mpishard.minimizers.steihaug import Ending, SteihaugCG, SteihaugState
+from mpishard.minimizers.stopping import converged, exhausted
+
+Array = Any
+
+# Algorithm 4.1 of Nocedal and Wright, with the numbers of scipy.optimize's "trust-ncg".
+_ACCEPT = 0.15  # a step is accepted if the value decreases by more than this times what the model says
+_SHRINK_BELOW, _SHRINK = 0.25, 0.25
+_GROW_ABOVE, _GROW = 0.75, 2.0
+_LARGEST_RADIUS = 1e150  # its square is finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncatedNewton(Method):
+    """Newton's method with conjugate gradients in a trust region, from Hessian-vector products.
+
+    Each iteration minimises the quadratic model approximately by Steihaug's conjugate gradients, one product at a time,
+    until the residual is ``min(forcing, |g| ** forcing_power)`` times the gradient g.  Directions of negative curvature
+    are followed to the boundary of the region.  With Gauss-Newton products ``J'(J v)`` it is a Gauss-Newton method, and
+    for a regularised one add the product with the Hessian of the regulariser.
+
+    The norm of gradient and residual is that of the preconditioner, and the norm of steps that of its inverse.  Bounds
+    are not taken.
+
+    Parameters
+    ----------
+    gtol, ftol, xtol, maxiter, maxfun
+        As of `Method`; `maxfun` counts no products.  `ftol` and `xtol` are not applied where the step was cut at the
+        boundary of the region.
+    forcing, forcing_power : float
+        Of the accuracy of the model's minimum: `forcing` is below 1.  A power of 0.5 gives superlinear convergence, 1
+        quadratic, 0 a constant.
+    maxcg : int or None
+        The most products an iteration; None for twice the number of elements.
+    initial_radius : float or None
+        Of the trust region.  None for the length of the first step of steepest descent that the model proposes.
+    max_radius : float
+        The largest radius.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option is invalid.
+
+    References
+    ----------
+    T. Steihaug: The conjugate gradient method and trust regions in large scale optimization.  SIAM Journal on Numerical
+    Analysis 20, 626-637 (1983).  J. Nocedal and S. J. Wright: Numerical Optimization (2006), algorithms 4.1 and 7.2.
+    """
+
+    forcing: float = 0.5
+    forcing_power: float = 0.5
+    maxcg: int | None = None
+    initial_radius: float | None = None
+    max_radius: float = math.inf
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks: dict[str, dict[str, Any]] = {
+            "forcing": {"above": 0, "below": 1},
+            "forcing_power": {"least": 0},
+            "max_radius": {"above": 0, "finite": False},
+        }
+        if self.initial_radius is not None:
+            checks["initial_radius"] = {"above": 0, "otherwise": "None for the first step of the model"}
+        for name, limits in checks.items():
+            object.__setattr__(self, name, number(f"TruncatedNewton: {name}", getattr(self, name), **limits))
+        if self.maxcg is not None:
+            object.__setattr__(self, "maxcg", integer("TruncatedNewton: maxcg", self.maxcg, least=1))
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("base", "base_gradient", "step", "residual", "direction")
+
+    def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> TruncatedNewtonMinimizer:
+        if limits.lower is not None or limits.upper is not None:
+            raise ValueError("TruncatedNewton takes no bounds; use LBFGSB, or fix elements")
+        return TruncatedNewtonMinimizer(self, space, vectors, point, limits)
+
+
+class TruncatedNewtonMinimizer(Minimizer):
+    """A minimisation by `TruncatedNewton`.  Methods are collective over the ranks of the space.
+
+    Between two iterations the point is the base.  While products are wanted it stays there; then it is the base with
+    the step, until value and gradient were told.
+
+    Parameters
+    ----------
+    method : TruncatedNewton
+        The options.
+    space : Space
+        Of the vectors.
+    vectors : 2-D array
+        A row for each slot.
+    point : 1-D array
+        The start.
+    limits : Limits
+        What is known of the elements.
+    """
+
+    def __init__(
+        self, method: TruncatedNewton, space: Space, vectors: Array, point: Array, limits: Limits
+    ) -> None:
+        super().__init__(method.slots, space, vectors, point, limits)
+        self.method = method
+        self.free = FreeVariables(limits, space.like)
+        self.cg = SteihaugCG(space, self.free, self.row("step"), self.row("residual"), self.row("direction"))
+        self._radius = method.initial_radius or 0.0
+        self._gradient_square = math.nan
+
+    @property
+    def direction(self) -> Array:
+        return self.free.unscaled(self.row("direction"))
+
+    def begin(self) -> None:
+        self.row("base")[:] = self.point
+
+    def tell(self, value: float, gradient: Array) -> None:
+        step, trial_gradient = self.row("direction"), self.row("residual")  # both are free now
+        trial_gradient[:] = gradient
+        if self.limits.fixed is not None:
+            trial_gradient[self.limits.fixed] = 0
+        formulas.moved(step, self.point, self.row("base"), -1.0)
+        gradient_top, step_top, base_top = self.space.largest(trial_gradient, step, self.row("base"))
+        finite = math.isfinite(value) and math.isfinite(gradient_top)
+        before = self.progress
+        self.progress = replace(before, evaluations=before.evaluations + 1, accepted=False)
+        if math.isnan(before.value):
+            reason = self._take(value, gradient_top) if finite else "not finite"
+            reason = reason or converged(self.method, self.progress, math.nan)
+        else:
+            reason = self._judge(value, gradient_top, finite)
+            if not reason and step_top <= float(np.finfo(step.dtype).eps) * base_top:
+                reason = "step" if finite else "not finite"
+            elif not reason and self.progress.accepted:
+                reason = self._converged(before.value, step_top, base_top)
+        self._continue(reason or exhausted(self.method, self.progress))
+
+    def _judge(self, value: float, gradient_top: float, finite: bool) -> str:
+        """Accept the step or not, and choose the next radius."""
+        model, old = self.cg.state, self.progress.value
+        ratio = -math.inf
+        if finite:
+            # Differences of values are wrong by their rounding errors, which near the minimum are all that there is
+            # (Conn, Gould, Toint 2000, section 17.4.2).
+            noise = 10 * float(np.finfo(self.space.like.dtype).eps) * max(abs(old), abs(value))
+            ratio = (old - value + noise) / (model.decrease + noise)
+        self._radius = model.radius
+        if ratio < _SHRINK_BELOW:
+            self._radius = _SHRINK * min(model.radius, math.sqrt(model.step_square))
+        elif ratio > _GROW_ABOVE and model.cut:
+            self._radius = min(_GROW * model.radius, self.method.max_radius, _LARGEST_RADIUS)
+        return self._take(value, gradient_top) if ratio > _ACCEPT else ""
+
+    def _take(self, value: float, gradient_top: float) -> str:
+        """Accept the point; the gradient there is in the residual."""
+        first = math.isnan(self.progress.value)
+        self.row("base")[:] = self.point
+        self.row("base_gradient")[:] = self.row("residual")
+        self.progress = replace(
+            self.progress,
+            iterations=self.progress.iterations + (not first),
+            value=value,
+            gradient_norm=gradient_top,
+            projected_norm=gradient_top,
+            step_length=0.0 if first else 1.0,
+            accepted=True,
+        )
+        self._gradient_square = math.nan
+        return ""
+
+    def _converged(self, value_before: float, step_top: float, point_top: float) -> str:
+        """Why the method has converged with this iteration; a step that was cut says nothing but by its gradient."""
+        reason = converged(self.method, self.progress, value_before, step_top, point_top)
+        return reason if reason == "gradient" or not self.cg.state.cut else ""
+
+    def _continue(self, reason: str) -> None:
+        """Go back to the base; end there, or begin the next step."""
+        self.point[:] = self.row("base")
+        if reason:
+            self.stop_reason = reason
+            self.wanted = Wanted.NOTHING
+            return
+        self.row("residual")[:] = self.free.scaled(self.row("base_gradient"))
+        if math.isnan(self._gradient_square):
+            self._gradient_square = self.cg.square()
+        norm = math.sqrt(self._gradient_square)
+        tolerance = min(self.method.forcing, norm**self.method.forcing_power) * norm
+        most = self.method.maxcg or 2 * self.space.total
+        self.cg.begin(self._gradient_square, self._radius, tolerance, most)
+        self.wanted = Wanted.PRODUCT
+
+    def tell_product(self, product: Array) -> None:
+        self.progress = replace(self.progress, products=self.progress.products + 1, accepted=False)
+        if self.cg.tell_product(product):
+            return
+        if self.cg.state.ending == Ending.NOT_FINITE.value:
+            self._continue("not finite")
+            return
+        formulas.moved(self.point, self.row("base"), self.free.unscaled(self.row("step")), 1.0)
+        self.wanted = Wanted.GRADIENT
+
+    def to_metadata(self) -> dict[str, Any]:
+        return {
+            "wanted": self.wanted.value,
+            "stop_reason": self.stop_reason,
+            "progress": plain(self.progress),
+            "conjugate_gradients": plain(self.cg.state),
+            "radius": self._radius,
+            "gradient_square": self._gradient_square,
+        }
+
+    def restore(self, metadata: Mapping[str, Any]) -> None:
+        try:
+            wanted, reason = Wanted(metadata["wanted"]), str(metadata["stop_reason"])
+            progress = read(Progress, metadata["progress"])
+            state = read(SteihaugState, metadata["conjugate_gradients"])
+            radius, square = float(metadata["radius"]), float(metadata["gradient_square"])
+        except KeyError as error:
+            raise ValueError(f"TruncatedNewton: {error} is missing in the saved state") from None
+        self.wanted, self.stop_reason, self.progress = wanted, reason, progress
+        self.cg.state, self._radius, self._gradient_square = state, radius, square
