@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpishard.backend.array import empty, module_of
-from mpishard.minimizers import formulas
+from mpishard.minimizers import cg_formulas
 from mpishard.minimizers.limits import Limits
 
 Array = Any
@@ -59,7 +59,7 @@ class FreeVariables:
         if self.weights is None:
             return gradient
         out = empty(gradient.size, gradient.dtype, gradient)
-        formulas.weighted(out, gradient, self.weights)
+        cg_formulas.weighted(out, gradient, self.weights)
         return out
 
     def preconditioned(self, gradient: Array) -> Array:

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.minimizers import formulas
+from mpishard.minimizers import cg_formulas
 from mpishard.minimizers.free_variables import FreeVariables
 from mpishard.minimizers.space import Space
 
 Array = Any
-
-_LARGEST_RADIUS = 1e150  # its square is finite
 
 
 class Ending(Enum):
@@ -88,6 +86,8 @@ class SteihaugCG:
         The variables of step, residual and direction.
     step, residual, direction : 1-D array
         The vectors of the state, kept by the caller.
+    max_radius : float
+        The largest radius; its square is finite.
 
     Attributes
     ----------
@@ -107,12 +107,15 @@ class SteihaugCG:
     Trust-Region Methods (2000), algorithm 7.5.1 and equations 7.5.5 to 7.5.7.
     """
 
-    def __init__(self, space: Space, free: FreeVariables, step: Array, residual: Array, direction: Array) -> None:
+    def __init__(
+        self, space: Space, free: FreeVariables, step: Array, residual: Array, direction: Array, max_radius: float
+    ) -> None:
         self.space = space
         self.free = free
         self.step = step
         self.residual = residual
         self.direction = direction
+        self.max_radius = max_radius
         self.state = SteihaugState(ending=Ending.INSIDE.value)
 
     def square(self) -> float:
@@ -139,7 +142,7 @@ class SteihaugCG:
         """
         self.step[:] = 0
         self.direction[:] = 0
-        formulas.turn(self.direction, self.free.preconditioned(self.residual), 0.0)
+        cg_formulas.turn(self.direction, self.free.preconditioned(self.residual), 0.0)
         self.state = SteihaugState(
             radius=radius, tolerance=tolerance, most=most, residual_square=square, direction_square=square
         )
@@ -171,16 +174,14 @@ class SteihaugCG:
             (curvature,), mixed, square = self.space.dots(pairs[:1], bounds[:1]), 0.0, math.nan
         length = state.residual_square / curvature if curvature else math.inf
         if state.radius == 0:
-            state = replace(state, radius=_first_radius(length, state.direction_square))
+            state = replace(state, radius=min(_first_radius(length, state.direction_square), self.max_radius))
         step_square = state.step_square + length * (2 * state.step_direction + length * state.direction_square)
         if length < 0 or not step_square < state.radius**2:
             self._cut(state, curvature)
             return False
-        formulas.move(self.step, self.direction, length)
-        formulas.move(self.residual, product, length)
-        state = replace(
-            state, decrease=state.decrease + 0.5 * length * state.residual_square, step_square=step_square
-        )
+        cg_formulas.move(self.step, self.direction, length)
+        cg_formulas.move(self.residual, product, length)
+        state = replace(state, decrease=state.decrease + 0.5 * length * state.residual_square, step_square=step_square)
         return self._turn(state, length, 2 * length * mixed, length * length * square)
 
     def _cut(self, state: SteihaugState, curvature: float) -> None:
@@ -188,7 +189,7 @@ class SteihaugCG:
         room = max(0.0, state.radius**2 - state.step_square)
         along, across = state.step_direction, state.direction_square
         length = room / (along + math.sqrt(along * along + across * room)) if room else 0.0
-        formulas.move(self.step, self.direction, length)
+        cg_formulas.move(self.step, self.direction, length)
         self.state = replace(
             state,
             decrease=state.decrease + length * (state.residual_square - 0.5 * length * curvature),
@@ -211,7 +212,7 @@ class SteihaugCG:
         elif state.products >= state.most:
             ending = Ending.LIMIT
         else:
-            formulas.turn(self.direction, preconditioned, after / before)
+            cg_formulas.turn(self.direction, preconditioned, after / before)
         beta = after / before
         self.state = replace(
             state,
@@ -227,4 +228,4 @@ class SteihaugCG:
 def _first_radius(length: float, direction_square: float) -> float:
     """The length of the first step of the model, downhill or up; 1 where it has no curvature at all."""
     radius = abs(length) * math.sqrt(direction_square)
-    return min(radius, _LARGEST_RADIUS) if radius > 0 else 1.0
+    return radius if 0 < radius < math.inf else 1.0

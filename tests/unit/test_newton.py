@@ -1,0 +1,320 @@
+"""Truncated Newton: the minima of hard functions, its rate of convergence, and what it does where a model fails."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from mpishard.minimizers.limits import Limits
+from mpishard.minimizers.minimizer import Minimizer, Wanted
+from mpishard.minimizers.newton import TruncatedNewton
+from mpishard.minimizers.space import LocalSpace
+
+Vector = np.ndarray
+ANY = Limits()
+TIGHT: dict[str, float] = dict(gtol=1e-10, ftol=0)
+
+
+class Problem(NamedTuple):
+    """A function with its gradient, and the products of its Hessian (or its Gauss-Newton matrix) with vectors."""
+
+    gradient: Callable[[Vector], tuple[float, Vector]]
+    product: Callable[[Vector, Vector], Vector]
+    start: Vector
+
+
+def rosenbrock(size: int) -> Problem:
+    """The chained function; its minimum is 0, at ones."""
+
+    def gradient(x: Vector) -> tuple[float, Vector]:
+        bend, short = x[1:] - x[:-1] ** 2, 1 - x[:-1]
+        g = np.zeros_like(x)
+        g[:-1] = -400 * x[:-1] * bend - 2 * short
+        g[1:] += 200 * bend
+        return float(np.sum(100 * bend**2 + short**2)), g
+
+    def product(x: Vector, v: Vector) -> Vector:
+        h = np.zeros_like(x)
+        h[:-1] = (1200 * x[:-1] ** 2 - 400 * x[1:] + 2) * v[:-1] - 400 * x[:-1] * v[1:]
+        h[1:] += 200 * v[1:] - 400 * x[:-1] * v[:-1]
+        return h
+
+    return Problem(gradient, product, np.resize([-1.2, 1.0], size))
+
+
+def least_squares(residual: Callable[[Vector], Vector], jacobian: Callable[[Vector], Vector], start: Any) -> Problem:
+    """Half the sum of squares, with Gauss-Newton products."""
+
+    def gradient(x: Vector) -> tuple[float, Vector]:
+        r = residual(x)
+        return float(0.5 * r @ r), jacobian(x).T @ r
+
+    return Problem(gradient, lambda x, v: jacobian(x).T @ (jacobian(x) @ v), np.array(start, float))
+
+
+def exponentials(size: int, condition: float) -> Problem:
+    """``sum(exp(u) - u)`` and a quadratic form of u, the distance from the minimiser, which is 1, 2, 3, ..."""
+    goal = 1.0 + np.arange(size)
+    form = np.geomspace(1, condition, size)
+
+    def gradient(x: Vector) -> tuple[float, Vector]:
+        u = x - goal
+        return float(np.sum(np.exp(u) - u + 0.5 * form * u * u)), np.exp(u) - 1 + form * u
+
+    return Problem(gradient, lambda x, v: np.exp(x - goal) * v + form * v, goal + np.resize([1.0, -0.7, 0.5], size))
+
+
+def started(method: TruncatedNewton, start: Vector, limits: Limits) -> Minimizer:
+    space = LocalSpace(start.size, start)
+    return method.make(space, np.zeros((len(method.slots), start.size), start.dtype), start.copy(), limits)
+
+
+def tell_next(minimizer: Minimizer, problem: Problem) -> None:
+    if minimizer.wanted is Wanted.GRADIENT:
+        minimizer.tell(*problem.gradient(minimizer.point.copy()))
+    else:
+        minimizer.tell_product(problem.product(minimizer.point.copy(), minimizer.direction.copy()))
+
+
+def minimized(
+    problem: Problem, limits: Limits = ANY, iterates: list[Vector] | None = None, **options: Any
+) -> Minimizer:
+    minimizer = started(TruncatedNewton(**options), problem.start, limits)
+    minimizer.begin()
+    while minimizer.wanted is not Wanted.NOTHING:
+        tell_next(minimizer, problem)
+        if iterates is not None and minimizer.progress.accepted:
+            iterates.append(minimizer.point.copy())
+    return minimizer
+
+
+@pytest.mark.parametrize("size", [2, 3, 10, 100])
+def test_minimum_of_rosenbrock(size: int) -> None:
+    problem = rosenbrock(size)
+    for options in ({}, {"initial_radius": 1.0}, {"forcing_power": 1.0}):
+        minimizer = minimized(problem, **TIGHT, **options)
+        assert minimizer.stop_reason == "gradient"
+        np.testing.assert_allclose(minimizer.point, 1, rtol=0, atol=1e-8)
+        assert minimizer.progress.value == problem.gradient(minimizer.point)[0]
+
+
+@pytest.mark.parametrize(
+    ("problem", "goal"),
+    [(rosenbrock(2), np.ones(2)), (rosenbrock(20), np.ones(20)), (exponentials(12, 1e3), 1.0 + np.arange(12))],
+    ids=["rosenbrock", "rosenbrock-20", "exponentials"],
+)
+def test_quadratic_convergence(problem: Problem, goal: Vector) -> None:
+    iterates: list[Vector] = []
+    minimized(problem, iterates=iterates, forcing=1e-8, forcing_power=1.0, **TIGHT)
+    errors = [float(np.linalg.norm(x - goal)) for x in iterates]
+    last = [(e, f) for e, f in zip(errors, errors[1:], strict=False) if e < 0.05 and f > 1e-13]
+    assert len(last) >= 2
+    # The error is squared, but for a constant: Hessian's Lipschitz constant over its smallest eigenvalue.
+    assert all(after <= 50 * before**2 for before, after in last)
+    assert errors[-1] < 1e-10
+
+
+def test_one_iteration_solves_a_quadratic() -> None:
+    rng = np.random.default_rng(1)
+    matrix = rng.standard_normal((30, 12))
+    problem = least_squares(lambda x: matrix @ x - 1, lambda x: matrix, rng.standard_normal(12))
+    minimizer = minimized(problem, forcing=1e-12, initial_radius=1e3, gtol=1e-9)
+    goal = np.linalg.lstsq(matrix, np.ones(30), rcond=None)[0]
+    np.testing.assert_allclose(minimizer.point, goal, atol=1e-12)
+    assert minimizer.progress.iterations == 1
+    assert minimizer.progress.products <= 13
+
+
+def test_gauss_newton_fits_a_decay() -> None:
+    t = np.linspace(0, 4, 40)
+    data = 2.5 * np.exp(-1.3 * t) + 0.5
+    problem = least_squares(
+        lambda x: x[0] * np.exp(-x[1] * t) + x[2] - data,
+        lambda x: np.stack([np.exp(-x[1] * t), -x[0] * t * np.exp(-x[1] * t), np.ones_like(t)], 1),
+        [1, 0.5, 0],
+    )
+    minimizer = minimized(problem, **TIGHT)
+    np.testing.assert_allclose(minimizer.point, [2.5, 1.3, 0.5], atol=1e-9)
+    assert minimizer.progress.iterations <= 10
+
+
+def test_negative_curvature_leads_away_from_a_maximum() -> None:
+    # (x^2 - 1)^2 + y^2, which is convex beyond |x| > 0.577; the start is near the maximum along x.
+    problem = Problem(
+        lambda x: ((x[0] ** 2 - 1) ** 2 + x[1] ** 2, np.array([4 * x[0] * (x[0] ** 2 - 1), 2 * x[1]])),
+        lambda x, v: np.array([(12 * x[0] ** 2 - 4) * v[0], 2 * v[1]]),
+        np.array([1e-3, 0.4]),
+    )
+    minimizer = minimized(problem, **TIGHT)
+    np.testing.assert_allclose(np.abs(minimizer.point), [1, 0], atol=1e-9)
+    assert minimizer.progress.evaluations < 20
+
+
+def test_function_without_curvature_goes_to_the_boundary() -> None:
+    problem = Problem(lambda x: (float(x.sum()), np.ones(3)), lambda x, v: 0 * v, np.zeros(3))
+    minimizer = minimized(problem, maxiter=4, max_radius=4.0)
+    assert minimizer.stop_reason == "iterations"
+    np.testing.assert_allclose(minimizer.point, -(1 + 2 + 4 + 4) / math.sqrt(3))
+
+
+def test_scaling_makes_a_diagonal_harmless() -> None:
+    problem = exponentials(40, 1e8)
+    diagonal = 1 / (1 + np.geomspace(1, 1e8, 40))
+    plain = minimized(problem, **TIGHT)
+    scaled = minimized(problem, Limits(scaling=diagonal), **TIGHT)
+    called = minimized(problem, Limits(precondition=lambda vector: diagonal * vector), **TIGHT)
+    for minimizer in (scaled, called):
+        np.testing.assert_allclose(minimizer.point, 1.0 + np.arange(40), atol=1e-9)
+        assert minimizer.progress.products * 3 < plain.progress.products
+    assert scaled.progress.products == called.progress.products
+
+
+def test_weights_of_the_inner_product_scale_the_stop_test() -> None:
+    weights = np.array([1e-3, 1e3])
+    minimizer = minimized(exponentials(2, 1.0), Limits(weights=weights, scaling=1 / weights), gtol=1e-4, ftol=0)
+    _, gradient = exponentials(2, 1.0).gradient(minimizer.point)
+    assert minimizer.progress.projected_norm == np.max(np.abs(gradient / weights)) <= 1e-4
+    assert minimizer.progress.gradient_norm == np.max(np.abs(gradient))
+
+
+def test_fixed_elements_keep_their_value() -> None:
+    inner = rosenbrock(6)
+    fixed = np.array([False, True, False, False, False, True])
+
+    def poisoned(x: Vector) -> tuple[float, Vector]:
+        value, g = inner.gradient(x)
+        return value, np.where(fixed, np.nan, g)
+
+    problem = Problem(poisoned, lambda x, v: np.where(fixed, np.nan, inner.product(x, v)), inner.start)
+    scaling = np.array([1.0, 2.0, 0.5, 1.0, 3.0, 1.0])
+    minimizers = [
+        minimized(problem, limits, **TIGHT)
+        for limits in (
+            Limits(fixed=fixed),
+            Limits(fixed=fixed, scaling=scaling),
+            Limits(fixed=fixed, precondition=lambda vector: scaling * vector),
+        )
+    ]
+    for minimizer in minimizers:
+        assert minimizer.stop_reason == "gradient"
+        np.testing.assert_array_equal(minimizer.point[fixed], inner.start[fixed])
+        assert np.max(np.abs(inner.gradient(minimizer.point)[1][~fixed])) <= 1e-10
+
+
+def test_region_without_values_is_left_again() -> None:
+    # -log(x) + x has its minimum at 1 and no values below 0; far to the right a Newton step overshoots.
+    def gradient(x: Vector) -> tuple[float, Vector]:
+        with np.errstate(all="ignore"):
+            return float(np.sum(x - np.log(x))), 1 - 1 / x
+
+    problem = Problem(gradient, lambda x, v: v / x**2, np.array([30.0, 5.0, 0.1]))
+    minimizer = minimized(problem, **TIGHT)
+    np.testing.assert_allclose(minimizer.point, 1, atol=1e-9)
+
+
+@pytest.mark.parametrize("bad", ["value", "gradient", "product"])
+def test_what_is_never_finite_ends_at_the_best_iterate(bad: str) -> None:
+    good = rosenbrock(4)
+    told = {"count": 0}
+
+    def gradient(x: Vector) -> tuple[float, Vector]:
+        value, g = good.gradient(x)
+        told["count"] += 1
+        if told["count"] > 3 and bad == "value":
+            value = math.inf
+        if told["count"] > 3 and bad == "gradient":
+            g[2] = math.nan
+        return value, g
+
+    def product(x: Vector, v: Vector) -> Vector:
+        h = good.product(x, v)
+        return np.full(4, math.nan) if told["count"] >= 3 and bad == "product" else h
+
+    minimizer = minimized(Problem(gradient, product, good.start))
+    assert minimizer.stop_reason == "not finite"
+    assert good.gradient(minimizer.point)[0] == minimizer.progress.value
+    first = minimized(Problem(lambda x: (math.nan, x), good.product, good.start))
+    assert (first.stop_reason, first.progress.evaluations) == ("not finite", 1)
+    np.testing.assert_array_equal(first.point, good.start)
+
+
+def test_gradient_that_does_not_fit_ends_with_a_tiny_step() -> None:
+    good = rosenbrock(4)
+    minimizer = minimized(Problem(lambda x: (good.gradient(x)[0], -good.gradient(x)[1]), good.product, good.start))
+    assert minimizer.stop_reason == "step"
+    np.testing.assert_array_equal(minimizer.point, good.start)
+
+
+def test_limits_end_at_the_best_iterate() -> None:
+    problem = rosenbrock(10)
+    assert minimized(problem, maxiter=0).progress.evaluations == 1
+    for options, count in (({"maxfun": 7}, "evaluations"), ({"maxiter": 5}, "iterations")):
+        minimizer = minimized(problem, **options)
+        assert minimizer.stop_reason == count
+        assert getattr(minimizer.progress, count) == next(iter(options.values()))
+        assert minimizer.progress.value == problem.gradient(minimizer.point)[0] < problem.gradient(problem.start)[0]
+    assert minimized(problem, maxcg=1, maxiter=6).progress.products <= minimized(problem, maxiter=6).progress.products
+    assert minimized(problem, ftol=0.5).stop_reason == "decrease"
+    assert minimized(problem, xtol=0.5, ftol=0).stop_reason == "step"
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_restart_between_any_two_calls_keeps_the_bits(dtype: Any) -> None:
+    problem = rosenbrock(5)._replace(start=rosenbrock(5).start.astype(dtype))
+    method = TruncatedNewton(gtol=1e-3)
+    limits = Limits(fixed=np.arange(5) == 3, scaling=np.linspace(0.5, 2, 5).astype(dtype))
+    whole = minimized(problem, limits, gtol=1e-3)
+    minimizer = started(method, problem.start, limits)
+    minimizer.begin()
+    while minimizer.wanted is not Wanted.NOTHING:
+        saved = json.loads(json.dumps(minimizer.to_metadata()))
+        vectors, point = minimizer.vectors.copy(), minimizer.point.copy()
+        minimizer = method.make(LocalSpace(5, point), vectors, point, limits)
+        minimizer.restore(saved)
+        assert json.dumps(minimizer.to_metadata()) == json.dumps(saved)
+        tell_next(minimizer, problem)
+    assert minimizer.progress == whole.progress
+    assert minimizer.stop_reason == whole.stop_reason
+    np.testing.assert_array_equal(minimizer.point, whole.point)
+    np.testing.assert_array_equal(minimizer.vectors, whole.vectors)
+    with pytest.raises(ValueError, match="cannot be restored: KeyError"):
+        minimizer.restore({"wanted": "gradient"})
+
+
+def test_what_is_told_must_be_what_is_wanted() -> None:
+    minimizer = started(TruncatedNewton(), np.ones(3), Limits())
+    minimizer.begin()
+    with pytest.raises(ValueError, match="wants a gradient next, and was told a product"):
+        minimizer.tell_product(np.ones(3))
+    minimizer.tell(math.nan, np.ones(3))
+    with pytest.raises(ValueError, match="has ended"):
+        minimizer.tell(0.0, np.ones(3))
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="takes no bounds; use LBFGSB"):
+        started(TruncatedNewton(), np.ones(3), Limits(lower=np.zeros(3)))
+    with pytest.raises(ValueError, match="leave one of them out"):
+        started(TruncatedNewton(), np.ones(3), Limits(scaling=np.ones(3), precondition=lambda vector: vector))
+    for options in ({"forcing": 1.0}, {"forcing": 0}, {"forcing_power": -1}, {"maxcg": 0}, {"initial_radius": 0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            TruncatedNewton(**options)
+
+
+def test_as_many_products_as_scipy() -> None:
+    optimize = pytest.importorskip("scipy.optimize", reason="SciPy is not installed")
+    ours = theirs = 0
+    for problem in (rosenbrock(2), rosenbrock(10), rosenbrock(30), exponentials(12, 1e3), exponentials(40, 1e6)):
+        minimizer = minimized(problem, gtol=1e-6, ftol=0, initial_radius=1.0, max_radius=1000.0)
+        found = optimize.minimize(
+            problem.gradient, problem.start, jac=True, hessp=problem.product, method="trust-ncg", options={"gtol": 1e-6}
+        )
+        assert minimizer.progress.value <= found.fun + 1e-9 * max(1, abs(found.fun))
+        ours += minimizer.progress.products + minimizer.progress.evaluations
+        theirs += found.nhev + found.nfev
+    assert ours <= theirs
