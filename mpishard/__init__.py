@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mpishard.elastic.optimizer import ElasticOptimizer
     from mpishard.launch.leave_signals import Signals
     from mpishard.layout.specs import ParameterSpec
-    from mpishard.minimizers import LBFGS
+    from mpishard.minimizers import LBFGS, TruncatedNewton
     from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop
     from mpishard.optim.lr_schedules import constant, cosine, inverse_square_root, linear, warmup
     from mpishard.parameters.flat import FlatParameters
@@ -77,6 +77,7 @@ __all__ = [
     "ShardingConfiguration",
     "Signals",
     "TrainingState",
+    "TruncatedNewton",
     "ZeRO1Optimizer",
     "ZeRO2Optimizer",
     "ZeRO3Optimizer",
@@ -110,7 +111,7 @@ _MODULES = {
     "elastic.optimizer": "ElasticOptimizer",
     "launch.leave_signals": "Signals",
     "layout.specs": "ParameterSpec",
-    "minimizers": "LBFGS",
+    "minimizers": "LBFGS TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion RMSprop SGD",
     "optim.lr_schedules": "constant cosine inverse_square_root linear warmup",
     "parameters.flat": "FlatParameters",

@@ -2,5 +2,6 @@
 
 from mpishard.minimizers.lbfgs import LBFGS
 from mpishard.minimizers.method import Method
+from mpishard.minimizers.newton import TruncatedNewton
 
-__all__ = ["LBFGS", "Method"]
+__all__ = ["LBFGS", "Method", "TruncatedNewton"]

@@ -44,9 +44,12 @@ class TruncatedNewton(Method):
 
     Parameters
     ----------
-    gtol, ftol, xtol, maxiter, maxfun
-        As of `Method`; `maxfun` counts no products.  `ftol` and `xtol` are not applied where the step was cut at the
-        boundary of the region.
+    gtol, ftol, xtol : float
+        When it stops: see `Method`.  `ftol` and `xtol` do not apply to a step that was cut at the region's boundary.
+    maxiter, maxfun : int
+        When it stops, too; `maxfun` counts no products.
+    fixed, inner_product, preconditioner : object
+        What is known of the elements: see `Method`.
     forcing, forcing_power : float
         Of the accuracy of the model's minimum: `forcing` is below 1.  A power of 0.5 gives superlinear convergence, 1
         quadratic, 0 a constant.
@@ -221,6 +224,9 @@ class TruncatedNewtonMinimizer(Minimizer):
         self.row("residual")[:] = self.free.scaled(self.row("base_gradient"))
         if math.isnan(self._gradient_square):
             self._gradient_square = self.cg.square()
+            if self._gradient_square < 0:
+                square = f"g'P g = {self._gradient_square:g}"
+                raise ValueError(f"precondition must be positive definite, but {square} for the gradient g")
         norm = math.sqrt(self._gradient_square)
         tolerance = min(self.method.forcing, norm**self.method.forcing_power) * norm
         most = self.method.maxcg or 2 * self.space.total
