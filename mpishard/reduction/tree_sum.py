@@ -100,15 +100,18 @@ class TermAssignment:
     in_turns : bool
         False: each rank has a run of terms and adds up its nodes; there is one exchange.  True: the terms are assigned
         round-robin, with an exchange after each round, for ranks that cannot keep partial sums.
+    cuts : tuple of int, optional
+        Where the runs begin and the last one ends, of length ``ranks + 1``; a run may be empty.  Default: even runs.
     """
 
     total: int
     ranks: int
     in_turns: bool = False
+    cuts: tuple[int, ...] | None = None
 
     @functools.cached_property
-    def _cuts(self) -> list[int]:
-        return split(self.total, self.ranks)
+    def _cuts(self) -> Sequence[int]:
+        return split(self.total, self.ranks) if self.cuts is None else self.cuts
 
     @property
     def exchanges(self) -> int:

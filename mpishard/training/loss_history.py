@@ -47,9 +47,16 @@ class LossHistory:
         """Add the mean loss of a finished step."""
         self._means.append(loss)
 
-    def mean_over_ranks(self, losses: np.ndarray, terms: int) -> float:
-        """The mean loss of the next step, with `terms` terms over all ranks; overwrites `losses`.  Collective."""
-        self._axis.all_reduce(losses, label="loss")
+    def mean_over_ranks(self, losses: np.ndarray, terms: int, riders: np.ndarray | None = None) -> float:
+        """The mean loss of the next step, with `terms` terms over all ranks; overwrites `losses`.  Collective.
+
+        `riders` are further numbers that are summed over the ranks in the same call, in place.
+        """
+        if riders is None:
+            self._axis.all_reduce(losses, label="loss")
+        else:
+            both = self._axis.all_reduce(np.concatenate([losses, riders]), label="loss")
+            losses[...], riders[...] = both[: len(losses)], both[len(losses) :]
         return tree_sum(losses.tolist()) / terms
 
     def mean_of_rank(self, losses: np.ndarray, terms: int) -> float:

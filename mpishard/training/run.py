@@ -140,8 +140,11 @@ class TrainingRun:
         if optimizer.mesh.debug or len(self.losses) == self._resumed_steps:
             self._refuse_misuse()
         synchronized = self._transactional or optimizer.state.synchronizes_next_step
-        mean = self.losses.mean_over_ranks if synchronized else self.losses.mean_of_rank
-        loss = mean(losses, count)
+        costs = self.runner.costs
+        if synchronized:
+            loss = self.losses.mean_over_ranks(losses, count, None if costs is None else costs.seconds)
+        else:
+            loss = self.losses.mean_of_rank(losses, count)
         factor = self.batches.rate_factor
         rule = optimizer.rule
         rate = factor * rule.learning_rate(optimizer.steps + 1) if isinstance(rule, Rule) else math.nan

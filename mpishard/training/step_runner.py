@@ -13,8 +13,10 @@ from mpishard.arguments import returned
 from mpishard.backend import array as arrays
 from mpishard.backend.array import aligned_copy
 from mpishard.backend.blas_threads import fix_blas_threads
+from mpishard.data.balance import TermCosts
 from mpishard.data.sampling import micro_batches, share
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.minimizers import Method
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_reducer import GradientReducer
 from mpishard.reduction.ordered import OrderedSums
@@ -47,6 +49,8 @@ class StepRunner:
         Description of this rank's first loss in the last batch that is not finite; empty if all are finite.
     together : bool
         Whether ranks wait for each other inside the function, so that all must call it equally often.
+    costs : TermCosts or None
+        What the micro-batches cost, where a method repeats the same ones in each step.
 
     Raises
     ------
@@ -57,6 +61,7 @@ class StepRunner:
     reducer: GradientReducer
     ordered: OrderedSums | None
     together: bool
+    costs: TermCosts | None
     # The context of a micro-batch that is not the last one of its step.
     _another_follows: AbstractContextManager[None]
     # The function adds its gradient to this: the reducer, or a flat array if the function takes flat arrays.
@@ -97,6 +102,11 @@ class StepRunner:
         # If other ranks wait for this rank inside the model, it must run the model even without samples: they need its
         # part of the model, or they reduce after each micro-batch that the model makes.
         self.together = split or (self.of_model and self.reducer.on_demand)
+        # Steps that repeat the same samples deal them out by what they cost; ranks that meet anew know no costs.
+        repeats, alone = isinstance(optimizer.rule, Method), optimizer.mesh.data.size == optimizer.mesh.size
+        self.costs = (
+            TermCosts() if repeats and alone and self.ordered is not None and not self.reducer.on_demand else None
+        )
         self._gradients = self.reducer
         self._another_follows = self.reducer.no_sync()
         if not self.of_model:  # the reducer gets the gradient after the last micro-batch
@@ -156,16 +166,19 @@ class StepRunner:
         """
         micro = micro_batches(batch, self.problem.micro_batch_size)
         in_turns = self.of_model and self.reducer.on_demand
-        ordered.assignment = assignment = TermAssignment(len(micro), self.axis.size, in_turns)
+        cuts = None if self.costs is None else self.costs.cuts(self.axis.size)
+        ordered.assignment = assignment = TermAssignment(len(micro), self.axis.size, in_turns, cuts)
         own = assignment.terms(self.axis.rank)
         tree_merges = assignment.tree_merges(self.axis.rank) or [0]
         rounds = assignment.exchanges if in_turns else max(1, len(own))
         losses = np.zeros(len(micro))
+        if self.costs is not None:
+            self.costs.begin(len(micro))
         for number in range(rounds - 1):
             with self._another_follows:
                 if not self.of_model:
                     self._gradients[...] = 0
-                losses[own[number]] = self._forward_backward(micro[own[number]])
+                losses[own[number]] = self._term(own[number], micro)
                 if not self.of_model:
                     self._gradients = self.reducer.memory.push_external(self._gradients, tree_merges[number])
                 elif not in_turns:
@@ -174,10 +187,17 @@ class StepRunner:
         if not self.of_model:
             self._gradients[...] = 0
         if len(own) == rounds:
-            losses[own[-1]] = self._forward_backward(micro[own[-1]])
+            losses[own[-1]] = self._term(own[-1], micro)
         else:  # a rank with fewer terms still takes part in the collectives of the other ranks in the model
             self._forward_backward(micro[0][:0])
         return losses
+
+    def _term(self, number: int, micro: list[np.ndarray]) -> float:
+        """Forward and backward of a micro-batch that is a term of an ordered sum; returns its summed loss."""
+        if self.costs is None:
+            return self._forward_backward(micro[number])
+        with self.costs.timed(number):
+            return self._forward_backward(micro[number])
 
     def _forward_backward(self, samples: np.ndarray) -> float:
         """Forward and backward of one micro-batch; returns its summed loss."""
