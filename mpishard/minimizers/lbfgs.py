@@ -80,8 +80,8 @@ class LBFGS(Method):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """``base``, ``base_gradient``, ``direction``, ``s.0`` to ``s.(m-1)`` and ``y.0`` to ``y.(m-1)``."""
-        return (*SLOTS, *(f"{kind}.{pair}" for kind in "sy" for pair in range(self.history)))
+        """``base``, ``base_gradient``, ``direction``, ``s_0`` to ``s_(m-1)`` and ``y_0`` to ``y_(m-1)``."""
+        return (*SLOTS, *(f"{kind}_{pair}" for kind in "sy" for pair in range(self.history)))
 
     @property
     def search(self) -> LineSearch[Any]:
