@@ -56,7 +56,8 @@ def changed_words(
         return words
     magic = exact_dot.magic_numbers(tops)
     lefts, rights = (sorted(set(side)) for side in zip(*pairs, strict=True))
-    places = np.array([(lefts.index(one), rights.index(other)) for one, other in pairs], np.int64)
+    of_left, of_right = ({row: place for place, row in enumerate(side)} for side in (lefts, rights))
+    places = np.array([(of_left[one], of_right[other]) for one, other in pairs], np.int64)
     if is_device(rows):
         for start, stop in spans:
             for begin in range(start, stop, _ON_DEVICE):
@@ -72,6 +73,15 @@ def changed_words(
     marks = magic, magic.view(np.int64)
     _changed((rows, *numbers, places, *flags, np.array(spans), *marks, left, right, index, sign, words), (keep,))
     return words
+
+
+def expect(dtype: np.dtype) -> None:
+    """Announce a call of `changed_words` with writeable NumPy arrays of this dtype."""
+    number, flag, pair = np.empty(0, np.int64), np.empty(0, np.uint8), np.empty((0, 2), np.int64)
+    marks = pair.view(np.float64), pair
+    wide = np.empty((0, 0))
+    buffers = wide, wide, number, np.empty(0), pair
+    _changed.expect((np.empty((0, 0), dtype), number, number, pair, flag, flag, pair, *marks, *buffers), (0,))
 
 
 def _on_device(

@@ -143,29 +143,23 @@ def expect(dtype: np.dtype) -> None:
     _combine.expect((rows, vector, none[:, 0].copy(), np.empty(0), np.empty(0), vector), (1.0,))
 
 
-def _exponent(top: float) -> int:
-    """The smallest e with ``top < 2**e``, or the smallest e of which the quantum is a number."""
-    return max(math.frexp(top)[1], -1010)
-
-
 def magic_numbers(tops: Sequence[float]) -> np.ndarray:
     """Two numbers a product, float64 (products, 2): their last places are the quanta of the two words.
 
     Between ``2**52`` and ``2**53`` quanta the bits of a float64 count quanta; so, if C is in the middle of these, the
     bits of ``x + C``, read as an integer, less the bits of C are the number of quanta nearest to x.
     """
-    magic = np.ones((len(tops), 2))  # any number will do where no result is asked for
-    for k, top in enumerate(tops):
-        if 0 < top < 2.0**1000:
-            magic[k] = 1.5 * 2.0 ** (_exponent(top) + 52 - 30), 1.5 * 2.0 ** (_exponent(top) + 52 - 64)
-    return magic
+    bounds = np.array(tops, np.float64)
+    known = (0 < bounds) & (bounds < 2.0**1000)  # any number will do where no result is asked for
+    exponents = np.maximum(np.frexp(np.where(known, bounds, 1.0))[1], -1010)
+    return np.ldexp(1.5, np.stack([exponents + (52 - 30), exponents + (52 - 64)], axis=1))
 
 
 def _value(high: int, low: int, top: float) -> float:
     if not top < 2.0**1000:
         return math.nan
     total = (high << CARRY) + low if top > 0 else 0
-    places = 64 - _exponent(top)
+    places = 64 - max(math.frexp(top)[1], -1010)  # the last quantum is 2**-places, which is a number
     try:
         return total / (1 << places) if places > 0 else float(total << -places)  # both are rounded correctly
     except OverflowError:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import exact_dot, exact_norm
+from mpishard.backend.array import is_device
 
 Array = Any
 
@@ -41,7 +42,9 @@ class CountedSpace(ABC):
         self.total = total
         self.like = like
         self.spans: tuple[tuple[int, int], ...] = tuple((start, stop) for start, stop in spans if start < stop)
-        exact_dot.expect(like.dtype)
+        if not is_device(like):
+            exact_norm.expect(like.dtype, squares=False)
+            exact_dot.expect(like.dtype)
 
     @abstractmethod
     def add(self, numbers: np.ndarray) -> None:

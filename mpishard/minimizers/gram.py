@@ -19,6 +19,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend import exact_changes, exact_dot
 
 Array = Any
+Entry = tuple[str, int, int]
 
 
 class Sums(Protocol):
@@ -62,9 +63,12 @@ class Gram:
         self._space = space
         self._rows = rows
         self._s_rows, self._y_rows = list(s_rows), list(y_rows)
-        # By kind of product, older pair and younger pair: the words of s'y and y'y over the elements `_free`.
-        self._words: dict[tuple[str, int, int], np.ndarray] = {}
+        # By kind of product, older pair and younger pair: s'y and y'y over the elements `_free`, and their words.
+        self._words: dict[Entry, np.ndarray] = {}
+        self._values: dict[Entry, float] = {}
         self._free: Array | None = None
+        if not arrays.is_device(rows):
+            exact_changes.expect(rows.dtype)
 
     def add(self, pair: int, s_top: float, y_top: float) -> None:
         """Take the rows of `pair` as the youngest pair; if it was there before, its old content is forgotten.
@@ -84,12 +88,14 @@ class Gram:
     def drop(self, pair: int) -> None:
         """Forget a pair."""
         self.order.remove(pair)
-        self._words = {entry: words for entry, words in self._words.items() if pair not in entry}
+        for entry in [entry for entry in self._words if pair in entry]:
+            del self._words[entry], self._values[entry]
 
     def clear(self) -> None:
         """Forget all pairs."""
         self.order.clear()
         self._words.clear()
+        self._values.clear()
 
     def update(self, free: Array | None = None) -> None:
         """Compute the products of new pairs, and let the others follow a change of the free elements.
@@ -116,12 +122,12 @@ class Gram:
 
     @property
     def sy(self) -> np.ndarray:
-        """S'Y of the pairs in `order`, float64: products of an s with a y that is as old or younger, else zeros."""
+        """S'Y of the pairs in `order`, as of the last `update`: products of an s with no older y, else zeros."""
         return self._matrix("sy")
 
     @property
     def yy(self) -> np.ndarray:
-        """Y'Y of the pairs in `order`, float64, whole."""
+        """Y'Y of the pairs in `order`, as of the last `update`."""
         upper = self._matrix("yy")
         return upper + np.triu(upper, 1).T
 
@@ -151,8 +157,9 @@ class Gram:
             raise ValueError(f"the saved history has the pairs {order} of {len(s_tops)}, but here are {most}")
         self.order, self.s_tops, self.y_tops = order, s_tops, y_tops
         self._words.clear()
+        self._values.clear()
 
-    def _entries(self) -> list[tuple[str, int, int]]:
+    def _entries(self) -> list[Entry]:
         """All products, those with one younger y side by side."""
         return [
             (kind, older, pair)
@@ -161,15 +168,15 @@ class Gram:
             for older in self.order[: place + 1]
         ]
 
-    def _row_numbers(self, entry: tuple[str, int, int]) -> tuple[int, int]:
+    def _row_numbers(self, entry: Entry) -> tuple[int, int]:
         kind, older, pair = entry
         return (self._s_rows if kind == "sy" else self._y_rows)[older], self._y_rows[pair]
 
-    def _top(self, entry: tuple[str, int, int]) -> float:
+    def _top(self, entry: Entry) -> float:
         kind, older, pair = entry
         return (self.s_tops if kind == "sy" else self.y_tops)[older] * self.y_tops[pair]
 
-    def _whole_words(self, entries: Sequence[tuple[str, int, int]]) -> np.ndarray:
+    def _whole_words(self, entries: Sequence[Entry]) -> np.ndarray:
         """The words over all elements of this rank: one pass for each y."""
         words = np.zeros((len(entries), 2), np.int64)
         for pair in {pair: None for _, _, pair in entries}:
@@ -180,19 +187,19 @@ class Gram:
             words[places] = exact_dot.row_dot_words(self._rows, indices, y, tops, self._space.spans)
         return words
 
-    def _changed(self, entries: Sequence[tuple[str, int, int]], before: Array | None, after: Array) -> np.ndarray:
+    def _changed(self, entries: Sequence[Entry], before: Array | None, after: Array) -> np.ndarray:
         """The words over `after` less those over `before`, of this rank."""
         pairs, tops = list(map(self._row_numbers, entries)), list(map(self._top, entries))
         return exact_changes.changed_words(self._rows, pairs, tops, before, after, self._space.spans)
 
-    def _add_up(
-        self, new: Sequence[tuple[str, int, int]], words: np.ndarray, old: Sequence[tuple[str, int, int]]
-    ) -> None:
+    def _add_up(self, new: Sequence[Entry], words: np.ndarray, old: Sequence[Entry]) -> None:
         """Set the words of `new` entries, and add to those of `old` ones, the sums of these words over the ranks."""
         self._space.add(words)
         start = [np.zeros(2, np.int64)] * len(new) + [self._words[entry] for entry in old]
         totals = exact_dot.normalized(words + start) if len(words) else words
-        self._words.update(zip((*new, *old), totals, strict=True))
+        entries = (*new, *old)
+        self._words.update(zip(entries, totals, strict=True))
+        self._values.update(zip(entries, exact_dot.values(totals, list(map(self._top, entries))), strict=True))
 
     def _keep(self, free: Array | None) -> None:
         if free is None:
@@ -208,10 +215,7 @@ class Gram:
         return mask
 
     def _matrix(self, kind: str) -> np.ndarray:
-        size = len(self.order)
-        entries = [(kind, older, pair) for place, pair in enumerate(self.order) for older in self.order[: place + 1]]
-        words = np.array([self._words[entry] for entry in entries], np.int64).reshape(-1, 2)
-        matrix = np.zeros((size, size))
-        columns, rows = np.tril_indices(size)
-        matrix[rows, columns] = exact_dot.values(words, list(map(self._top, entries)))
+        matrix = np.zeros((len(self.order), len(self.order)))
+        for column, pair in enumerate(self.order):
+            matrix[: column + 1, column] = [self._values[kind, older, pair] for older in self.order[: column + 1]]
         return matrix

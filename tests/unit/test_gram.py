@@ -11,6 +11,9 @@ from standin import DeviceArray
 from standin import empty as empty_on_device
 
 from mpishard.backend import array as arrays
+from mpishard.backend import jit
+from mpishard.backend.compiled import HostFunction
+from mpishard.backend.exact_dot import combine
 from mpishard.minimizers.gram import Gram
 from mpishard.minimizers.space import LocalSpace
 
@@ -188,3 +191,27 @@ def test_what_is_not_finite_is_shown():
     assert math.isnan(gram.sy[0, 1]) and math.isnan(gram.yy[1, 1]) and not math.isnan(gram.yy[0, 0])
     with pytest.raises(ValueError, match="as many rows"):
         Gram(LocalSpace(50, rows[0]), rows, [1], [2, 3])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_kernels_are_called_as_announced(monkeypatch, dtype):
+    announced, called = set(), set()
+    call = HostFunction.__call__
+
+    def record(kernel, arguments, scalars=()):
+        called.add((kernel, jit.types_of((*arguments, *scalars))))
+        return call(kernel, arguments, scalars)
+
+    def announce(kernel, arguments, scalars=()):
+        announced.add((kernel, jit.types_of((*arguments, *scalars))))
+
+    monkeypatch.setattr(HostFunction, "__call__", record)
+    monkeypatch.setattr(HostFunction, "expect", announce)
+    rows = history(30, dtype)
+    gram = gram_of(rows, [0, 1])
+    gram.update()
+    gram.update(np.zeros(30, bool))
+    space = LocalSpace(30, rows[0])
+    space.dots([(rows[0], rows[1])], space.largest(rows[0]))
+    combine(rows, [0, 1], [1.0, 2.0], rows[2], 1.0, rows[3])
+    assert called == announced and len(called) == 4
