@@ -37,7 +37,15 @@ _AGAIN_S = 0.05
 
 
 def abort(message: str, code: int = 1) -> None:
-    """Print `message` on stderr and end every process of the job with an exit code."""
+    """Print `message` on stderr and end every process of the job with an exit code.  Not collective.
+
+    Parameters
+    ----------
+    message : str
+        One or more lines.
+    code : int
+        What the launcher is to return.
+    """
     hook = sys.excepthook if isinstance(sys.excepthook, _AbortOnException) else None
     if hook is not None and hook.alone:
         die(message)
@@ -56,6 +64,18 @@ def die(message: str) -> NoReturn:
     """Print `message` on stderr and kill this process alone, so that ULFM informs the others.
 
     MPI_Finalize would wait for the others, and ULFM does not inform them of an exit code other than 0.
+
+    Not collective.
+
+    Parameters
+    ----------
+    message : str
+        One or more lines; "" prints nothing.
+
+    Raises
+    ------
+    AssertionError
+        Never, as this does not return.
     """
     _print(message)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -194,8 +214,12 @@ def abort_on_exception(
     step.  Interactive sessions are left alone.  A single rank that no other has spawned only gets a shorter traceback,
     unless a caller asks for a note.
 
+    Not collective.
+
     Parameters
     ----------
+    ledger : Ledger, optional
+        Knows the step.
     note : callable, optional
         Called first, with the exception and the step, 0 if it is not known.
     note_abort : callable, optional
@@ -227,6 +251,8 @@ def restore_sigusr1() -> None:
 
     MPICH installs a handler when it starts, which ignores the signal: the job would run into its time limit, and nobody
     would queue it again.
+
+    Not collective.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
@@ -239,6 +265,12 @@ def forget(watchdog: Failures) -> None:
 
 
 def fail_alone(alone: bool) -> None:
-    """Set whether an uncaught exception ends this process only; MPI informs the others (ULFM)."""
+    """Set whether an uncaught exception ends this process only; MPI informs the others (ULFM).  Not collective.
+
+    Parameters
+    ----------
+    alone : bool
+        False: it ends the job.
+    """
     if isinstance(sys.excepthook, _AbortOnException):
         sys.excepthook.alone = alone

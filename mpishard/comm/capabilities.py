@@ -43,7 +43,15 @@ def heals_in_place() -> bool:
 
 
 def could_heal_in_place() -> bool:
-    """Whether ``mpirun --with-ft ulfm`` would allow that; MPICH has the calls too, but its launcher ends the job."""
+    """Whether ``mpirun --with-ft ulfm`` would allow that; MPICH has the calls too, but its launcher ends the job.
+
+    Not collective.
+
+    Returns
+    -------
+    bool
+        The same on all ranks.
+    """
     library, version = MPI.get_vendor()
     return library == "Open MPI" and version >= (5, 0, 0) and hasattr(_mpi_library(), "MPIX_Comm_revoke")
 
@@ -52,7 +60,7 @@ def could_heal_in_place() -> bool:
 class Capabilities:
     """Facts about the MPI library in use.
 
-    Attributes
+    Parameters
     ----------
     library, version : str
         ``"MPICH"`` or ``"Open MPI"`` or another, and its version.

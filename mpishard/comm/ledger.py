@@ -24,8 +24,26 @@ _MAIN = threading.main_thread().ident or 0
 class Call(NamedTuple):
     """A communication call under way, with what must match on the other ranks.
 
-    `members` are the ranks of the whole mesh that take part.  `code` and `line` are those of the first caller outside
-    mpishard; after the call they are unknown if that caller is many frames away.
+    Parameters
+    ----------
+    began : float
+        In seconds of `time.perf_counter`.
+    axis : str
+        Its name.
+    sequence : int
+        Number of the call on its communicator.
+    op : str
+        The collective, such as ``"all_reduce"``.
+    dtype : dtype
+        Of its elements.
+    elements : int
+        Number of elements.
+    label : str
+        What is sent.
+    code, line : code object or None, and int
+        Of the first caller outside mpishard; after the call they are unknown if that caller is many frames away.
+    members : sequence of int
+        Ranks of the whole mesh that take part.
     """
 
     began: float
@@ -49,7 +67,18 @@ class Call(NamedTuple):
         return f"{what}{f' [{self.label}]' if self.label else ''}{f' called at {self.site}' if self.code else ''}"
 
     def placed(self, frame: FrameType | None) -> Call:
-        """The call with its site filled in: the first frame outside mpishard among `frame` and its callers."""
+        """The call with its site filled in: the first frame outside mpishard among `frame` and its callers.
+
+        Parameters
+        ----------
+        frame : frame or None
+            Where to begin.
+
+        Returns
+        -------
+        Call
+            Itself if the site is known already, or is not found.
+        """
         if self.code is not None:
             return self
         while frame is not None and _inside(frame):
@@ -66,7 +95,17 @@ class Entry(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A named interval in seconds of `time.perf_counter`, for a trace; `kind` is an axis, or what else it was."""
+    """A named interval in seconds of `time.perf_counter`, for a trace; `kind` is an axis, or what else it was.
+
+    Parameters
+    ----------
+    name : str
+        What happened.
+    kind : str
+        As above.
+    began, ended : float
+        As above.
+    """
 
     name: str
     kind: str
@@ -115,6 +154,7 @@ class Ledger:
 
     @property
     def step(self) -> int:
+        """The training step under way; 0 before the first."""
         return self._step
 
     @step.setter
@@ -130,13 +170,17 @@ class Ledger:
         Parameters
         ----------
         axis : str
+            Its name.
         sequence : int
             Its number among the calls on its communicator.
         op : str
+            The collective, such as ``"all_reduce"``.
         dtype : dtype
+            Of its elements.
         count : int
             Elements of its buffer.
         label : str
+            What is sent.
         members : sequence of int
             Ranks of the whole mesh that take part.
 
@@ -278,7 +322,13 @@ class Ledger:
 
 
 def users_level() -> int:
-    """The `stacklevel` with which the caller's warning points at the first line outside mpishard."""
+    """The `stacklevel` with which the caller's warning points at the first line outside mpishard.  Not collective.
+
+    Returns
+    -------
+    int
+        As `warnings.warn` takes it.
+    """
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and _inside(frame):
@@ -301,10 +351,12 @@ def ring_elements(op: str, pieces: Sequence[int], rank: int) -> int:
     pieces : sequence of int
         Elements by rank.
     rank : int
+        The one that sends.
 
     Returns
     -------
     int
+        Elements, not bytes.
     """
     kept = (rank + 1) % len(pieces) if op == "all_gather" else rank
     return sum(pieces) - pieces[kept]

@@ -301,7 +301,13 @@ class _ReshapedMesh(Mesh):
 
 
 def spawned_cell() -> tuple[int, int] | None:
-    """Tensor and pipeline size of the elastic run that has spawned this process; None if none has."""
+    """Tensor and pipeline size of the elastic run that has spawned this process; None if none has.  Not collective.
+
+    Returns
+    -------
+    (int, int) or None
+        The same on all ranks that were spawned together.
+    """
     sizes = sys._xoptions.get(CELL_OPTION)
     if sizes is None:
         return None

@@ -115,14 +115,30 @@ class Request:
 
 
 class ChainedRequest:
-    """A request with work to do after it: `wait` finishes both.  For a bucket on its way to or from the owners."""
+    """A request with work to do after it: `wait` finishes both.  For a bucket on its way to or from the owners.
+
+    Not collective.
+
+    Parameters
+    ----------
+    pending : Request or ChainedRequest
+        What is under way.
+    finish : callable
+        Waits for it, does the rest, and returns the result.
+    """
 
     def __init__(self, pending: Request | ChainedRequest, finish: Callable[[], Array]) -> None:
         self._pending = pending
         self._finish = finish
 
     def test(self) -> bool:
-        """Whether all data has arrived."""
+        """Whether all data has arrived.
+
+        Returns
+        -------
+        bool
+            Whether `wait` can do its work at once.
+        """
         return self._pending.test()
 
     def abandon(self) -> None:
@@ -130,5 +146,11 @@ class ChainedRequest:
         self._pending.abandon()
 
     def wait(self) -> Array:
-        """Finish and return the filled array.  Call it once only."""
+        """Finish and return the filled array.  Call it once only.
+
+        Returns
+        -------
+        array
+            What `finish` returns.
+        """
         return self._finish()

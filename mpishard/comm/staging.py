@@ -77,7 +77,18 @@ def stage_in(staged: Array, buffer: Array) -> Array:
 
 
 def is_half(dtype: np.dtype) -> bool:
-    """Whether it is float16 or bfloat16."""
+    """Whether it is float16 or bfloat16.  Not collective.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Of an array.
+
+    Returns
+    -------
+    bool
+        False for integers of 2 bytes.
+    """
     return dtype.itemsize == 2 and dtype.kind not in "iu"
 
 

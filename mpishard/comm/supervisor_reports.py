@@ -42,7 +42,13 @@ def watch_script() -> None:
 
 
 def leave_to_others(silent: bool = True) -> None:
-    """Set whether only other processes report for the job from now on, if it has healed.  Not collective."""
+    """Set whether only other processes report for the job from now on, if it has healed.  Not collective.
+
+    Parameters
+    ----------
+    silent : bool
+        False: this process reports again.
+    """
     if Reports.this is not None:
         Reports.this.is_silent = silent
 
@@ -51,13 +57,20 @@ def note_training(under_way: bool, tells: bool) -> None:
     """Note that an elastic run begins or has ended; `tells`: whether this process informs the supervisor.
 
     Not collective.
+
+    Parameters
+    ----------
+    under_way : bool
+        Whether it begins.
+    tells : bool
+        As above.
     """
     if Reports.this is not None:
         Reports.this.note_training(under_way, tells)
 
 
 def give_up() -> None:
-    """Report the exit code of a script that has ended in the middle of a run, unless the code is 0."""
+    """Report the exit code of a script that has ended in the middle of a run, unless the code is 0.  Not collective."""
     if Reports.this is not None:
         Reports.this.give_up()
 
@@ -168,6 +181,8 @@ def finalize_in_time() -> None:
     """Limit the time of MPI_Finalize from now on: in Open MPI 5 it may wait for ever after a death.
 
     After that time the process ends without it; the launcher reports the exit code of the dead process in any case.
+
+    Not collective.
     """
     _Finalize.limited = True
 

@@ -18,8 +18,8 @@ from mpishard.comm.request import Request
 from mpishard.data_parallel.slots import make_slots
 from mpishard.data_parallel.strategies import LocalUpdates
 from mpishard.optim import SGD, Rule
+from mpishard.parameters.bucket_sums import Transfer
 from mpishard.parameters.gradient_buckets import Bucket
-from mpishard.parameters.gradient_reducer import Transfer
 
 Array = Any
 

@@ -14,9 +14,9 @@ from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.owned_ranges import OwnedRanges
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import AVERAGE_ERRORS
+from mpishard.parameters.bucket_sums import Transfer
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_buckets import Bucket
-from mpishard.parameters.gradient_reducer import Transfer
 from mpishard.parameters.zero3_units import ShardedUnits
 from mpishard.reduction.error_feedback import CompressedSums
 from mpishard.reduction.hierarchical import HierarchicalSums, node_axes

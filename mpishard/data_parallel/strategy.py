@@ -27,9 +27,10 @@ from mpishard.data_parallel.owned_ranges import OwnedRanges
 from mpishard.data_parallel.tensor_copies import TensorCopies
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.run_state import GRADIENT_ERRORS
+from mpishard.parameters.bucket_sums import Transfer
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_buckets import Bucket, make_buckets
-from mpishard.parameters.gradient_reducer import GradientReducer, Transfer
+from mpishard.parameters.gradient_reducer import GradientReducer
 from mpishard.reduction.error_feedback import CompressedSums
 from mpishard.reduction.ordered import OrderedSums
 from mpishard.reduction.sums_maker import CompressedSumsMaker

@@ -15,7 +15,26 @@ Array = Any
 
 
 def check_flat(what: str, array: Array, *, written: bool = False) -> None:
-    """Raise unless `array` is a contiguous 1-D float32 or float64 array, and writeable where `written`."""
+    """Raise unless `array` is a contiguous 1-D float32 or float64 array, and writeable where `written`.
+
+    Not collective.
+
+    Parameters
+    ----------
+    what : str
+        Names it in messages.
+    array : object
+        What a caller gave.
+    written : bool
+        Whether it is written to.
+
+    Raises
+    ------
+    TypeError
+        If it is no array, or not of float32 or float64.
+    ValueError
+        If it is not flat, contiguous and aligned, or read-only although it is written to.
+    """
     if not is_array(array):
         raise TypeError(f"{what} must be a flat NumPy or CuPy array, got {type(array).__name__}")
     if array.ndim != 1:

@@ -14,6 +14,17 @@ class Run(NamedTuple):
 
     `key` separates neighbouring runs of one virtual stage.  A `tied` tensor is a run by itself: it waits for the last
     backward pass of the step, since another virtual stage adds to its gradient.
+
+    Parameters
+    ----------
+    first, last : int
+        Numbers of tensors.
+    virtual_stage : int
+        The one that has them.
+    key : object
+        What its tensors have in common.
+    tied : bool
+        Whether it is one tied tensor.
     """
 
     first: int
@@ -27,6 +38,18 @@ def make_runs(tensors: Iterable[tuple[int, object, bool]]) -> list[Run]:
     """Join neighbouring tensors with the same key into runs; a tied tensor stays alone.
 
     `tensors` are ``(virtual_stage, key, tied)`` in flat order.
+
+    Not collective.
+
+    Parameters
+    ----------
+    tensors : iterable of (int, object, bool)
+        As above.
+
+    Returns
+    -------
+    list of Run
+        They cover all tensors, in order.
     """
     runs: list[Run] = []
     for index, (virtual_stage, key, tied) in enumerate(tensors):
@@ -42,6 +65,19 @@ class Bucket:
     """Tensors `first` to `last` (exclusive) of a model: elements ``[start, stop)`` of its flat buffer.
 
     `virtual_stage` and `tied` are those of its `Run`.
+
+    Parameters
+    ----------
+    index : int
+        Its number.
+    first, last : int
+        Numbers of tensors.
+    start, stop : int
+        Elements of the flat buffer.
+    virtual_stage : int
+        The one that has its tensors.
+    tied : bool
+        Whether it is one tied tensor.
     """
 
     index: int
@@ -54,6 +90,7 @@ class Bucket:
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return self.stop - self.start
 
 
@@ -63,6 +100,29 @@ def make_buckets(
     """Group consecutive tensors of a run until a bucket holds `minimum` elements; a short rest joins the last bucket.
 
     `sizes` replace the sizes of the pieces in this, so that ranks with pieces of other sizes cut alike.
+
+    Not collective.
+
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        All tensors in flat order.
+    minimum : int
+        Elements of a bucket, at least 1.
+    runs : sequence of Run, optional
+        No bucket spans two of them.  Default: one run of all pieces.
+    sizes : sequence of int, optional
+        As above.
+
+    Returns
+    -------
+    tuple of Bucket
+        They cover the pieces, in flat order.
+
+    Raises
+    ------
+    ValueError
+        If `minimum` is below 1.
     """
     if minimum < 1:
         raise ValueError(f"minimum_parameter_group_size is {minimum}, but a bucket holds at least 1 element")

@@ -16,70 +16,20 @@ the end of the last pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from mpishard.backend import array as arrays
-from mpishard.comm.request import ChainedRequest, Request
 from mpishard.layout.local_layout import Piece
 from mpishard.parameters.accumulation import Accumulation
 from mpishard.parameters.bucket_memory import BucketMemory
+from mpishard.parameters.bucket_sums import BucketSums, Inspector, Transfer
 from mpishard.parameters.gradient_buckets import Bucket
+from mpishard.parameters.gradient_phase import TRANSITIONS, GradientPhase
 from mpishard.parameters.partial_sums import PartialSums
 from mpishard.parameters.ready_tracker import BucketOrder, ReadyTracker
 
 Array = Any
-Transfer = Request | ChainedRequest
-
-
-class GradientPhase(Enum):
-    """How far a step's gradients are."""
-
-    ACCUMULATING = "backward passes add to the gradients, and another may follow"
-    REDUCING = "the last pass has completed buckets, and their sums over ranks are under way"
-    REDUCED = "all sums are complete; nothing can be added until the next step"
-
-
-# From which phase a step may get to which other one.
-TRANSITIONS: tuple[tuple[GradientPhase, GradientPhase], ...] = (
-    (GradientPhase.ACCUMULATING, GradientPhase.REDUCING),  # the last pass completes a bucket, or ends
-    (GradientPhase.REDUCING, GradientPhase.REDUCED),  # `finalize`
-    (GradientPhase.REDUCING, GradientPhase.ACCUMULATING),  # `reset`
-    (GradientPhase.REDUCED, GradientPhase.ACCUMULATING),  # `reset`
-)
-
-
-class BucketSums(Protocol):
-    """What sums buckets over ranks for a `GradientReducer`, which decides when.  Collective, except `reset`.
-
-    In this package it is always a `mpishard.data_parallel.strategy.Strategy`.
-    """
-
-    def sum_copies(self, bucket: Bucket, gradient: Array) -> None:
-        """Add the terms of the other ranks of this model replica to a gradient."""
-
-    def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
-        """Start the sum of a bucket over the data axis; None if there is nothing to wait for.
-
-        `earlier` are the partial sums that belong to other terms of the sum than the gradient, oldest first.
-        """
-
-    def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
-        """Wait for sums, given as ``(bucket, gradient, start(bucket, gradient))``, and store their results."""
-
-    def reset(self) -> None:
-        """Forget the sums of this step; the next gradients belong to another."""
-
-
-class Inspector(Protocol):
-    """What looks at a rank's own gradients before they are summed."""
-
-    def look(self, bucket: Bucket, gradient: Array) -> None:
-        """Look at the complete local gradient of a bucket."""
-
-    def forget(self) -> None:
-        """Forget what was found in this step."""
 
 
 class _NoSync:
@@ -198,7 +148,23 @@ class GradientReducer:
     # -- backward passes --------------------------------------------------------------------------------------------
 
     def gradient(self, name: str) -> tuple[Array, bool]:
-        """The memory for the gradient of tensor `name`, and whether to add to it (else: overwrite its content)."""
+        """The memory for the gradient of tensor `name`, and whether to add to it (else: overwrite its content).
+
+        Parameters
+        ----------
+        name : str
+            Of the tensor.
+
+        Returns
+        -------
+        array of the tensor's shape, and bool
+            A view, valid until the tensor is marked ready.
+
+        Raises
+        ------
+        RuntimeError
+            If its gradient is reduced already.
+        """
         index, order = self._tracker.places[name]
         if self.on_demand and order.next < order.first and not self.is_last_pass:
             self._begin(order)  # the last pass has reduced all buckets, and this is another
@@ -231,7 +197,13 @@ class GradientReducer:
         )
 
     def mark_ready(self, name: str) -> None:
-        """Mark the gradient of `name` as complete in this pass, so that its bucket may be reduced."""
+        """Mark the gradient of `name` as complete in this pass, so that its bucket may be reduced.
+
+        Parameters
+        ----------
+        name : str
+            Of the tensor.
+        """
         order = self._tracker.mark(name)
         if not order.tied and (self.on_demand or (self.is_last_pass and not order.more)):
             while self._tracker.is_complete(order):
@@ -244,6 +216,11 @@ class GradientReducer:
         ranks nevertheless, collectively over the data axis, at the latest at the exit: the next pass writes to the same
         memory, and this rank keeps only its part of the sums.
 
+        Returns
+        -------
+        context manager
+            For one ``with`` statement.
+
         Raises
         ------
         RuntimeError
@@ -252,13 +229,27 @@ class GradientReducer:
         return _NoSync(self)  # a new one: kept here, it would keep the memory of the gradients until a collection
 
     def begin_virtual_stage(self, virtual_stage: int, last: bool) -> None:
-        """Begin a micro-batch's backward pass of a virtual stage; `last`: no other follows in this pass."""
+        """Begin a micro-batch's backward pass of a virtual stage; `last`: no other follows in this pass.
+
+        Parameters
+        ----------
+        virtual_stage : int
+            Its number.
+        last : bool
+            As above.
+        """
         for order in self._tracker.orders:
             if order.virtual_stage == virtual_stage:
                 order.more = not last
 
     def end_virtual_stage(self, virtual_stage: int) -> None:
-        """End a micro-batch's pass of a virtual stage; reduce its other buckets.  Collective over the data axis."""
+        """End a micro-batch's pass of a virtual stage; reduce its other buckets.  Collective over the data axis.
+
+        Parameters
+        ----------
+        virtual_stage : int
+            Its number.
+        """
         for order in reversed(self._tracker.orders):
             if order.virtual_stage != virtual_stage or order.tied:
                 continue
@@ -324,7 +315,13 @@ class GradientReducer:
         self.memory.push_flat(tree_merges)
 
     def merge_newest(self, tree_merges: int) -> None:
-        """Add the `tree_merges` newest partial sums to the gradient of the last micro-batch, before it is reduced."""
+        """Add the `tree_merges` newest partial sums to the gradient of the last micro-batch, before it is reduced.
+
+        Parameters
+        ----------
+        tree_merges : int
+            How many.
+        """
         assert self.partials is not None
         self.partials.newest = tree_merges
 

@@ -13,10 +13,16 @@ class Model(Protocol):
 
     ``loss_and_gradient(*batch)`` returns the loss summed over the batch.  It writes the gradients to the views that
     ``parameters.gradient(name)`` returns, or adds to them.
+
+    No method is collective, except as a model says of its own.
     """
 
     @property
-    def parameters(self) -> FlatParameters: ...
+    def parameters(self) -> FlatParameters:
+        """What an optimizer trains."""
+        ...
 
     @property
-    def loss_and_gradient(self) -> Callable[..., float]: ...
+    def loss_and_gradient(self) -> Callable[..., float]:
+        """The function of a batch."""
+        ...

@@ -84,16 +84,43 @@ class ShardedUnits:
         return int(self.shard.nbytes + sum(block.nbytes for block in (*self._free, *self._blocks.values())))
 
     def share(self, unit: int) -> Array:
-        """This rank's share of a unit, a view of `shard`."""
+        """This rank's share of a unit, a view of `shard`.
+
+        Parameters
+        ----------
+        unit : int
+            Its number.
+
+        Returns
+        -------
+        1-D array
+            Of as many elements as this rank keeps of it.
+        """
         return self.shard[self._starts[unit] : self._starts[unit + 1]]
 
     def take(self, flat: Array) -> None:
-        """Fill the shares from a flat array of all parameters.  Not collective."""
+        """Fill the shares from a flat array of all parameters.  Not collective.
+
+        Parameters
+        ----------
+        flat : 1-D array
+            The same on all ranks of the axis.
+        """
         for unit, (start, stop) in enumerate(self.own):
             self.share(unit)[...] = flat[start:stop]
 
     def assign(self, piece: Piece, unit: int, values: Array) -> None:
-        """Set a tensor to `values`, of which this rank keeps its share.  Not collective."""
+        """Set a tensor to `values`, of which this rank keeps its share.  Not collective.
+
+        Parameters
+        ----------
+        piece : Piece
+            The tensor.
+        unit : int
+            The one that it is in.
+        values : array
+            Of the shape of the piece.
+        """
         if piece.name in self.views:
             self.views[piece.name][...] = values
         start, stop = self.own[unit]
@@ -103,7 +130,13 @@ class ShardedUnits:
             self.share(unit)[first - start : last - start] = flat[first - piece.start : last - piece.start]
 
     def prefetch(self, units: Iterable[int]) -> None:
-        """Start to gather the units that are not gathered yet."""
+        """Start to gather the units that are not gathered yet.
+
+        Parameters
+        ----------
+        units : iterable of int
+            Their numbers.
+        """
         for unit in units:
             if unit in self._blocks:
                 continue
@@ -115,7 +148,13 @@ class ShardedUnits:
             )
 
     def use(self, units: Sequence[int]) -> None:
-        """Gather units, unless that has begun, and wait for them."""
+        """Gather units, unless that has begun, and wait for them.
+
+        Parameters
+        ----------
+        units : sequence of int
+            Their numbers; `release` them afterwards.
+        """
         self.prefetch(units)
         for unit in units:
             self._users[unit] += 1
@@ -128,7 +167,18 @@ class ShardedUnits:
                     self.views[piece.name] = block[start : start + piece.size].reshape(piece.shape)
 
     def release(self, units: Iterable[int]) -> None:
-        """End one use of each unit; its memory is freed after the last use."""
+        """End one use of each unit; its memory is freed after the last use.
+
+        Parameters
+        ----------
+        units : iterable of int
+            Their numbers.
+
+        Raises
+        ------
+        RuntimeError
+            If one is not in use.
+        """
         for unit in units:
             if not self._users[unit]:
                 name = self._pieces[self._units[unit][0]].name
@@ -153,12 +203,24 @@ class ShardedUnits:
         self._pending.clear()
 
     def gather(self, flat: Array) -> None:
-        """Fill a flat array of all parameters, unit by unit."""
+        """Fill a flat array of all parameters, unit by unit.
+
+        Parameters
+        ----------
+        flat : 1-D array
+            Overwritten.
+        """
         for unit, (start, stop) in enumerate(self._extents):
             self.axis.all_gather(flat[start:stop], self.share(unit), counts(self._cuts[unit]), label="parameters")
 
     def rewrite(self, change: Callable[[Array, int, int], None]) -> None:
-        """Gather each unit into `block`, change its tensors by ``change(block, first, last)``, and keep the share."""
+        """Gather each unit into `block`, change its tensors by ``change(block, first, last)``, and keep the share.
+
+        Parameters
+        ----------
+        change : callable
+            Gets the memory of a unit, and the first and last (exclusive) of its tensors.
+        """
         self.drop()
         for unit, ((first, last), (start, stop)) in enumerate(zip(self._units, self._extents, strict=True)):
             block = arrays.empty(stop - start, self._like.dtype, like=self._like)

@@ -15,7 +15,8 @@ from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_buckets import Run, make_buckets
-from mpishard.parameters.gradient_reducer import TRANSITIONS, GradientPhase, GradientReducer
+from mpishard.parameters.gradient_phase import TRANSITIONS, GradientPhase
+from mpishard.parameters.gradient_reducer import GradientReducer
 
 LIKE = np.zeros(1)
 
