@@ -53,8 +53,12 @@ def format_of(file: Path) -> str:
 def write_archive(source: Source, file: Path, *, optimizer: bool = False) -> None:
     """Write parameters, and slots of optimizer state if asked, to a new safetensors or npz file, a block at a time.
 
+    Not collective.
+
     Parameters
     ----------
+    source : Source
+        What is written.
     file : Path
         Must not exist; its suffix decides the format.
     optimizer : bool
@@ -131,6 +135,13 @@ def _write_values(source: Source, kind: str, name: str, stream: IO[bytes]) -> No
 class Archive(AbstractContextManager["Archive"]):
     """The tensors of a safetensors or npz file; a `Source`, and a context manager that closes the file.
 
+    Not collective.
+
+    Parameters
+    ----------
+    file : Path
+        Its suffix says the format.
+
     Raises
     ------
     ValueError
@@ -185,7 +196,20 @@ class Archive(AbstractContextManager["Archive"]):
         return shapes[PARAMETERS], kinds
 
     def read(self, kind: str, name: str, box: Box) -> np.ndarray:
-        """The values in a box of a tensor; reads the whole tensor."""
+        """The values in a box of a tensor; reads the whole tensor.
+
+        Parameters
+        ----------
+        kind, name : str
+            The kind of array, and the tensor.
+        box : Box
+            Inside the tensor.
+
+        Returns
+        -------
+        array
+            Contiguous, shaped like the box.
+        """
         with self._refused():
             whole = self._file.read(_label(kind, name))
         return np.asarray(whole[inside(box, tuple((0, extent) for extent in whole.shape))], self.kinds[kind], order="C")

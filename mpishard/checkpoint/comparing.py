@@ -50,7 +50,20 @@ class Difference:
 
 
 def figures(source: Source, kind: str, name: str) -> Figures:
-    """Figures of one tensor, computed in float64."""
+    """Figures of one tensor, computed in float64.  Not collective.
+
+    Parameters
+    ----------
+    source : Source
+        What is read.
+    kind, name : str
+        The kind of array, and the tensor.
+
+    Returns
+    -------
+    Figures
+        NaN where no value is finite.
+    """
     least, largest, total, squares = math.inf, -math.inf, 0.0, 0.0
     finite = nans = infinities = 0
     for box in blocks(source.tensors[name]):
@@ -73,7 +86,18 @@ def figures(source: Source, kind: str, name: str) -> Figures:
 
 
 def unlike(one: Source, other: Source) -> list[str]:
-    """Texts for the kinds and tensors that only one source has, and for those whose shapes differ."""
+    """Texts for the kinds and tensors that only one source has, and for those whose shapes differ.  Not collective.
+
+    Parameters
+    ----------
+    one, other : Source
+        What is compared.
+
+    Returns
+    -------
+    list of str
+        Empty if they can be compared whole.
+    """
     found = []
     for which, here, there in (("first", one, other), ("second", other, one)):
         found += [f"{kind} is only in the {which}" for kind in here.kinds if kind not in there.kinds]
@@ -85,7 +109,18 @@ def unlike(one: Source, other: Source) -> list[str]:
 
 
 def differences(one: Source, other: Source) -> Iterator[Difference]:
-    """Differences of all tensors that both sources have in the same shape, by kind."""
+    """Differences of all tensors that both sources have in the same shape, by kind.  Not collective.
+
+    Parameters
+    ----------
+    one, other : Source
+        What is compared.
+
+    Yields
+    ------
+    Difference
+        One for each kind and tensor, also where there is none.
+    """
     for kind, dtype in one.kinds.items():
         if kind not in other.kinds:
             continue

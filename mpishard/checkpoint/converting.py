@@ -24,8 +24,12 @@ from mpishard.layout.specs import ParameterSpec
 def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation: int, id: str) -> None:
     """Write a checkpoint with the tensors of a source, cut evenly over some files, one piece at a time.
 
+    Not collective.
+
     Parameters
     ----------
+    source : Source
+        What is written.
     target : Path
         Folder of the checkpoint, which must not exist; it appears as a whole or not at all.
     files : int
@@ -87,6 +91,8 @@ def _parts(source: Source, layout: LocalLayout) -> Iterator[Part]:
 
 def write_plain(contents: Contents, target: Path) -> None:
     """Write one HDF5 file with the facts of a checkpoint and its tensors as plain data sets, named as in its index.
+
+    Not collective.
 
     Parameters
     ----------

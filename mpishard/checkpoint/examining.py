@@ -26,6 +26,7 @@ class Examination:
     Parameters
     ----------
     folder : Path
+        That of the checkpoint.
     manifest : Manifest or None
         None: it cannot be read, and nothing else was opened.
     contents : Contents or None
@@ -41,12 +42,35 @@ class Examination:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is one checkpoint, whole or damaged, rather than a folder of several."""
+    """Whether a folder is one checkpoint, whole or damaged, rather than a folder of several.  Not collective.
+
+    Parameters
+    ----------
+    path : Path
+        It need not exist.
+
+    Returns
+    -------
+    bool
+        Its files are not read.
+    """
     return any((path / name).is_file() for name in (manifests.NAME, INDEX)) or any(path.glob("pieces-*.h5"))
 
 
 def found_at(path: Path) -> list[Candidate]:
     """The checkpoint at a path, or through a link there; or those of a run in this folder, newest first.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : Path
+        What a user gave.
+
+    Returns
+    -------
+    list of Candidate
+        At least one.
 
     Raises
     ------
@@ -92,7 +116,20 @@ def _some(names: Iterable[str]) -> str:
 
 
 def examine(candidate: Candidate) -> Examination:
-    """Hash every file of a checkpoint, read its index, decode its chunks.  HDF5 opens no file with a wrong hash."""
+    """Hash every file of a checkpoint, read its index, decode its chunks.  HDF5 opens no file with a wrong hash.
+
+    Not collective.
+
+    Parameters
+    ----------
+    candidate : Candidate
+        From `found_at`.
+
+    Returns
+    -------
+    Examination
+        With all problems that were found.
+    """
     folder, manifest = candidate.path, candidate.manifest
     if manifest is None:
         return Examination(folder, None, None, (candidate.problem,))
@@ -129,7 +166,17 @@ def contents_of(folder: Path, manifest: Manifest) -> Contents:
 
 
 def not_finite(contents: Contents) -> Iterator[str]:
-    """A text for each tensor of a whole checkpoint with NaN or infinite values; reads all values.
+    """A text for each tensor of a whole checkpoint with NaN or infinite values; reads all values.  Not collective.
+
+    Parameters
+    ----------
+    contents : Contents
+        Those of a whole checkpoint.
+
+    Yields
+    ------
+    str
+        By kind, then by tensor.
 
     Raises
     ------
@@ -145,7 +192,17 @@ def not_finite(contents: Contents) -> Iterator[str]:
 
 
 def newest_whole(path: Path) -> Examination:
-    """The checkpoint at a path, or the newest whole one of a run.
+    """The checkpoint at a path, or the newest whole one of a run.  Not collective.
+
+    Parameters
+    ----------
+    path : Path
+        What a user gave.
+
+    Returns
+    -------
+    Examination
+        Without problems.
 
     Raises
     ------

@@ -67,6 +67,18 @@ def candidates(run: Path) -> list[Candidate]:
 
     A folder that is itself a checkpoint is the only candidate; a folder that does not exist has none.
 
+    Not collective.
+
+    Parameters
+    ----------
+    run : Path
+        The folder of a run.
+
+    Returns
+    -------
+    list of Candidate
+        Their manifests were read, and no other file.
+
     Raises
     ------
     OSError
@@ -108,7 +120,18 @@ def _candidate(path: Path) -> Candidate:
 
 
 def astray(run: Path) -> str:
-    """A text for the problem with ``latest``.  The link is for people; nothing is loaded through it."""
+    """A text for the problem with ``latest``.  The link is for people; nothing is loaded through it.  Not collective.
+
+    Parameters
+    ----------
+    run : Path
+        The folder of a run.
+
+    Returns
+    -------
+    str
+        Empty if there is none.
+    """
     link = run / LATEST
     if not link.is_symlink():
         return f"{link} is not a link" if link.exists() else ""
@@ -119,7 +142,18 @@ def astray(run: Path) -> str:
 
 
 def next_generation(known: Iterable[Candidate]) -> int:
-    """The generation that makes a checkpoint newer than all known ones."""
+    """The generation that makes a checkpoint newer than all known ones.  Not collective.
+
+    Parameters
+    ----------
+    known : iterable of Candidate
+        All in the folder.
+
+    Returns
+    -------
+    int
+        At least 1.
+    """
     return 1 + max((candidate.manifest.generation for candidate in known if candidate.manifest), default=0)
 
 

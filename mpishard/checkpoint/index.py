@@ -67,7 +67,9 @@ class Contents:
     Parameters
     ----------
     folder : Path
+        That of the checkpoint.
     origin : Origin
+        What has saved it.
     facts : dict
         As in `RunState.facts`.
     tensors : dict
@@ -164,7 +166,18 @@ def write_index(
 
 
 def check_facts(facts: Mapping[str, Any]) -> None:
-    """Raise ValueError unless an index can store these facts."""
+    """Raise ValueError unless an index can store these facts.  Not collective.
+
+    Parameters
+    ----------
+    facts : mapping
+        As in `RunState.facts`.
+
+    Raises
+    ------
+    ValueError
+        With the name of the first that it cannot.
+    """
     for name, value in facts.items():
         _check_fact(name, value)
 

@@ -19,7 +19,7 @@ BLOCK = 2**22  # elements read at once
 
 
 class Source(Protocol):
-    """The tensors of a model by name, with one array for each kind."""
+    """The tensors of a model by name, with one array for each kind.  No method is collective."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -34,11 +34,30 @@ class Source(Protocol):
         """Dtypes by kind, as `Shard.kind`."""
 
     def read(self, kind: str, name: str, box: Box) -> np.ndarray:
-        """The values in a box of a tensor: contiguous, shaped like the box."""
+        """The values in a box of a tensor: contiguous, shaped like the box.
+
+        Parameters
+        ----------
+        kind, name : str
+            The kind of array, and the tensor.
+        box : Box
+            Inside the tensor.
+
+        Returns
+        -------
+        array
+            Of the dtype of its kind.
+        """
 
 
 class Stored(AbstractContextManager["Stored"]):
-    """The tensors of a checkpoint whose hashes are correct; a `Source`."""
+    """The tensors of a checkpoint whose hashes are correct; a `Source`.  No method is collective.
+
+    Parameters
+    ----------
+    contents : Contents
+        Those of the checkpoint.
+    """
 
     def __init__(self, contents: Contents) -> None:
         self.facts: dict[str, Any] = contents.facts
@@ -51,6 +70,18 @@ class Stored(AbstractContextManager["Stored"]):
 
     def read(self, kind: str, name: str, box: Box) -> np.ndarray:
         """The values in a box of a tensor, from all pieces that it touches.
+
+        Parameters
+        ----------
+        kind, name : str
+            The kind of array, and the tensor.
+        box : Box
+            Inside the tensor.
+
+        Returns
+        -------
+        array
+            Contiguous, shaped like the box.
 
         Raises
         ------

@@ -16,7 +16,13 @@ from typing import Any, ClassVar
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Defer Ctrl-C to the end of the block, and raise it there."""
+    """Defer Ctrl-C to the end of the block, and raise it there.
+
+    Yields
+    ------
+    None
+        Without effect outside the main thread, or where the script has its own handler.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -94,7 +94,20 @@ def launch_of(found: Sequence[Launch], ranks: int) -> Launch | None:
 
 
 def foreign_launch(found: Sequence[Launch], library: str) -> Launch | None:
-    """The launcher of this process if it is the mpirun of another MPI than the library; else None."""
+    """The launcher of this process if it is the mpirun of another MPI than the library; else None.
+
+    Parameters
+    ----------
+    found : sequence of Launch
+        From `launches`.
+    library : str
+        The MPI of mpi4py.
+
+    Returns
+    -------
+    Launch or None
+        The first of another MPI.
+    """
     families = {"Open MPI": OPEN_MPI, "MPICH": MPICH, "Intel MPI": MPICH}
     of_mpi = [launch for launch in found if launch.family != SLURM]
     own = families.get(library)
@@ -104,7 +117,20 @@ def foreign_launch(found: Sequence[Launch], library: str) -> Launch | None:
 
 
 def explain(launch: Launch, library: str) -> str:
-    """A message: what a launcher of another MPI has done, and which launcher to use."""
+    """A message: what a launcher of another MPI has done, and which launcher to use.
+
+    Parameters
+    ----------
+    launch : Launch
+        The foreign one.
+    library : str
+        The MPI of mpi4py.
+
+    Returns
+    -------
+    str
+        One line.
+    """
     right = _beside() or f"the mpirun of the {library} that it is bound to"
     ranks = "a rank" if launch.ranks == 1 else f"{launch.ranks} ranks"
     return f"the {launch.launcher} started {ranks}, but mpi4py is bound to {library}; use {right}"
@@ -117,7 +143,20 @@ def _beside() -> str:
 
 
 def explain_alone(launch: Launch, library: str) -> str:
-    """A message: a rank is alone in its world although a launcher started several; and the remedies."""
+    """A message: a rank is alone in its world although a launcher started several; and the remedies.
+
+    Parameters
+    ----------
+    launch : Launch
+        It started several ranks.
+    library : str
+        The MPI of mpi4py.
+
+    Returns
+    -------
+    str
+        One line.
+    """
     way = f"use {_beside() or f'the mpirun of the {library} that mpi4py is bound to'}"
     if launch.family == SLURM:
         mpi = "pmix" if library == OPEN_MPI else "pmi2"
@@ -133,6 +172,11 @@ def check_before_mpi(environment: Mapping[str, str] = os.environ) -> None:
     """End this process with a message of one line if MPI_Init would abort it: MPICH under a launcher with PMIx only.
 
     Other launchers of another MPI make worlds of one rank, which a mesh rejects.
+
+    Parameters
+    ----------
+    environment : mapping of str to str
+        That of this process.
     """
     if "PMIX_RANK" not in environment or "mpi4py.MPI" in sys.modules:
         return

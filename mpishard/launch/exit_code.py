@@ -56,9 +56,12 @@ class Ending:
 
 
 def note_run(stopped: bool) -> None:
-    """Note that a run of the script is over; `stopped`: the user has stopped it in order.
+    """Note that a run of the script is over.  Not collective.
 
-    After the last run an exit code of 0 is then changed to 130.  Not collective.
+    Parameters
+    ----------
+    stopped : bool
+        Whether the user has stopped it in order.  After the last run an exit code of 0 is then changed to 130.
     """
     Ending.interrupted = stopped
     if stopped and Ending.this is None and not hasattr(sys, "ps1"):

@@ -60,9 +60,20 @@ def _local_names() -> tuple[str, ...]:
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Parse ``NAME[:SLOTS],...``; slots are numbers of ranks, 1 if not given.
 
+    Parameters
+    ----------
+    text : str
+        As on a command line.
+
+    Returns
+    -------
+    tuple of Host
+        In that order.
+
     Raises
     ------
     ValueError
+        If it is of another form, or names a host twice.
     """
     found = []
     for part in text.split(","):

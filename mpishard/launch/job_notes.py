@@ -24,9 +24,20 @@ class RunLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """An uncaught exception: its type, its message, the line that raised it, and the step under way or 0.
+    """An uncaught exception.
 
-    `trained`: whether the elastic run of the script had ended.
+    Parameters
+    ----------
+    kind : str
+        The name of its type.
+    message : str
+        Its text.
+    where : str
+        ``file:line`` that raised it.
+    step : int
+        The step under way, or 0.
+    trained : bool
+        Whether the elastic run of the script had ended.
     """
 
     kind: str
@@ -40,13 +51,30 @@ class Failure:
         return f"{self.kind} at {self.where}" + (" after its training" if self.trained else when)
 
     def same_as(self, other: Failure | None) -> bool:
-        """Whether both are the same failure; messages are not compared, since they may contain values that change."""
+        """Whether both are the same failure; messages are not compared, since they may contain values that change.
+
+        Parameters
+        ----------
+        other : Failure or None
+            Of an earlier start.
+
+        Returns
+        -------
+        bool
+            False if there is no other.
+        """
         return other is not None and (self.kind, self.where, self.step) == (other.kind, other.where, other.step)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The note that the script has ended; `code` is its exit code, None if only the launcher knows it."""
+    """The note that the script has ended.
+
+    Parameters
+    ----------
+    code : int or None
+        Its exit code; None if only the launcher knows it.
+    """
 
     code: int | None
 
@@ -112,6 +140,7 @@ class JobNotes:
     Parameters
     ----------
     path : Path
+        The folder.
     attempt : int
         Number of the start, unique in this folder; notes of other starts are ignored.
     """
@@ -122,6 +151,16 @@ class JobNotes:
     @classmethod
     def create(cls, path: Path) -> JobNotes:
         """Make the folder for a first start, or use an existing one; the notes of an earlier run in it are removed.
+
+        Parameters
+        ----------
+        path : Path
+            The folder; the one above it must be there.
+
+        Returns
+        -------
+        JobNotes
+            Of the first start.
 
         Raises
         ------
@@ -136,7 +175,13 @@ class JobNotes:
         return cls(path.absolute(), -1).next()
 
     def next(self) -> JobNotes:
-        """The same folder for the next start; this start is over from now on."""
+        """The same folder for the next start; this start is over from now on.
+
+        Returns
+        -------
+        JobNotes
+            In the same folder.
+        """
         before = read_note(self.path / "start", private=True)
         following = replace(self, attempt=self.attempt + 1 if before is None else before + 1)
         write_note(self.path / "start", following.attempt, private=True)
@@ -144,12 +189,29 @@ class JobNotes:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> JobNotes | None:
-        """The folder of this process's run, if it is supervised; else None."""
+        """The folder of this process's run, if it is supervised; else None.
+
+        Parameters
+        ----------
+        environment : mapping of str to str
+            That of this process.
+
+        Returns
+        -------
+        JobNotes or None
+            Those to which this process adds.
+        """
         path, attempt = environment.get(_FOLDER), environment.get(_ATTEMPT, "")
         return cls(Path(path), int(attempt)) if path and attempt.isdigit() else None
 
     def environment(self) -> dict[str, str]:
-        """The variables that `from_environment` reads."""
+        """The variables that `from_environment` reads.
+
+        Returns
+        -------
+        dict of str to str
+            For the environment of the job.
+        """
         return {_FOLDER: str(self.path), _ATTEMPT: str(self.attempt)}
 
     def note_started(self) -> None:
@@ -157,30 +219,65 @@ class JobNotes:
         self._write("started", "")
 
     def note_training(self, under_way: bool) -> None:
-        """Note that an elastic run of the script begins, or has ended."""
+        """Note that an elastic run of the script begins, or has ended.
+
+        Parameters
+        ----------
+        under_way : bool
+            Whether it begins.
+        """
         self._write("training", under_way)
 
     def note_step(self, step: int) -> None:
-        """Note the step of the run."""
+        """Note the step of the run.
+
+        Parameters
+        ----------
+        step : int
+            Its number.
+        """
         self._write("step", step)
 
     def note_healed(self, left: int, step: int) -> None:
-        """Note that processes have died and `left` go on; these may end the run in order without the dead ones.
+        """Note that processes have died and others go on; these may end the run in order without the dead ones.
 
-        `step` is the last step that they have committed.
+        Parameters
+        ----------
+        left : int
+            How many go on.
+        step : int
+            The last step that they have committed.
         """
         self._write("healed", [left, step])
 
     def note_ended(self, ended: Ended) -> None:
-        """Note that the script has ended."""
+        """Note that the script has ended.
+
+        Parameters
+        ----------
+        ended : Ended
+            With its exit code.
+        """
         self._write("ended", asdict(ended))
 
     def note_given_up(self, ended: Ended) -> None:
-        """Note that a process other than the first left its script with an exit code other than 0."""
+        """Note that a process other than the first left its script with an exit code other than 0.
+
+        Parameters
+        ----------
+        ended : Ended
+            With its exit code.
+        """
         self._write("given-up", asdict(ended))
 
     def note_failure(self, failure: Failure) -> None:
-        """Note the failure of a process; of several the last one is kept."""
+        """Note the failure of a process; of several the last one is kept.
+
+        Parameters
+        ----------
+        failure : Failure
+            What is told of it.
+        """
         self._write("failure", asdict(failure))
 
     def note_ending(self) -> None:

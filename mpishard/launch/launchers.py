@@ -27,9 +27,10 @@ _FORWARDED = re.compile(
 class Launcher:
     """The launcher of one MPI library.
 
-    Attributes
+    Parameters
     ----------
     path : str
+        The program.
     family : str
         ``"Open MPI"``, or ``"MPICH"`` for all launchers with the options of Hydra.
     """
@@ -69,6 +70,10 @@ class Launcher:
 
         Parameters
         ----------
+        command : sequence of str
+            What each rank runs.
+        ranks : int
+            How many.
         hosts : sequence of Host
             Empty: this host.
         elastic : bool
@@ -77,6 +82,11 @@ class Launcher:
             The program that reaches the hosts; default: that of the launcher.
         environment : mapping
             The environment with which this job is started.
+
+        Returns
+        -------
+        list of str
+            Its words.
         """
         words = [self.path, "-n", str(ranks)]
         listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
@@ -100,6 +110,20 @@ class Launcher:
         """The environment of the launcher: the given one, and default settings that it does not override.
 
         They are in the environment since spawned processes get settings of Open MPI only from there.
+
+        Parameters
+        ----------
+        given : mapping of str to str
+            It comes first.
+        ranks, slots : int
+            Ranks of the job, and those for which its hosts have cores.
+        elastic : bool
+            Whether ranks may survive the death of others.
+
+        Returns
+        -------
+        dict of str to str
+            The whole environment.
         """
         if self.family != _OPEN_MPI:
             return dict(given)
@@ -124,6 +148,16 @@ class Launcher:
 
 def find_launcher(path: str | None = None) -> Launcher:
     """The launcher at `path`; default: that of the MPI beside this Python, or else the one on the PATH.
+
+    Parameters
+    ----------
+    path : str, optional
+        A program, or its name on the PATH.
+
+    Returns
+    -------
+    Launcher
+        It was asked for its version.
 
     Raises
     ------

@@ -32,7 +32,13 @@ def die_with_single_threaded_parent() -> None:
 
 
 def end_with_daemon() -> NoReturn:
-    """Kill this process and the launcher's daemon that started it; the daemon may otherwise wait for ever."""
+    """Kill this process and the launcher's daemon that started it; the daemon may otherwise wait for ever.
+
+    Raises
+    ------
+    AssertionError
+        Never, as this does not return.
+    """
     parent = os.getppid()
     with contextlib.suppress(OSError):
         if Path(f"/proc/{parent}/comm").read_text().strip() in _DAEMONS:

@@ -19,7 +19,18 @@ _KEPT = re.compile("-[bBdEIOPqRsSuv]*([XW].*)?|--check-hash-based-pycs")
 
 
 def parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split into options of the interpreter, and ``-c ...``, ``-m ...`` or a path with the arguments of the script."""
+    """Split into options of the interpreter, and ``-c ...``, ``-m ...`` or a path with the arguments of the script.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+        Those of the interpreter.
+
+    Returns
+    -------
+    (list of str, list of str)
+        Together the arguments again, with flags before ``-c`` or ``-m`` as a word of their own.
+    """
     arguments = list(arguments)
     at = 0
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "-":
@@ -52,7 +63,18 @@ def with_runner(command: Sequence[str], *, elsewhere: bool = False) -> list[str]
 
 
 def without_runner(script: Sequence[str]) -> list[str]:
-    """The script part of a command, as `parted` returns it, without the runner."""
+    """The script part of a command, as `parted` returns it, without the runner.
+
+    Parameters
+    ----------
+    script : sequence of str
+        Begins with a path, ``-m`` or ``-c``.
+
+    Returns
+    -------
+    list of str
+        The same if there is no runner.
+    """
     if list(script[:2]) == _RUNNER_MODULE:
         return list(script[2:])
     return list(script[1:] if script and os.path.realpath(script[0]) == RUNNER else script)

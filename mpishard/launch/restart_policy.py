@@ -33,6 +33,11 @@ class Policy:
         The number of ranks is a multiple of this: the product of the mesh's tensor and pipeline sizes.
     max_restarts : int
         Largest number of starts in succession without progress beyond an earlier start.
+
+    Raises
+    ------
+    ValueError
+        If a number is too small.
     """
 
     elastic: bool = False

@@ -44,10 +44,13 @@ class Job:
     Parameters
     ----------
     command : sequence of str
+        What each rank runs.
     ranks : int, optional
         Default: the slots of the hosts, or the cores of this host.
     hosts : HostSettings
+        Where it runs.
     policy : Policy
+        When it starts again.
     folder : str, optional
         The run's folder, shared by all hosts; default: a temporary one, in the working directory if there are hosts.
     launcher : str, optional
@@ -55,6 +58,7 @@ class Job:
     grace : float
         Seconds for ranks to stop after SIGTERM.
     limits : Limits
+        How long it may be silent.
     """
 
     command: tuple[str, ...]

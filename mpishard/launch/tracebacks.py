@@ -22,6 +22,18 @@ def describe(error: BaseException, trace: TracebackType | None) -> str:
 
     If mpishard raised it on purpose, the raising frame stays.  If something went wrong inside mpishard, all frames
     stay.
+
+    Parameters
+    ----------
+    error : BaseException
+        The exception.
+    trace : TracebackType or None
+        Its traceback.
+
+    Returns
+    -------
+    str
+        Lines with a newline at the end.
     """
     report = traceback.TracebackException(type(error), error, trace)
     left_out = 0
@@ -39,10 +51,12 @@ def innermost(frame: FrameType | None, most: int) -> list[traceback.FrameSummary
     frame : FrameType or None
         The innermost frame; None for a thread that is gone.
     most : int
+        How many.
 
     Returns
     -------
     list of FrameSummary
+        Empty for a thread that is gone.
     """
     if frame is None:
         return []

@@ -16,7 +16,17 @@ _LEAST_S = 1.0  # shorter waits are normal
 
 @dataclass(frozen=True)
 class Finding:
-    """Ranks in the same state, and a description of that state."""
+    """Ranks in the same state, and a description of that state.
+
+    Parameters
+    ----------
+    ranks : tuple of int
+        Ascending.
+    kind : str
+        As at `diagnose`.
+    text : str
+        The description, without the ranks.
+    """
 
     ranks: tuple[int, ...]
     kind: str

@@ -36,11 +36,12 @@ _REASONS = {
 
 
 class Follower:
-    """The latest state of a run.
+    """The latest state of a run.  Nothing here is collective: any process reads the files.
 
     Parameters
     ----------
     folder : path
+        That of the record.
 
     Attributes
     ----------
@@ -97,6 +98,7 @@ class Follower:
 
     @property
     def logged(self) -> dict[str, tuple[int, float | None]]:
+        """By name the last step and value given to `RunRecord.log`."""
         return {name: (line["step"], line[name]) for name, line in self._logged.items() if not self._is_past(line)}
 
     @property
@@ -106,6 +108,7 @@ class Follower:
 
     @property
     def processes(self) -> list[Process]:
+        """The processes of the last start that are there now, by rank."""
         since = self.start.get("time", 0)
         found = [Process(name, list(lines)) for name, lines in self._lines.items() if lines]
         last = sorted((process for process in found if _written(process) >= since), key=_written)
@@ -116,10 +119,22 @@ class Follower:
 
     @property
     def stragglers(self) -> list[Straggler]:
+        """Ranks that take longer over the same work than others."""
         return stragglers(self.processes)
 
     def silent(self, process: Process) -> float:
-        """Seconds since the last line of a process, by the clock of this machine."""
+        """Seconds since the last line of a process, by the clock of this machine.
+
+        Parameters
+        ----------
+        process : Process
+            One of `processes`.
+
+        Returns
+        -------
+        float
+            At least 0.
+        """
         return max(0.0, time.time() - _written(process))
 
     @property
@@ -173,6 +188,18 @@ def state_here(name: str) -> str:
     """The state of a process, given the name of its file: `GONE`, `DEAD` or `STOPPED`.
 
     Empty if it runs, and for processes of other hosts.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        Host and process number.
+
+    Returns
+    -------
+    str
+        One of these, or empty.
     """
     host, _, number = name.rpartition("-")
     if host != os.uname().nodename:

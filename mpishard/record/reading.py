@@ -126,7 +126,18 @@ class Run:
 
 
 def check_record(folder: Path) -> None:
-    """Raise ValueError if the folder holds no record of a run; the message names a folder with one."""
+    """Raise ValueError if the folder holds no record of a run; the message names a folder with one.  Not collective.
+
+    Parameters
+    ----------
+    folder : Path
+        What a user gave.
+
+    Raises
+    ------
+    ValueError
+        With the way out.
+    """
     if _has_record(folder):
         return
     written = "one is written by optimize(problem, record=mpishard.RunRecord(folder, mesh))"
@@ -158,7 +169,18 @@ def series_of(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def began_after(start: dict[str, Any]) -> int | None:
-    """The step after which a start began, 0 without a checkpoint; None if not noted."""
+    """The step after which a start began, 0 without a checkpoint; None if not noted.  Not collective.
+
+    Parameters
+    ----------
+    start : dict
+        A line of `STARTS`.
+
+    Returns
+    -------
+    int or None
+        Counted from the optimizer's first step.
+    """
     resumed = start.get("resumed_steps")
     return resumed + int(start.get("steps_before", 0)) if isinstance(resumed, int) else None
 

@@ -47,6 +47,20 @@ class Asked:
 def ask(folder: Path, limit: float) -> Asked:
     """Ask the processes of the last start, and wait up to `limit` seconds; with 0, read their last answers.
 
+    Not collective.
+
+    Parameters
+    ----------
+    folder : Path
+        That of the record.
+    limit : float
+        In seconds.
+
+    Returns
+    -------
+    Asked
+        The answers that came.
+
     Raises
     ------
     OSError
@@ -83,6 +97,20 @@ def ask(folder: Path, limit: float) -> Asked:
 
 def ask_for_trace(folder: Path, count: int) -> tuple[int, int]:
     """Ask the processes for a trace of the next `count` steps, and wait for it; returns the first and last step.
+
+    Not collective.
+
+    Parameters
+    ----------
+    folder : Path
+        That of the record.
+    count : int
+        How many steps.
+
+    Returns
+    -------
+    (int, int)
+        Both are in the trace.
 
     Raises
     ------

@@ -32,7 +32,18 @@ class Spent:
 
 
 def spent(run: Run) -> Spent:
-    """Compute `Spent` for all steps from the first to the last that any process has noted."""
+    """Compute `Spent` for all steps from the first to the last that any process has noted.  Not collective.
+
+    Parameters
+    ----------
+    run : Run
+        The whole record.
+
+    Returns
+    -------
+    Spent
+        Empty if no process has noted a step.
+    """
     lines = [line for process in run.processes for line in process.lines if line["seconds"]]
     if not lines:
         return Spent(np.empty(0, np.int64), {}, {})
@@ -78,7 +89,20 @@ def spent(run: Run) -> Spent:
 
 
 def binned(values: np.ndarray, most: int) -> np.ndarray:
-    """Means over at most `most` runs of equal length; NaN are left out."""
+    """Means over at most `most` runs of equal length; NaN are left out.  Not collective.
+
+    Parameters
+    ----------
+    values : 1-D array
+        One for each step.
+    most : int
+        At least 1.
+
+    Returns
+    -------
+    1-D array of float64
+        NaN where all of a run are.
+    """
     width = max(1, -(-len(values) // most))
     filled = np.full(-(-len(values) // width) * width, np.nan)
     filled[: len(values)] = values

@@ -18,7 +18,9 @@ class Traced:
     Parameters
     ----------
     rank, step : int
+        Where and when.
     name : str
+        What happened.
     kind : str
         ``"step"``, ``"phase"`` of it, ``"function"`` of the problem, an action of a pipeline (``"F"``, ``"B"``,
         ``"I"``, ``"W"``), or the axis of a call.
@@ -36,6 +38,18 @@ class Traced:
 
 def read_trace(folder: Path) -> list[Traced]:
     """All spans in the record of a run, by rank and time, outer ones first; of a repeated step the last.
+
+    Not collective.
+
+    Parameters
+    ----------
+    folder : Path
+        That of the record.
+
+    Returns
+    -------
+    list of Traced
+        At least one.
 
     Raises
     ------
@@ -61,6 +75,18 @@ def chrome_events(spans: Sequence[Traced]) -> dict[str, Any]:
     """The spans in the JSON object format of trace events, for Perfetto and Chrome; each rank is a process there.
 
     Times are microseconds since the first span; a JSON number may be too coarse for times since 1970.
+
+    Not collective.
+
+    Parameters
+    ----------
+    spans : sequence of Traced
+        At least one.
+
+    Returns
+    -------
+    dict
+        To be written as JSON.
     """
     first = min(span.start for span in spans)
     events: list[dict[str, Any]] = []

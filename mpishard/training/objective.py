@@ -29,6 +29,29 @@ class ObjectiveOptions(TypedDict, total=False):
 class Objective(Generic[P]):
     """The values of an `OptimizationProblem` that the training loop reads; its docstring explains each value.
 
+    Parameters
+    ----------
+    function : callable
+        What is minimised.
+    start : 1-D array or FlatParameters
+        Where it begins.
+    samples, batch_size : int
+        All samples, and those of a step.
+    micro_batch_size : int, optional
+        Samples of one call of the function.
+    steps : int, optional
+        The run stops after them.
+    tolerance : float, optional
+        It stops at a gradient norm of at most this.
+    seconds : float, optional
+        It stops after this time.
+    seed : int
+        Of the order of the samples.
+    tokens_per_sample : int
+        For the record.
+    facts : mapping
+        What checkpoints keep besides.
+
     Raises
     ------
     TypeError, ValueError

@@ -15,7 +15,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The checked options of a run; `watching` says whether any rank has a callback or a time limit."""
+    """The checked options of a run; those without a text here are explained at `ShardedOptimizer.optimize`.
+
+    Parameters
+    ----------
+    callback : callable or None
+        As there.
+    progress : bool
+        As there.
+    watching : bool
+        Whether any rank has a callback or a time limit.
+    checkpoints : Checkpoints or None
+        As there.
+    resume : bool
+        As there.
+    record : RunRecord or None
+        As there.
+    """
 
     callback: Callable[[TrainingState[Any]], bool | None] | None
     progress: bool

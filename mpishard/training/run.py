@@ -27,7 +27,17 @@ from mpishard.training.stopping import StopCondition, StopRequest
 
 
 class StepOutcome(NamedTuple):
-    """A step whose update is done; `synchronized`: whether its loss is that of all ranks, which have met in it."""
+    """A step whose update is done.
+
+    Parameters
+    ----------
+    loss : float
+        The mean over its samples.
+    learning_rate : float
+        Of its update; the step length of a minimisation.
+    synchronized : bool
+        Whether its loss is that of all ranks, which have met in it.
+    """
 
     loss: float
     learning_rate: float
@@ -42,9 +52,13 @@ class TrainingRun:
     Parameters
     ----------
     problem : Objective
+        What is minimised.
     optimizer : ShardedOptimizer
+        What takes the steps.
     options : RunOptions
+        Those of `optimize`.
     scaling : Scaling
+        How batch size and learning rate follow the number of workers.
     begins : bool
         False in a process that joins a running job, where `restore` gives it the progress of the run.
     transactional : bool
@@ -114,7 +128,13 @@ class TrainingRun:
         )
 
     def restore(self, progress: RunProgress) -> None:
-        """Continue from a progress.  Not collective; parameters and optimizer are restored apart."""
+        """Continue from a progress.  Not collective; parameters and optimizer are restored apart.
+
+        Parameters
+        ----------
+        progress : RunProgress
+            From a checkpoint or another worker.
+        """
         self.losses.restore(progress.losses)
         self.batches.restore(progress.samples_consumed, progress.first_workers)
         self._steps_before, self._skipped_before = progress.steps_before, progress.skipped_before
@@ -133,7 +153,20 @@ class TrainingRun:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def take_step(self, step: int, interrupts: Interrupts | None = None) -> StepOutcome:
-        """Compute a step's gradient and update, which tells all ranks of Ctrl-C on this one.  Collective."""
+        """Compute a step's gradient and update, which tells all ranks of Ctrl-C on this one.  Collective.
+
+        Parameters
+        ----------
+        step : int
+            Its number.
+        interrupts : Interrupts, optional
+            Whether this rank got Ctrl-C.
+
+        Returns
+        -------
+        StepOutcome
+            For `finish_step`.
+        """
         optimizer = self.optimizer
         optimizer.config.mesh.ledger.step = step
         losses, count = self.runner.losses_and_gradient(self.batches.following())
@@ -161,7 +194,13 @@ class TrainingRun:
         return StepOutcome(loss, rate, synchronized)
 
     def finish_step(self, outcome: StepOutcome) -> None:
-        """Count a step, and report it.  Not collective."""
+        """Count a step, and report it.  Not collective.
+
+        Parameters
+        ----------
+        outcome : StepOutcome
+            Of `take_step`.
+        """
         self.batches.advance()
         self.losses.append(outcome.loss)
         self.report.step(
@@ -174,7 +213,20 @@ class TrainingRun:
         )
 
     def stop_request(self, step: int, outcome: StepOutcome) -> StopRequest:
-        """Call the callback; returns this rank's request after a step."""
+        """Call the callback; returns this rank's request after a step.
+
+        Parameters
+        ----------
+        step : int
+            As the callback is told.
+        outcome : StepOutcome
+            Of `take_step`.
+
+        Returns
+        -------
+        StopRequest
+            That of this rank alone.
+        """
         seconds = time.perf_counter() - self._began
         if self._callback is not None:
             norm, values = self.optimizer.gradient_norm, self.runner.values
@@ -186,7 +238,18 @@ class TrainingRun:
         return StopRequest.SECONDS if timed_out else StopRequest.NONE
 
     def why_stop(self, request: int) -> str:
-        """The reason to stop if `request` is the strongest of all ranks; empty if there is none."""
+        """The reason to stop if `request` is the strongest of all ranks; empty if there is none.
+
+        Parameters
+        ----------
+        request : int
+            A value of `StopRequest`.
+
+        Returns
+        -------
+        str
+            As in `OptimizationResult.stop_reason`.
+        """
         return self._ended or self._stop.reason(request, len(self.losses), self.optimizer.gradient_norm)
 
     @property
@@ -195,7 +258,15 @@ class TrainingRun:
         return "" if self.optimizer.minimizer is None else self.optimizer.minimizer.stop_reason
 
     def save(self, last: bool) -> None:
-        """Save if a save is due; after the last step, bring all ranks to one state even without checkpoints."""
+        """Save if a save is due; after the last step, bring all ranks to one state even without checkpoints.
+
+        Collective.
+
+        Parameters
+        ----------
+        last : bool
+            Whether no step follows.
+        """
         due = last or self.checkpoints.due
         with self.report.phase("saving"):
             if due:
@@ -238,7 +309,13 @@ class TrainingRun:
         self.optimizer.measure_norm |= self.problem.tolerance is not None
 
     def reached_goal(self) -> str:
-        """The goal that the run had already reached when it resumed, reported on rank 0; empty if there is none."""
+        """The goal that the run had already reached when it resumed, reported on rank 0; empty if there is none.
+
+        Returns
+        -------
+        str
+            As in `OptimizationResult.stop_reason`.
+        """
         resumed, folder = self._resumed_steps, self.checkpoints.folder
         norm = self.optimizer.gradient_norm if resumed else math.nan
         reason = self._ended or self._stop.goal(len(self.losses), norm)
@@ -258,8 +335,17 @@ class TrainingRun:
     def result(self, reason: str, stopped_by_user: bool = True) -> OptimizationResult[Any]:
         """The result of the run, which has ended for this reason.
 
-        `stopped_by_user`: whether the signal that stopped it was Ctrl-C, or came from `mpishard run` because that was
-        stopped.
+        Parameters
+        ----------
+        reason : str
+            As in `OptimizationResult.stop_reason`.
+        stopped_by_user : bool
+            Whether the signal that stopped it was Ctrl-C, or came from `mpishard run` because that was stopped.
+
+        Returns
+        -------
+        OptimizationResult
+            Of this rank.
         """
         optimizer, stopped = self.optimizer, reason == "signal"
         if optimizer.state.method is not None:

@@ -20,14 +20,18 @@ if TYPE_CHECKING:
 
 
 class RunCheckpoints:
-    """Saves a run and resumes it; does nothing without `Checkpoints` among the options.
+    """Saves a run and resumes it; does nothing without `Checkpoints` among the options.  Creation is not collective.
 
     Parameters
     ----------
     problem : Objective
+        Its facts are saved too.
     optimizer : ShardedOptimizer
+        Its state is saved.
     options : RunOptions
+        They have the checkpoints, and say whether to resume.
     batches : Batches
+        The position in the samples is saved.
     """
 
     def __init__(
@@ -54,7 +58,22 @@ class RunCheckpoints:
         return f"{how} from the checkpoint in {self._checkpoints.folder}"
 
     def check(self, progress: RunProgress, rehearses: bool) -> None:
-        """Raise now the errors that would occur at the first save.  Collective; `rehearses`: writes to the folder."""
+        """Raise now the errors that would occur at the first save.  Collective.
+
+        Parameters
+        ----------
+        progress : RunProgress
+            As it would be saved.
+        rehearses : bool
+            Whether to write to the folder, too.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if the checkpoints are of other ranks, or cannot hold the facts.
+        OSError
+            On all ranks, if the folder cannot be written.
+        """
         checkpoints = self._checkpoints
         if checkpoints is None:
             return
@@ -74,7 +93,17 @@ class RunCheckpoints:
     def resume(self) -> RunProgress | None:
         """Restore parameters and optimizer from the newest checkpoint, if the options say so.  Collective.
 
-        Returns the progress of the run; None if nothing is restored.
+        Returns
+        -------
+        RunProgress or None
+            The progress of the run; None if nothing is restored.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if the checkpoint is of another model, rule or order of samples, or all are damaged.
+        OSError
+            On all ranks, if the folder cannot be read.
         """
         if self._checkpoints is None or not self._resumes:
             return None
@@ -104,7 +133,13 @@ class RunCheckpoints:
         return self._checkpoints is not None and self._checkpoints.due(self._optimizer.clock)
 
     def save(self, progress: RunProgress) -> None:
-        """Save the run.  Collective."""
+        """Save the run.  Collective.
+
+        Parameters
+        ----------
+        progress : RunProgress
+            How far the run has come.
+        """
         if self._checkpoints is not None:
             if self._record is not None:
                 self._record.flush()  # no later run repeats the steps before a checkpoint

@@ -41,7 +41,15 @@ class RunProgress:
     resumed_steps: int
 
     def to_metadata(self) -> dict[str, Any]:
-        """What a checkpoint keeps.  The optimizer's numbers are there too, and the rest follows from them."""
+        """What a checkpoint keeps.  The optimizer's numbers are there too, and the rest follows from them.
+
+        Not collective.
+
+        Returns
+        -------
+        dict
+            Numbers, and the losses as an array.
+        """
         return {
             "samples_consumed": self.samples_consumed,
             "first_workers": self.first_workers,
@@ -50,7 +58,7 @@ class RunProgress:
 
     @classmethod
     def from_metadata(cls, facts: Mapping[str, Any], sampler: Sampler, first_workers: int) -> RunProgress:
-        """The progress of a run that resumes from a checkpoint with these facts.
+        """The progress of a run that resumes from a checkpoint with these facts.  Not collective.
 
         Parameters
         ----------

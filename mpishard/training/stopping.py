@@ -10,7 +10,7 @@ from mpishard.training.objective import Objective
 
 
 class StopRequest(IntEnum):
-    """Why a rank requests to stop; the largest of several requests counts."""
+    """Why a rank requests to stop; the largest of several requests counts.  Not collective."""
 
     NONE = 0
     SECONDS = 1

@@ -31,8 +31,8 @@ import mpishard
 CODES = set("GL06 GL07 GL08 SS01 SS03 SS06 PR01 PR02 PR03 PR04 PR07 PR10 RT01 RT03 YD01".split())
 # Packages and modules of which the names that others import have all of this, too.  The list may only get longer.
 BETWEEN_PACKAGES = set(
-    "arguments comm compression data_parallel deprecated elastic environment estimate io layout optim parameters "
-    "pipeline reduction version".split()
+    "arguments checkpoint comm compression data_parallel deprecated elastic environment estimate io launch layout "
+    "optim parameters pipeline record reduction training version".split()
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
