@@ -1,0 +1,207 @@
+"""Methods in the place of rules: the same bits on any ranks, resumed within a line search, resized, and divided."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpishard
+from mpishard import OptimizationProblem, ShardingConfiguration, nn
+from mpishard.checkpoint import Checkpoints
+from mpishard.compression import Int8Compressor
+from mpishard.layout.boxes import split
+from mpishard.minimizers.lbfgs import LBFGS
+
+SAMPLES, SIZE = 24, 37
+INPUTS = np.random.default_rng(0).standard_normal((SAMPLES, SIZE))
+TARGETS = INPUTS @ np.random.default_rng(1).standard_normal(SIZE)
+METHOD = LBFGS(gtol=1e-9, ftol=0.0, history=5)
+EVALUATIONS = 22
+
+
+def problem(steps=EVALUATIONS, **options):
+    """A sum of squares and of a function that bends, so that line searches take several evaluations."""
+
+    def function(parameters, samples, gradients):
+        residual = INPUTS[samples] @ parameters - TARGETS[samples]
+        bent = np.tanh(residual)
+        gradients += INPUTS[samples].T @ (residual + 0.5 * (1 - bent * bent))
+        return 0.5 * residual @ residual + 0.5 * bent.sum()
+
+    options = {"batch_size": SAMPLES, "micro_batch_size": 4, "steps": steps} | options
+    return OptimizationProblem(function, np.full(SIZE, 2.0), SAMPLES, **options)
+
+
+def optimizer_on(mesh, method=METHOD, **options):
+    return mpishard.as_distributed(method, ShardingConfiguration(mesh, reproducible=True, **options))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The result of one rank, on every rank."""
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        return optimizer_on(mesh).optimize(problem(), progress=False)
+
+
+def assert_same(result, alone):
+    np.testing.assert_array_equal(result.loss_history, alone.loss_history)
+    np.testing.assert_array_equal(result.parameters, alone.parameters)
+
+
+@pytest.mark.parametrize("kind", [mpishard.ZeRO1Optimizer, mpishard.ZeRO2Optimizer, mpishard.ZeRO3Optimizer])
+def test_bits_are_those_of_one_rank(mesh, alone, kind):
+    optimizer = kind(METHOD, ShardingConfiguration(mesh, reproducible=True))
+    result = optimizer.optimize(problem(), progress=False)
+    assert_same(result, alone)
+    searches = np.diff([0, *(optimizer.minimizer.progress.iterations for _ in range(1))])
+    assert 0 < searches[0] < result.steps  # some line searches took more than one evaluation
+
+
+def test_vectors_are_divided_over_the_data_axis(mesh):
+    optimizer = optimizer_on(mesh)
+    optimizer.optimize(problem(steps=3), progress=False)
+    own = np.diff(split(SIZE, mesh.data.size))[mesh.data.rank]
+    vectors = 2 * METHOD.history + 3
+    assert optimizer.state.binding.on_rank.slot_rows.nbytes == vectors * own * 8
+
+
+def test_a_run_resumes_within_a_line_search(mesh, alone, tmp_path):
+    folder = mesh.world.allgather_object(str(tmp_path))[0]
+    for steps in (1, 2, 5, 12, EVALUATIONS):
+        with Checkpoints(folder, mesh, keep=1) as checkpoints:
+            result = optimizer_on(mesh).optimize(
+                problem(steps=steps), progress=False, checkpoints=checkpoints, resume=True
+            )
+    assert result.resumed_steps == 12
+    assert_same(result, alone)
+
+
+def test_a_state_goes_on_by_its_bytes(mesh, alone):
+    first = optimizer_on(mesh)
+    points = []
+    first.optimize(problem(steps=7), progress=False)
+    points.append(first.state.method.minimizer.point.copy())
+    second = optimizer_on(mesh)
+    second.deserialize(first.serialize())
+    second.optimize(problem(steps=0), progress=False)
+    second.state.method.minimizer.point[...] = points[0]
+    result = second.optimize(problem(steps=EVALUATIONS - 7), progress=False)
+    np.testing.assert_array_equal(result.parameters, alone.parameters)
+
+
+def test_workers_may_change_within_line_searches(mesh, alone):
+    most = mesh.data.size
+    plan = {3: 1, 4: max(1, most - 1), 9: most, 14: max(1, most // 2), 21: most}
+    optimizer = mpishard.ElasticOptimizer(optimizer_on(mesh), max_workers=most)
+    workers = set()
+
+    def callback(state):
+        workers.add(optimizer.current_workers)
+        if state.step in plan:
+            optimizer.resize(plan[state.step])
+
+    result = optimizer.optimize(problem(), progress=False, callback=callback)
+    seen = {number for theirs in mesh.world.allgather_object(workers) for number in theirs}
+    assert seen == {1, *plan.values(), most}
+    assert_same(result, alone)
+
+
+def test_the_result_is_the_last_accepted_iterate(mesh):
+    optimizer = optimizer_on(mesh)
+    losses = {}
+
+    def callback(state):
+        losses[state.parameters.tobytes()] = state.loss
+
+    result = optimizer.optimize(problem(steps=6), progress=False, callback=callback)
+    minimizer = optimizer.minimizer
+    np.testing.assert_array_equal(minimizer.space.own(result.parameters), minimizer.best)
+    again = optimizer_on(mesh).optimize(problem(steps=1), progress=False)
+    assert again.steps == 1
+    assert minimizer.progress.value == min(result.loss_history)
+
+
+def test_another_call_goes_on_in_the_line_search(mesh, alone):
+    optimizer = optimizer_on(mesh)
+    for steps in (4, 5, EVALUATIONS - 9):
+        result = optimizer.optimize(problem(steps=steps), progress=False)
+    np.testing.assert_array_equal(result.parameters, alone.parameters)
+
+
+def test_a_gpt_takes_the_same_steps_on_every_layout(mesh):
+    tokens = np.random.default_rng(1).integers(0, 11, (8, 9))
+
+    def losses(comm, **sizes):
+        with mpishard.Mesh(comm, **sizes) as own:
+            model = nn.GPT(11, 8, 16, 2, 2, np.float64, seed=3, mesh=own)
+            gpt = OptimizationProblem.for_model(
+                model,
+                lambda samples: (tokens[samples, :-1], tokens[samples, 1:]),
+                **{"samples": 8, "batch_size": 8, "steps": 12, "tokens_per_sample": 8},
+            )
+            kind = mpishard.ZeRO1Optimizer
+            return kind(LBFGS(history=3), own).optimize(gpt, progress=False).loss_history
+
+    size = mesh.size
+    wanted = losses(MPI.COMM_SELF)
+    assert wanted[-1] < 0.9 * wanted[0]
+    for sizes in ({"tensor": 2}, {"pipeline": 2}) if size % 2 == 0 else ({},):
+        np.testing.assert_allclose(losses(MPI.COMM_WORLD, **sizes), wanted, rtol=1e-9)
+
+
+def test_dear_samples_are_dealt_out_by_their_cost(mesh):
+    """The bits stay; the dear micro-batch's rank has fewer others."""
+    own: list[int] = []
+    cheap = problem().function
+
+    def function(parameters, samples, gradients):
+        own.append(int(samples[0]) // 4)
+        return cheap(parameters, samples, gradients)
+
+    base = problem()
+    optimizer = optimizer_on(mesh)
+    dear = OptimizationProblem(
+        function, np.full(SIZE, 2.0), SAMPLES, batch_size=SAMPLES, micro_batch_size=4, steps=EVALUATIONS
+    )
+    result = optimizer.optimize(dear, progress=False)
+    counts = mesh.world.allgather_object(len(own))
+    assert sum(counts) == EVALUATIONS * SAMPLES // 4
+    np.testing.assert_array_equal(result.loss_history, optimizer_on(mesh).optimize(base, progress=False).loss_history)
+
+
+REFUSED = {
+    "ddp": (lambda mesh: mpishard.DDPOptimizer(METHOD, mesh), "divides its vectors over the data axis"),
+    "local sgd": (lambda mesh: mpishard.LocalSGDOptimizer(METHOD, mesh), "divides its vectors over the data axis"),
+    "clipping": (lambda mesh: optimizer_on(mesh, max_gradient_norm=1.0), "leave out max_gradient_norm"),
+    "compression": (
+        lambda mesh: mpishard.as_distributed(
+            METHOD, ShardingConfiguration(mesh, enable_gradient_compression=True, gradient_compressor=Int8Compressor())
+        ),
+        "leave out gradient compression",
+    ),
+    "batches": (
+        lambda mesh: optimizer_on(mesh).optimize(problem(batch_size=SAMPLES - 4), progress=False),
+        "the same in every evaluation",
+    ),
+    "fixed": (
+        lambda mesh: optimizer_on(mesh, LBFGS(fixed=np.zeros(SIZE - 1, bool))).optimize(problem(), progress=False),
+        "fixed have the shape",
+    ),
+    "weights": (
+        lambda mesh: optimizer_on(mesh, LBFGS(inner_product=-1.0)).optimize(problem(), progress=False),
+        "inner_product must be positive and finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_method_cannot_have_is_refused(mesh, case):
+    attempt, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        attempt(mesh)
+
+
+def test_step_has_no_value_to_decide_by(mesh):
+    with pytest.raises(TypeError, match="decides by the value"):
+        optimizer_on(mesh).step(np.zeros(SIZE), np.ones(SIZE))
