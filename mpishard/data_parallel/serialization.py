@@ -1,17 +1,13 @@
 """Optimizer state as bytes: an HDF5 file image, checked before HDF5 opens it.
 
-The first 512 bytes are HDF5's user block, which HDF5 readers ignore.  It has a magic number, the length of the image
-and the SHA-256 of all other bytes of the image.  `decode` uses them to refuse a truncated or altered image, since a
-corrupt file can hang or crash the HDF5 library.  The image stores every state array whole, by tensor name, so that any
+The image has a seal, see `mpishard.io.file_image`.  It stores every state array whole, by tensor name, so that any
 layout can read it.  Nothing is pickled.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-import struct
 from collections.abc import Sequence
 
 import h5py
@@ -21,16 +17,13 @@ from mpishard.data_parallel.counters import check_numbers
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.optimizer_state import OptimizerState
 from mpishard.io import hdf5
+from mpishard.io.file_image import USER_BLOCK, FileImage
 from mpishard.layout.run_state import brief, link_name
 from mpishard.layout.specs import ParameterSpec
 
-_MARK = b"mpishard optimizer state\0"
-_VERSION = 1
-_BLOCK = 512
-_HEADER = struct.Struct(f"<{len(_MARK)}sIQ")
+_IMAGE = FileImage(b"mpishard optimizer state\0", 1, "optimizer state")
 _MOST_DIMENSIONS = 32  # of HDF5
 _EXTENT_LIMIT = 2**60  # sizes of longer tensors would overflow int64
-_DIGEST = slice(_HEADER.size, _HEADER.size + 32)
 
 
 def serialize(state: OptimizerState) -> bytes:
@@ -60,15 +53,15 @@ def _identity(state: FullState, data: bytes) -> dict[str, str]:
     """The facts of a state, read from `data`, that must be the same on all ranks."""
     numbers = {"steps": state.steps, "skipped_steps": state.skipped_steps, "loss_scale": state.loss_scale}
     facts = {f"{name} of the state": str(value) for name, value in numbers.items()}
-    return facts | {"SHA-256 of the state": f"{bytes(data[_DIGEST]).hex()[:16]}..."}
+    return facts | {"SHA-256 of the state": f"{_IMAGE.digest(data).hex()[:16]}..."}
 
 
 def encode(state: FullState) -> bytes:
     """Encode a state as an HDF5 file image."""
     file = io.BytesIO()
-    with h5py.File(file, "w", userblock_size=_BLOCK) as h5:
+    with h5py.File(file, "w", userblock_size=USER_BLOCK) as h5:
         h5.attrs["format"] = "mpishard optimizer state"
-        h5.attrs["version"] = _VERSION
+        h5.attrs["version"] = _IMAGE.version
         h5.attrs["rule"] = state.rule
         h5.attrs["configuration"] = json.dumps(dict(state.configuration), sort_keys=True)
         h5.attrs["steps"] = state.steps
@@ -87,10 +80,7 @@ def encode(state: FullState) -> bytes:
             _write(h5.create_group(f"slots/{slot}"), flat, state.specs)
         for kind, flat in state.others.items():
             _write(h5.create_group(f"others/{link_name(kind)}"), flat, state.specs)
-    image = bytearray(file.getvalue())
-    _HEADER.pack_into(image, 0, _MARK, _VERSION, len(image))
-    image[_DIGEST] = _digest(image)
-    return bytes(image)
+    return _IMAGE.seal(file.getvalue())
 
 
 def _write(group: h5py.Group, flat: np.ndarray, specs: Sequence[ParameterSpec]) -> None:
@@ -98,13 +88,6 @@ def _write(group: h5py.Group, flat: np.ndarray, specs: Sequence[ParameterSpec]) 
     for spec in specs:
         group.create_dataset(link_name(spec.name), data=flat[start : start + spec.size].reshape(spec.shape))
         start += spec.size
-
-
-def _digest(image: bytes | bytearray | memoryview) -> bytes:
-    view = memoryview(image)
-    hasher = hashlib.sha256(view[: _DIGEST.start])
-    hasher.update(view[_DIGEST.stop :])
-    return hasher.digest()
 
 
 def decode(data: bytes) -> FullState:
@@ -117,17 +100,7 @@ def decode(data: bytes) -> FullState:
     ValueError
         If the bytes are not a state, or are truncated, altered or of another version.
     """
-    if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(f"deserialize takes the bytes that serialize returned, got {type(data).__name__}")
-    if len(data) < _BLOCK or bytes(data[: len(_MARK)]) != _MARK:
-        raise ValueError(f"these {len(data)} bytes are not the state of an mpishard optimizer (no mark at their start)")
-    _, version, length = _HEADER.unpack_from(data)
-    if version != _VERSION:
-        raise ValueError(f"optimizer state of version {version}; this mpishard reads version {_VERSION}")
-    if len(data) != length:
-        raise ValueError(f"optimizer state is cut short or padded: {len(data)} bytes, but it was written with {length}")
-    if _digest(data) != bytes(data[_DIGEST]):
-        raise ValueError("optimizer state is damaged: its SHA-256 differs from the one written with it")
+    _IMAGE.check(data)
     try:
         with h5py.File(io.BytesIO(data), "r") as h5:
             return _read(h5, len(data))

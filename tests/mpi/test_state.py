@@ -86,10 +86,10 @@ def image(mesh):
     [
         (lambda data: data[:-1], ValueError, "cut short"),
         (lambda data: data[: len(data) // 2], ValueError, "cut short"),
-        (lambda data: data[:100], ValueError, "not the state of an mpishard optimizer"),
-        (lambda data: b"", ValueError, "not the state of an mpishard optimizer"),
+        (lambda data: data[:100], ValueError, "no optimizer state of mpishard"),
+        (lambda data: b"", ValueError, "no optimizer state of mpishard"),
         (lambda data: data + b"\0", ValueError, "cut short or padded"),
-        (lambda data: b"\x89HDF\r\n\x1a\n" + bytes(5000), ValueError, "not the state of an mpishard optimizer"),
+        (lambda data: b"\x89HDF\r\n\x1a\n" + bytes(5000), ValueError, "no optimizer state of mpishard"),
         (lambda data: data[:3000] + bytes([data[3000] ^ 1]) + data[3001:], ValueError, "damaged"),
         (lambda data: data.decode("latin-1"), TypeError, "takes the bytes that serialize returned, got str"),
         (lambda data: None, TypeError, "got NoneType"),

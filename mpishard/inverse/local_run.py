@@ -1,0 +1,146 @@
+"""A minimisation on one process: no ranks, and no MPI."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mpishard.backend import array as arrays
+from mpishard.inverse.unknowns import Unknowns
+from mpishard.io import log
+from mpishard.minimizers.elements import whole_limits
+from mpishard.minimizers.limits import Limits
+from mpishard.minimizers.method import Method
+from mpishard.minimizers.minimizer import Minimizer
+from mpishard.minimizers.space import LocalSpace
+
+Array = Any
+
+
+class LocalRun:
+    """A minimisation by one process: a `Run`.  Not collective.
+
+    Parameters
+    ----------
+    method : Method
+        What minimises.
+    unknowns : Unknowns
+        The start; moved into the bounds.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an option of the method does not fit the unknowns.
+    """
+
+    speaks = True
+
+    def __init__(self, method: Method, unknowns: Unknowns) -> None:
+        flat = unknowns.flat
+        self.method = method
+        self.unknowns = unknowns
+        self._rows = arrays.zeros((len(method.slots), unknowns.size), flat.dtype, like=flat)
+        for slot, row in zip(method.slots, self._rows, strict=True):
+            row[...] = method.initial(slot)
+        self._limits = _limits(method, unknowns)
+        self.minimizer: Minimizer = self._make()
+        moved = self.minimizer.begin()
+        if moved:
+            tell_of_projection(moved)
+            self.publish(self.minimizer.point)
+
+    def _make(self) -> Minimizer:
+        """A minimisation at the unknowns, with its own copy of them."""
+        return self.method.make(LocalSpace(self.unknowns.flat), self._rows, self.unknowns.flat.copy(), self._limits)
+
+    def publish(self, vector: Array) -> None:
+        """See `Run`."""
+        self.unknowns.flat[...] = vector
+
+    def whole(self, vector: Array) -> Array:
+        """See `Run`."""
+        return vector
+
+    def tell(self, value: float, gradient: Any, problem: Exception | None) -> None:
+        """See `Run`."""
+        self.raise_if_any(problem)
+        self.minimizer.tell(value, self.unknowns.vector("the gradient", gradient))
+
+    def tell_product(self, product: Any, problem: Exception | None) -> None:
+        """See `Run`."""
+        self.raise_if_any(problem)
+        self.minimizer.tell_product(self.unknowns.vector("the Hessian product", product))
+
+    def any(self, flag: bool) -> bool:
+        """See `Run`."""
+        return flag
+
+    def raise_if_any(self, problem: Exception | None) -> None:
+        """See `Run`."""
+        if problem is not None:
+            raise problem
+
+    def serialize(self) -> bytes:
+        """See `Run`."""
+        from mpishard.inverse import state_image  # with h5py: only for those who save
+
+        return state_image.encode(
+            type(self.method).__name__,
+            self.minimizer.point,
+            dict(zip(self.method.slots, self._rows, strict=True)),
+            self.minimizer.to_metadata(),
+        )
+
+    def deserialize(self, data: bytes) -> None:
+        """See `Run`."""
+        from mpishard.inverse import state_image
+
+        point, rows, metadata = state_image.decode(data, self.method, self.unknowns.flat)
+        kept = [self._rows.copy(), self.minimizer.point.copy()], json.loads(json.dumps(self.minimizer.to_metadata()))
+        self._fill(point, rows)
+        try:
+            self.minimizer.restore(metadata)
+        except ValueError:
+            (old_rows, old_point), old = kept
+            self._fill(old_point, dict(zip(self.method.slots, old_rows, strict=True)))
+            self.minimizer.restore(old)
+            raise
+        self.publish(self.minimizer.point)
+
+    def _fill(self, point: Array, rows: dict[str, Array]) -> None:
+        self.minimizer.point[...] = point
+        for slot, row in zip(self.method.slots, self._rows, strict=True):
+            row[...] = rows[slot]
+
+    def save(self, folder: str | Path) -> Path:
+        """Raises; checkpoints are for meshes."""
+        raise ValueError("checkpoints need a mesh: give mesh=mpishard.Mesh(), or keep the bytes of serialize()")
+
+    def load(self, folder: str | Path) -> None:
+        """Raises; checkpoints are for meshes."""
+        self.save(folder)
+
+
+def tell_of_projection(moved: int) -> None:
+    """Say that the start was outside of its bounds.
+
+    Not collective; callers choose the rank that speaks.
+
+    Parameters
+    ----------
+    moved : int
+        How many elements were.
+    """
+    log.inform(f"{moved} elements of the start lie outside of their bounds, and begin at the nearest bound")
+
+
+def _limits(method: Method, unknowns: Unknowns) -> Limits:
+    flat = unknowns.flat
+    known = whole_limits(method, unknowns.specs, flat.dtype)._asdict()
+    for name, values in known.items():
+        if values is not None and arrays.is_device(flat):
+            known[name] = arrays.empty(values.size, values.dtype, like=flat)
+            arrays.copy_to_device(values, known[name])
+    function = method.preconditioner if callable(method.preconditioner) else None
+    return Limits(**known, precondition=function)

@@ -1,0 +1,191 @@
+"""`minimize`, with the arguments, options and results of ``scipy.optimize.minimize``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpishard.arguments import no_others
+from mpishard.inverse.functions import Callback, Functions
+from mpishard.inverse.methods import LoopOptions, make_method
+from mpishard.inverse.result import OptimizeResult
+from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
+from mpishard.inverse.table import Table
+from mpishard.minimizers.method import Method
+
+if TYPE_CHECKING:
+    from mpishard.comm.mesh import Mesh
+
+Array = Any
+
+
+def minimize(
+    fun: Callable[..., Any],
+    x0: Any,
+    args: Any = (),
+    method: str | Method = "L-BFGS-B",
+    jac: bool | Callable[..., Any] = True,
+    hessp: Callable[..., Any] | None = None,
+    bounds: Any = None,
+    tol: float | None = None,
+    callback: Callable[..., Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    reduction: str | None = None,
+    **elements: Any,
+) -> OptimizeResult:
+    """Minimise a function of many unknowns, from its values and gradients.
+
+    The arguments and the result are those of ``scipy.optimize.minimize``.  With a mesh it is collective: all ranks call
+    it, each keeps its part of the vectors of the method, and all take the same steps.  Without one it uses no MPI.
+
+    Parameters
+    ----------
+    fun : callable
+        ``fun(x, *args)`` returns the value and the gradient, or with another `jac` the value.  On a mesh all ranks call
+        it for the same point; see `reduction`.
+    x0 : array or FlatParameters
+        The start.  An array is copied and seen as flat; `fun` gets a flat copy of each point.  A FlatParameters is
+        changed in place; `fun` gets it, to read its tensors by name, and may return the gradient by name, too.  Ranks
+        start from the values of rank 0, with a warning if theirs differ.
+    args : tuple
+        Further arguments of `fun`, `jac` and `hessp`.
+    method : str or Method
+        ``"L-BFGS-B"``, ``"L-BFGS"``, ``"CG"``, ``"Newton-CG"`` or ``"trust-ncg"``, in upper or lower case; or a method
+        such as ``mpishard.LBFGSB(history=20)``.
+    jac : True or callable
+        True: `fun` returns ``(value, gradient)``.  Else ``jac(x, *args)`` is the gradient.
+    hessp : callable, optional
+        ``hessp(x, direction, *args)``: the Hessian, or a Gauss-Newton approximation of it, times a direction; for the
+        Newton methods.
+    bounds : optional
+        A pair ``(lower, upper)`` for each element, with None for no bound; ``scipy.optimize.Bounds``; one such pair of
+        numbers or arrays for all elements; or by tensor name.  A start outside of its bounds is moved to the nearest
+        bound, and a message says so.
+    tol : float, optional
+        Sets the tolerances of the method that SciPy sets by it.
+    callback : callable, optional
+        Called after each iteration: ``callback(xk)``, or ``callback(intermediate_result=result)`` if its only parameter
+        has that name.  Raising StopIteration or returning True stops, on a mesh on any rank.
+    options : dict, optional
+        By SciPy's names: ``maxiter``, ``maxfun``, ``gtol``, ``ftol``, ``maxcor``, ``maxls`` and so on, as far as the
+        method has them.  ``disp=True`` shows a table with a line an iteration, ``maxtime=seconds`` ends the loop after
+        the iteration in which this time is over.
+    mesh : Mesh, optional
+        The ranks that minimise together.
+    reduction : {None, "sum"}
+        None: `fun` returns the whole value and gradient on each rank, the same on all.  ``"sum"``: each rank returns its
+        part of both, and their sums over all ranks count.  If `x0` is split over the tensor axis
+        (``FlatParameters(specs, place=mesh.place)``), each returns its part of the value, and the gradient of its slice.
+    **elements
+        ``fixed``: a mask of elements that keep their value.  ``inner_product``: positive weights, such as the diagonal
+        of a mass matrix.  ``preconditioner``: a positive diagonal, or a function of a vector, instead of the inverse of
+        the weights as initial inverse Hessian.  Each as in `mpishard.minimizers.Method`.
+
+    Returns
+    -------
+    OptimizeResult
+        With SciPy's fields and status numbers.  The same on all ranks, except for parts of what is split.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is invalid, or `fun` returns something else; on a mesh on all ranks, also if the values of ranks
+        differ without ``reduction="sum"``.
+    Exception
+        What `fun`, `jac`, `hessp` or `callback` raises, on a mesh on all ranks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> def sphere(x):
+    ...     return x @ x, 2 * x
+    >>> minimize(sphere, np.ones(3), bounds=[(0.5, None), (None, None), (-1, 1)]).x
+    array([0.5, 0. , 0. ])
+    """
+    problem: Exception | None = None
+    loop, watcher, functions = LoopOptions(), Callback(None), None
+    try:
+        extra = dict(elements)
+        known = {name: extra.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
+        no_others("minimize", extra)
+        watcher = Callback(callback)
+        functions = Functions(fun, jac, hessp, args)
+        method, loop = make_method(method, options, tol, **known)
+    except (TypeError, ValueError) as error:
+        problem = error
+    if mesh is not None:
+        from mpishard.inverse.mesh_run import agreed
+
+        agreed(mesh, problem)
+    if problem is not None:
+        raise problem
+    assert functions is not None
+    optimizer = ReverseCommunication(method, x0, bounds=bounds, mesh=mesh, reduction=reduction)
+    return _Loop(optimizer, functions, watcher, loop).run()
+
+
+class _Loop:
+    """Evaluate, check, tell, report, stop.  Collective over the mesh of the optimizer."""
+
+    def __init__(
+        self, optimizer: ReverseCommunication, functions: Functions, callback: Callback, options: LoopOptions
+    ) -> None:
+        self._optimizer = optimizer
+        self._functions = functions
+        self._callback = callback
+        self._seconds = options.maxtime
+        run = optimizer.run
+        self._table = Table(shown=run.any(options.disp) and run.speaks)
+        self._watched = run.any(callback.is_given or options.maxtime is not None)
+        self._began = time.perf_counter()
+
+    def run(self) -> OptimizeResult:
+        """Take steps until the method or the callback ends the minimisation."""
+        optimizer = self._optimizer
+        while (request := optimizer.ask()) is not None:
+            value, vector, problem = 0.0, None, None
+            try:
+                value, vector = self._evaluate(request)
+            except Exception as error:  # of the user's function: all ranks must learn of it
+                problem = error
+            optimizer.tell_outcome(value, vector, problem)
+            progress = optimizer.progress
+            if progress.accepted or (request.direction is None and progress.evaluations == 1):
+                self._table.row(progress)
+            if progress.accepted:
+                self._ask_callback(request)
+        result = optimizer.result
+        self._table.end(result.message)
+        return result
+
+    def _evaluate(self, request: EvaluationRequest) -> tuple[float, Any]:
+        if request.direction is None:
+            return self._functions.value_and_gradient(request.x)
+        return 0.0, self._functions.product(request.x, request.direction)
+
+    def _ask_callback(self, request: EvaluationRequest) -> None:
+        """Call the callback after an iteration, whose point is still that of the last request."""
+        if not self._watched:
+            return
+        optimizer, run = self._optimizer, self._optimizer.run
+        problem: Exception | None = None
+        stops = False
+        try:
+            stops = self._callback(self._intermediate)
+        except Exception as error:
+            problem = error
+        run.raise_if_any(problem)
+        late = self._seconds is not None and time.perf_counter() - self._began >= self._seconds
+        if run.any(stops):
+            optimizer.stop("callback")
+        elif run.any(late):
+            optimizer.stop("seconds")
+
+    def _intermediate(self) -> OptimizeResult:
+        progress, unknowns = self._optimizer.progress, self._optimizer.run.unknowns
+        return OptimizeResult(
+            x=unknowns.shown_to_user(), fun=progress.value, nit=progress.iterations, nfev=progress.evaluations
+        )

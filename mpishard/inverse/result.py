@@ -1,0 +1,89 @@
+"""What came of a minimisation, with the fields and the status numbers of SciPy's ``OptimizeResult``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpishard.minimizers.method import Method
+from mpishard.minimizers.minimizer import Progress
+
+# Why a minimisation has ended: SciPy's status, and a sentence with the values of `Progress` and the method's options.
+# 0: converged, 1: a limit is reached, 2: it cannot go on, 99: stopped by the callback, -1: it has not ended.
+_OUTCOMES = {
+    "": (-1, "not ended: it wants another evaluation"),
+    "gradient": (0, "converged: the projected gradient's largest element {projected_norm:.3g} <= gtol={gtol:g}"),
+    "decrease": (0, "converged: the last iteration decreased the value by less than ftol={ftol:g}, relatively"),
+    "step": (0, "converged: the last iteration moved no element by more than xtol={xtol:g}, relatively"),
+    "iterations": (1, "stopped: the number of iterations reached maxiter={maxiter}"),
+    "evaluations": (1, "stopped: the number of evaluations reached maxfun={maxfun}"),
+    "seconds": (1, "stopped: the time maxtime is over"),
+    "line search": (
+        2,
+        "failed: the line search found no lower value along a descent direction, so that the gradient does not fit the "
+        "function to rounding; mpishard.check_gradient compares them",
+    ),
+    "not finite": (2, "failed: the value or the gradient is NaN or infinite, also after shorter steps"),
+    "callback": (99, "stopped: the callback raised StopIteration or returned True"),
+}
+
+
+class OptimizeResult(dict[str, Any]):
+    """The result of `minimize`: a dictionary whose items are attributes too.
+
+    Attributes
+    ----------
+    x : 1-D array or FlatParameters
+        The best iterate; the parameters themselves if the start had tensor names.
+    fun : float
+        The value there.
+    jac : 1-D array
+        The gradient there; with a start that is split over ranks this rank's part.
+    nit, nfev, njev, nhev : int
+        Iterations, values, gradients and Hessian products.
+    status : int
+        0: converged; 1: a limit on iterations, evaluations or time is reached; 2: the method cannot go on; 99: the
+        callback has stopped it; -1: it has not ended.
+    success : bool
+        Whether it converged.
+    message : str
+        Why it has ended, in words.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the result has no {name!r}; it has {', '.join(self)}") from None
+
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+    __delattr__ = dict.__delitem__  # type: ignore[assignment]
+
+    def __dir__(self) -> list[str]:
+        return list(self)
+
+    def __repr__(self) -> str:
+        width = max(map(len, self), default=0)
+        return "\n".join(f"{name:>{width}}: {value!r}" for name, value in self.items())
+
+
+def outcome(reason: str, method: Method, progress: Progress) -> dict[str, Any]:
+    """Status, success and message of a minimisation that has ended for this reason.
+
+    Parameters
+    ----------
+    reason : str
+        Of `Minimizer.stop_reason`, or ``"callback"`` or ``"seconds"``; empty while it goes on.
+    method : Method
+        Its options are in the message.
+    progress : Progress
+        How far it has come.
+
+    Returns
+    -------
+    dict
+        The items ``status``, ``success`` and ``message``.
+    """
+    status, text = _OUTCOMES.get(reason, (2, f"failed: {reason}"))
+    values = {name: getattr(method, name) for name in ("gtol", "ftol", "xtol", "maxiter", "maxfun")}
+    message = text.format(projected_norm=progress.projected_norm, **values)
+    return {"status": status, "success": status == 0, "message": message}

@@ -1,0 +1,293 @@
+"""Reverse communication: the caller owns the loop, and asks a minimisation what it wants next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpishard.arguments import shown
+from mpishard.inverse.bounds import pair_of_bounds
+from mpishard.inverse.functions import number_of
+from mpishard.inverse.local_run import LocalRun
+from mpishard.inverse.methods import make_method
+from mpishard.inverse.result import OptimizeResult, outcome
+from mpishard.inverse.run import Run
+from mpishard.inverse.unknowns import Unknowns
+from mpishard.minimizers.method import Method
+from mpishard.minimizers.minimizer import Progress, Wanted
+
+if TYPE_CHECKING:
+    from mpishard.comm.mesh import Mesh
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What a minimisation wants next.
+
+    Parameters
+    ----------
+    x : 1-D array or FlatParameters
+        The point: a copy, or the parameters themselves, to be read only.
+    direction : 1-D array or None
+        None: value and gradient at the point are wanted.  Else the Hessian at the point times this direction is.
+    """
+
+    x: Any
+    direction: Array | None = None
+
+
+class ReverseCommunication:
+    """A minimisation whose loop is the caller's.
+
+        optimizer = ReverseCommunication("L-BFGS-B", x0, bounds=(0, None))
+        while (request := optimizer.ask()) is not None:
+            optimizer.tell(*value_and_gradient(request.x))
+        print(optimizer.result)
+
+    With a mesh all methods are collective over it, and so is the creation; without one nothing is.  Between `ask` and
+    `tell` nothing happens: a state that is saved there goes on with the same request.
+
+    Parameters
+    ----------
+    method : str or Method
+        As for `minimize`.
+    x0 : array or FlatParameters
+        The start.  An array is copied, a FlatParameters is changed in place.
+    bounds, fixed, inner_product, preconditioner : optional
+        As for `minimize`.
+    options : mapping, optional
+        Of the method, as for `minimize`.
+    mesh : Mesh, optional
+        The ranks that minimise together.
+    reduction : {None, "sum"}
+        What `tell` is given on a mesh, as for `minimize`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is invalid; with a mesh on all ranks.
+    """
+
+    def __init__(
+        self,
+        method: str | Method,
+        x0: Any,
+        *,
+        bounds: Any = None,
+        options: Any = None,
+        mesh: Mesh | None = None,
+        reduction: str | None = None,
+        **elements: Any,
+    ) -> None:
+        problem: Exception | None = None
+        try:
+            for name in elements.keys() - {"fixed", "inner_product", "preconditioner"}:
+                raise TypeError(f"ReverseCommunication got an unexpected keyword argument {name!r}")
+            unknowns = Unknowns(x0)
+            pair = pair_of_bounds(bounds, sum(spec.size for spec in unknowns.specs))
+            chosen, _ = make_method(method, options, None, bounds=pair, **elements)
+        except (TypeError, ValueError) as error:
+            problem = error
+        self._run: Run
+        if mesh is None:
+            if problem is not None:
+                raise problem
+            if reduction is not None:
+                raise ValueError(f"reduction={shown(reduction)} is for functions on a mesh; give mesh=mpishard.Mesh()")
+            self._run = LocalRun(chosen, unknowns)
+        else:
+            from mpishard.inverse.mesh_run import MeshRun, agreed  # with MPI: only for those who have a mesh
+
+            agreed(mesh, problem)
+            self._run = MeshRun(chosen, unknowns, mesh, reduction)
+        self._end = ""  # why the caller's loop has ended before the method
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def ask(self) -> EvaluationRequest | None:
+        """What is wanted next.
+
+        Returns
+        -------
+        EvaluationRequest or None
+            None if the minimisation has ended.  Asked again before `tell`, it is the same.
+        """
+        run, minimizer = self._run, self._run.minimizer
+        if self._end or minimizer.wanted is Wanted.NOTHING:
+            return None
+        run.publish(minimizer.point)
+        if minimizer.wanted is Wanted.GRADIENT:
+            return EvaluationRequest(run.unknowns.shown_to_user())
+        direction = run.whole(minimizer.direction)
+        return EvaluationRequest(run.unknowns.shown_to_user(), direction.copy())
+
+    def tell(self, value: Any, gradient: Any) -> None:
+        """Give the value and the gradient at the point that was asked for.
+
+        Parameters
+        ----------
+        value : float
+            Of the function; NaN or infinite where it is not defined.
+        gradient : array or mapping
+            Like `x0`, or by tensor name; only read.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If they do not fit; with a mesh on all ranks.  The state is unchanged then.
+        RuntimeError
+            If they were not asked for.
+        """
+        self._check_wanted(Wanted.GRADIENT, "value and gradient")
+        problem: Exception | None = None
+        plain = 0.0
+        try:
+            plain = number_of(value)
+        except TypeError as error:
+            problem = error
+        self.tell_outcome(plain, gradient, problem)
+
+    def tell_product(self, product: Any) -> None:
+        """Give the Hessian at the point, times the direction that was asked for.
+
+        Parameters
+        ----------
+        product : array or mapping
+            Like `x0`, or by tensor name; only read.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it does not fit; with a mesh on all ranks.  The state is unchanged then.
+        RuntimeError
+            If it was not asked for.
+        """
+        self._check_wanted(Wanted.PRODUCT, "a Hessian product")
+        self.tell_outcome(0.0, product, None)
+
+    def tell_outcome(self, value: float, vector: Any, problem: Exception | None) -> None:
+        """As `tell` or `tell_product`, or the error that came instead of an answer; it is raised on all ranks.
+
+        Parameters
+        ----------
+        value : float
+            Of the function.
+        vector : array or mapping
+            The gradient or the product.
+        problem : Exception or None
+            What the user's function raised on this rank.
+        """
+        if self._run.minimizer.wanted is Wanted.PRODUCT:
+            self._run.tell_product(vector, problem)
+        else:
+            self._run.tell(value, vector, problem)
+        if self._run.minimizer.wanted is Wanted.NOTHING:
+            self._run.publish(self._run.minimizer.point)
+
+    def _check_wanted(self, told: Wanted, what: str) -> None:
+        wanted = self._run.minimizer.wanted
+        if wanted is not told or self._end:
+            names = {Wanted.GRADIENT: "value and gradient (tell)", Wanted.PRODUCT: "a Hessian product (tell_product)"}
+            raise RuntimeError(f"{what} was told, but {names.get(wanted, 'nothing')} is wanted; ask() says what")
+
+    def stop(self, reason: str = "callback") -> None:
+        """End the loop here: `ask` returns None, and the result is the best iterate.
+
+        Parameters
+        ----------
+        reason : str
+            For the message of the result; the same on all ranks.
+        """
+        self._end = reason
+        minimizer = self._run.minimizer
+        self._run.publish(minimizer.best if minimizer.progress.evaluations else minimizer.point)
+
+    # -- what it knows ------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        """How far it has come."""
+        return self._run.minimizer.progress
+
+    @property
+    def run(self) -> Run:
+        """The minimisation and its ranks."""
+        return self._run
+
+    @property
+    def result(self) -> OptimizeResult:
+        """The best iterate so far, with the fields of SciPy's result."""
+        run, minimizer = self._run, self._run.minimizer
+        progress = minimizer.progress
+        x = run.unknowns.parameters
+        if x is None:
+            x = run.whole(minimizer.best).copy() if progress.evaluations else run.unknowns.flat.copy()
+        return OptimizeResult(
+            x=x,
+            fun=progress.value,
+            jac=run.whole(minimizer.best_gradient).copy(),
+            nit=progress.iterations,
+            nfev=progress.evaluations,
+            njev=progress.evaluations,
+            nhev=progress.products,
+            **outcome(self._end or minimizer.stop_reason, run.method, progress),
+        )
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def serialize(self) -> bytes:
+        """Everything that it knows, the point included, as an HDF5 file image.
+
+        Returns
+        -------
+        bytes
+            For `deserialize`; the same on all ranks.
+        """
+        return self._run.serialize()
+
+    def deserialize(self, data: bytes) -> None:
+        """Continue where `serialize` was called, with the same evaluation.
+
+        The method, its options, bounds and the like are those of this object.
+
+        Parameters
+        ----------
+        data : bytes
+            From `serialize`.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If these are not the bytes of such a minimisation; nothing has changed then.
+        """
+        self._run.deserialize(data)
+        self._end = ""
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a checkpoint that any number of ranks can load; with a mesh only.
+
+        Parameters
+        ----------
+        folder : path
+            As for `mpishard.save_checkpoint`.
+
+        Returns
+        -------
+        Path
+            The folder of the checkpoint.
+        """
+        return self._run.save(folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from the newest checkpoint in a folder; with a mesh only.
+
+        Parameters
+        ----------
+        folder : path
+            As for `mpishard.load_checkpoint`.
+        """
+        self._run.load(folder)
+        self._end = ""

@@ -1,0 +1,75 @@
+"""What the loop of a minimisation needs of the ranks: one protocol for a process alone and for a mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from mpishard.inverse.unknowns import Unknowns
+from mpishard.minimizers.method import Method
+from mpishard.minimizers.minimizer import Minimizer
+
+Array = Any
+
+
+class Run(Protocol):
+    """A minimisation, its unknowns, and the ranks that take part.  Methods are collective, unless they say otherwise.
+
+    Attributes
+    ----------
+    method : Method
+    minimizer : Minimizer
+    unknowns : Unknowns
+    speaks : bool
+        Whether this rank writes messages.
+    """
+
+    method: Method
+    unknowns: Unknowns
+    speaks: bool
+
+    @property
+    def minimizer(self) -> Minimizer: ...
+
+    def publish(self, vector: Array) -> None:
+        """Make a vector of the minimizer the values of the unknowns, on all ranks."""
+        ...
+
+    def whole(self, vector: Array) -> Array:
+        """A vector of the minimizer as an array like the unknowns of this rank; maybe not a copy."""
+        ...
+
+    def tell(self, value: float, gradient: Any, problem: Exception | None) -> None:
+        """Check what the user gave on every rank, bring it together, and tell the minimizer.
+
+        Raises on all ranks if any has a problem.
+        """
+        ...
+
+    def tell_product(self, product: Any, problem: Exception | None) -> None:
+        """As `tell`, for a Hessian product."""
+        ...
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        ...
+
+    def raise_if_any(self, problem: Exception | None) -> None:
+        """Raise on all ranks if any has a problem."""
+        ...
+
+    def serialize(self) -> bytes:
+        """Everything that the minimisation knows, the point included."""
+        ...
+
+    def deserialize(self, data: bytes) -> None:
+        """Continue from `serialize`; nothing has changed if that raises."""
+        ...
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a checkpoint."""
+        ...
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from the newest checkpoint."""
+        ...

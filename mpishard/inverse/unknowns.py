@@ -1,0 +1,139 @@
+"""The unknowns of a minimisation: one flat array, as the functions of the user see them and give gradients of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import shown
+from mpishard.backend import array as arrays
+from mpishard.layout.specs import ParameterSpec
+
+Array = Any
+
+
+def has_names(x0: Any) -> bool:
+    """Whether a start is a FlatParameters; this file does without MPI, and cannot ask for the class."""
+    return hasattr(x0, "pieces") and hasattr(x0, "layout")
+
+
+class Unknowns:
+    """The unknowns on this rank.  Not collective.
+
+    Parameters
+    ----------
+    x0 : array or FlatParameters
+        An array is copied: float32 and float64 stay what they are, other real numbers become float64.  A FlatParameters
+        is changed in place.
+
+    Attributes
+    ----------
+    specs : tuple of ParameterSpec
+        Names and shapes; an array is one tensor ``"x"``.
+    flat : 1-D array
+        The values on this rank.
+    parameters : FlatParameters or None
+        The start, if it has names.
+
+    Raises
+    ------
+    TypeError
+        If `x0` is no array of real numbers.
+    ValueError
+        If it is empty, or has NaN or infinite elements.
+    """
+
+    def __init__(self, x0: Any) -> None:
+        self.parameters: Any = x0 if has_names(x0) else None
+        self.specs: tuple[ParameterSpec, ...]
+        self.flat: Array
+        if self.parameters is not None:
+            self.specs, self.flat = x0.specs, x0.flat
+        else:
+            values = _real_array(x0)
+            self.specs = (ParameterSpec("x", values.shape),)
+            self.flat = arrays.aligned_copy(values.reshape(-1))
+        if not sum(spec.size for spec in self.specs):
+            raise ValueError("x0 is empty: there is nothing to minimize; give it at least one element")
+        host = arrays.to_host(self.flat)
+        if not np.isfinite(host).all():
+            wrong = int(np.flatnonzero(~np.isfinite(host))[0])
+            raise ValueError(f"x0 must be finite, but element {wrong} is {host[wrong]}")
+
+    @property
+    def size(self) -> int:
+        """Number of elements on this rank."""
+        return int(self.flat.size)
+
+    def shown_to_user(self) -> Any:
+        """The point as functions of the user get it: a copy of the array, or the parameters by name."""
+        return self.flat.copy() if self.parameters is None else self.parameters
+
+    def vector(self, what: str, given: Any) -> Array:
+        """A vector of the user's as a flat array of the dtype and on the device of the unknowns; maybe not a copy.
+
+        Parameters
+        ----------
+        what : str
+            What it is, for messages.
+        given : array or mapping
+            As many elements as the unknowns on this rank, of any shape; or by tensor name arrays of the shapes of this
+            rank's slices, all of them.
+
+        Returns
+        -------
+        1-D array
+            Of `size` elements.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is something else.
+        """
+        if isinstance(given, Mapping) or hasattr(given, "memory"):
+            return self._joined(what, given)
+        return self._converted(what, given, self.size)
+
+    def _joined(self, what: str, given: Any) -> Array:
+        if self.parameters is None:
+            raise TypeError(f"{what} must be an array like x0, which has no names; got {type(given).__name__}")
+        whole = arrays.empty(self.size, self.flat.dtype, like=self.flat)
+        for piece in self.parameters.pieces:
+            if piece.name not in given:
+                raise ValueError(f"{what} by name must have all tensors; {piece.name!r} is missing")
+            values = self._converted(f"{what} of {piece.name!r}", given[piece.name], piece.size)
+            whole[piece.start : piece.start + piece.size] = values
+        return whole
+
+    def _converted(self, what: str, given: Any, size: int) -> Array:
+        flat = self.flat
+        if arrays.is_device(flat):
+            if not arrays.is_array(given) or arrays.module_of(given) is not arrays.module_of(flat):
+                raise TypeError(f"{what} must be an array on the device, like x0; got {type(given).__name__}")
+            found = given
+        else:
+            try:
+                found = np.asarray(given)
+            except (TypeError, ValueError):
+                raise TypeError(f"{what} must be an array of numbers, got {shown(given)}") from None
+            if found.dtype.kind not in "biuf":
+                raise TypeError(f"{what} must be an array of real numbers, got {shown(given)}")
+        if found.size != size:
+            raise ValueError(f"{what} has {found.size} elements of shape {found.shape}, but x0 has {size}")
+        return found.reshape(-1).astype(flat.dtype, copy=False)
+
+
+def _real_array(x0: Any) -> Array:
+    """The start as an array of float32 or float64, with at least one dimension."""
+    if arrays.is_device(x0):
+        values = x0
+    else:
+        try:
+            values = np.atleast_1d(np.asarray(x0))
+        except (TypeError, ValueError):
+            raise TypeError(f"x0 must be an array of numbers, got {shown(x0)}") from None
+    if values.dtype.kind not in "biuf":
+        raise TypeError(f"x0 must be an array of real numbers, got {values.dtype} in {type(x0).__name__}")
+    return values if values.dtype in (np.float32, np.float64) else values.astype(np.float64)

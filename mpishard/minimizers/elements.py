@@ -1,0 +1,208 @@
+"""What a user says about each element, as arrays over all elements: from numbers, flat arrays, or by tensor name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpishard.arguments import shown
+from mpishard.backend import array as arrays
+from mpishard.layout.specs import ParameterSpec
+from mpishard.minimizers.method import Method
+
+
+class WholeLimits(NamedTuple):
+    """The element-wise options of a method over all elements, in the order of the specs; None where nothing is said."""
+
+    lower: np.ndarray | None
+    upper: np.ndarray | None
+    fixed: np.ndarray | None
+    weights: np.ndarray | None
+    scaling: np.ndarray | None
+
+
+def whole_limits(method: Method, specs: Sequence[ParameterSpec], dtype: np.dtype) -> WholeLimits:
+    """The options of a method over all elements.
+
+    Parameters
+    ----------
+    method : Method
+    specs : sequence of ParameterSpec
+        Of the parameters.
+    dtype : dtype
+        Of the parameters.
+
+    Returns
+    -------
+    WholeLimits
+        Without a preconditioner that is a function.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an option does not fit the parameters; the message names the tensor or the element.
+    """
+    bounds = getattr(method, "bounds", None)
+    lower, upper = (None, None) if bounds is None else whole_bounds(bounds, specs, dtype)
+    fixed = whole_elements("fixed", method.fixed, specs, np.dtype(bool), missing=False)
+    weights = _positive("inner_product", method.inner_product, specs, dtype)
+    if callable(method.preconditioner):
+        return WholeLimits(lower, upper, fixed, weights, None)
+    scaling = _positive("preconditioner", method.preconditioner, specs, dtype)
+    if scaling is None and weights is not None:
+        scaling = 1 / weights
+    return WholeLimits(lower, upper, fixed, weights, scaling)
+
+
+def whole_bounds(
+    bounds: Any, specs: Sequence[ParameterSpec], dtype: np.dtype
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Lower and upper bounds of all elements; None where there is no bound.
+
+    Parameters
+    ----------
+    bounds : pair or mapping
+        ``(lower, upper)``: each a number, a flat array, a mapping by tensor name, or None; or by tensor name such
+        pairs.
+    specs : sequence of ParameterSpec
+        Of the parameters.
+    dtype : dtype
+        Of the parameters.
+
+    Returns
+    -------
+    (array or None, array or None)
+        In the order of the specs, infinite where an element has no bound.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If they are of another form or size, or cross.
+    """
+    if isinstance(bounds, Mapping):
+        for name, pair in bounds.items():
+            if not _is_pair(pair):
+                raise ValueError(f"bounds of {name!r} must be a pair (lower, upper), got {shown(pair)}")
+        bounds = tuple({name: pair[side] for name, pair in bounds.items()} for side in (0, 1))
+    elif not _is_pair(bounds):
+        raise ValueError(f"bounds must be a pair (lower, upper), or such pairs by tensor name, got {shown(bounds)}")
+    lower = whole_elements("lower bounds", bounds[0], specs, dtype, missing=-np.inf)
+    upper = whole_elements("upper bounds", bounds[1], specs, dtype, missing=np.inf)
+    if lower is not None and upper is not None:
+        crossed = np.flatnonzero(lower > upper)
+        if len(crossed):
+            where, low, high = element_name(int(crossed[0]), specs), lower[crossed[0]], upper[crossed[0]]
+            raise ValueError(
+                f"the bounds of {len(crossed)} elements cross: {where} has the lower bound {low:g} and the upper bound "
+                f"{high:g}; give bounds with lower <= upper"
+            )
+    return lower, upper
+
+
+def whole_elements(
+    what: str, given: Any, specs: Sequence[ParameterSpec], dtype: np.dtype, *, missing: Any
+) -> np.ndarray | None:
+    """A flat array over all tensors.
+
+    Parameters
+    ----------
+    what : str
+        The option, for messages.
+    given : float, array, mapping or None
+        One number, a flat array, or numbers and arrays by tensor name.
+    specs : sequence of ParameterSpec
+        Of the parameters.
+    dtype : dtype
+        Of the result.
+    missing : object
+        The value of tensors that are not named, or have None.
+
+    Returns
+    -------
+    1-D array or None
+        None if nothing is given.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If what is given does not fit.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        size = sum(spec.size for spec in specs)
+        shape = specs[0].shape if len(specs) == 1 else (size,)
+        return np.array(np.broadcast_to(_array(what, given, dtype, shape), shape), dtype).reshape(-1)
+    known = {spec.name for spec in specs}
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{what}: there is no tensor {shown(name)}; there are {', '.join(sorted(known))}")
+    parts = [np.empty(0, dtype)]
+    for spec in specs:
+        value = given.get(spec.name)
+        part = np.full(spec.shape, missing if value is None else 0, dtype)
+        if value is not None:
+            part[...] = _array(f"{what} of {spec.name!r}", value, dtype, spec.shape)
+        parts.append(part.reshape(-1))
+    return np.concatenate(parts)
+
+
+def element_name(index: int, specs: Sequence[ParameterSpec]) -> str:
+    """The name of an element by its index in the flat order of all tensors.
+
+    Parameters
+    ----------
+    index : int
+        From 0.
+    specs : sequence of ParameterSpec
+        Of the parameters.
+
+    Returns
+    -------
+    str
+        Such as ``element (3, 4) of 'weight'``.
+
+    Raises
+    ------
+    IndexError
+        If there is no such element.
+    """
+    left = index
+    for spec in specs:
+        if left < spec.size:
+            place = ", ".join(str(int(each)) for each in np.unravel_index(left, spec.shape))
+            return f"element ({place}) of {spec.name!r}"
+        left -= spec.size
+    raise IndexError(index)
+
+
+def _positive(what: str, given: Any, specs: Sequence[ParameterSpec], dtype: np.dtype) -> np.ndarray | None:
+    whole = whole_elements(what, given, specs, dtype, missing=1)
+    wrong = np.empty(0, np.int64) if whole is None else np.flatnonzero(~((whole > 0) & np.isfinite(whole)))
+    if whole is not None and len(wrong):
+        where = element_name(int(wrong[0]), specs)
+        raise ValueError(f"{what} must be positive and finite, but {where} is {whole[wrong[0]]:g}")
+    return whole
+
+
+def _array(what: str, value: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """An array of one element or of this shape."""
+    try:
+        found = np.asarray(arrays.to_host(value) if arrays.is_array(value) else value)
+        if found.dtype.kind not in "biuf":
+            raise TypeError
+        found = found.astype(dtype, copy=False)
+    except (TypeError, ValueError):
+        raise TypeError(f"{what} must be numbers, got {shown(value)}") from None
+    size = int(np.prod(shape))
+    if found.shape not in ((), shape, (size,)):
+        raise ValueError(f"{what} have the shape {found.shape}, but the parameters {shape}; give that, or one number")
+    if dtype.kind == "f" and np.isnan(found).any():
+        raise ValueError(f"{what} contain NaN, at {int(np.flatnonzero(np.isnan(found))[0])} first")
+    return found if found.shape == () else found.reshape(shape)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
