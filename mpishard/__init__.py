@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from mpishard.elastic.optimizer import ElasticOptimizer
     from mpishard.launch.leave_signals import Signals
+    from mpishard.inverse import OptimizeResult, ReverseCommunication, minimize
     from mpishard.layout.specs import ParameterSpec
     from mpishard.minimizers import LBFGS, TruncatedNewton
     from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop
@@ -69,9 +70,11 @@ __all__ = [
     "Mesh",
     "OptimizationProblem",
     "OptimizationResult",
+    "OptimizeResult",
     "ParameterSpec",
     "RMSprop",
     "Request",
+    "ReverseCommunication",
     "RunRecord",
     "ShardedModel",
     "ShardingConfiguration",
@@ -89,6 +92,7 @@ __all__ = [
     "inverse_square_root",
     "linear",
     "load_checkpoint",
+    "minimize",
     "nn",
     "reshard_state",
     "save_checkpoint",
@@ -110,6 +114,7 @@ _MODULES = {
     "data_parallel.optimizers": "DDPOptimizer HybridShardedOptimizer ZeRO1Optimizer ZeRO2Optimizer ZeRO3Optimizer",
     "elastic.optimizer": "ElasticOptimizer",
     "launch.leave_signals": "Signals",
+    "inverse": "OptimizeResult ReverseCommunication minimize",
     "layout.specs": "ParameterSpec",
     "minimizers": "LBFGS TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion RMSprop SGD",

@@ -52,7 +52,8 @@ class LocalRun:
 
     def _make(self) -> Minimizer:
         """A minimisation at the unknowns, with its own copy of them."""
-        return self.method.make(LocalSpace(self.unknowns.flat), self._rows, self.unknowns.flat.copy(), self._limits)
+        space = LocalSpace(self.unknowns.size, self.unknowns.flat)
+        return self.method.make(space, self._rows, self.unknowns.flat.copy(), self._limits)
 
     def publish(self, vector: Array) -> None:
         """See `Run`."""

@@ -178,6 +178,8 @@ class _Loop:
         except Exception as error:
             problem = error
         run.raise_if_any(problem)
+        if optimizer.has_ended:
+            return
         late = self._seconds is not None and time.perf_counter() - self._began >= self._seconds
         if run.any(stops):
             optimizer.stop("callback")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,7 +117,7 @@ class ReverseCommunication:
             None if the minimisation has ended.  Asked again before `tell`, it is the same.
         """
         run, minimizer = self._run, self._run.minimizer
-        if self._end or minimizer.wanted is Wanted.NOTHING:
+        if self.has_ended:
             return None
         run.publish(minimizer.point)
         if minimizer.wanted is Wanted.GRADIENT:
@@ -188,8 +189,8 @@ class ReverseCommunication:
             self._run.publish(self._run.minimizer.point)
 
     def _check_wanted(self, told: Wanted, what: str) -> None:
-        wanted = self._run.minimizer.wanted
-        if wanted is not told or self._end:
+        wanted = Wanted.NOTHING if self._end else self._run.minimizer.wanted
+        if wanted is not told:
             names = {Wanted.GRADIENT: "value and gradient (tell)", Wanted.PRODUCT: "a Hessian product (tell_product)"}
             raise RuntimeError(f"{what} was told, but {names.get(wanted, 'nothing')} is wanted; ask() says what")
 
@@ -202,10 +203,14 @@ class ReverseCommunication:
             For the message of the result; the same on all ranks.
         """
         self._end = reason
-        minimizer = self._run.minimizer
-        self._run.publish(minimizer.best if minimizer.progress.evaluations else minimizer.point)
+        self._run.publish(self._best)
 
     # -- what it knows ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is wanted any more."""
+        return bool(self._end) or self._run.minimizer.wanted is Wanted.NOTHING
 
     @property
     def progress(self) -> Progress:
@@ -219,22 +224,34 @@ class ReverseCommunication:
 
     @property
     def result(self) -> OptimizeResult:
-        """The best iterate so far, with the fields of SciPy's result."""
+        """The best iterate so far, with the fields of SciPy's result; a FlatParameters then has its values."""
         run, minimizer = self._run, self._run.minimizer
         progress = minimizer.progress
-        x = run.unknowns.parameters
-        if x is None:
-            x = run.whole(minimizer.best).copy() if progress.evaluations else run.unknowns.flat.copy()
+        run.publish(self._best)
+        gradient = run.whole(minimizer.row("base_gradient")).copy()
+        if not self._has_iterate:
+            gradient[...] = math.nan
         return OptimizeResult(
-            x=x,
+            x=run.unknowns.shown_to_user(),
             fun=progress.value,
-            jac=run.whole(minimizer.best_gradient).copy(),
+            jac=gradient,
             nit=progress.iterations,
             nfev=progress.evaluations,
             njev=progress.evaluations,
             nhev=progress.products,
             **outcome(self._end or minimizer.stop_reason, run.method, progress),
         )
+
+    @property
+    def _has_iterate(self) -> bool:
+        """Whether a value has come that is finite."""
+        return not math.isnan(self.progress.value)
+
+    @property
+    def _best(self) -> Array:
+        """The last iterate, or the start."""
+        minimizer = self._run.minimizer
+        return minimizer.row("base") if self._has_iterate else minimizer.point
 
     # -- saving -------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from mpishard.io.file_image import USER_BLOCK, FileImage
 from mpishard.minimizers.method import Method
 
 Array = Any
-_IMAGE = FileImage(b"mpishard minimisation\0", 1, "minimisation")
+_IMAGE = FileImage(b"mpishard minimisation\0", 1, "minimisation state")
 
 
 def encode(method: str, point: Array, rows: Mapping[str, Array], metadata: Mapping[str, Any]) -> bytes:

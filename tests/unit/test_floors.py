@@ -21,6 +21,7 @@ FLOORS = [
     {"data_parallel"},
     {"training"},
     {"elastic"},
+    {"inverse"},
     {"environment", "estimate"},
     {"cli"},
     {"__main__"},

@@ -1,0 +1,448 @@
+"""`minimize` and reverse communication on one process: SciPy's conventions, bad input, and states that go on."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import pytest
+
+import mpishard
+from mpishard import FlatParameters, OptimizeResult, ReverseCommunication, minimize
+from mpishard.inverse.bounds import pair_of_bounds
+from mpishard.minimizers.method import Method
+from mpishard.minimizers.minimizer import Minimizer, Progress, Wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descent(Method):
+    """Projected gradient descent with a fixed step: the least that drives the loop."""
+
+    bounds: object = None
+    step: float = 0.1
+
+    @property
+    def slots(self):
+        return ("base", "base_gradient")
+
+    def make(self, space, vectors, point, limits):
+        return DescentMinimizer(self, space, vectors, point, limits)
+
+
+class DescentMinimizer(Minimizer):
+    def __init__(self, method, space, vectors, point, limits):
+        super().__init__(method.slots, space, vectors, point, limits)
+        self.method = method
+
+    def _project(self):
+        before = self.point.copy()
+        if self.limits.lower is not None:
+            np.clip(self.point, self.limits.lower, self.limits.upper, out=self.point)
+        return int((before != self.point).sum())
+
+    def begin(self):
+        return self._project()
+
+    def tell(self, value, gradient):
+        before, evaluations = self.progress, self.progress.evaluations + 1
+        self.progress = replace(before, evaluations=evaluations, accepted=False)
+        if not math.isfinite(value):
+            return self._end("not finite")
+        if value > before.value:
+            return self._end("line search")
+        self.row("base")[:], self.row("base_gradient")[:] = self.point, gradient
+        if self.limits.fixed is not None:
+            self.row("base_gradient")[self.limits.fixed] = 0
+        (norm,) = self.space.largest(self.row("base_gradient"))
+        self.point -= self.method.step * self.row("base_gradient") * (
+            1 if self.limits.scaling is None else self.limits.scaling
+        )
+        self._project()
+        (moved,) = self.space.largest(self.point - self.row("base"))
+        projected = moved / self.method.step
+        self.progress = Progress(
+            before.iterations + (evaluations > 1), evaluations, 0, value, norm, projected, 0.1, evaluations > 1
+        )
+        if projected <= self.method.gtol:
+            self._end("gradient")
+        elif self.progress.iterations >= self.method.maxiter:
+            self._end("iterations")
+        elif evaluations >= self.method.maxfun:
+            self._end("evaluations")
+
+    def _end(self, reason):
+        self.stop_reason, self.wanted = reason, Wanted.NOTHING
+        if not math.isnan(self.progress.value):
+            self.point[:] = self.row("base")
+
+    def to_metadata(self):
+        return {"progress": asdict(self.progress), "wanted": self.wanted.value, "stop_reason": self.stop_reason}
+
+    def restore(self, metadata):
+        try:
+            progress, wanted = Progress(**metadata["progress"]), Wanted(metadata["wanted"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no state of Descent: {error!r}") from None
+        self.progress, self.wanted, self.stop_reason = progress, wanted, metadata["stop_reason"]
+
+
+CENTER = np.array([1.0, -2.0, 3.0])
+
+
+def bowl(x, *args):
+    return float((x - CENTER) @ (x - CENTER)), 2 * (x - CENTER)
+
+
+def test_the_result_has_scipys_fields_by_attribute_and_by_item():
+    result = minimize(bowl, np.zeros(3), method=Descent())
+    assert isinstance(result, OptimizeResult)
+    assert list(result) == ["x", "fun", "jac", "nit", "nfev", "njev", "nhev", "status", "success", "message"]
+    assert np.allclose(result.x, CENTER, atol=1e-5) and result["x"] is result.x
+    assert np.allclose(result.jac, 2 * (result.x - CENTER)) and result.fun == bowl(result.x)[0]
+    assert (result.status, result.success) == (0, True) and result.message.startswith("converged: the projected")
+    assert result.nfev == result.njev == result.nit + 1 and result.nhev == 0
+    assert "success: True" in repr(result) and "nit" in dir(result)
+    with pytest.raises(AttributeError, match="has no 'hess_inv'; it has x, fun"):
+        result.hess_inv  # noqa: B018
+
+
+def test_the_start_is_neither_changed_nor_kept():
+    start = np.arange(3)
+    start.flags.writeable = False
+    seen = []
+
+    def spoils(x):
+        assert x.dtype == np.float64 and x.flags.writeable
+        answer = bowl(x)
+        seen.append(x)
+        x[:] = 7
+        return answer
+
+    result = minimize(spoils, start, method=Descent())
+    assert result.success and np.array_equal(start, [0, 1, 2]) and start.dtype.kind == "i"
+    assert len({id(x) for x in seen}) == len(seen)
+
+
+@pytest.mark.parametrize(
+    ("start", "dtype"), [([0, 0, 0], "f8"), (np.zeros((3, 1)), "f8"), (np.zeros(3, "f4"), "f4"), (np.zeros(3, ">f8"), "f8")]
+)
+def test_starts_are_flat_and_real(start, dtype):
+    def checked(x):
+        assert x.shape == (3,) and x.dtype == np.dtype(dtype)
+        return bowl(x)
+
+    assert np.allclose(minimize(checked, start, method=Descent(), tol=1e-3).x, CENTER, atol=1e-3)
+
+
+def test_fun_and_jac_apart_with_arguments():
+    def value(x, a, b):
+        return np.array([(x - a) @ (x - a) * b])
+
+    def gradient(x, a, b):
+        return [2 * b * each for each in x - a]
+
+    result = minimize(value, np.zeros(3), (CENTER, 0.5), Descent(), gradient)
+    assert np.allclose(result.x, CENTER, atol=1e-4)
+    assert minimize(lambda x, a: bowl(x + a), np.zeros(3), 1.0, Descent()).success
+
+
+@pytest.mark.parametrize(
+    ("callback", "nit", "status"),
+    [
+        (lambda x: x.sum() > 0, 60, 0),  # np.True_ is an answer, the value of an expression
+        (lambda x: 1, 60, 0),
+        (lambda x: None, 60, 0),
+    ],
+)
+def test_callbacks_that_go_on_and_stop(callback, nit, status):
+    result = minimize(bowl, np.zeros(3), method=Descent(), callback=callback)
+    if callback(np.ones(3)) is np.True_:
+        assert (result.nit, result.status) == (1, 99) and not result.success
+        assert np.allclose(result.x, 0.2 * CENTER) and np.allclose(result.jac, -1.6 * CENTER)
+        assert result.fun == pytest.approx(bowl(result.x)[0])
+    else:
+        assert result.status == 0
+
+
+def test_callbacks_as_scipy_tells_them_apart():
+    points, results = [], []
+
+    def keyword(intermediate_result):
+        results.append(intermediate_result)
+        if len(results) == 4:
+            raise StopIteration
+
+    minimize(bowl, np.zeros(3), method=Descent(), callback=points.append)
+    result = minimize(bowl, np.zeros(3), method=Descent(), callback=keyword)
+    assert result.status == 99 and result.nit == 4 and "StopIteration" in result.message
+    for number, (point, intermediate) in enumerate(zip(points, results, strict=False), 1):
+        assert np.array_equal(point, intermediate.x)
+        assert (intermediate.nit, intermediate.fun) == (number, bowl(point)[0])
+    assert np.array_equal(result.x, points[3])
+
+
+def test_the_callback_of_the_last_iteration_changes_no_outcome():
+    result = minimize(bowl, np.zeros(3), method=Descent(maxiter=3), callback=lambda xk: True if xk[0] > 0.4 else None)
+    assert (result.nit, result.status) == (3, 1) and "maxiter=3" in result.message
+
+
+def test_errors_of_the_user_come_through():
+    def fails(*_, **__):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        minimize(fails, np.zeros(3), method=Descent())
+    with pytest.raises(KeyError, match="mine"):
+        minimize(bowl, np.zeros(3), method=Descent(), callback=fails)
+
+
+def test_limits_on_iterations_evaluations_and_time():
+    for options, status, words in (
+        ({"maxiter": 2}, 1, "iterations reached maxiter=2"),
+        ({"maxfun": 4}, 1, "evaluations reached maxfun=4"),
+        ({"maxtime": 0}, 1, "maxtime"),
+    ):
+        result = minimize(bowl, np.zeros(3), method=Descent(), options=options)
+        assert (result.status, result.success) == (status, False) and words in result.message
+        assert result.fun == bowl(result.x)[0]
+
+
+def test_a_value_that_is_never_finite():
+    result = minimize(lambda x: (math.nan, x), np.zeros(3), method=Descent())
+    assert (result.status, result.nit, result.nfev) == (2, 0, 1) and "NaN or infinite" in result.message
+    assert np.array_equal(result.x, np.zeros(3)) and np.isnan(result.jac).all()
+
+
+def test_a_wrong_gradient_is_named():
+    result = minimize(lambda x: (bowl(x)[0], -bowl(x)[1]), np.zeros(3), method=Descent())
+    assert result.status == 2 and "mpishard.check_gradient" in result.message
+    assert result.fun == bowl(result.x)[0] and np.array_equal(result.x, np.zeros(3))
+
+
+class Bounds:
+    """As scipy.optimize.Bounds."""
+
+    def __init__(self, lb, ub):
+        self.lb, self.ub = lb, ub
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        [(-1, 0.5), (-1, 0.5), (-1, 0.5)],
+        [(-1, 0.5), (-1, None), (None, 0.5)],
+        (-1, 0.5),
+        (np.full(3, -1), np.full(3, 0.5)),
+        ([-1, -1, -1], 0.5),
+        Bounds(-1, 0.5),
+        Bounds([-1, -1, -np.inf], [0.5, np.inf, 0.5]),
+        np.array([[-1, 0.5]] * 3),
+    ],
+)
+def test_bounds_in_all_forms(bounds):
+    result = minimize(bowl, np.zeros(3), method=Descent(), bounds=bounds)
+    assert np.allclose(result.x, [0.5, -1, 0.5], atol=1e-5) and result.success
+
+
+def test_two_pairs_for_two_elements_are_read_as_scipy_does():
+    lower, upper = pair_of_bounds([(0, 1), (2, None)], 2)
+    assert lower.tolist() == [0, 2] and upper.tolist() == [1, math.inf]
+    assert pair_of_bounds((0, 1), 2) == (0, 1) and pair_of_bounds((None, 1), 2) == (-math.inf, 1)
+    assert pair_of_bounds(None, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("bounds", "error", "words"),
+    [
+        ([(0, 1), (2, 1), (0, 1)], ValueError, r"element \(1\) of 'x' has the lower bound 2 and the upper bound 1"),
+        ([(0, 1)] * 4, ValueError, "bounds have 4 entries, but x0 has 3 elements"),
+        (([0, 0], 1), ValueError, r"lower bounds have the shape \(2,\), but the parameters \(3,\)"),
+        (Bounds(np.zeros(4), 1), ValueError, r"lower bounds have the shape \(4,\)"),
+        ([(0, "a"), (0, 1), (0, 1)], TypeError, "bounds of element 0 must be numbers or None, got 'a'"),
+        ((math.nan, 1), ValueError, "lower bounds contain NaN"),
+        ("ab", TypeError, "must be a pair"),
+        (3, TypeError, "must be a pair"),
+        ({"y": (0, 1)}, ValueError, "there is no tensor 'y'; there are x"),
+        ({"x": 1}, ValueError, r"bounds of 'x' must be a pair \(lower, upper\)"),
+    ],
+)
+def test_bounds_that_do_not_fit(bounds, error, words):
+    with pytest.raises(error, match=words):
+        minimize(bowl, np.zeros(3), method=Descent(), bounds=bounds)
+
+
+def test_a_start_outside_of_its_bounds_is_projected_and_said_once(capsys):
+    first = []
+    minimize(lambda x: (first.append(x.copy()), bowl(x))[1], [9, 0, -9], method=Descent(), bounds=(-1, 0.5))
+    assert first[0].tolist() == [0.5, 0, -1]
+    said = "mpishard: 2 elements of the start lie outside of their bounds, and begin at the nearest bound\n"
+    assert capsys.readouterr().err == said
+
+
+def test_fixed_elements_and_scales():
+    result = minimize(bowl, np.zeros(3), method=Descent(), fixed=[False, True, False], inner_product=[1, 1, 0.5])
+    assert np.allclose(result.x, [1, 0, 3], atol=1e-4)
+    for name in ("inner_product", "preconditioner"):
+        with pytest.raises(ValueError, match=rf"{name} must be positive and finite, but element \(1\) of 'x' is 0"):
+            minimize(bowl, np.zeros(3), method=Descent(), **{name: [1, 0, 1]})
+    with pytest.raises(TypeError, match="minimize got an unexpected keyword argument 'mask'"):
+        minimize(bowl, np.zeros(3), method=Descent(), mask=1)
+
+
+def test_a_start_with_names():
+    start = FlatParameters.of({"a": np.zeros((2, 1)), "b": np.zeros(())})
+    start_flat = start.flat
+
+    def named(p):
+        assert p is start
+        residual = {"a": p["a"] - [[1.0], [-2.0]], "b": p["b"] - 3}
+        return sum((each**2).sum() for each in residual.values()), {name: 2 * each for name, each in residual.items()}
+
+    bounds = {"a": (None, [[0.5], [9.0]]), "b": Bounds(0, 2)}
+    result = minimize(named, start, method=Descent(), bounds=bounds, fixed={"b": False})
+    assert result.x is start and start.flat is start_flat
+    assert np.allclose(start.flat, [0.5, -2, 2], atol=1e-5) and result.jac.shape == (3,)
+    for wrong, error, words in (
+        ({"a": np.zeros(2)}, ValueError, "must have all tensors; 'b' is missing"),
+        ({"a": np.zeros(3), "b": 0}, ValueError, "gradient of 'a' has 3 elements of shape"),
+    ):
+        with pytest.raises(error, match=words):
+            minimize(lambda p, wrong=wrong: (0.0, wrong), start, method=Descent())
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (1.0, TypeError, r"must return \(value, gradient\), as jac=True says; it returned a float"),
+        ((1.0, np.zeros(3), 2), TypeError, "it returned a tuple"),
+        (("a", np.zeros(3)), TypeError, "value as one real number, got 'a'"),
+        ((np.ones(2), np.zeros(3)), TypeError, "value as one real number"),
+        ((1j, np.zeros(3)), TypeError, "value as one real number"),
+        ((1.0, np.zeros(2)), ValueError, r"the gradient has 2 elements of shape \(2,\), but x0 has 3"),
+        ((1.0, None), TypeError, "the gradient must be an array of real numbers, got None"),
+        ((1.0, np.zeros(3, complex)), TypeError, "real numbers"),
+        ((1.0, {"x": np.zeros(3)}), TypeError, "like x0, which has no names"),
+    ],
+)
+def test_functions_that_return_something_else(answer, error, words):
+    with pytest.raises(error, match=words):
+        minimize(lambda x: answer, np.zeros(3), method=Descent())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x0": []}, ValueError, "x0 is empty"),
+        ({"x0": [0, math.nan, 0]}, ValueError, "x0 must be finite, but element 1 is nan"),
+        ({"x0": ["a"]}, TypeError, "x0 must be an array of real numbers"),
+        ({"x0": [1j, 0]}, TypeError, "x0 must be an array of real numbers"),
+        ({"x0": [[1, 2], [3]]}, TypeError, "x0 must be an array of numbers"),
+        ({"fun": 3}, TypeError, "fun=3 must be a function"),
+        ({"jac": None}, ValueError, "jac=None: a gradient is needed"),
+        ({"jac": "2-point"}, ValueError, "a gradient is needed"),
+        ({"hessp": 1}, TypeError, "hessp=1 must be a function"),
+        ({"callback": 1}, TypeError, "callback=1 must be a function"),
+        ({"method": "SLSQP"}, ValueError, "there is no method 'SLSQP'; there are L-BFGS-B, L-BFGS, CG"),
+        ({"method": None}, TypeError, "method=None must be one of"),
+        ({"options": {"eps": 1}}, ValueError, "Descent has no option 'eps'; its options are disp, ftol, gtol"),
+        ({"options": {"bounds": 1}}, ValueError, "has no option 'bounds'"),
+        ({"options": 3}, TypeError, "options=3 must be a dictionary"),
+        ({"options": {"maxtime": -1}}, ValueError, "maxtime=-1 must be a number of at least 0"),
+        ({"tol": -1}, ValueError, "tol=-1 must be"),
+        ({"reduction": "sum"}, ValueError, "reduction='sum' is for functions on a mesh"),
+    ],
+)
+def test_arguments_that_are_refused(change, error, words):
+    with pytest.raises(error, match=words):
+        minimize(**{"fun": bowl, "x0": np.zeros(3), "method": Descent(), **change})
+
+
+def test_the_table(capsys):
+    result = minimize(bowl, np.zeros(3), method=Descent(maxiter=2), options={"disp": True})
+    lines = [line.removeprefix("mpishard: ") for line in capsys.readouterr().err.splitlines()]
+    assert lines[0].split() == ["iteration", "value", "|g|", "|proj", "g|", "step", "evaluations", "seconds"]
+    assert [int(line.split()[0]) for line in lines[1:4]] == [0, 1, 2] and lines[4:] == [result.message]
+    assert float(lines[1].split()[1]) == 14.0 and len({len(line) for line in lines[:4]}) == 1
+
+
+def trajectory(optimizer, most=10**6):
+    points = []
+    while len(points) < most and (request := optimizer.ask()) is not None:
+        points.append(request.x.copy())
+        optimizer.tell(*bowl(request.x))
+    return points
+
+
+def test_reverse_communication_takes_the_steps_of_minimize():
+    seen = []
+    result = minimize(lambda x: (seen.append(x), bowl(x))[1], np.zeros(3), method=Descent(), bounds=(-1, None))
+    optimizer = ReverseCommunication(Descent(), np.zeros(3), bounds=(-1, None))
+    assert optimizer.result.status == -1 and np.array_equal(optimizer.result.x, np.zeros(3))
+    assert np.array_equal(trajectory(optimizer), seen)
+    assert optimizer.ask() is None
+    assert str(optimizer.result) == str(result)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 5])
+def test_a_state_goes_on_elsewhere_with_the_same_request(stop):
+    expected = trajectory(ReverseCommunication(Descent(), np.zeros(3)))
+    first = ReverseCommunication(Descent(), np.zeros(3))
+    trajectory(first, stop)
+    asked = first.ask()
+    data = first.serialize()
+    second = ReverseCommunication(Descent(), np.ones(3))
+    second.deserialize(data)
+    assert np.array_equal(second.ask().x, asked.x) and second.ask().direction is None
+    assert np.array_equal(trajectory(second), expected[stop:])
+    with pytest.raises(ValueError, match="checkpoints need a mesh"):
+        first.save("nowhere")
+
+
+def test_states_that_are_refused_change_nothing():
+    optimizer = ReverseCommunication(Descent(), np.zeros(3))
+    trajectory(optimizer, 3)
+    before, data = optimizer.serialize(), bytearray(optimizer.serialize())
+    data[-1] ^= 1
+    others = ReverseCommunication(Descent(), np.zeros(4))
+    for wrong, error, words in (
+        (bytes(data), ValueError, "is damaged"),
+        (before[:-1], ValueError, "cut short"),
+        (b"", ValueError, "no minimisation state of mpishard"),
+        (3, TypeError, "takes the bytes"),
+        (others.serialize(), ValueError, "of 4 unknowns of float64, but these are 3"),
+    ):
+        with pytest.raises(error, match=words):
+            optimizer.deserialize(wrong)
+    assert optimizer.serialize() == before
+
+
+def test_what_was_not_asked_for_is_refused():
+    optimizer = ReverseCommunication(Descent(), np.zeros(3))
+    with pytest.raises(RuntimeError, match=r"a Hessian product was told, but value and gradient \(tell\) is wanted"):
+        optimizer.tell_product(np.zeros(3))
+    with pytest.raises(ValueError, match="the gradient has 2 elements"):
+        optimizer.tell(1.0, np.zeros(2))
+    assert optimizer.progress.evaluations == 0
+    optimizer.stop()
+    with pytest.raises(RuntimeError, match="but nothing is wanted"):
+        optimizer.tell(1.0, np.zeros(3))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
+        ReverseCommunication(Descent(), np.zeros(3), mask=1)
+
+
+def test_no_mpi_where_there_is_no_mesh():
+    code = """
+import sys
+sys.modules["mpi4py"] = None  # importing it fails
+import numpy as np, mpishard
+print(mpishard.minimize(lambda x: (x @ x, 2 * x), np.ones(3)).success, "h5py" in sys.modules)
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.split() == ["True", "False"], output
+
+
+def test_public_names():
+    assert mpishard.minimize is minimize and mpishard.ReverseCommunication is ReverseCommunication
