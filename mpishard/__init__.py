@@ -39,8 +39,8 @@ if TYPE_CHECKING:
         ZeRO3Optimizer,
     )
     from mpishard.elastic.optimizer import ElasticOptimizer
-    from mpishard.launch.leave_signals import Signals
     from mpishard.inverse import OptimizeResult, ReverseCommunication, minimize
+    from mpishard.launch.leave_signals import Signals
     from mpishard.layout.specs import ParameterSpec
     from mpishard.minimizers import LBFGS, TruncatedNewton
     from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop

@@ -73,6 +73,13 @@ class MethodState:
             _divide(gradient, divisor)
         return gradient
 
+    def own_part(self, flat: Array) -> Array:
+        """This rank's elements of a flat array like the parameters, until the next call.  Not collective."""
+        ownership, gradient = self._on_rank.strategy.ownership, self._gradient
+        for part, (start, stop) in zip(ownership.state_views(gradient), ownership.own, strict=True):
+            part[...] = flat[start:stop]
+        return gradient
+
     def publish(self, values: Array) -> None:
         """Make these elements of this rank the parameters, on all ranks."""
         strategy = self._on_rank.strategy

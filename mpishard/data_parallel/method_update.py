@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from mpishard.data_parallel.binding import Binding
 from mpishard.data_parallel.method_state import MethodState
 from mpishard.data_parallel.settings import Configured
 from mpishard.minimizers.minimizer import Wanted
+
+Array = Any
 
 
 def update_by_method(
@@ -50,7 +53,7 @@ def update_by_method(
     RuntimeError
         If the minimisation has ended.
     """
-    config, counters, on_rank = optimizer.config, binding.counters, binding.on_rank
+    on_rank = binding.on_rank
     strategy, inspection, minimizer = on_rank.strategy, on_rank.inspection, state.minimizer
     if minimizer.wanted is not Wanted.GRADIENT:
         raise RuntimeError(
@@ -65,11 +68,30 @@ def update_by_method(
     strategy.team.all_reduce(shared, op="max", label="control")
     value, nonfinite, inspection.interrupted = float(shared[0]), bool(shared[1]), bool(shared[2])
     finite = math.isfinite(value) and not nonfinite
-    counters.steps += 1
-    config.mesh.ledger.step = counters.clock
-    minimizer.tell(value if finite else math.inf, gradient)
-    counters.gradient_norm = minimizer.progress.projected_norm
+    tell_value(optimizer, binding, state, value if finite else math.inf, gradient)
     state.publish(minimizer.point)
     inspection.forget()
     strategy.reducer.reset()
     return finite
+
+
+def tell_value(optimizer: Configured, binding: Binding, state: MethodState, value: float, gradient: Array) -> None:
+    """Tell the minimisation value and gradient, and count the step.
+
+    Collective over the mesh.
+
+    Parameters
+    ----------
+    optimizer : Configured
+    binding : Binding
+    state : MethodState
+    value : float
+        The same on all ranks.
+    gradient : 1-D array
+        This rank's elements.
+    """
+    counters = binding.counters
+    counters.steps += 1
+    optimizer.config.mesh.ledger.step = counters.clock
+    state.minimizer.tell(value, gradient)
+    counters.gradient_norm = state.minimizer.progress.projected_norm

@@ -112,14 +112,18 @@ class ShardedState(Strategy):
 
     def resync(self, slot: Array) -> None:
         if self.copies.inside:
-            flat = arrays.empty(self.parameters.size, slot.dtype, like=slot)
-            views = self.ownership.state_views(slot)
-            for (start, stop), view in zip(self.ownership.own, views, strict=True):
-                flat[start:stop] = view
-            self._gather(flat, "state")
+            flat = self.gather(slot, "state")
             self.copies.spread_inside(flat)
-            for (start, stop), view in zip(self.ownership.own, views, strict=True):
+            for (start, stop), view in zip(self.ownership.own, self.ownership.state_views(slot), strict=True):
                 view[...] = flat[start:stop]
+
+    def gather(self, slot: Array, label: str) -> Array:
+        """A state array of all data ranks as a new flat array like the parameters.  Collective over the data axis."""
+        flat = arrays.empty(self.parameters.size, slot.dtype, like=slot)
+        for (start, stop), view in zip(self.ownership.own, self.ownership.state_views(slot), strict=True):
+            flat[start:stop] = view
+        self._gather(flat, label)
+        return flat
 
     def _gather(self, flat: Array, label: str) -> None:
         """All-gather a flat array in which each data rank has filled its own ranges."""

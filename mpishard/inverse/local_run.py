@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mpishard.backend import array as arrays
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.io import log
@@ -137,11 +139,14 @@ def tell_of_projection(moved: int) -> None:
 
 
 def _limits(method: Method, unknowns: Unknowns) -> Limits:
-    flat = unknowns.flat
-    known = whole_limits(method, unknowns.specs, flat.dtype)._asdict()
-    for name, values in known.items():
-        if values is not None and arrays.is_device(flat):
-            known[name] = arrays.empty(values.size, values.dtype, like=flat)
-            arrays.copy_to_device(values, known[name])
+    def on_device(whole: np.ndarray | None) -> Array | None:
+        if whole is None or not arrays.is_device(unknowns.flat):
+            return whole
+        target = arrays.empty(whole.size, whole.dtype, like=unknowns.flat)
+        arrays.copy_to_device(whole, target)
+        return target
+
+    whole = whole_limits(method, unknowns.specs, unknowns.flat.dtype)
+    lower, upper, fixed, weights, scaling = map(on_device, whole)
     function = method.preconditioner if callable(method.preconditioner) else None
-    return Limits(**known, precondition=function)
+    return Limits(lower, upper, fixed, weights, scaling, function)

@@ -55,8 +55,8 @@ class OptimizeResult(dict[str, Any]):
         except KeyError:
             raise AttributeError(f"the result has no {name!r}; it has {', '.join(self)}") from None
 
-    __setattr__ = dict.__setitem__  # type: ignore[assignment]
-    __delattr__ = dict.__delitem__  # type: ignore[assignment]
+    __setattr__ = dict.__setitem__
+    __delattr__ = dict.__delitem__
 
     def __dir__(self) -> list[str]:
         return list(self)

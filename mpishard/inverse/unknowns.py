@@ -92,7 +92,7 @@ class Unknowns:
         TypeError, ValueError
             If it is something else.
         """
-        if isinstance(given, Mapping) or hasattr(given, "memory"):
+        if isinstance(given, Mapping):
             return self._joined(what, given)
         return self._converted(what, given, self.size)
 

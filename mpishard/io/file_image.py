@@ -96,9 +96,7 @@ class FileImage:
         if version != self.version:
             raise ValueError(f"{self.what} of version {version}; this mpishard reads version {self.version}")
         if len(data) != length:
-            raise ValueError(
-                f"{self.what} is cut short or padded: {len(data)} bytes, but it was written with {length}"
-            )
+            raise ValueError(f"{self.what} is cut short or padded: {len(data)} bytes, but it was written with {length}")
         if self._digest(data) != self.digest(data):
             raise ValueError(f"{self.what} is damaged: its SHA-256 differs from the one written with it")
 

@@ -57,8 +57,8 @@ class DescentMinimizer(Minimizer):
         if self.limits.fixed is not None:
             self.row("base_gradient")[self.limits.fixed] = 0
         (norm,) = self.space.largest(self.row("base_gradient"))
-        self.point -= self.method.step * self.row("base_gradient") * (
-            1 if self.limits.scaling is None else self.limits.scaling
+        self.point -= (
+            self.method.step * self.row("base_gradient") * (1 if self.limits.scaling is None else self.limits.scaling)
         )
         self._project()
         (moved,) = self.space.largest(self.point - self.row("base"))
@@ -127,7 +127,8 @@ def test_the_start_is_neither_changed_nor_kept():
 
 
 @pytest.mark.parametrize(
-    ("start", "dtype"), [([0, 0, 0], "f8"), (np.zeros((3, 1)), "f8"), (np.zeros(3, "f4"), "f4"), (np.zeros(3, ">f8"), "f8")]
+    ("start", "dtype"),
+    [([0, 0, 0], "f8"), (np.zeros((3, 1)), "f8"), (np.zeros(3, "f4"), "f4"), (np.zeros(3, ">f8"), "f8")],
 )
 def test_starts_are_flat_and_real(start, dtype):
     def checked(x):

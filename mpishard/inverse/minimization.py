@@ -76,9 +76,10 @@ def minimize(
     mesh : Mesh, optional
         The ranks that minimise together.
     reduction : {None, "sum"}
-        None: `fun` returns the whole value and gradient on each rank, the same on all.  ``"sum"``: each rank returns its
-        part of both, and their sums over all ranks count.  If `x0` is split over the tensor axis
-        (``FlatParameters(specs, place=mesh.place)``), each returns its part of the value, and the gradient of its slice.
+        None: `fun` returns the whole value and gradient on each rank, the same on all.  ``"sum"``: each rank returns
+        its part of both, and their sums over all ranks count.  If `x0` is split over the tensor axis
+        (``FlatParameters(specs, place=mesh.place)``), the gradient is that of the rank's slices, summed over the data
+        axis; the value is treated as above, over all ranks.
     **elements
         ``fixed``: a mask of elements that keep their value.  ``inner_product``: positive weights, such as the diagonal
         of a mass matrix.  ``preconditioner``: a positive diagonal, or a function of a vector, instead of the inverse of

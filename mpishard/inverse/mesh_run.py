@@ -1,0 +1,242 @@
+"""A minimisation on the ranks of a mesh, which divide the vectors of the method between them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from mpishard.arguments import shown
+from mpishard.backend import array as arrays
+from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.method_update import tell_value
+from mpishard.data_parallel.optimizers import ZeRO1Optimizer
+from mpishard.data_parallel.strategies import ShardedState
+from mpishard.data_parallel.validation import tell_of_other_starts
+from mpishard.inverse.unknowns import Unknowns
+from mpishard.layout.run_state import brief
+from mpishard.minimizers.method import Method
+from mpishard.minimizers.minimizer import Minimizer
+from mpishard.parameters.flat import FlatParameters
+
+Array = Any
+
+
+def agreed(mesh: Any, problem: Exception | None) -> None:
+    """Raise on all ranks of the mesh if any has a problem.  Collective over the mesh.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        What the user gave.
+    problem : Exception or None
+        Of this rank.
+
+    Raises
+    ------
+    TypeError
+        If it is no mesh; on this rank.
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
+    mesh.world.raise_if_any(problem)
+
+
+class MeshRun:
+    """A minimisation by the ranks of a mesh: a `Run`.  Collective over the mesh, its creation too.
+
+    The point is on every rank, the vectors of the method are divided over the data axis as by ZeRO-1: a rank tells the
+    minimizer its part of the gradient, and one all-gather an evaluation brings the next point together.
+
+    Parameters
+    ----------
+    method : Method
+        What minimises.
+    unknowns : Unknowns
+        The start; all ranks take that of rank 0.
+    mesh : Mesh
+        The ranks.
+    reduction : {None, "sum"}
+        What `tell` is given: the whole value and gradient, or a rank's part of both.
+
+    Attributes
+    ----------
+    optimizer : ZeRO1Optimizer
+        Has the state.
+    parameters : FlatParameters
+        The point.
+
+    Raises
+    ------
+    ValueError, TypeError
+        On all ranks, if an argument is invalid or differs between ranks.
+    """
+
+    def __init__(self, method: Method, unknowns: Unknowns, mesh: Mesh, reduction: str | None) -> None:
+        self.method = method
+        self.unknowns = unknowns
+        self.mesh = mesh
+        self.speaks: bool = mesh.rank == 0
+        self._sums = reduction == "sum"
+        self.optimizer = ZeRO1Optimizer(method, mesh)
+        problem: Exception | None = None
+        parameters: FlatParameters = unknowns.parameters
+        try:
+            if parameters is None:
+                parameters = FlatParameters.over(unknowns.flat, unknowns.specs)
+            if reduction not in (None, "sum"):
+                raise ValueError(f"reduction={shown(reduction)} must be None or 'sum'")
+        except (TypeError, ValueError) as error:
+            problem = error
+        self.parameters = parameters
+        mesh.world.raise_if_any(problem)
+        start = f"{parameters.description} ({parameters.fingerprint:x})"
+        self.optimizer.settings.agree({"x0": start, "reduction": str(reduction)})
+        tell_of_other_starts(mesh, parameters)
+        strategy = self.optimizer.bind(parameters)
+        assert isinstance(strategy, ShardedState)
+        self._strategy = strategy
+        state = self.optimizer.state.method
+        assert state is not None
+        self._state = state
+        self._compares = not self._sums  # the first vector is compared between ranks, in debug mode all are
+
+    @property
+    def minimizer(self) -> Minimizer:
+        """The minimisation."""
+        return self._state.minimizer
+
+    # -- vectors ------------------------------------------------------------------------------------------------------
+
+    def publish(self, vector: Array) -> None:
+        """See `Run`."""
+        self._state.publish(vector)
+
+    def whole(self, vector: Array) -> Array:
+        """See `Run`."""
+        return self._strategy.gather(vector, "vectors")
+
+    # -- an evaluation ------------------------------------------------------------------------------------------------
+
+    def tell(self, value: float, gradient: Any, problem: Exception | None) -> None:
+        """See `Run`."""
+        flat, shared = self._agree(value, "the gradient", gradient, problem)
+        own = self._own(flat)
+        tell_value(self.optimizer, self.optimizer.state.binding, self._state, shared, own)
+        self._strategy.reducer.reset()
+
+    def tell_product(self, product: Any, problem: Exception | None) -> None:
+        """See `Run`."""
+        flat, _ = self._agree(0.0, "the Hessian product", product, problem)
+        self.minimizer.tell_product(self._own(flat))
+        self._strategy.reducer.reset()
+
+    def _agree(self, value: float, what: str, given: Any, problem: Exception | None) -> tuple[Array, float]:
+        """This rank's vector, and the value of all ranks; raises on all if any has a problem, or if they differ."""
+        flat = None
+        if problem is None:
+            try:
+                flat = self.unknowns.vector(what, given)
+            except (TypeError, ValueError) as error:
+                problem = error
+        digest = 0
+        if self._compares and flat is not None:
+            digest = xxhash.xxh3_64_intdigest(np.ascontiguousarray(arrays.to_host(flat)).data) >> 2
+        value = math.nan if math.isnan(value) else value + 0.0  # one NaN, one zero
+        own = np.array([problem is not None, np.float64(value).view(np.int64), digest], np.int64)
+        world = self.mesh.world
+        facts = world.all_gather(np.empty(3 * world.size, np.int64), own, [3] * world.size, label="control")
+        failed, values, digests = facts.reshape(-1, 3).T
+        if failed.any():
+            world.raise_together(problem)
+        assert flat is not None
+        found = np.ascontiguousarray(values).view(np.float64)
+        if self._sums:
+            return flat, _sum(found.tolist())
+        if len(set(values.tolist())) > 1:
+            raise _differ("values", [repr(each) for each in found.tolist()])
+        if self._compares:
+            places: dict[int, set[int]] = {}
+            for digest, place in zip(digests.tolist(), world.allgather_object(self._slab), strict=True):
+                places.setdefault(place, set()).add(digest)
+            if any(len(each) > 1 for each in places.values()):
+                raise _differ(f"values of {what} (here by their hashes)", [f"{each:x}" for each in digests.tolist()])
+            self._compares = self.mesh.debug
+        return flat, value
+
+    @property
+    def _slab(self) -> int:
+        """A number that ranks share if they hold the same part of the parameters."""
+        place = self.parameters.place
+        return place.pipeline_rank * place.tensor_size + place.tensor_rank
+
+    def _own(self, flat: Array) -> Array:
+        """This rank's elements of a vector, which is the sum of those of all ranks if they give parts."""
+        if not self._sums:
+            return self._state.own_part(flat)
+        reducer = self._strategy.reducer
+        reducer.is_last_pass = True
+        for piece in self.parameters.pieces:
+            view, _ = self.parameters.gradient(piece.name)
+            view[...] = flat[piece.start : piece.start + piece.size].reshape(piece.shape)
+            self.parameters.mark_ready(piece.name)
+        reducer.finalize()
+        return self._state.gradient(1.0)
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    def any(self, flag: bool) -> bool:
+        """See `Run`."""
+        return bool(self.mesh.world.all_reduce(np.array([flag], np.int64), op="max", label="control")[0])
+
+    def raise_if_any(self, problem: Exception | None) -> None:
+        """See `Run`."""
+        self.mesh.world.raise_if_any(problem)
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def serialize(self) -> bytes:
+        """Raises: on a mesh the state is saved as a checkpoint."""
+        raise ValueError("on a mesh save(folder) writes a checkpoint, which any number of ranks can load()")
+
+    def deserialize(self, data: bytes) -> None:
+        """Raises: on a mesh the state is saved as a checkpoint."""
+        self.serialize()
+
+    def save(self, folder: str | Path) -> Path:
+        """See `Run`."""
+        from mpishard.training.saving import save_checkpoint  # with h5py: only for those who save
+
+        self.publish(self.minimizer.point)
+        return save_checkpoint(folder, self.parameters, self.optimizer)
+
+    def load(self, folder: str | Path) -> None:
+        """See `Run`."""
+        from mpishard.training.saving import load_checkpoint
+
+        load_checkpoint(folder, self.parameters, self.optimizer)
+
+
+def _sum(values: list[float]) -> float:
+    """The sum, rounded once, so that the order of the ranks does not matter; not finite if a value is not."""
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+
+
+def _differ(what: str, values: list[str]) -> ValueError:
+    """The error of ranks that give different results for one point."""
+    first = values[0]
+    other = next(rank for rank, value in enumerate(values) if value != first)
+    same = [rank for rank, value in enumerate(values) if value == first]
+    return ValueError(
+        f"the function gives different {what} for one point: {first} on ranks {brief(same)} and {values[other]} on "
+        f"rank {other}.  If each rank gives its part of the sum, say reduction='sum'; else make it deterministic, the "
+        "same on all ranks"
+    )
