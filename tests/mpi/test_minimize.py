@@ -1,0 +1,174 @@
+"""`minimize` on a mesh: the steps of one process on any ranks, and one outcome on all of them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpishard
+from mpishard import FlatParameters, ParameterSpec, ReverseCommunication, minimize
+
+SIZE = 13
+START = np.where(np.arange(SIZE) % 2, 1.0, -1.2)
+
+
+def rosenbrock(x):
+    forward, ahead = 1 - x[:-1], x[1:] - x[:-1] ** 2
+    gradient = np.zeros_like(x)
+    gradient[:-1] = -2 * forward - 400 * x[:-1] * ahead
+    gradient[1:] += 200 * ahead
+    return float((forward**2).sum() + 100 * (ahead**2).sum()), gradient
+
+
+def curvature(x, d):
+    """The Hessian of `rosenbrock` times a direction."""
+    product = np.zeros_like(x)
+    product[:-1] = (2 - 400 * (x[1:] - 3 * x[:-1] ** 2)) * d[:-1] - 400 * x[:-1] * d[1:]
+    product[1:] += 200 * d[1:] - 400 * x[:-1] * d[:-1]
+    return product
+
+
+METHODS = [("L-BFGS", {}), ("trust-ncg", {"hessp": curvature})]
+
+
+@pytest.mark.parametrize(("method", "options"), METHODS)
+def test_whole_functions_take_the_same_steps_on_any_ranks(mesh, same_on_all, method, options):
+    points, alone = [], []
+    kept = START.copy()
+    expected = minimize(rosenbrock, START, method=method, callback=alone.append, **options)
+    result = minimize(rosenbrock, START, method=method, callback=points.append, mesh=mesh, **options)
+    assert np.array_equal(points, alone) and np.array_equal(START, kept)
+    assert all(np.array_equal(result[name], expected[name]) for name in expected)
+    assert result.success and result.fun < 1e-6 and same_on_all(result.x) and same_on_all(result.jac)
+
+
+@pytest.mark.parametrize(("method", "options"), METHODS)
+def test_sums_of_parts(mesh, same_on_all, method, options):
+    """Small whole numbers as data: the sums have no rounding, so that the steps are those of one process."""
+    rows = np.random.default_rng(0).integers(-2, 3, (4 * SIZE, SIZE)).astype(float)
+    targets = rows @ np.arange(SIZE)
+    own = slice(mesh.rank, None, mesh.size)
+
+    def part(x, rows, targets):
+        residual = rows @ x - targets
+        return 0.5 * residual @ residual, rows.T @ residual
+
+    given = {} if not options else {"hessp": lambda x, d, rows, targets: rows.T @ (rows @ d)}
+    result = minimize(
+        part, np.zeros(SIZE), (rows[own], targets[own]), method, mesh=mesh, reduction="sum", tol=1e-9, **given
+    )
+    assert np.allclose(result.x, np.arange(SIZE), atol=1e-6) and same_on_all(result.x) and same_on_all(result.fun)
+    assert result.fun < 1e-9
+
+
+def test_slabs_of_a_field(comm, same_on_all):
+    """Each tensor rank has rows of a field, and the value and gradient of its rows."""
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        target = np.arange(5 * 4.0).reshape(5, 4)
+        start = FlatParameters([ParameterSpec("field", (5, 4), tensor_dim=0)], np.float64, place=mesh.place)
+        (first, last), _ = start.box("field")
+
+        def part(p):
+            residual = p["field"] - target[first:last]
+            return 0.5 * (residual**2).sum(), {"field": residual}
+
+        result = minimize(part, start, mesh=mesh, reduction="sum", method="L-BFGS")
+        assert result.x is start and np.allclose(start["field"], target[first:last], atol=1e-6)
+        assert result.jac.shape == (start.size,) and same_on_all(result.fun) and result.success
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        (
+            "value",
+            ValueError,
+            "different values for one point: 1.0 on ranks .* and 2.0 on rank 1.*reduction='sum'",
+        ),
+        ("gradient", ValueError, "gives different values of the gradient .*hashes.*on rank 1"),
+        ("raises", ZeroDivisionError, "by"),
+        ("shape", ValueError, "the gradient has 12 elements"),
+        ("callback", KeyError, "mine"),
+        ("start", ValueError, "x0 must be finite"),
+        ("option", ValueError, "has no option 'eps'"),
+        ("size", ValueError, "settings differ|x0"),
+    ],
+)
+def test_what_one_rank_does_wrong_is_raised_on_all(mesh, kind, error, words):
+    odd = mesh.size > 1 and mesh.rank == 1
+
+    def fun(x):
+        if odd and kind == "raises":
+            raise ZeroDivisionError("by")
+        gradient = 2 * x + (odd and kind == "gradient")
+        return 1.0 + (odd and kind == "value"), gradient[1:] if odd and kind == "shape" else gradient
+
+    def callback(x):
+        if odd and kind == "callback":
+            raise KeyError("mine")
+
+    start = np.full(SIZE + (odd and kind == "size"), 0.5)
+    if odd and kind == "start":
+        start[0] = math.nan
+    options = {"eps": 1} if odd and kind == "option" else {"maxiter": 3}
+    if kind == "callback":
+        fun = rosenbrock
+    if mesh.size == 1:
+        minimize(fun, start, method="L-BFGS", mesh=mesh, callback=callback, options=options)
+        return
+    expected = error if odd or error in (ValueError, TypeError) else RuntimeError
+    with pytest.raises(expected, match=words):
+        minimize(fun, start, method="L-BFGS", mesh=mesh, callback=callback, options=options)
+
+
+def test_one_rank_stops_all(mesh, same_on_all):
+    last = mesh.rank == mesh.size - 1
+    seen = []
+    result = minimize(
+        rosenbrock, START, method="L-BFGS", mesh=mesh, callback=lambda x: seen.append(x) or (last and len(seen) == 3)
+    )
+    assert (result.nit, result.status) == (3, 99) and np.array_equal(result.x, seen[2]) and same_on_all(result.fun)
+    result = minimize(rosenbrock, START, method="L-BFGS", mesh=mesh, options={"maxtime": 0.0 if last else None})
+    assert (result.nit, result.status) == (1, 1)
+
+
+def test_the_start_of_rank_0_is_that_of_all(mesh, same_on_all):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        result = minimize(rosenbrock, START + mesh.rank, method="L-BFGS", mesh=mesh)
+    assert same_on_all(result.x) and result.nfev == minimize(rosenbrock, START, method="L-BFGS").nfev
+    assert any("ranks start from different" in str(each.message) for each in found) == (mesh.rank == 0 < mesh.size - 1)
+
+
+@pytest.fixture
+def folder(mesh, tmp_path):
+    """One folder for all ranks."""
+    return Path(mesh.world.allgather_object(str(tmp_path))[0])
+
+
+@pytest.mark.parametrize(("method", "options"), METHODS)
+def test_a_checkpoint_goes_on_with_the_same_request(mesh, folder, method, options):
+    def steps(optimizer, most):
+        points = []
+        while len(points) < most and (request := optimizer.ask()) is not None:
+            points.append(request.x.copy())
+            if request.direction is None:
+                optimizer.tell(*rosenbrock(request.x))
+            else:
+                optimizer.tell_product(curvature(request.x, request.direction))
+        return points
+
+    expected = steps(ReverseCommunication(method, START), 40)
+    first = ReverseCommunication(method, START, mesh=mesh)
+    assert np.array_equal(steps(first, 7), expected[:7])
+    first.ask()
+    first.save(folder)
+    second = ReverseCommunication(method, np.zeros(SIZE), mesh=mesh)
+    second.load(folder)
+    assert np.array_equal(steps(second, 33), expected[7:])
+    with pytest.raises(ValueError, match="on a mesh save"):
+        first.serialize()
