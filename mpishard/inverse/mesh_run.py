@@ -12,9 +12,8 @@ import xxhash
 from mpishard.arguments import shown
 from mpishard.backend import array as arrays
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.method_update import tell_value
+from mpishard.data_parallel.method_evaluations import MethodEvaluations
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
-from mpishard.data_parallel.strategies import ShardedState
 from mpishard.data_parallel.validation import tell_of_other_starts
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.layout.run_state import brief
@@ -40,9 +39,10 @@ def agreed(mesh: Any, problem: Exception | None) -> None:
     TypeError
         If it is no mesh; on this rank.
     """
-    if not isinstance(mesh, Mesh):
+    if isinstance(mesh, Mesh):
+        mesh.world.raise_if_any(problem)
+    else:
         raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
-    mesh.world.raise_if_any(problem)
 
 
 class MeshRun:
@@ -83,56 +83,47 @@ class MeshRun:
         self._sums = reduction == "sum"
         self.optimizer = ZeRO1Optimizer(method, mesh)
         problem: Exception | None = None
-        parameters: FlatParameters = unknowns.parameters
+        parameters: FlatParameters
         try:
-            if parameters is None:
-                parameters = FlatParameters.over(unknowns.flat, unknowns.specs)
+            parameters = unknowns.parameters or FlatParameters.over(unknowns.flat, unknowns.specs)
             if reduction not in (None, "sum"):
                 raise ValueError(f"reduction={shown(reduction)} must be None or 'sum'")
         except (TypeError, ValueError) as error:
             problem = error
-        self.parameters = parameters
         mesh.world.raise_if_any(problem)
+        self.parameters = parameters
         start = f"{parameters.description} ({parameters.fingerprint:x})"
         self.optimizer.settings.agree({"x0": start, "reduction": str(reduction)})
         tell_of_other_starts(mesh, parameters)
-        strategy = self.optimizer.bind(parameters)
-        assert isinstance(strategy, ShardedState)
-        self._strategy = strategy
-        state = self.optimizer.state.method
-        assert state is not None
-        self._state = state
+        self._evaluations = MethodEvaluations(self.optimizer, parameters)
         self._compares = not self._sums  # the first vector is compared between ranks, in debug mode all are
 
     @property
     def minimizer(self) -> Minimizer:
         """The minimisation."""
-        return self._state.minimizer
+        return self._evaluations.minimizer
 
     # -- vectors ------------------------------------------------------------------------------------------------------
 
     def publish(self, vector: Array) -> None:
         """See `Run`."""
-        self._state.publish(vector)
+        self._evaluations.publish(vector)
 
     def whole(self, vector: Array) -> Array:
         """See `Run`."""
-        return self._strategy.gather(vector, "vectors")
+        return self._evaluations.whole(vector)
 
     # -- an evaluation ------------------------------------------------------------------------------------------------
 
     def tell(self, value: float, gradient: Any, problem: Exception | None) -> None:
         """See `Run`."""
         flat, shared = self._agree(value, "the gradient", gradient, problem)
-        own = self._own(flat)
-        tell_value(self.optimizer, self.optimizer.state.binding, self._state, shared, own)
-        self._strategy.reducer.reset()
+        self._evaluations.tell(shared, self._own(flat))
 
     def tell_product(self, product: Any, problem: Exception | None) -> None:
         """See `Run`."""
         flat, _ = self._agree(0.0, "the Hessian product", product, problem)
-        self.minimizer.tell_product(self._own(flat))
-        self._strategy.reducer.reset()
+        self._evaluations.tell_product(self._own(flat))
 
     def _agree(self, value: float, what: str, given: Any, problem: Exception | None) -> tuple[Array, float]:
         """This rank's vector, and the value of all ranks; raises on all if any has a problem, or if they differ."""
@@ -175,16 +166,7 @@ class MeshRun:
 
     def _own(self, flat: Array) -> Array:
         """This rank's elements of a vector, which is the sum of those of all ranks if they give parts."""
-        if not self._sums:
-            return self._state.own_part(flat)
-        reducer = self._strategy.reducer
-        reducer.is_last_pass = True
-        for piece in self.parameters.pieces:
-            view, _ = self.parameters.gradient(piece.name)
-            view[...] = flat[piece.start : piece.start + piece.size].reshape(piece.shape)
-            self.parameters.mark_ready(piece.name)
-        reducer.finalize()
-        return self._state.gradient(1.0)
+        return self._evaluations.own_part_of_sum(flat) if self._sums else self._evaluations.own_part(flat)
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 

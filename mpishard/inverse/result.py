@@ -28,7 +28,7 @@ _OUTCOMES = {
 
 
 class OptimizeResult(dict[str, Any]):
-    """The result of `minimize`: a dictionary whose items are attributes too.
+    """The result of `minimize`: a dictionary whose items are attributes too.  Not collective.
 
     Attributes
     ----------

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpishard.arguments import shown
+from mpishard.arguments import no_others, shown
 from mpishard.inverse.bounds import pair_of_bounds
 from mpishard.inverse.functions import number_of
 from mpishard.inverse.local_run import LocalRun
@@ -57,7 +58,7 @@ class ReverseCommunication:
         As for `minimize`.
     x0 : array or FlatParameters
         The start.  An array is copied, a FlatParameters is changed in place.
-    bounds, fixed, inner_product, preconditioner : optional
+    bounds : optional
         As for `minimize`.
     options : mapping, optional
         Of the method, as for `minimize`.
@@ -65,6 +66,8 @@ class ReverseCommunication:
         The ranks that minimise together.
     reduction : {None, "sum"}
         What `tell` is given on a mesh, as for `minimize`.
+    **elements
+        ``fixed``, ``inner_product``, ``preconditioner``: as for `minimize`.
 
     Raises
     ------
@@ -78,18 +81,18 @@ class ReverseCommunication:
         x0: Any,
         *,
         bounds: Any = None,
-        options: Any = None,
+        options: Mapping[str, Any] | None = None,
         mesh: Mesh | None = None,
         reduction: str | None = None,
         **elements: Any,
     ) -> None:
         problem: Exception | None = None
         try:
-            for name in elements.keys() - {"fixed", "inner_product", "preconditioner"}:
-                raise TypeError(f"ReverseCommunication got an unexpected keyword argument {name!r}")
+            known = {name: elements.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
+            no_others("ReverseCommunication", elements)
             unknowns = Unknowns(x0)
             pair = pair_of_bounds(bounds, sum(spec.size for spec in unknowns.specs))
-            chosen, _ = make_method(method, options, None, bounds=pair, **elements)
+            chosen, _ = make_method(method, options, None, bounds=pair, **known)
         except (TypeError, ValueError) as error:
             problem = error
         self._run: Run

@@ -1,7 +1,7 @@
 """HDF5 file images with a seal in their user block, which HDF5 readers ignore.
 
 The first 512 bytes have a mark, the length of the image and the SHA-256 of all other bytes of the image.  They are
-checked before HDF5 opens it, since a corrupt file can hang or crash the HDF5 library.
+checked before HDF5 opens it, since a corrupt file can hang or crash the HDF5 library.  Nothing here is collective.
 """
 
 from __future__ import annotations
