@@ -85,7 +85,8 @@ class MeshRun:
         problem: Exception | None = None
         parameters: FlatParameters
         try:
-            parameters = unknowns.parameters or FlatParameters.over(unknowns.flat, unknowns.specs)
+            named = unknowns.parameters
+            parameters = FlatParameters.over(unknowns.flat, unknowns.specs) if named is None else named
             if reduction not in (None, "sum"):
                 raise ValueError(f"reduction={shown(reduction)} must be None or 'sum'")
         except (TypeError, ValueError) as error:
