@@ -26,4 +26,4 @@ def bucket_layout(
     # With an uneven cut, slices differ in size between tensor ranks.  Tensor ranks sum partial gradients bucket by
     # bucket and need the same cuts, so that all of them use the sizes of tensor rank 0.
     first = replace(parameters.place, tensor_rank=0).holding(parameters.specs)
-    return parameters.layout.gradient_runs(by_unit=by_unit, replicas_apart=apart), [piece.size for piece in first]
+    return parameters.layout.gradient_runs(by_unit=by_unit, copies_apart=apart), [piece.size for piece in first]

@@ -69,18 +69,18 @@ class TensorLayout:
         first = next((spec.name for spec in self.specs), "none")
         return f"{len(self.specs)} tensors of {size} {dtype} values, first {first!r}"
 
-    def gradient_runs(self, *, by_unit: bool = False, replicas_apart: bool = False) -> list[Run]:
+    def gradient_runs(self, *, by_unit: bool = False, copies_apart: bool = False) -> list[Run]:
         """Runs of pieces whose gradients are complete at different times; no bucket may span two runs.
 
         The tensors of one stage are a run, or with `by_unit` those of one unit.  A tied tensor is a run of its own,
-        which waits for the end of the step.  With `replicas_apart` no run has both tensors that every tensor rank
+        which waits for the end of the step.  With `copies_apart` no run has both tensors that every tensor rank
         holds whole and tensors that are split.
 
         Parameters
         ----------
         by_unit : bool
             Whether runs end at units, and not only at stages.
-        replicas_apart : bool
+        copies_apart : bool
             Whether runs end between split and replicated tensors.
 
         Returns
@@ -90,7 +90,7 @@ class TensorLayout:
         """
 
         def key(spec: ParameterSpec) -> object:
-            return self.unit_of[spec.name] if by_unit else spec.stage, replicas_apart and spec.tensor_dim is None
+            return self.unit_of[spec.name] if by_unit else spec.stage, copies_apart and spec.tensor_dim is None
 
         return make_runs((spec.stage, key(spec), bool(spec.copies)) for spec in self.local)
 
