@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from mpishard.inverse import OptimizeResult, ReverseCommunication, minimize
     from mpishard.launch.leave_signals import Signals
     from mpishard.layout.specs import ParameterSpec
-    from mpishard.minimizers import LBFGS, TruncatedNewton
+    from mpishard.minimizers import LBFGS, LBFGSB, TruncatedNewton
     from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop
     from mpishard.optim.lr_schedules import constant, cosine, inverse_square_root, linear, warmup
     from mpishard.parameters.flat import FlatParameters
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LAMB",
     "LBFGS",
+    "LBFGSB",
     "SGD",
     "Adagrad",
     "Adam",
@@ -116,7 +117,7 @@ _MODULES = {
     "launch.leave_signals": "Signals",
     "inverse": "OptimizeResult ReverseCommunication minimize",
     "layout.specs": "ParameterSpec",
-    "minimizers": "LBFGS TruncatedNewton",
+    "minimizers": "LBFGS LBFGSB TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion RMSprop SGD",
     "optim.lr_schedules": "constant cosine inverse_square_root linear warmup",
     "parameters.flat": "FlatParameters",
