@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         ZeRO3Optimizer,
     )
     from mpishard.elastic.optimizer import ElasticOptimizer
-    from mpishard.inverse import OptimizeResult, ReverseCommunication, minimize
+    from mpishard.inverse import OptimizeResult, ReverseCommunication, check_adjoint, check_gradient, minimize
     from mpishard.launch.leave_signals import Signals
     from mpishard.layout.specs import ParameterSpec
     from mpishard.minimizers import LBFGS, LBFGSB, TruncatedNewton
@@ -88,6 +88,8 @@ __all__ = [
     "as_distributed",
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",
+    "check_adjoint",
+    "check_gradient",
     "constant",
     "cosine",
     "inverse_square_root",
@@ -115,7 +117,7 @@ _MODULES = {
     "data_parallel.optimizers": "DDPOptimizer HybridShardedOptimizer ZeRO1Optimizer ZeRO2Optimizer ZeRO3Optimizer",
     "elastic.optimizer": "ElasticOptimizer",
     "launch.leave_signals": "Signals",
-    "inverse": "OptimizeResult ReverseCommunication minimize",
+    "inverse": "OptimizeResult ReverseCommunication check_adjoint check_gradient minimize",
     "layout.specs": "ParameterSpec",
     "minimizers": "LBFGS LBFGSB TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion RMSprop SGD",
