@@ -14,8 +14,8 @@ from mpishard.backend.random import uniform_in_box
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data.sampling import share
+from mpishard.inverse.unknowns import Unknowns
 from mpishard.parameters.flat import FlatParameters
-from mpishard.parameters.flat_arrays import check_flat
 from mpishard.training.problem import OptimizationProblem
 
 Array = Any
@@ -53,22 +53,23 @@ class Part:
         cls, function: Callable[..., Any], jac: Any, hessp: Any, x: Any, mesh: Mesh | None, summed: bool
     ) -> Part:
         """The part of a function with SciPy's signature.  Not collective."""
-        if not isinstance(x, FlatParameters):
-            x = x if arrays.is_array(x) and x.dtype == np.float32 else np.asarray(x, np.float64)
-            x = x.reshape(-1).copy()
-            check_flat("x", x)
-        point = x if isinstance(x, FlatParameters) else FlatParameters.over(x)
-
-        def given() -> Any:
-            return point if isinstance(x, FlatParameters) else point.flat.copy()
+        unknowns = Unknowns(x)
+        point = FlatParameters.over(unknowns.flat) if unknowns.parameters is None else unknowns.parameters
+        given = unknowns.shown_to_user
 
         def call() -> tuple[Any, Any]:
-            return function(given()) if jac is True else (function(given()), jac(given()))
+            if jac is not True:
+                return function(given()), unknowns.vector("the gradient", jac(given()))
+            result = function(given())
+            if not (isinstance(result, tuple | list) and len(result) == 2):
+                kind = type(result).__name__
+                raise TypeError(f"the function must return (value, gradient), got {kind}; or give jac=gradient")
+            return result[0], unknowns.vector("the gradient", result[1])
 
         def product(direction: np.ndarray) -> Any:
             vector = arrays.empty(point.size, point.dtype, like=point.like)
-            vector[...] = arrays.module_of(vector).asarray(direction)
-            return hessp(given(), vector)
+            set_values(vector, direction.astype(point.dtype))
+            return unknowns.vector("the Hessian product", hessp(given(), vector))
 
         axis = Axis.single() if mesh is None else mesh.world
         return cls(point, call, product if hessp else None, axis, axis, summed or axis.rank == 0)
@@ -180,7 +181,8 @@ class Line:
         value, gradient = float("nan"), np.zeros(self.x.size)
         try:
             set_values(part.point.flat, moved)
-            value, gradient = self._parts(part.call())
+            value, gradient = part.call()
+            value, gradient = returned(value), np.array(arrays.to_host(gradient), np.float64)
         except Exception as error:  # of the user's function: all ranks must learn of it
             problem = error
         finally:
@@ -194,7 +196,7 @@ class Line:
         problem, product = None, np.zeros(self.x.size)
         try:
             assert self._part.product is not None
-            product = self._vector("the Hessian product", self._part.product(self.d))
+            product = np.array(arrays.to_host(self._part.product(self.d)), np.float64)
         except Exception as error:
             problem = error
         self._part.world.raise_if_any(problem)
@@ -210,23 +212,6 @@ class Line:
 
     def _sum(self, *numbers: float) -> list[float]:
         found: list[float] = self._part.world.all_reduce(np.array(numbers), label="control").tolist()
-        return found
-
-    def _parts(self, result: Any) -> tuple[float, np.ndarray]:
-        if not (isinstance(result, tuple | list) and len(result) == 2):
-            raise TypeError(
-                f"the function must return (value, gradient), got {type(result).__name__}; with a gradient of its own, "
-                "give jac=gradient"
-            )
-        return returned(result[0]), self._vector("the gradient", result[1])
-
-    def _vector(self, what: str, given: Any) -> np.ndarray:
-        """A vector of the user's as float64 on the host."""
-        if isinstance(given, FlatParameters):
-            given = given.flat
-        found = np.array(arrays.to_host(given) if arrays.is_device(given) else given, np.float64).reshape(-1)
-        if found.size != self.x.size:
-            raise ValueError(f"{what} has {found.size} elements, but x has {self.x.size} on this rank")
         return found
 
 
