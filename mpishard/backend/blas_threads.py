@@ -25,7 +25,13 @@ _LARGE_PRODUCT = 2**25
 
 
 def own_cores() -> set[int]:
-    """The cores that this process may run on, by number."""
+    """The cores that this process may run on, by number.
+
+    Returns
+    -------
+    set of int
+        At least one.
+    """
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
@@ -33,6 +39,16 @@ def cpu_quota(system: Path = Path("/")) -> float:
     """The CPU quota, in cores, of the control groups of this process; infinite without a limit.
 
     Containers have such a quota: they see all cores of the host, and are paused once the quota is used up.
+
+    Parameters
+    ----------
+    system : Path
+        The root of the file system.
+
+    Returns
+    -------
+    float
+        May be a fraction.
     """
     least = math.inf
     try:
@@ -64,17 +80,34 @@ def _quota_of(folder: Path) -> float:
 
 
 def chosen_by_user() -> str | None:
-    """The environment variable with which the user chose the number of BLAS threads, if any."""
+    """The environment variable with which the user chose the number of BLAS threads, if any.
+
+    Returns
+    -------
+    str or None
+        Its name.
+    """
     return next((variable for variable in _CHOSEN_BY_USER if os.environ.get(variable, "").isdigit()), None)
 
 
 def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
     """Limit BLAS to this rank's share of the cores it may run on, at least one thread.  Collective over `comm`.
 
-    `node` are the ranks of `comm` on the node of this rank.  A core on which several of them may run is shared equally
-    among these, and a CPU quota among all.  Eight ranks on two cores were seen 6 to 8 times slower with two threads
-    each than with one.  If one of the usual environment variables is set, the user's choice stands.  Returns the number
-    of threads.
+    A core on which several ranks of a node may run is shared equally among these, and a CPU quota among all.  Eight
+    ranks on two cores were seen 6 to 8 times slower with two threads each than with one.  If one of the usual
+    environment variables is set, the user's choice stands.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        Of the whole mesh.
+    node : sequence of int
+        The ranks of `comm` on the node of this rank.
+
+    Returns
+    -------
+    int
+        The number of threads.
     """
     cores = own_cores()
     masks = comm.allgather(sum(1 << core for core in cores))  # one bit per core, since the message goes to all ranks

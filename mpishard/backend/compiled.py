@@ -13,7 +13,18 @@ _expected: dict[tuple[HostFunction, tuple[Any, ...]], tuple[Any, ...]] = {}
 
 
 def before_compiling(register: Callable[[], None]) -> Callable[[], None]:
-    """Call `register` before anything is compiled; it makes functions known to Numba that compiled functions call."""
+    """Call `register` before anything is compiled; it makes functions known to Numba that compiled functions call.
+
+    Parameters
+    ----------
+    register : callable
+        Without arguments.
+
+    Returns
+    -------
+    callable
+        `register`, so that this is a decorator.
+    """
     _before.append(register)
     return register
 
@@ -29,6 +40,13 @@ class HostFunction:
     """A function of NumPy arrays of one dtype, and scalars, compiled once for all the ranks of a node.
 
     The first call imports Numba, and loads the function from its cache or compiles it.
+
+    Parameters
+    ----------
+    function : callable
+        Of flat arrays, then scalars, in the part of Python that Numba compiles.
+    **options : bool
+        Of ``numba.njit``, besides those of `mpishard.backend.jit.jit`.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
@@ -43,7 +61,15 @@ class HostFunction:
         return self._dispatcher(*arrays, *scalars)
 
     def expect(self, arrays: Sequence[np.ndarray], scalars: Sequence[float] = ()) -> None:
-        """Announce a call with arguments of these types, so that a rank that compiles also compiles this function."""
+        """Announce a call with arguments of these types, so that a rank that compiles also compiles this function.
+
+        Parameters
+        ----------
+        arrays : sequence of array
+            Of those dtypes and dimensions.
+        scalars : sequence of float
+            As many as the call will have.
+        """
         key = _key(arrays)
         if key not in self._compiled:
             _expected[self, key] = (*arrays, *scalars)
@@ -56,7 +82,13 @@ class HostFunction:
         self._compiled.add(key)
 
     def dispatcher(self) -> Any:
-        """Numba's dispatcher of this function, made at its first use."""
+        """Numba's dispatcher of this function, made at its first use.
+
+        Returns
+        -------
+        numba.core.dispatcher.Dispatcher
+            The same at every call.
+        """
         from mpishard.backend import jit
 
         while _before:

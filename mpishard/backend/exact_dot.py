@@ -121,8 +121,12 @@ def combine(
         Contiguous.
     indices, coefficients : sequence
         Numbers of the rows, and by what they are multiplied.
-    vector, out : 1-D array
-        Of the dtype and kind of the rows; they may be the same array, and `out` may be none of the rows.
+    vector : 1-D array
+        Of the dtype and kind of the rows.
+    factor : float
+        By what the vector is multiplied.
+    out : 1-D array
+        Overwritten; like the vector, which it may be, but none of the rows.
     """
     if is_device(rows):
         wide = module_of(rows).float64

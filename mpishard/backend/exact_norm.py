@@ -65,7 +65,18 @@ def norm(parts: np.ndarray, top: float) -> float:
 
 
 def norm_of(array: Array) -> float:
-    """The 2-norm of one whole flat array; not finite if an element is not."""
+    """The 2-norm of one whole flat array; not finite if an element is not.
+
+    Parameters
+    ----------
+    array : 1-D array
+        float32 or float64.
+
+    Returns
+    -------
+    float
+        0.0 if it is empty.
+    """
     top = largest(array)
     return norm(sum_of_squares(array, top, array.size), top) if math.isfinite(top) else top
 

@@ -14,7 +14,20 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64: 2**64 over the golden 
 
 
 def generator(seed: int, *names: object) -> np.random.Generator:
-    """A counter-based generator (Philox) keyed by a seed and any names, e.g. ``generator(0, "dropout", step)``."""
+    """A counter-based generator (Philox) keyed by a seed and any names, e.g. ``generator(0, "dropout", step)``.
+
+    Parameters
+    ----------
+    seed : int
+        Of a run.
+    *names : object
+        Their text counts.
+
+    Returns
+    -------
+    numpy.random.Generator
+        At its beginning.
+    """
     return np.random.Generator(np.random.Philox(key=_key(seed, *names)))
 
 
@@ -22,6 +35,24 @@ def normal(seed: int, name: str, shape: Sequence[int], scale: float = 1.0, dtype
     """Normal numbers of mean 0 and standard deviation `scale`, a function of (`seed`, `name`, `shape`) alone.
 
     Drawn in float64 and rounded to `dtype`, so that float32 and float64 runs start from the same numbers.
+
+    Parameters
+    ----------
+    seed : int
+        Of a run.
+    name : str
+        What the numbers are for.
+    shape : sequence of int
+        Of the result.
+    scale : float
+        As above.
+    dtype : dtype
+        float32 or float64.
+
+    Returns
+    -------
+    ndarray
+        Of this shape and dtype.
     """
     return (generator(seed, name).standard_normal(tuple(shape)) * scale).astype(dtype)
 
@@ -45,6 +76,22 @@ def permuted(indices: np.ndarray, size: int, seed: int, *names: object) -> np.nd
 
     Costs time and memory in proportion to `indices`, not to `size`: a balanced Feistel network over the next power of
     four, walked along its cycle until the value is in range (Black and Rogaway, 2002).
+
+    Parameters
+    ----------
+    indices : ndarray, int64
+        In ``range(size)``.
+    size : int
+        How many there are to permute.
+    seed : int
+        Of a run.
+    *names : object
+        Their text counts.
+
+    Returns
+    -------
+    ndarray, int64
+        One for each index.
     """
     if size < 1:
         return np.empty(0, np.int64)
