@@ -13,6 +13,7 @@ from mpishard.arguments import integer, number
 from mpishard.minimizers import cg_formulas
 from mpishard.minimizers.free_variables import FreeVariables
 from mpishard.minimizers.limits import Limits
+from mpishard.minimizers.line_search.search import NOT_FINITE_LIMIT
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Progress, Wanted
 from mpishard.minimizers.space import Space
@@ -25,6 +26,7 @@ Array = Any
 # there, costs a sixth more evaluations and products on the set of Moré, Garbow and Hillstrom.
 _ACCEPT = 0.1  # a step is accepted if the value decreases by more than this times what the model says
 _SHRINK_BELOW, _SHRINK = 0.25, 0.5
+_NOT_FINITE_SHRINK = 0.25
 _GROW_ABOVE, _GROW = 0.75, 2.0
 _NOISE = 1000  # so many units in the last place of a value are too few to judge a step by
 _LARGEST_RADIUS = 1e150  # its square is finite
@@ -129,6 +131,8 @@ class TruncatedNewtonMinimizer(Minimizer):
         step, residual, direction = (self.row(slot) for slot in ("step", "residual", "direction"))
         self.cg = SteihaugCG(space, self.free, step, residual, direction, self._max_radius)
         self._radius = self._gradient_square = math.nan
+        self._gradient_top = 0.0
+        self._not_finite = 0  # trials one after the other
 
     @property
     def direction(self) -> Array:
@@ -137,6 +141,7 @@ class TruncatedNewtonMinimizer(Minimizer):
     def begin(self) -> int:
         self.progress, self.stop_reason, self.wanted = Progress(), "", Wanted.GRADIENT
         self._radius, self._gradient_square = min(self.method.initial_radius or 0.0, self._max_radius), math.nan
+        self._gradient_top, self._not_finite = 0.0, 0
         self.row("base")[:] = self.point
         return 0
 
@@ -156,14 +161,15 @@ class TruncatedNewtonMinimizer(Minimizer):
         if math.isnan(before.value):
             reason = "" if finite else "not finite"
             if finite:
-                self._take(value, tops)
+                self._take(value, *tops)
                 reason = converged(self.method, self.progress, math.nan)
         else:
             reason = ""
             if self._judge(value, gradient_top, step_top):
-                self._take(value, tops)
+                self._take(value, *tops)
                 reason = self._converged(before.value, step_top, base_top)
-            if step_top <= float(np.finfo(step.dtype).eps) * base_top:
+            self._not_finite = 0 if finite else self._not_finite + 1
+            if self._not_finite > NOT_FINITE_LIMIT or step_top == 0:
                 reason = reason or ("step" if finite else "not finite")
         self._continue(reason or exhausted(self.method, self.progress))
 
@@ -182,18 +188,19 @@ class TruncatedNewtonMinimizer(Minimizer):
             noise = _NOISE * float(np.finfo(self.space.like.dtype).eps) * max(abs(old), abs(value))
             if max(abs(decrease), model.decrease) <= noise and not model.cut:
                 # Near the minimum the values differ by rounding errors, but the gradients still tell.
-                tops = (self.progress.gradient_norm * step_top, gradient_top * step_top)
+                tops = (self._gradient_top * step_top, gradient_top * step_top)
                 rows = (self.row("base_gradient"), self.row("residual"))
                 decrease = -0.5 * sum(self.space.dots([(row, self.row("direction")) for row in rows], tops))
             ratio = decrease / model.decrease if model.decrease > 0 else 0.0
         self._radius = model.radius
         if ratio < _SHRINK_BELOW:
-            self._radius = _SHRINK * min(model.radius, math.sqrt(model.step_square))
+            shrink = _SHRINK if ratio > -math.inf else _NOT_FINITE_SHRINK
+            self._radius = shrink * min(model.radius, math.sqrt(model.step_square))
         elif ratio > _GROW_ABOVE and model.cut:
             self._radius = min(_GROW * model.radius, self._max_radius)
         return ratio > _ACCEPT
 
-    def _take(self, value: float, tops: tuple[float, float]) -> None:
+    def _take(self, value: float, gradient_top: float, riesz_top: float) -> None:
         """The point becomes the base; the gradient there is in the residual."""
         started = not math.isnan(self.progress.value)
         self.row("base")[:] = self.point
@@ -202,12 +209,12 @@ class TruncatedNewtonMinimizer(Minimizer):
             self.progress,
             iterations=self.progress.iterations + started,
             value=value,
-            gradient_norm=tops[0],
-            projected_norm=tops[1],
+            gradient_norm=riesz_top,
+            projected_norm=riesz_top,
             step_length=float(started),
             accepted=started,
         )
-        self._gradient_square = math.nan
+        self._gradient_top, self._gradient_square = gradient_top, math.nan
 
     def _converged(self, value_before: float, step_top: float, point_top: float) -> str:
         """Why the method has converged with this iteration; a step that was cut says nothing but by its gradient."""
@@ -252,14 +259,18 @@ class TruncatedNewtonMinimizer(Minimizer):
             "conjugate_gradients": asdict(self.cg.state),
             "radius": self._radius,
             "gradient_square": self._gradient_square,
+            "gradient_top": self._gradient_top,
+            "not_finite": self._not_finite,
         }
 
     def restore(self, metadata: Mapping[str, Any]) -> None:
         try:
             wanted, reason = Wanted(metadata["wanted"]), str(metadata["stop_reason"])
             progress, state = Progress(**metadata["progress"]), SteihaugState(**metadata["conjugate_gradients"])
-            radius, square = float(metadata["radius"]), float(metadata["gradient_square"])
+            radius, square, top = (float(metadata[name]) for name in ("radius", "gradient_square", "gradient_top"))
+            not_finite = int(metadata["not_finite"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"TruncatedNewton: the saved state cannot be restored: {error!r}") from None
         self.wanted, self.stop_reason, self.progress = wanted, reason, progress
-        self.cg.state, self._radius, self._gradient_square = state, radius, square
+        self.cg.state, self._radius, self._gradient_square, self._gradient_top = state, radius, square, top
+        self._not_finite = not_finite
