@@ -14,10 +14,12 @@ from mpishard.data_parallel.method_limits import limits_of
 from mpishard.data_parallel.rank_state import RankState
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.sharded_space import ShardedSpace
+from mpishard.data_parallel.strategies import ShardedState
 from mpishard.io import log
 from mpishard.layout.run_state import Shard
 from mpishard.minimizers.method import Method
-from mpishard.minimizers.minimizer import Minimizer
+from mpishard.minimizers.minimizer import Minimizer, Wanted
+from mpishard.parameters.flat import FlatParameters
 
 Array = Any
 
@@ -54,6 +56,7 @@ class MethodState:
         self._method = method
         self._minimizer: Minimizer | None = None
         self._on_rank: RankState
+        self._whole: FlatParameters | None = None
         self._saved: Mapping[str, Any] = {}
 
     @property
@@ -79,6 +82,19 @@ class MethodState:
         for part, (start, stop) in zip(ownership.state_views(gradient), ownership.own, strict=True):
             part[...] = flat[start:stop]
         return gradient
+
+    def direction(self) -> FlatParameters | None:
+        """The vector to multiply by the Hessian, laid out as the parameters; None if value and gradient are wanted."""
+        minimizer, strategy = self.minimizer, self._on_rank.strategy
+        if minimizer.wanted is not Wanted.PRODUCT:
+            return None
+        assert isinstance(strategy, ShardedState)
+        parameters = strategy.parameters
+        if self._whole is None or self._whole.specs != parameters.specs:
+            module = arrays.module_of(parameters.like)
+            self._whole = FlatParameters(parameters.specs, parameters.dtype, module=module, place=parameters.place)
+        self._whole.flat[...] = strategy.gather(minimizer.direction, "direction")
+        return self._whole
 
     def publish(self, values: Array) -> None:
         """Make these elements of this rank the parameters, on all ranks."""

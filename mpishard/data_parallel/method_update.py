@@ -25,7 +25,9 @@ def update_by_method(
     nonfinite_loss: str,
     interrupted: bool,
 ) -> bool:
-    """Tell the minimisation loss and gradient of the parameters, and make its next point the parameters.
+    """Tell the minimisation what it wanted, and make its next point the parameters.
+
+    It wanted loss and gradient at the parameters, or a Hessian product, which then is where a gradient would be.
 
     Collective over the mesh.
 
@@ -55,7 +57,7 @@ def update_by_method(
     """
     on_rank = binding.on_rank
     strategy, inspection, minimizer = on_rank.strategy, on_rank.inspection, state.minimizer
-    if minimizer.wanted is not Wanted.GRADIENT:
+    if minimizer.wanted is Wanted.NOTHING:
         raise RuntimeError(
             f"this minimisation has ended ({minimizer.stop_reason}): there is no next step; make a new optimizer to "
             "start another one"
@@ -68,7 +70,10 @@ def update_by_method(
     strategy.team.all_reduce(shared, op="max", label="control")
     value, nonfinite, inspection.interrupted = float(shared[0]), bool(shared[1]), bool(shared[2])
     finite = math.isfinite(value) and not nonfinite
-    tell_value(optimizer, binding, state, value if finite else math.inf, gradient)
+    if minimizer.wanted is Wanted.PRODUCT:
+        tell_product(optimizer, binding, state, gradient)
+    else:
+        tell_value(optimizer, binding, state, value if finite else math.inf, gradient)
     state.publish(minimizer.point)
     inspection.forget()
     strategy.reducer.reset()
@@ -95,3 +100,22 @@ def tell_value(optimizer: Configured, binding: Binding, state: MethodState, valu
     optimizer.config.mesh.ledger.step = counters.clock
     state.minimizer.tell(value, gradient)
     counters.gradient_norm = state.minimizer.progress.projected_norm
+
+
+def tell_product(optimizer: Configured, binding: Binding, state: MethodState, product: Array) -> None:
+    """Tell the minimisation a Hessian product, and count the step.
+
+    Collective over the mesh.
+
+    Parameters
+    ----------
+    optimizer : Configured
+    binding : Binding
+    state : MethodState
+    product : 1-D array
+        This rank's elements.
+    """
+    counters = binding.counters
+    counters.steps += 1
+    optimizer.config.mesh.ledger.step = counters.clock
+    state.minimizer.tell_product(product)

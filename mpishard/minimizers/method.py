@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mpishard.arguments import integer, number
 
@@ -52,6 +52,8 @@ class Method(ABC):
     TypeError, ValueError
         If an option is invalid.
     """
+
+    needs_products: ClassVar[bool] = False
 
     gtol: float = 1e-5
     ftol: float = 2.220446049250313e-09

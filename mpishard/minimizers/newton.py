@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -72,6 +72,8 @@ class TruncatedNewton(Method):
     T. Steihaug: The conjugate gradient method and trust regions in large scale optimization.  SIAM Journal on Numerical
     Analysis 20, 626-637 (1983).  J. Nocedal and S. J. Wright: Numerical Optimization (2006), algorithms 4.1 and 7.2.
     """
+
+    needs_products: ClassVar[bool] = True
 
     forcing: float = 0.5
     forcing_power: float = 0.5

@@ -51,6 +51,8 @@ class Objective(Generic[P]):
         For the record.
     facts : mapping
         What checkpoints keep besides.
+    product : callable, optional
+        Hessian times a vector.
 
     Raises
     ------
@@ -70,10 +72,13 @@ class Objective(Generic[P]):
     seed: int = field(default=0, kw_only=True)
     tokens_per_sample: int = field(default=1, kw_only=True)
     facts: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    product: Callable[[Any, Any, np.ndarray, Any], object] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(f"function must be callable, got {type(self.function).__name__}")
+        if not (self.product is None or callable(self.product)):
+            raise TypeError(f"product must be callable, got {type(self.product).__name__}")
         start: Any = self.start
         if not isinstance(start, FlatParameters):
             check_flat("start", start)

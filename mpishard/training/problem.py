@@ -63,6 +63,10 @@ class OptimizationProblem(Objective[P]):
         Number of equal terms in the loss of one sample; losses and gradients are means over all terms.
     facts : mapping
         Further facts for the checkpoints of the run, see `save_checkpoint`; `for_model` adds a model's architecture.
+    product : callable, optional
+        ``product(parameters, direction, samples, products)``: ADD the Hessian of the summed loss of these samples, or
+        their Gauss-Newton matrix, times `direction` into `products`, as `function` does with gradients.  `direction` is
+        like the parameters.  Only `TruncatedNewton` needs it.
 
     Notes
     -----

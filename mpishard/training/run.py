@@ -13,6 +13,7 @@ from mpishard.io import log
 from mpishard.launch.ctrl_c import Interrupts
 from mpishard.launch.exit_code import note_run
 from mpishard.minimizers import Method
+from mpishard.minimizers.minimizer import Wanted
 from mpishard.optim import Rule
 from mpishard.training.batch_scaling import Scaling
 from mpishard.training.batches import Batches
@@ -181,6 +182,8 @@ class TrainingRun:
         factor = self.batches.rate_factor
         rule = optimizer.rule
         rate = factor * rule.learning_rate(optimizer.steps + 1) if isinstance(rule, Rule) else math.nan
+        if optimizer.minimizer is not None and optimizer.minimizer.wanted is Wanted.PRODUCT:
+            loss = optimizer.minimizer.progress.value
         with self.report.phase("update"):
             optimizer.update(
                 count,

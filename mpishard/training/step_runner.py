@@ -55,7 +55,8 @@ class StepRunner:
     Raises
     ------
     ValueError
-        If the optimizer has a loss scale, but the problem has no model that multiplies its gradients by it.
+        If the optimizer has a loss scale, but the problem has no model that multiplies its gradients by it; or its
+        method needs Hessian products, and the problem has none.
     """
 
     reducer: GradientReducer
@@ -80,7 +81,13 @@ class StepRunner:
                 "loss_scale is for models, which multiply their gradients by it; the gradient of a function of a flat "
                 "array comes as it is: leave loss_scale out"
             )
+        if isinstance(optimizer.rule, Method) and optimizer.rule.needs_products and problem.product is None:
+            raise ValueError(
+                f"{type(optimizer.rule).__name__} needs Hessian products: give the problem "
+                "product=function(parameters, direction, samples, products)"
+            )
         self._looks = looks
+        self._direction: FlatParameters | None = None  # the factor of a Hessian product, if one is wanted
         self.misuse: Exception | None = None
         self.nonfinite_loss = ""
 
@@ -118,8 +125,14 @@ class StepRunner:
         self.reducer.is_last_pass = self.optimizer.config.auto_sync_gradients
 
     def losses_and_gradient(self, batch: np.ndarray) -> tuple[np.ndarray, int]:
-        """Losses of a batch and its global number of terms; the batch's loss is the sum of these losses over ranks."""
+        """Losses of a batch and its global number of terms; the batch's loss is the sum of these losses over ranks.
+
+        Where the minimisation of a method wants a Hessian product, that takes the place of the gradient, and the losses
+        are 0.
+        """
         self.nonfinite_loss = ""
+        method = self.optimizer.state.method
+        self._direction = None if method is None else method.direction()
         self.reducer.is_last_pass = True  # not before: a run that is refused leaves the reducer as it was
         if self.ordered is None:
             losses = np.array([self._forward_backward_shares(batch)])
@@ -205,7 +218,13 @@ class StepRunner:
             return 0.0
         look = Untouched(self.parameters, samples) if self._looks and len(samples) else None
         began = time.perf_counter()
-        loss = self.problem.function(self.values, samples, self._gradients)
+        if self._direction is not None:
+            assert self.problem.product is not None
+            direction = self._direction if self.of_model else self._direction.flat
+            self.problem.product(self.values, direction, samples, self._gradients)
+            loss: Any = 0.0
+        else:
+            loss = self.problem.function(self.values, samples, self._gradients)
         self.optimizer.mesh.ledger.note(f"{len(samples)} samples", "function", began)
         if look is not None:
             self.misuse = self.misuse or look.problem()

@@ -205,3 +205,32 @@ def test_what_a_method_cannot_have_is_refused(mesh, case):
 def test_step_has_no_value_to_decide_by(mesh):
     with pytest.raises(TypeError, match="decides by the value"):
         optimizer_on(mesh).step(np.zeros(SIZE), np.ones(SIZE))
+
+
+def curved(parameters, direction, samples, products):
+    residual = INPUTS[samples] @ parameters - TARGETS[samples]
+    bent = np.tanh(residual)
+    products += INPUTS[samples].T @ ((1 - bent * (1 - bent * bent)) * (INPUTS[samples] @ direction))
+
+
+def test_newton_by_hessian_products(mesh):
+    """A start near the minimum, where the products are those of a positive definite matrix on the whole."""
+    method = mpishard.TruncatedNewton(gtol=1e-10, ftol=0.0)
+
+    def run(own):
+        optimizer = optimizer_on(own, method)
+        newton = problem(steps=200, product=curved)
+        return optimizer.optimize(newton, progress=False), optimizer.minimizer.progress
+
+    result, progress = run(mesh)
+    with mpishard.Mesh(MPI.COMM_SELF) as own:
+        alone, _ = run(own)
+    assert_same(result, alone)
+    assert progress.products > progress.evaluations > 1
+    assert result.steps == progress.products + progress.evaluations
+    assert progress.projected_norm < 1e-6
+
+
+def test_newton_without_products_is_refused(mesh):
+    with pytest.raises(ValueError, match="TruncatedNewton needs Hessian products"):
+        optimizer_on(mesh, mpishard.TruncatedNewton()).optimize(problem(), progress=False)
