@@ -15,7 +15,7 @@ from mpishard.nn.architecture import Architecture
 from mpishard.nn.block import Block
 from mpishard.nn.chunk import Chunk
 from mpishard.nn.inputs import Inputs
-from mpishard.nn.local_stages import LocalStages
+from mpishard.nn.local_chunks import LocalChunks
 from mpishard.nn.options import GPTOptions, MemoryOptions, PipelineOptions, Precision, name_positional
 from mpishard.nn.products import check_compute_dtype, warn_if_slow
 from mpishard.nn.sampling import TokenSampler, checked_prompt
@@ -137,10 +137,10 @@ class GPT:
             warn_if_bubbly(plan)
             if precision.compute_dtype is not None:
                 warn_if_slow(precision.compute_dtype, module)
-        self._stages = LocalStages(self.architecture, mesh, pipeline, precision, memory, seed, module)
-        self.parameters: FlatParameters = self._stages.parameters
-        self.chunks: list[Chunk] = self._stages.chunks
-        self.blocks: list[Block] = self._stages.blocks
+        self._local = LocalChunks(self.architecture, mesh, pipeline, precision, memory, seed, module)
+        self.parameters: FlatParameters = self._local.parameters
+        self.chunks: list[Chunk] = self._local.chunks
+        self.blocks: list[Block] = self._local.blocks
         self.pipeline: Pipeline = Pipeline(
             axis, self.chunks, pipeline.schedule, self.parameters, wire_dtype=precision.wire_dtype
         )
@@ -165,7 +165,7 @@ class GPT:
 
         Memory grows to what the largest batch so far needed and is used again, so that this is the peak.
         """
-        return self._stages.activation_bytes + self._inputs.nbytes
+        return self._local.activation_bytes + self._inputs.nbytes
 
     def loss_and_gradient(self, tokens: Array, targets: Array) -> float:
         """Summed loss of a batch; the gradient of that sum goes to ``parameters.gradient``.
@@ -207,7 +207,7 @@ class GPT:
         TypeError, ValueError
             If tokens or targets are no integers, out of range, or of another shape.
         """
-        with self._stages.forward_only():
+        with self._local.forward_only():
             return self.pipeline.evaluate(self._inputs.micro_batches(tokens, targets, self.microbatches))
 
     def logits(self, tokens: Array) -> Array:
@@ -229,10 +229,10 @@ class GPT:
             If tokens are no integers, out of range, or of another shape.
         """
         tokens_n = self._inputs.checked("tokens", tokens)
-        with self._stages.forward_only():
+        with self._local.forward_only():
             logits_nv = self.pipeline.infer(Batch(tokens_n, None, np.shape(tokens)[1]))
         if logits_nv is None:
-            logits_nv = self._stages.scratch.module.empty((len(tokens_n), self.vocabulary_size), self.parameters.dtype)
+            logits_nv = self._local.scratch.module.empty((len(tokens_n), self.vocabulary_size), self.parameters.dtype)
         return self._from_last_stage(logits_nv, "logits").reshape(*np.shape(tokens), self.vocabulary_size)
 
     def generate(self, prompt_tokens: Sequence[int], count: int, temperature: float = 1.0, seed: int = 0) -> np.ndarray:
@@ -265,7 +265,7 @@ class GPT:
         tokens = np.concatenate([tokens.astype(np.int64), np.zeros(count, np.int64)])
         for end in range(len(tokens) - count, len(tokens)):
             window_n = self._inputs.checked("tokens", tokens[None, max(0, end - self.context_length) : end])
-            with self._stages.forward_only():
+            with self._local.forward_only():
                 logits_nv = self.pipeline.infer(Batch(window_n, None, len(window_n), last_only=True))
             if logits_nv is not None:
                 tokens[end] = sampler.next(to_host(logits_nv[0]).astype(np.float64))

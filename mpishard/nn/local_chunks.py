@@ -1,4 +1,4 @@
-"""The stages of a model that this rank runs, and the memory of their activations."""
+"""The chunks of a model that this rank runs, one a virtual stage, and the memory of their activations."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mpishard.nn.architecture import Architecture
 from mpishard.nn.block import Block
 from mpishard.nn.chunk import Chunk
 from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
-from mpishard.nn.stage_costs import measure_costs
 from mpishard.nn.tensor_parallel import TensorParallel
+from mpishard.nn.unit_costs import measure_costs
 from mpishard.nn.units import OutputHead
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
 
 
-class LocalStages:
-    """Cuts a model into stages and builds those of this rank; owns their parameters and scratch memory.
+class LocalChunks:
+    """Cuts a model into virtual stages and builds the chunks of this rank; owns their parameters and scratch memory.
 
     Collective over the mesh if the costs of the stages are measured, over its data axis if parameters are sharded.
 
@@ -44,7 +44,7 @@ class LocalStages:
     parameters : FlatParameters
         The tensors of this rank.
     chunks : list of Chunk
-        One for each stage of this rank.
+        One for each virtual stage of this rank.
     blocks : list of Block
         The blocks in these chunks.
     scratch : Workspace
