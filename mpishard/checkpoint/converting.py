@@ -13,7 +13,7 @@ from mpishard.checkpoint.atomic_write import provisional, published
 from mpishard.checkpoint.folder import Unfinished, named_step, publish
 from mpishard.checkpoint.index import Contents, write_index
 from mpishard.checkpoint.manifest import INDEX, FileEntry, Manifest
-from mpishard.checkpoint.pieces import BLOCK, Part, StoredPiece, new_file, pieces_file, stored, write_pieces
+from mpishard.checkpoint.pieces import BLOCK, PieceValues, StoredPiece, new_file, pieces_file, stored, write_pieces
 from mpishard.checkpoint.sources import Source, Stored, blocks, total_bytes
 from mpishard.layout.boxes import split
 from mpishard.layout.local_layout import WHOLE, LocalLayout, cut_holding
@@ -83,10 +83,10 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
             publish(Unfinished(path, target, id, generation, held), Manifest(id, generation, step, entries))
 
 
-def _parts(source: Source, layout: LocalLayout) -> Iterator[Part]:
+def _parts(source: Source, layout: LocalLayout) -> Iterator[PieceValues]:
     for kind in source.kinds:
         for piece in layout:
-            yield Part(kind, piece.name, piece.box, source.read(kind, piece.name, piece.box))
+            yield PieceValues(kind, piece.name, piece.box, source.read(kind, piece.name, piece.box))
 
 
 def write_plain(contents: Contents, target: Path) -> None:

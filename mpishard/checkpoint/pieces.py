@@ -47,7 +47,7 @@ class StoredPiece:
 
 
 @dataclass(frozen=True)
-class Part:
+class PieceValues:
     """The values of one piece on the host: shaped like the box, a view of the live array or of a copy."""
 
     kind: str
@@ -88,14 +88,16 @@ def stored(boxes: Iterable[tuple[str, str, Box]], file: str) -> list[StoredPiece
     return [locate(*box) for box in boxes if not _is_empty(box[2])]
 
 
-def write_pieces(path: Path, parts: Iterable[Part], *, id: str, writer: int, compression: str | None = None) -> None:
+def write_pieces(
+    path: Path, parts: Iterable[PieceValues], *, id: str, writer: int, compression: str | None = None
+) -> None:
     """Write parts into a new file.  It is closed, but not synced to the disk.  Not collective.
 
     Parameters
     ----------
     path : Path
         Must not exist.
-    parts : iterable of Part
+    parts : iterable of PieceValues
         With float16, float32 or float64 values; taken one at a time.  Empty parts are left out.
     id : str
         The id of the checkpoint.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.checkpoint.pieces import Part
+from mpishard.checkpoint.pieces import PieceValues
 from mpishard.layout.local_layout import LocalLayout, Piece
 from mpishard.layout.run_state import RunState, Shard
 
@@ -30,17 +30,17 @@ class Saved:
         Dtypes of parameters and slots.
     facts : mapping
         As `RunState.facts`.
-    parts : sequence of Part
+    parts : sequence of PieceValues
         The parts that this rank writes.
     """
 
     tensors: Mapping[str, tuple[int, ...]]
     kinds: Mapping[str, np.dtype]
     facts: Mapping[str, Any]
-    parts: Sequence[Part]
+    parts: Sequence[PieceValues]
 
 
-def live_parts(shards: Sequence[Shard]) -> list[Part]:
+def live_parts(shards: Sequence[Shard]) -> list[PieceValues]:
     """The primary pieces of this rank, as views of its NumPy arrays."""
     return [
         _part(shard.kind, piece, shard.array[piece.start : piece.start + piece.size])
@@ -62,7 +62,7 @@ class Snapshot:
         With `copied` the arrays may change before they are written.  Device arrays are copied in any case.
         """
         facts: dict[str, Any] = {}
-        parts: list[Part] = []
+        parts: list[PieceValues] = []
         problem = None
         try:
             facts = copy.deepcopy(dict(state.facts))
@@ -74,7 +74,7 @@ class Snapshot:
         kinds = {shard.kind: np.dtype(shard.array.dtype) for shard in state.shards}
         return Saved(tensors, kinds, facts, parts), problem
 
-    def take(self, shards: Sequence[Shard]) -> list[Part]:
+    def take(self, shards: Sequence[Shard]) -> list[PieceValues]:
         """Copy the primary pieces; complete on return.  The last copies are overwritten.
 
         Contiguous pieces are copied together.  Device arrays are copied through pinned memory.
@@ -82,7 +82,7 @@ class Snapshot:
         kept = self._buffers
         # Buffers of kinds that no longer exist are freed before others are made.
         self._buffers = {shard.kind: kept[shard.kind] for shard in shards if shard.kind in kept}
-        parts: list[Part] = []
+        parts: list[PieceValues] = []
         for shard in shards:
             buffer = self._buffer(shard)
             offset = 0
@@ -103,8 +103,8 @@ class Snapshot:
         return self._buffers[shard.kind]
 
 
-def _part(kind: str, piece: Piece, values: np.ndarray) -> Part:
-    return Part(kind, piece.name, piece.box, values.reshape(piece.shape))
+def _part(kind: str, piece: Piece, values: np.ndarray) -> PieceValues:
+    return PieceValues(kind, piece.name, piece.box, values.reshape(piece.shape))
 
 
 def _runs(pieces: LocalLayout) -> Iterator[list[Piece]]:

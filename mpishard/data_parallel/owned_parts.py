@@ -11,7 +11,7 @@ Range = tuple[int, int]
 Span = tuple[int, int, int]
 
 
-class Part(NamedTuple):
+class OwnedPart(NamedTuple):
     """Elements ``[start, stop)`` of the owned range number `owned` belong to tensor number `tensor`."""
 
     tensor: int
@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
 def parts_of(
     pieces: Sequence[Piece], tensors: Sequence[int], ranges: Sequence[Range], origins: Sequence[int]
-) -> list[Part]:
+) -> list[OwnedPart]:
     """Cut ascending ranges of a flat buffer at its pieces; positions in a part count from the range's origin.
 
     `tensors` has the tensor number of each piece.
@@ -37,11 +37,11 @@ def parts_of(
                 break
             begin, end = max(piece.start, start), min(piece.start + piece.size, stop)
             if begin < end:
-                parts.append(Part(number, owned, begin - origin, end - origin))
+                parts.append(OwnedPart(number, owned, begin - origin, end - origin))
     return parts
 
 
-def spans_of(parts: Sequence[Part]) -> list[Span]:
+def spans_of(parts: Sequence[OwnedPart]) -> list[Span]:
     """The elements of `parts` as ``(owned, start, stop)``, with adjacent parts joined."""
     spans: list[Span] = []
     for _, owned, start, stop in parts:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from mpishard.data_parallel.owned_parts import Part, parts_of
+from mpishard.data_parallel.owned_parts import OwnedPart, parts_of
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
@@ -68,17 +68,17 @@ class OwnedRanges:
         return [array[start - origin : stop - origin] for array, (origin, _), (start, stop) in ranges]
 
     @cached_property
-    def owned_parts(self) -> list[Part]:
+    def owned_parts(self) -> list[OwnedPart]:
         """The ranges in `own`, cut at tensors."""
         return self._parts(self.own)
 
     @cached_property
-    def counted_parts(self) -> list[Part]:
+    def counted_parts(self) -> list[OwnedPart]:
         """This rank's parts in sums over the model: each logical element is on exactly one rank of the team."""
         specs, model_rank = self._layout.specs, self._layout.place
         return [part for part in self._parts(self._in_team) if model_rank.counts(specs[part.tensor])]
 
-    def _parts(self, ranges: Sequence[Range]) -> list[Part]:
+    def _parts(self, ranges: Sequence[Range]) -> list[OwnedPart]:
         number = {spec.name: index for index, spec in enumerate(self._layout.specs)}
         tensors = [number[piece.name] for piece in self._layout.pieces]
         return parts_of(self._layout.pieces, tensors, ranges, [start for start, _ in self.own])

@@ -13,14 +13,14 @@ import numpy as np
 from mpishard.backend import exact_norm
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
-from mpishard.data_parallel.owned_parts import Part
+from mpishard.data_parallel.owned_parts import OwnedPart
 from mpishard.layout.specs import ParameterSpec
 
 Array = Any
 
 
 def norms(
-    axis: Axis | ModelParallelGroup, specs: Sequence[ParameterSpec], parts: Sequence[Part], arrays: Sequence[Array]
+    axis: Axis | ModelParallelGroup, specs: Sequence[ParameterSpec], parts: Sequence[OwnedPart], arrays: Sequence[Array]
 ) -> list[float]:
     """The 2-norm of every tensor over all ranks, with the same bits for any cut into parts.
 

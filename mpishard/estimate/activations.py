@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpishard.estimate.holdings import Part
+from mpishard.estimate.holdings import VirtualStage
 from mpishard.estimate.layouts import Layout
 from mpishard.nn.architecture import Architecture
 from mpishard.nn.attention import BLOCK, GROUP_SCORES
@@ -56,7 +56,7 @@ class Activations:
         """Elements that the output head keeps: its norm, and the logits, whose memory their gradient reuses."""
         return self.passed(rows) + 2 * self.own_rows(rows) + rows * self.share(self.architecture.vocabulary_size)
 
-    def put_off(self, part: Part, rows: int) -> int:
+    def put_off(self, part: VirtualStage, rows: int) -> int:
         """Elements of the outputs' gradients of all products, kept until the weight gradients are computed (zb-h1)."""
         if self.layout.schedule != "zb-h1":
             return 0
@@ -66,7 +66,7 @@ class Activations:
         block = rows * (2 * width + self.share(3 * width) + self.share(4 * width))
         return blocks * block + part.head * rows * self.share(self.architecture.vocabulary_size)
 
-    def in_flight(self, part: Part, rows: int) -> int:
+    def in_flight(self, part: VirtualStage, rows: int) -> int:
         """Elements that a micro-batch of `rows` tokens keeps in one model chunk while it is in flight."""
         if rows == 0:
             return 0
@@ -82,7 +82,7 @@ class Activations:
             kept += self.of_head(rows)
         return kept + self.put_off(part, rows)
 
-    def scratch(self, parts: tuple[Part, ...], rows: int, microbatches: int) -> int:
+    def scratch(self, parts: tuple[VirtualStage, ...], rows: int, microbatches: int) -> int:
         """Elements of memory that all micro-batches and chunks of a rank use in turns."""
         if rows == 0:
             return 0

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from mpishard.arguments import no_others, whole_or_fields
-from mpishard.estimate.holdings import parts_of
+from mpishard.estimate.holdings import virtual_stages_of
 from mpishard.estimate.layouts import Layout
 from mpishard.estimate.pipeline_time import makespan
 from mpishard.estimate.profile import TYPICAL, MachineProfile
@@ -164,7 +164,7 @@ def estimate(
     shape = workload.batch_shape(architecture, layout)
     rows, microbatches = shape.rows, shape.microbatches
     plan = Plan(architecture, layout, workload, shape)
-    by_rank = parts_of(architecture, layout)
+    by_rank = virtual_stages_of(architecture, layout)
     times = Times(architecture, layout, profile, shape.length, workload.itemsize)
     mean_rows = -(-sum(rows) // microbatches)
     costs = {parts: plan.seconds(times, parts, mean_rows) for parts in set(by_rank)}

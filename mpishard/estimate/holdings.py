@@ -17,7 +17,7 @@ from mpishard.parameters.gradient_buckets import make_buckets, make_runs
 TABLE = "token_embedding.weight"
 
 
-class Part(NamedTuple):
+class VirtualStage(NamedTuple):
     """The units of one virtual stage: the embeddings, some blocks, the output head."""
 
     embeddings: bool
@@ -57,7 +57,7 @@ class Tensor(NamedTuple):
 class Holding:
     """The local layout of the ranks of one pipeline stage; `tensors` are in flat order."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[VirtualStage, ...]
     tensors: tuple[Tensor, ...]
 
     @functools.cached_property
@@ -89,7 +89,7 @@ class Holding:
         return [bucket.size for bucket in found]
 
 
-def parts_of(architecture: Architecture, layout: Layout) -> list[tuple[Part, ...]]:
+def virtual_stages_of(architecture: Architecture, layout: Layout) -> list[tuple[VirtualStage, ...]]:
     """By pipeline rank: the parts of its chunks.
 
     Raises
@@ -99,14 +99,16 @@ def parts_of(architecture: Architecture, layout: Layout) -> list[tuple[Part, ...
     """
     architecture.check(layout.tensor, layout.pipeline * layout.chunks)
     by_stage = [
-        Part(EMBEDDINGS in units, sum(unit.startswith("blocks.") for unit in units), OUTPUT_HEAD in units)
+        VirtualStage(EMBEDDINGS in units, sum(unit.startswith("blocks.") for unit in units), OUTPUT_HEAD in units)
         for units in architecture.cut(layout.pipeline * layout.chunks)
     ]
     return [tuple(by_stage[rank :: layout.pipeline]) for rank in range(layout.pipeline)]
 
 
 @functools.lru_cache(maxsize=1024)
-def holding(architecture: Architecture, parts: tuple[Part, ...], tensor: int, sequence_parallel: bool) -> Holding:
+def holding(
+    architecture: Architecture, parts: tuple[VirtualStage, ...], tensor: int, sequence_parallel: bool
+) -> Holding:
     """The local layout of a rank that runs `parts`, on a tensor axis of `tensor` ranks."""
     whole = len(parts) == 1 and parts[0].embeddings and parts[0].head
     both = any(part.embeddings for part in parts) and any(part.head for part in parts)
@@ -128,7 +130,7 @@ def holding(architecture: Architecture, parts: tuple[Part, ...], tensor: int, se
 @functools.lru_cache(maxsize=1024)
 def buckets_of(
     architecture: Architecture,
-    parts: tuple[Part, ...],
+    parts: tuple[VirtualStage, ...],
     tensor: int,
     sequence_parallel: bool,
     minimum: int,

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from mpishard.estimate.activations import Activations
-from mpishard.estimate.holdings import Holding, Part, buckets_of, holding
+from mpishard.estimate.holdings import Holding, VirtualStage, buckets_of, holding
 from mpishard.estimate.layouts import Layout
 from mpishard.estimate.pipeline_time import peak_in_flight
 from mpishard.estimate.times import Times
@@ -94,17 +94,17 @@ class Plan:
     workload: Workload
     shape: BatchShape
 
-    def held(self, parts: tuple[Part, ...]) -> Holding:
+    def held(self, parts: tuple[VirtualStage, ...]) -> Holding:
         """The local layout of the ranks that run `parts`."""
         return holding(self.architecture, parts, self.layout.tensor, self.layout.sequence_parallel)
 
-    def buckets(self, parts: tuple[Part, ...]) -> list[int]:
+    def buckets(self, parts: tuple[VirtualStage, ...]) -> list[int]:
         """Elements of each gradient bucket."""
         layout = self.layout
         sizes = layout.tensor, layout.sequence_parallel, self.workload.minimum_parameter_group_size
         return buckets_of(self.architecture, parts, *sizes, layout.zero_stage == 3)
 
-    def seconds(self, times: Times, parts: tuple[Part, ...], rows: int) -> Seconds:
+    def seconds(self, times: Times, parts: tuple[VirtualStage, ...], rows: int) -> Seconds:
         """Times of ranks that run `parts`, with micro-batches of `rows` tokens."""
         held, microbatches = self.held(parts), self.shape.microbatches
         sent = data_traffic(held, self.layout, microbatches, self.workload.itemsize)
@@ -114,7 +114,7 @@ class Plan:
             times.update(held, self.workload.slots),
         )
 
-    def stage(self, rank: int, parts: tuple[Part, ...], seconds: Seconds) -> StageEstimate:
+    def stage(self, rank: int, parts: tuple[VirtualStage, ...], seconds: Seconds) -> StageEstimate:
         """All figures of pipeline rank `rank`, which runs `parts`."""
         held, layout, itemsize = self.held(parts), self.layout, self.workload.itemsize
         microbatches, tokens = self.shape.microbatches, sum(self.shape.rows)
@@ -131,7 +131,7 @@ class Plan:
             tuple(backward for _, backward in seconds.chunks),
         )
 
-    def memory(self, rank: int, parts: tuple[Part, ...]) -> Memory:
+    def memory(self, rank: int, parts: tuple[VirtualStage, ...]) -> Memory:
         """Bytes on rank 0 of the tensor and data axes, which never holds less than the others."""
         held, layout, microbatches = self.held(parts), self.layout, self.shape.microbatches
         buckets, units = self.buckets(parts), held.units()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpishard.estimate.activations import Activations
-from mpishard.estimate.holdings import Holding, Part
+from mpishard.estimate.holdings import Holding, VirtualStage
 from mpishard.estimate.layouts import Layout
 from mpishard.estimate.profile import MachineProfile
 from mpishard.estimate.traffic import Sent, messages, passes_of, tensor_traffic
@@ -44,7 +44,7 @@ class Times:
     length: int
     itemsize: int
 
-    def of_part(self, part: Part, rows: int) -> tuple[float, float]:
+    def of_part(self, part: VirtualStage, rows: int) -> tuple[float, float]:
         """Forward and backward of a micro-batch of `rows` tokens in one model chunk, with communication."""
         block_forward, block_backward = self._block(rows)
         head_forward, head_backward = self._head(rows)
@@ -121,7 +121,7 @@ class Times:
         loss = _LOSS * rows * columns / self.profile.exponentials
         return product + loss + logits + self._passes(rows, 2, 0), 2 * product + self._passes(rows, 4, 0)
 
-    def _tensor(self, part: Part, rows: int) -> tuple[float, float]:
+    def _tensor(self, part: VirtualStage, rows: int) -> tuple[float, float]:
         """Time on the tensor axis, forward and backward; each kind of collective is assumed to send as many bytes."""
         layout, span = self.layout, self.layout.span("tensor")
         sent = tensor_traffic(self.architecture, (part,), layout, rows, self.itemsize)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mpishard.estimate.holdings import Holding, Part
+from mpishard.estimate.holdings import Holding, VirtualStage
 from mpishard.estimate.layouts import Layout
 from mpishard.nn.architecture import Architecture
 
@@ -40,7 +40,7 @@ def data_traffic(holding: Holding, layout: Layout, microbatches: int, itemsize: 
 
 
 def tensor_traffic(
-    architecture: Architecture, parts: tuple[Part, ...], layout: Layout, rows: int, itemsize: int
+    architecture: Architecture, parts: tuple[VirtualStage, ...], layout: Layout, rows: int, itemsize: int
 ) -> Sent:
     """Traffic over the tensor axis, for `rows` tokens per data rank: sums of activations and of their gradients.
 
@@ -81,7 +81,7 @@ def replica_traffic(holding: Holding, layout: Layout, microbatches: int, itemsiz
 
 
 def pipeline_traffic(
-    architecture: Architecture, parts: tuple[Part, ...], layout: Layout, rank: int, rows: int, itemsize: int
+    architecture: Architecture, parts: tuple[VirtualStage, ...], layout: Layout, rank: int, rows: int, itemsize: int
 ) -> Sent:
     """Traffic that stage `rank` sends over the pipeline axis, for `rows` tokens per data rank.
 
@@ -100,7 +100,7 @@ def pipeline_traffic(
     return sent
 
 
-def messages(part: Part, layout: Layout) -> tuple[int, int]:
+def messages(part: VirtualStage, layout: Layout) -> tuple[int, int]:
     """Numbers of collectives on the tensor axis for one micro-batch in a part: forward, and backward."""
     again = 2 if layout.recompute else 1
     if layout.tensor == 1:

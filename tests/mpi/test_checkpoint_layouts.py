@@ -17,7 +17,7 @@ from mpishard import AdamW, DDPOptimizer, Mesh, ShardingConfiguration, ZeRO1Opti
 from mpishard.backend import array as arrays
 from mpishard.checkpoint.index import read_index, write_index
 from mpishard.checkpoint.piece_reader import fill
-from mpishard.checkpoint.pieces import Part, pieces_file, stored, write_pieces
+from mpishard.checkpoint.pieces import PieceValues, pieces_file, stored, write_pieces
 from mpishard.data_parallel.state_shards import parameters_alone
 from mpishard.layout.run_state import RunState
 from mpishard.parameters.flat import FlatParameters
@@ -66,7 +66,7 @@ def save(folder, state, axis):
     for shard in state.shards:
         for piece in shard.counted:
             values = shard.array[piece.start : piece.start + piece.size].reshape(piece.shape)
-            parts.append(Part(shard.kind, piece.name, piece.box, values))
+            parts.append(PieceValues(shard.kind, piece.name, piece.box, values))
     write_pieces(folder / pieces_file(axis.rank), parts, id="0" * 32, writer=axis.rank)
     boxes = axis.allgather_object([part.where for part in parts])
     if axis.rank == 0:

@@ -19,7 +19,7 @@ from mpishard.checkpoint import piece_reader
 from mpishard.checkpoint.checks import check_cover
 from mpishard.checkpoint.index import index_mark, read_index, write_index
 from mpishard.checkpoint.piece_reader import PieceReader
-from mpishard.checkpoint.pieces import Part, pieces_file, pieces_mark, stored, write_pieces
+from mpishard.checkpoint.pieces import PieceValues, pieces_file, pieces_mark, stored, write_pieces
 from mpishard.layout.boxes import boxes_of_range
 from mpishard.layout.run_state import link_name
 
@@ -60,7 +60,7 @@ def parts(writer, writers):
         whole = values(kind, name)
         cuts = [whole.size * part // writers for part in range(writers + 1)]
         for box in boxes_of_range(shape, cuts[writer], cuts[writer + 1]):
-            found.append(Part(kind, name, box, whole[tuple(slice(*run) for run in box)]))
+            found.append(PieceValues(kind, name, box, whole[tuple(slice(*run) for run in box)]))
     return found
 
 
@@ -193,7 +193,7 @@ def test_a_link_in_the_place_of_a_new_file_is_not_followed(tmp_path):
 
 def test_a_writer_with_nothing_to_write(tmp_path):
     write_pieces(tmp_path / pieces_file(0), [], id=ID, writer=0)
-    empty = Part("parameters", "empty", ((0, 0), (0, 3)), np.empty((0, 3)))
+    empty = PieceValues("parameters", "empty", ((0, 0), (0, 3)), np.empty((0, 3)))
     write_pieces(tmp_path / pieces_file(1), [empty], id=ID, writer=1)
     assert stored([empty.where], pieces_file(1)) == []
     with h5py.File(tmp_path / pieces_file(1)) as h5:
@@ -203,7 +203,7 @@ def test_a_writer_with_nothing_to_write(tmp_path):
 def test_values_that_do_not_fit_are_not_written(tmp_path):
     for wrong in (np.zeros((2, 2)), np.zeros(3, np.int64), np.zeros(3, complex)):
         with pytest.raises(ValueError, match=r"wanted floating-point numbers of shape \(3,\)"):
-            write_pieces(tmp_path / "x.h5", [Part("parameters", "a", ((0, 3),), wrong)], id=ID, writer=0)
+            write_pieces(tmp_path / "x.h5", [PieceValues("parameters", "a", ((0, 3),), wrong)], id=ID, writer=0)
         (tmp_path / "x.h5").unlink()
     with pytest.raises(ValueError, match="compression 'zip' is not one of"):
         write_pieces(tmp_path / "x.h5", [], id=ID, writer=0, compression="zip")
@@ -249,7 +249,7 @@ def test_an_index_must_have_each_element_once(tmp_path):
 def test_a_disk_that_fails_at_any_byte_leaves_nothing_open(tmp_path, compression):
     """A limit on the size of files stands for the full disk."""
     path = tmp_path / pieces_file(0)
-    many = [Part("parameters", f"t{i}", ((0, 300),), np.random.default_rng(i).random(300)) for i in range(60)]
+    many = [PieceValues("parameters", f"t{i}", ((0, 300),), np.random.default_rng(i).random(300)) for i in range(60)]
     write_pieces(path, many, id=ID, writer=0, compression=compression)
     size = path.stat().st_size
     path.unlink()
