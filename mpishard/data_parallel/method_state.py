@@ -112,6 +112,15 @@ class MethodState:
         """Make the point that is to be evaluated next the parameters: a run goes on."""
         self.publish(self.minimizer.point)
 
+    def begin_stage(self, keep_history: bool) -> None:
+        """Begin to minimise another function at the last accepted iterate."""
+        minimizer = self.minimizer
+        minimizer.point[...] = minimizer.best
+        if not keep_history:
+            minimizer.forget()
+        minimizer.begin()
+        self.publish(minimizer.point)
+
     # -- the interface of further state -----------------------------------------------------------------------------
 
     @property

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mpishard.arguments import flag
 from mpishard.backend.blas_threads import fix_blas_threads
 from mpishard.backend.compiled import prepare
 from mpishard.comm.axis import Axis
@@ -315,6 +316,30 @@ class ShardedOptimizer:
         return problem.minimize(
             self, callback=callback, progress=progress, checkpoints=checkpoints, resume=resume, record=record
         )
+
+    def begin_stage(self, *, keep_history: bool = False) -> None:
+        """Let the next call of `optimize` minimise another function, from the last iterate of a method on.
+
+        For runs in stages, such as the frequency bands of a wave inversion.  Iterations and evaluations count from 0
+        again.  Checkpoints of each stage need a folder of their own.
+
+        Parameters
+        ----------
+        keep_history : bool
+            Whether what the method has learned of the curvature is kept; else the stage starts like a new run.
+
+        Raises
+        ------
+        TypeError
+            If the optimizer has a rule, whose state does not depend on the function.
+        """
+        method = self.state.method
+        if method is None:
+            raise TypeError(
+                f"{type(self.rule).__name__} is a rule and has no stages: call optimize with the next problem"
+            )
+        if self._binding.is_bound:
+            method.begin_stage(flag("keep_history", keep_history))
 
     def bind(self, parameters: FlatParameters) -> Strategy:
         """Create the state for these parameters, or attach them to existing state.

@@ -113,6 +113,16 @@ class Minimizer(ABC):
             The elements of all ranks that were outside of their bounds.
         """
 
+    def forget(self) -> bool:
+        """Drop what was learned of the function's curvature from earlier iterates.  Not collective.
+
+        Returns
+        -------
+        bool
+            Whether there was anything.
+        """
+        return False
+
     @abstractmethod
     def tell(self, value: float, gradient: Array) -> None:
         """Take what was wanted, and decide what is wanted next.

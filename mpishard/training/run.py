@@ -206,6 +206,8 @@ class TrainingRun:
         """
         self.batches.advance()
         self.losses.append(outcome.loss)
+        minimizer = self.optimizer.minimizer
+        progress = None if minimizer is None else minimizer.progress
         self.report.step(
             self._steps_before + len(self.losses),
             loss=outcome.loss,
@@ -213,6 +215,7 @@ class TrainingRun:
             samples=self.batches.position,
             norm=self.optimizer.gradient_norm,
             loss_scale=self.runner.parameters.loss_scale,
+            minimization={"iteration": progress.iterations, "accepted_loss": progress.value} if progress else {},
         )
 
     def stop_request(self, step: int, outcome: StepOutcome) -> StopRequest:

@@ -40,16 +40,26 @@ class StepReport:
             self._bar = ProgressBar(self._steps, shown=True, done=done)
 
     def step(
-        self, step: int, *, loss: float, learning_rate: float, samples: int, norm: float, loss_scale: float
+        self,
+        step: int,
+        *,
+        loss: float,
+        learning_rate: float,
+        samples: int,
+        norm: float,
+        loss_scale: float,
+        minimization: Mapping[str, float],
     ) -> None:
-        """Report a finished step; `norm`: of its gradient, NaN if that was not computed."""
+        """Report a finished step; `norm`: of its gradient, NaN if unknown; `minimization`: of a method."""
         known = not math.isnan(norm)
         if self._record is not None:
             further = {"gradient_norm": norm} if known else {}
             further |= {} if loss_scale == 1 else {"loss_scale": loss_scale}
+            further |= minimization
             self._record.step(step, loss=loss, learning_rate=learning_rate, samples=samples, **further)
         if self._bar is not None:
-            self._bar.advance(f"loss {loss:.4g}" + (f", gradient {norm:.3g}" if known else ""))
+            iteration = f", iteration {minimization['iteration']}" if minimization else ""
+            self._bar.advance(f"loss {loss:.4g}" + (f", gradient {norm:.3g}" if known else "") + iteration)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A context whose duration the record counts as a phase of the step."""

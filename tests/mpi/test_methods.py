@@ -12,6 +12,7 @@ from mpishard.checkpoint import Checkpoints
 from mpishard.compression import Int8Compressor
 from mpishard.layout.boxes import split
 from mpishard.minimizers.lbfgs import LBFGS
+from mpishard.record.reading import Run
 
 SAMPLES, SIZE = 24, 37
 INPUTS = np.random.default_rng(0).standard_normal((SAMPLES, SIZE))
@@ -234,3 +235,48 @@ def test_newton_by_hessian_products(mesh):
 def test_newton_without_products_is_refused(mesh):
     with pytest.raises(ValueError, match="TruncatedNewton needs Hessian products"):
         optimizer_on(mesh, mpishard.TruncatedNewton()).optimize(problem(), progress=False)
+
+
+@pytest.mark.parametrize("keep_history", [False, True])
+def test_a_stage_goes_on_with_another_function(mesh, keep_history):
+    def runs(own):
+        optimizer = optimizer_on(own)
+        first = optimizer.optimize(problem(steps=9), progress=False).parameters.copy()
+        optimizer.begin_stage(keep_history=keep_history)
+        second = optimizer.optimize(stage(first), progress=False)
+        return first, second, optimizer.minimizer.progress
+
+    def stage(start):
+        whole = problem().function
+
+        def function(parameters, samples, gradients):
+            low = samples[samples < SAMPLES // 2]
+            return whole(parameters, low, gradients) if len(low) else 0.0
+
+        return OptimizationProblem(function, start, SAMPLES, SAMPLES, micro_batch_size=4, steps=12)
+
+    first, second, progress = runs(mesh)
+    assert progress.evaluations == 12
+    there = stage(first).function(first, np.arange(SAMPLES), np.zeros(SIZE)) / SAMPLES
+    np.testing.assert_allclose(second.loss_history[0], there, rtol=1e-12)
+    assert second.loss_history[-1] < second.loss_history[0]
+    with mpishard.Mesh(MPI.COMM_SELF) as own:
+        assert_same(second, runs(own)[1])
+
+
+def test_the_record_has_iterations(mesh, tmp_path):
+    folder = mesh.world.allgather_object(str(tmp_path))[0]
+    record = mpishard.RunRecord(folder, mesh)
+    result = optimizer_on(mesh).optimize(problem(steps=8), progress=False, record=record)
+    record.close()
+    mesh.world.barrier()
+    further = Run.read(folder).further
+    iterations, accepted = further["iteration"][1], further["accepted_loss"][1]
+    assert len(iterations) == 8
+    assert set(np.diff(iterations)) <= {0, 1}
+    np.testing.assert_array_equal(accepted, np.minimum.accumulate(result.loss_history))
+
+
+def test_a_rule_has_no_stages(mesh):
+    with pytest.raises(TypeError, match="Adam is a rule and has no stages"):
+        mpishard.as_distributed(mpishard.Adam(), mesh).begin_stage()
