@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import problems
 from thread_ranks import Team, ThreadSpace
 
 from mpishard.minimizers.limits import Limits
@@ -57,6 +58,22 @@ def exponentials(size: int, condition: float) -> Problem:
             return float(np.sum(np.exp(u) - u + 0.5 * form * u * u)), np.exp(u) - 1 + form * u
 
     return Problem(gradient, lambda x, v: np.exp(x - goal) * v + form * v, goal + np.resize([1.0, -0.7, 0.5], size))
+
+
+def of_the_set(problem: problems.Problem) -> tuple[Problem, Limits]:
+    """A problem of Moré, Garbow and Hillstrom; the unknowns of that of Meyer differ in size, and need a scaling."""
+
+    def gradient(x: Vector) -> tuple[float, Vector]:
+        value, gradient = problem.function(x)
+        return float(value), gradient
+
+    limits = Limits(scaling=problem.start**2) if "Meyer" in problem.name else ANY
+    return Problem(gradient, problem.hessian_product, problem.start), limits
+
+
+def excess(problem: problems.Problem, value: float) -> float:
+    """By how much a value is off the nearest local minimum that is known."""
+    return min(abs(value - known) / max(1.0, abs(known)) for known in (problem.minimum, *problem.others))
 
 
 def everywhere(size: int, dtype: type = np.float64) -> Limits:

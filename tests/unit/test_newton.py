@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mgh import PROBLEMS
 from minimizer_runs import (
     ANY,
     TIGHT,
@@ -16,7 +17,9 @@ from minimizer_runs import (
     check_ranks,
     check_restarts,
     everywhere,
+    excess,
     exponentials,
+    of_the_set,
     rosenbrock,
     started,
 )
@@ -51,6 +54,13 @@ def test_minimum_of_rosenbrock(size: int) -> None:
         assert minimizer.stop_reason == "gradient"
         np.testing.assert_allclose(minimizer.point, 1, rtol=0, atol=1e-8)
         assert minimizer.progress.value == problem.gradient(minimizer.point)[0]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_minima_of_the_set(problem: Any) -> None:
+    inner, limits = of_the_set(problem)
+    minimizer = minimized(inner, limits, gtol=1e-9, ftol=0)
+    assert excess(problem, minimizer.progress.value) <= 1e-8
 
 
 @pytest.mark.parametrize(

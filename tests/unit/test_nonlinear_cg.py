@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mgh import PROBLEMS
 from minimizer_runs import (
     ANY,
     Problem,
@@ -14,7 +15,9 @@ from minimizer_runs import (
     check_ranks,
     check_restarts,
     everywhere,
+    excess,
     exponentials,
+    of_the_set,
     rosenbrock,
     started,
     tell_next,
@@ -47,6 +50,16 @@ def test_minimum_of_rosenbrock(size: int, search: Any) -> None:
     assert minimizer.stop_reason == "gradient"
     np.testing.assert_allclose(minimizer.point, 1, rtol=0, atol=1e-6)
     assert minimizer.progress.value == problem.gradient(minimizer.point)[0]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_minima_of_the_set(problem: Any) -> None:
+    inner, limits = of_the_set(problem)
+    minimizer = minimized(inner, limits, ftol=0)
+    if "Broyden banded" in problem.name:  # has another local minimum, which it finds from this start
+        assert abs(minimizer.progress.value - 3.0572784326) <= 1e-9
+    else:
+        assert excess(problem, minimizer.progress.value) <= 1e-5
 
 
 def test_exact_steps_on_a_quadratic_end_after_as_many_iterations_as_eigenvalues() -> None:
