@@ -39,10 +39,10 @@ if TYPE_CHECKING:
         ZeRO3Optimizer,
     )
     from mpishard.elastic.optimizer import ElasticOptimizer
-    from mpishard.inverse import OptimizeResult, ReverseCommunication, minimize
+    from mpishard.inverse import OptimizeResult, ReverseCommunication, check_adjoint, check_gradient, minimize
     from mpishard.launch.leave_signals import Signals
     from mpishard.layout.specs import ParameterSpec
-    from mpishard.minimizers import LBFGS, NonlinearCG, TruncatedNewton
+    from mpishard.minimizers import LBFGS, LBFGSB, NonlinearCG, TruncatedNewton
     from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop
     from mpishard.optim.lr_schedules import constant, cosine, inverse_square_root, linear, warmup
     from mpishard.parameters.flat import FlatParameters
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LAMB",
     "LBFGS",
+    "LBFGSB",
     "SGD",
     "Adagrad",
     "Adam",
@@ -88,6 +89,8 @@ __all__ = [
     "as_distributed",
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",
+    "check_adjoint",
+    "check_gradient",
     "constant",
     "cosine",
     "inverse_square_root",
@@ -115,9 +118,9 @@ _MODULES = {
     "data_parallel.optimizers": "DDPOptimizer HybridShardedOptimizer ZeRO1Optimizer ZeRO2Optimizer ZeRO3Optimizer",
     "elastic.optimizer": "ElasticOptimizer",
     "launch.leave_signals": "Signals",
-    "inverse": "OptimizeResult ReverseCommunication minimize",
+    "inverse": "OptimizeResult ReverseCommunication check_adjoint check_gradient minimize",
     "layout.specs": "ParameterSpec",
-    "minimizers": "LBFGS NonlinearCG TruncatedNewton",
+    "minimizers": "LBFGS LBFGSB NonlinearCG TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion RMSprop SGD",
     "optim.lr_schedules": "constant cosine inverse_square_root linear warmup",
     "parameters.flat": "FlatParameters",

@@ -10,6 +10,7 @@ import numpy as np
 
 # Rounds of the Feistel network below; three suffice for a pseudorandom permutation (Luby and Rackoff, 1988).
 _ROUNDS = 6
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64: 2**64 over the golden ratio
 
 
 def generator(seed: int, *names: object) -> np.random.Generator:
@@ -54,6 +55,20 @@ def normal(seed: int, name: str, shape: Sequence[int], scale: float = 1.0, dtype
         Of this shape and dtype.
     """
     return (generator(seed, name).standard_normal(tuple(shape)) * scale).astype(dtype)
+
+
+def uniform_in_box(seed: int, name: str, shape: Sequence[int], box: Sequence[tuple[int, int]]) -> np.ndarray:
+    """A box of a tensor of uniform numbers in [-1, 1), float64: the same numbers in whichever boxes it is cut.
+
+    Element i of the tensor, in row-major order, is the i-th number of splitmix64 (Steele, Lea and Flood, 2014), so that
+    a box costs time and memory in proportion to its own size.
+    """
+    strides = np.cumprod([1, *shape[:0:-1]], dtype=np.uint64)[::-1]
+    count = np.ones(1, np.uint64)  # of the number, from 1
+    for (start, stop), stride in zip(box, strides, strict=False):
+        count = count[..., None] + np.arange(start, stop, dtype=np.uint64) * stride
+    bits = _mix(count * _GOLDEN + np.uint64(_key(seed, name) & 0xFFFFFFFFFFFFFFFF)) >> np.uint64(11)
+    return (bits * 2.0**-52 - 1.0).reshape([stop - start for start, stop in box])
 
 
 def permuted(indices: np.ndarray, size: int, seed: int, *names: object) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Methods that choose their own steps from values and gradients: quasi-Newton, conjugate gradients, Newton.  No MPI."""
 
 from mpishard.minimizers.lbfgs import LBFGS
+from mpishard.minimizers.lbfgsb import LBFGSB
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.newton import TruncatedNewton
 from mpishard.minimizers.nonlinear_cg import NonlinearCG
 
-__all__ = ["LBFGS", "Method", "NonlinearCG", "TruncatedNewton"]
+__all__ = ["LBFGS", "LBFGSB", "Method", "NonlinearCG", "TruncatedNewton"]

@@ -29,6 +29,39 @@ def projected_gradient(out, x, g, lower, upper, /):
     return out
 
 
+@elementwise
+def mark_free(out, x, g, lower, upper, /):
+    """1 where ``x`` is inside of its bounds or descent leads there, else 0."""
+    out = (0.0 if x <= lower else 1.0) if g > 0.0 else ((0.0 if x >= upper else 1.0) if g < 0.0 else 1.0)
+    out = out if lower < upper else 0.0
+    return out
+
+
+@elementwise
+def free_part(out, x, g, lower, upper, /):
+    """The gradient ``g`` where `mark_free` gives 1, else 0."""
+    out = (0.0 if x <= lower else g) if g > 0.0 else ((0.0 if x >= upper else g) if g < 0.0 else g)
+    out = out if lower < upper else 0.0
+    return out
+
+
+@elementwise
+def cut(d, x, g, lower, upper, /, factor):
+    """The step ``P(x + factor d) - x`` of free elements, 0 of others."""
+    d = factor * d
+    d = lower - x if x + d < lower else (upper - x if x + d > upper else d)
+    d = (0.0 if x <= lower else d) if g > 0.0 else ((0.0 if x >= upper else d) if g < 0.0 else d)
+    d = d if lower < upper else 0.0
+    return d
+
+
+@elementwise
+def closeness(out, x, d, lower, upper, /):
+    """One over the step length at which an element meets its bound, 0 if it never does."""
+    out = d / (upper - x) if d > 0.0 else (d / (lower - x) if d < 0.0 else 0.0)
+    return out
+
+
 class Bounds:
     """The bounds of this rank's elements, and which elements are fixed.
 
@@ -79,6 +112,19 @@ class Bounds:
         """``x - P(x - g)``, where P projects into the bounds; `out` is returned."""
         projected_gradient(out, point, gradient, self.lower, self.upper)
         return out
+
+    def kinds(self) -> tuple[int, int]:
+        """How many elements of this rank have a bound, and how many have less than two."""
+        if self.lower is None or self.upper is None or not self.lower.size:
+            return 0, 0
+        low: Array = self.lower > -np.inf
+        high: Array = self.upper < np.inf
+        return int(to_host((low | high).sum())), int(to_host((~(low & high)).sum()))
+
+    def free(self, point: Array, gradient: Array, work: Array) -> Array:
+        """Which elements are inside of their bounds, or are led there by descent: 1-D array of bool."""
+        mark_free(work, point, gradient, self.lower, self.upper)
+        return work > 0
 
     @staticmethod
     def _whole(bound: Array | None, without: float, space: Space) -> Array:

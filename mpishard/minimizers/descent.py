@@ -107,7 +107,7 @@ class Descent(Minimizer):
 
     @abstractmethod
     def _learn(self, gradient: Array, step: float, slope: float, slope_before: float) -> None:
-        """Take note of the step from the base to the point, before the base goes there."""
+        """Take note of the step from the base to the point, before the base goes there.  Not collective."""
 
     def _to_measure(self) -> tuple[Array, ...]:
         """Vectors of which `_measured` wants to know the largest elements; called after the base has moved."""

@@ -67,6 +67,8 @@ class Gram:
         self._words: dict[Entry, np.ndarray] = {}
         self._values: dict[Entry, float] = {}
         self._free: Array | None = None
+        self._new: list[Entry] = []
+        self._old: list[Entry] = []
         if not arrays.is_device(rows):
             exact_changes.expect(rows.dtype)
 
@@ -107,18 +109,50 @@ class Gram:
         free : 1-D array of bool, optional
             This rank's elements that count from now on; copied.  None for all.
         """
+        words = self.prepare(free)
+        if len(words):
+            self._space.add(words)
+        self.take(words)
+
+    def prepare(self, free: Array | None = None) -> np.ndarray:
+        """The first half of `update`, for a caller that adds up words of several kinds at once.  Not collective.
+
+        Parameters
+        ----------
+        free : 1-D array of bool, optional
+            As for `update`.
+
+        Returns
+        -------
+        int64 array (products, 2)
+            Words of this rank, as many as on all others; `take` wants their sums.
+        """
         entries = self._entries()
-        new = [entry for entry in entries if entry not in self._words]
-        old = [entry for entry in entries if entry in self._words]
-        if free is None and (self._free is None or not old):
-            self._free = None
-            if new:
-                self._add_up(new, self._whole_words(new), old=[])
-            return
-        before, after = (self._all() if mask is None else mask for mask in (self._free, free))
-        words = [self._changed(new, None, after), self._changed(old, before, after)]
-        self._add_up(new, np.concatenate(words), old)
+        self._new = [entry for entry in entries if entry not in self._words]
+        self._old = [entry for entry in entries if entry in self._words]
+        if free is None and (self._free is None or not self._old):
+            self._old = []
+            words = self._whole_words(self._new)
+        else:
+            before, after = (self._all() if mask is None else mask for mask in (self._free, free))
+            changed = [self._changed(self._new, None, after), self._changed(self._old, before, after)]
+            words = np.concatenate(changed)
         self._keep(free)
+        return words
+
+    def take(self, words: np.ndarray) -> None:
+        """The second half of `update`.
+
+        Parameters
+        ----------
+        words : int64 array (products, 2)
+            What `prepare` has returned, summed over the ranks.
+        """
+        entries = (*self._new, *self._old)
+        start = [np.zeros(2, np.int64)] * len(self._new) + [self._words[entry] for entry in self._old]
+        totals = exact_dot.normalized(words + start) if entries else words
+        self._words.update(zip(entries, totals, strict=True))
+        self._values.update(zip(entries, exact_dot.values(totals, list(map(self._top, entries))), strict=True))
 
     @property
     def sy(self) -> np.ndarray:
@@ -191,15 +225,6 @@ class Gram:
         """The words over `after` less those over `before`, of this rank."""
         pairs, tops = list(map(self._row_numbers, entries)), list(map(self._top, entries))
         return exact_changes.changed_words(self._rows, pairs, tops, before, after, self._space.spans)
-
-    def _add_up(self, new: Sequence[Entry], words: np.ndarray, old: Sequence[Entry]) -> None:
-        """Set the words of `new` entries, and add to those of `old` ones, the sums of these words over the ranks."""
-        self._space.add(words)
-        start = [np.zeros(2, np.int64)] * len(new) + [self._words[entry] for entry in old]
-        totals = exact_dot.normalized(words + start) if len(words) else words
-        entries = (*new, *old)
-        self._words.update(zip(entries, totals, strict=True))
-        self._values.update(zip(entries, exact_dot.values(totals, list(map(self._top, entries))), strict=True))
 
     def _keep(self, free: Array | None) -> None:
         if free is None:

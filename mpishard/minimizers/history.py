@@ -7,21 +7,15 @@ equation 3.1): from dot products with all pairs follow, on every rank alike, the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from operator import mul
 from typing import Any
 
 from mpishard.backend.exact_dot import combine
+from mpishard.minimizers import small
 from mpishard.minimizers.space import Space
 
 Array = Any
 _LARGE = 2.0**499  # products of larger elements count as infinite
-
-
-def small_dot(one: Sequence[float], other: Sequence[float]) -> float:
-    """The dot product of two short lists, rounded once: the same bits on every machine."""
-    return math.fsum(map(mul, one, other))
 
 
 class History:
@@ -132,7 +126,7 @@ class History:
         pairs = range(len(self.order))
         right = []
         for i, row in enumerate(self.order):
-            yyp = small_dot([self.yy[row][other] for other in self.order], p)
+            yyp = small.dot([self.yy[row][other] for other in self.order], p)
             right.append(self.sy[row][row] * p[i] + gamma * (yyp - yg[i]))
         return self.solve_transposed(right), [-gamma * p[i] for i in pairs]
 
@@ -141,7 +135,7 @@ class History:
         p = [0.0] * len(self.order)
         for i in reversed(range(len(p))):
             row = self.sy[self.order[i]]
-            rest = small_dot([row[j] for j in self.order[i + 1 :]], p[i + 1 :])
+            rest = small.dot([row[j] for j in self.order[i + 1 :]], p[i + 1 :])
             p[i] = (right[i] - rest) / row[self.order[i]]
         return p
 
@@ -149,7 +143,7 @@ class History:
         """Solve R'p = right: the second loop."""
         p = [0.0] * len(self.order)
         for i, row in enumerate(self.order):
-            rest = small_dot([self.sy[j][row] for j in self.order[:i]], p[:i])
+            rest = small.dot([self.sy[j][row] for j in self.order[:i]], p[:i])
             p[i] = (right[i] - rest) / self.sy[row][row]
         return p
 

@@ -13,12 +13,16 @@ from mpishard.minimizers import lbfgs_formulas as formulas
 from mpishard.minimizers.descent import SLOTS, Descent
 from mpishard.minimizers.history import History
 from mpishard.minimizers.limits import Limits
-from mpishard.minimizers.line_search import LineSearch, MoreThuente
+from mpishard.minimizers.line_search import Armijo, HagerZhang, LineSearch, MoreThuente
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.space import Space
 
 Array = Any
-_SEARCHES: Mapping[str, type[LineSearch[Any]]] = {"more-thuente": MoreThuente}
+_SEARCHES: Mapping[str, type[LineSearch[Any]]] = {
+    "more-thuente": MoreThuente,
+    "hager-zhang": HagerZhang,
+    "armijo": Armijo,
+}
 _DAMPING = ("skip", "powell")
 _EPS = 2.220446049250313e-16
 _LEAST_CURVATURE = 0.2  # Powell's part of the model's curvature, below which a pair is damped
@@ -118,9 +122,12 @@ class QuasiNewton(Descent):
 
     def __init__(self, method: LBFGS, space: Space, vectors: Array, point: Array, limits: Limits) -> None:
         super().__init__(method, method.search, space, vectors, point, limits)
-        self.history = History(space, vectors[len(SLOTS) :])
+        self.history = self._make_history(space, vectors[len(SLOTS) :])
         self._root = None if limits.scaling is None else module_of(limits.scaling).sqrt(limits.scaling)
         self._weighted_top = 0.0  # largest element of the gradient in scaled variables
+
+    def _make_history(self, space: Space, rows: Array) -> History:
+        return History(space, rows)
 
     def forget(self) -> bool:
         had = len(self.history) > 0

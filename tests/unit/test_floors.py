@@ -47,7 +47,7 @@ WITHOUT_MPI = {
 OUTSIDERS = {
     "cupy": {"backend.array"},
     "mpi4py": {"backend.blas_threads", "comm", "elastic", "environment", "estimate", "cli"},
-    "matplotlib": {"cli"},
+    "matplotlib": {"cli", "inverse.gradient_figure"},
     "rich": {"cli"},
     "typer": {"cli"},
     "jax": set(),

@@ -1,0 +1,153 @@
+"""L-BFGS with bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mpishard.minimizers.bounds import closeness, cut, free_part
+from mpishard.minimizers.lbfgs import LBFGS, QuasiNewton
+from mpishard.minimizers.lbfgs_formulas import weigh
+from mpishard.minimizers.limits import Limits
+from mpishard.minimizers.method import Elements
+from mpishard.minimizers.reduced_history import ReducedHistory
+from mpishard.minimizers.space import Space
+
+Array = Any
+_HALVINGS = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class LBFGSB(LBFGS):
+    """The L-BFGS method with bounds, which all points keep at which it evaluates.
+
+    Elements at a bound, from which descent would lead out, are held in an iteration.  The quadratic model of the others
+    is minimised (Byrd, Lu, Nocedal and Zhu, 1995, section 5.1), and the minimum is projected into the bounds (Morales
+    and Nocedal, 2011).  If that is no step of descent, it is halved before it is projected.  The line search goes from
+    the last iterate towards this point, or beyond it as far as the bounds allow.
+
+    In place of the generalised Cauchy point of L-BFGS-B the active set is that of the projected gradient (Bertsekas,
+    1982), for which no sorted list of breakpoints is needed; on test problems both take the same number of evaluations,
+    within a few percent.
+
+    Parameters
+    ----------
+    gtol, ftol, xtol : float
+        When it stops: see `Method`.
+    maxiter, maxfun : int
+        When it stops, too.
+    fixed, inner_product, preconditioner : object
+        What is known of the elements: see `Method`.  A preconditioner may be a diagonal only.
+    history : int
+        As of `LBFGS`, like the next four.
+    line_search : str or LineSearch
+        The line search.
+    maxls : int
+        The most evaluations of one.
+    damping : str
+        What happens to a pair with too little curvature.
+    initial_scaling : float, optional
+        Of the initial inverse Hessian.
+    bounds : pair, mapping or None
+        The lower and the upper bounds, each a number, a flat array as long as the parameters, or None; or by tensor
+        name such pairs.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option is invalid.
+
+    References
+    ----------
+    R. H. Byrd, P. Lu, J. Nocedal and C. Zhu: A limited memory algorithm for bound constrained optimization.  SIAM
+    Journal on Scientific Computing 16, 1190-1208 (1995).  J. L. Morales and J. Nocedal: Remark on "Algorithm 778:
+    L-BFGS-B".  ACM Transactions on Mathematical Software 38, 7 (2011).  D. P. Bertsekas: Projected Newton methods for
+    optimization problems with simple constraints.  SIAM Journal on Control and Optimization 20, 221-246 (1982).
+    """
+
+    bounds: Elements = None
+
+    def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> QuasiNewton:
+        if limits.lower is None and limits.upper is None:
+            return super().make(space, vectors, point, limits)
+        if limits.precondition is not None:
+            raise ValueError(
+                "LBFGSB with bounds takes no function as preconditioner, since its steps would leave the free "
+                "elements; give a diagonal"
+            )
+        return BoundedQuasiNewton(self, space, vectors, point, limits)
+
+
+class BoundedQuasiNewton(QuasiNewton):
+    """A minimisation by L-BFGS with bounds.  Methods are collective over the ranks of the space.
+
+    Parameters
+    ----------
+    method : LBFGSB
+    space : Space
+    vectors : 2-D array
+        Rows as `LBFGSB.slots`.
+    point : 1-D array
+    limits : Limits
+    """
+
+    history: ReducedHistory
+
+    def __init__(self, method: LBFGSB, space: Space, vectors: Array, point: Array, limits: Limits) -> None:
+        super().__init__(method, space, vectors, point, limits)
+        self._bounded = self._boxed = True
+
+    def begin(self) -> int:
+        bounded, open_sides = self.space.count(*self.bounds.kinds())
+        self._bounded, self._boxed = bounded > 0, open_sides == 0
+        return super().begin()
+
+    def to_metadata(self) -> dict[str, Any]:
+        return {**super().to_metadata(), "bounded": self._bounded, "boxed": self._boxed}
+
+    def restore(self, metadata: Mapping[str, Any]) -> None:
+        super().restore(metadata)
+        self._bounded, self._boxed = bool(metadata.get("bounded", True)), bool(metadata.get("boxed", True))
+
+    def _make_history(self, space: Space, rows: Array) -> ReducedHistory:
+        return ReducedHistory(space, rows)
+
+    def _to_measure(self) -> tuple[Array, ...]:
+        return (*self.history.opened, self._weighted_gradient())
+
+    def _measured(self, tops: list[float]) -> None:
+        self._weighted_top = tops.pop()
+        if tops:
+            self.history.measure(*tops)
+
+    def _weighted_gradient(self) -> Array:
+        """The gradient of the free elements in scaled variables, in the memory of the point."""
+        free_part(self.point, self.base, self.base_gradient, self.bounds.lower, self.bounds.upper)
+        if self._root is not None:
+            weigh(self.point, self.point, self._root)
+        return self.point
+
+    def _turn(self) -> tuple[float, float, float, float]:
+        base, gradient, d, bounds = self.base, self.base_gradient, self._direction, self.bounds
+        free = bounds.free(base, gradient, d)
+        g = self._weighted_gradient()
+        gamma, of_s, of_y = self.history.reduced_times(free, g, self._weighted_top, self.method.initial_scaling)
+        del free
+        slope, factor = math.nan, 1.0
+        for _ in range(_HALVINGS):
+            self.history.combine([-c for c in of_s], [-c for c in of_y], self._weighted_gradient(), -gamma, d)
+            if self._root is not None:
+                weigh(d, d, self._root)
+            cut(d, base, gradient, bounds.lower, bounds.upper, factor)
+            closeness(self.point, base, d, bounds.lower, bounds.upper)
+            top, closest = self.space.largest(d, self.point)
+            slope, square = self.space.dots([(gradient, d), (d, d)], [self._gradient_top * top, top * top])
+            if not slope >= 0:
+                break
+            factor /= 2
+        first_time = self.progress.iterations == 0
+        first = 1.0 if first_time and self._boxed else self._first_step(slope, square)
+        most = 1.0 if first_time and self._bounded else (1 / closest if closest > 0 else math.inf)
+        return top, slope, first, most

@@ -1,0 +1,62 @@
+"""Linear algebra of a few numbers, with the same bits on every machine.
+
+All ranks compute these numbers for themselves and must agree.  LAPACK and BLAS choose other orders of summation on
+other processors; here every sum is rounded once, or is of two numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import mul
+
+import numpy as np
+
+
+def dot(one: Sequence[float], other: Sequence[float]) -> float:
+    """The dot product of two lists, rounded once.
+
+    Parameters
+    ----------
+    one, other : sequence of float
+        Of one length.
+
+    Returns
+    -------
+    float
+        NaN if infinite products cancel, or if the sum is too large.
+    """
+    try:
+        return math.fsum(map(mul, one, other))
+    except (OverflowError, ValueError):
+        return math.nan
+
+
+def solve(matrix: np.ndarray, right: Sequence[float]) -> list[float]:
+    """Solve a small linear system by elimination with partial pivoting.
+
+    Parameters
+    ----------
+    matrix : float64 array (n, n)
+        Not changed.
+    right : sequence of float
+
+    Returns
+    -------
+    list of float
+        NaN if the matrix is singular.
+    """
+    size = len(right)
+    table = np.concatenate([matrix, np.reshape(right, (size, 1))], axis=1)
+    with np.errstate(all="ignore"):
+        for k in range(size):
+            pivot = k + int(np.argmax(abs(table[k:, k])))
+            table[[k, pivot]] = table[[pivot, k]]
+            factors = table[k + 1 :, k] / table[k, k]
+            table[k + 1 :, k:] -= factors[:, None] * table[k, k:]
+    solution = [math.nan] * size
+    rows = table.tolist()
+    for k in reversed(range(size)):
+        rest = rows[k][size] - dot(rows[k][k + 1 : size], solution[k + 1 :])
+        solution[k] = rest / rows[k][k] if rows[k][k] else math.nan
+    return solution

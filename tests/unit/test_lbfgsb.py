@@ -1,0 +1,205 @@
+"""L-BFGS with bounds: against SciPy's L-BFGS-B, in parts, from metadata at every evaluation, and at awkward bounds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpishard.minimizers import small
+from mpishard.minimizers.lbfgs import LBFGS
+from mpishard.minimizers.lbfgsb import LBFGSB
+from mpishard.minimizers.limits import Limits
+from mpishard.minimizers.minimizer import Minimizer, Wanted
+from mpishard.minimizers.space import LocalSpace
+
+Function = Callable[[np.ndarray], tuple[float, np.ndarray]]
+
+
+def rosenbrock(x: np.ndarray) -> tuple[float, np.ndarray]:
+    inner = x[1:] - x[:-1] ** 2
+    gradient = np.zeros_like(x)
+    gradient[1:] += 200 * inner
+    gradient[:-1] += -400 * x[:-1] * inner - 2 * (1 - x[:-1])
+    return float((100 * inner**2 + (1 - x[:-1]) ** 2).sum()), gradient
+
+
+def obstacle(side: int = 12) -> tuple[Function, np.ndarray]:
+    """A membrane over an obstacle: a quadratic function of a grid, and its lower bounds."""
+    x = np.arange(1, side + 1) / (side + 1)
+    lower = np.multiply.outer(np.sin(9.2 * x), np.sin(9.3 * x)).ravel() ** 3
+
+    def function(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        v = np.pad(flat.reshape(side, side), 1)
+        gradient = 4 * v[1:-1, 1:-1] - v[:-2, 1:-1] - v[2:, 1:-1] - v[1:-1, :-2] - v[1:-1, 2:]
+        value = 0.5 * ((np.diff(v, axis=0) ** 2).sum() + (np.diff(v, axis=1) ** 2).sum())
+        return float(value), gradient.ravel()
+
+    return function, lower
+
+
+def case(name: str) -> tuple[Function, np.ndarray, Limits]:
+    """A function, a start and bounds."""
+    if name == "obstacle":
+        function, lower = obstacle()
+        return function, np.maximum(lower, 0) + 0.5, Limits(lower=lower, upper=np.full(lower.size, 2000.0))
+    x0 = np.resize([-1.2, 1.0], 20)
+    if name == "box":
+        return rosenbrock, x0, Limits(lower=np.full(20, -1.5), upper=np.full(20, 0.8))
+    if name == "scaled":
+        some = Limits(lower=np.full(20, -1.5), upper=np.full(20, 0.8), scaling=np.linspace(0.5, 2, 20))
+        return rosenbrock, x0, some
+    if name == "fixed":
+        some = Limits(upper=np.full(20, 0.8), fixed=np.arange(20) % 5 == 2, weights=np.linspace(1, 2, 20))
+        return rosenbrock, x0, some
+    assert name == "alternate"
+    return rosenbrock, x0, Limits(lower=np.resize([-np.inf, 0.5], 20), upper=np.resize([0.9, np.inf], 20))
+
+
+CASES = ["obstacle", "box", "scaled", "fixed", "alternate"]
+
+
+def begun(method: LBFGS, x0: Any, limits: Limits) -> Minimizer:
+    point = np.array(x0, np.float64)
+    vectors = np.zeros((len(method.slots), point.size))
+    minimizer = method.make(LocalSpace(point.size, point), vectors, point, limits)
+    minimizer.begin()
+    return minimizer
+
+
+def finish(minimizer: Minimizer, function: Function, *, kill: bool = False) -> tuple[Minimizer, list[bytes]]:
+    """Minimise; `kill` makes it anew after each evaluation, from copies and from the metadata as text."""
+    trace, limits = [], minimizer.limits
+    while minimizer.wanted is not Wanted.NOTHING:
+        value, gradient = function(minimizer.point)
+        trace.append(minimizer.point.tobytes())
+        assert limits.lower is None or (minimizer.point >= limits.lower).all()
+        assert limits.upper is None or (minimizer.point <= limits.upper).all()
+        minimizer.tell(value, gradient)
+        if kill:
+            vectors, point, metadata = minimizer.vectors.copy(), minimizer.point.copy(), minimizer.to_metadata()
+            minimizer = minimizer.method.make(minimizer.space, vectors, point, limits)  # type: ignore[attr-defined]
+            minimizer.restore(json.loads(json.dumps(metadata)))
+    return minimizer, trace
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_goes_on_from_metadata_at_every_evaluation(name: str) -> None:
+    function, x0, limits = case(name)
+    method = LBFGSB(history=5, maxiter=25)
+    undisturbed, trace = finish(begun(method, x0, limits), function)
+    killed, other = finish(begun(method, x0, limits), function, kill=True)
+    assert trace == other
+    assert killed.progress == undisturbed.progress
+    assert undisturbed.progress.iterations > 10
+
+
+@pytest.mark.parametrize("name", ["obstacle", "box", "alternate"])
+def test_as_good_as_scipy(name: str) -> None:
+    optimize = pytest.importorskip("scipy.optimize", reason="SciPy is not installed (extra: test)")
+    function, x0, limits = case(name)
+    bounds = optimize.Bounds(limits.lower, limits.upper)
+    options = {"maxcor": 10, "gtol": 1e-8, "ftol": 1e-14}
+    expected = optimize.minimize(function, x0, jac=True, bounds=bounds, method="L-BFGS-B", options=options)
+    minimizer, _ = finish(begun(LBFGSB(gtol=1e-8, ftol=1e-14), x0, limits), function)
+    assert minimizer.progress.value <= expected.fun + 1e-8 * max(abs(expected.fun), 1e-8)
+    best = minimizer.point
+    projected = best - np.clip(best - function(best)[1], limits.lower, limits.upper)
+    assert abs(projected).max() == pytest.approx(minimizer.progress.projected_norm, abs=1e-12)
+
+
+def test_direction_minimises_the_model_of_the_free_elements() -> None:
+    function, x0, limits = case("alternate")
+    minimizer = begun(LBFGSB(history=4), x0, limits)
+    pairs: list[tuple[np.ndarray, np.ndarray]] = []
+    base = before = None
+    seen = 0
+    while minimizer.wanted is not Wanted.NOTHING and minimizer.progress.iterations < 12:
+        x = minimizer.point.copy()
+        value, gradient = function(x)
+        minimizer.tell(value, gradient)
+        if base is not None and not minimizer.progress.accepted:
+            continue
+        if base is not None:
+            s, y = x - base, gradient - before
+            pairs = [*pairs, (s, y)][-4:]
+            hessian = y @ y / (s @ y) * np.eye(x.size)
+            for step, change in pairs:
+                moved = hessian @ step
+                hessian += np.outer(change, change) / (step @ change) - np.outer(moved, moved) / (step @ moved)
+            held = ((x <= limits.lower) & (gradient > 0)) | ((x >= limits.upper) & (gradient < 0))
+            expected = np.zeros_like(x)
+            expected[~held] = -np.linalg.solve(hessian[np.ix_(~held, ~held)], gradient[~held])
+            seen += held.any()
+            expected = np.clip(x + expected, limits.lower, limits.upper) - x
+            direction = minimizer.row("direction")
+            if expected @ gradient < 0:
+                assert np.linalg.norm(direction - expected) <= 1e-9 * np.linalg.norm(expected)
+        base, before = x, gradient
+    assert seen > 3
+
+
+def test_without_bounds_it_is_lbfgs() -> None:
+    x0 = np.resize([-1.2, 1.0], 10)
+    none, some = Limits(), Limits(lower=np.full(10, -1e6))
+    plain, trace = finish(begun(LBFGS(), x0, none), rosenbrock)
+    assert finish(begun(LBFGSB(), x0, none), rosenbrock)[1] == trace
+    far, _ = finish(begun(LBFGSB(), x0, some), rosenbrock)
+    np.testing.assert_allclose(far.point, plain.point, atol=1e-3)
+
+
+def test_start_outside_of_the_bounds_is_projected_and_counted() -> None:
+    point = np.array([5.0, 0.0, -3.0])
+    method = LBFGSB()
+    limits = Limits(lower=np.full(3, -1.0), upper=np.full(3, 1.0))
+    minimizer = method.make(LocalSpace(3, point), np.zeros((len(method.slots), 3)), point, limits)
+    assert minimizer.begin() == 2
+    np.testing.assert_array_equal(point, [1, 0, -1])
+    np.testing.assert_array_equal(minimizer.best, point)
+
+
+def test_awkward_bounds() -> None:
+    def function(x: np.ndarray) -> tuple[float, np.ndarray]:
+        return float(((x - 3) ** 2).sum()), 2 * (x - 3)
+
+    equal = Limits(lower=np.array([1.0, 1.0]), upper=np.array([1.0, 2.0]))
+    minimizer, _ = finish(begun(LBFGSB(), [1.0, 1.0], equal), function)
+    np.testing.assert_array_equal(minimizer.point, [1, 2])
+    everything = Limits(lower=np.zeros(2), upper=np.ones(2))
+    at_bounds, trace = finish(begun(LBFGSB(), [1.0, 1.0], everything), function)
+    assert (at_bounds.stop_reason, len(trace)) == ("gradient", 1)
+    assert at_bounds.progress.projected_norm == 0 < at_bounds.progress.gradient_norm
+    one = Limits(lower=np.array([3.5]))
+    np.testing.assert_array_equal(finish(begun(LBFGSB(), [9.0], one), function)[0].point, [3.5])
+    nothing = Limits(lower=np.zeros(0))
+    assert finish(begun(LBFGSB(), [], nothing), function)[0].stop_reason == "gradient"
+
+
+def test_nan_outside_of_the_domain_shortens_the_step() -> None:
+    def function(x: np.ndarray) -> tuple[float, np.ndarray]:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return float((x - np.log(x)).sum()), 1 - 1 / x
+
+    limits = Limits(lower=np.full(2, -4.0), upper=np.array([0.5, np.inf]))
+    minimizer, _ = finish(begun(LBFGSB(), [0.01, 5.0], limits), function)
+    np.testing.assert_allclose(minimizer.point, [0.5, 1], atol=1e-4)
+
+
+def test_refuses_a_function_as_preconditioner() -> None:
+    limits = Limits(lower=np.zeros(1), precondition=lambda vector: vector)
+    with pytest.raises(ValueError, match="takes no function as preconditioner"):
+        begun(LBFGSB(), [1.0], limits)
+
+
+def test_small_systems() -> None:
+    rng = np.random.default_rng(0)
+    matrix, right = rng.normal(size=(7, 7)), rng.normal(size=7)
+    np.testing.assert_allclose(
+        np.array(small.solve(matrix, right.tolist())), np.linalg.solve(matrix, right), rtol=1e-12
+    )
+    assert np.isnan(small.solve(np.zeros((2, 2)), [1.0, 1.0])).all()
+    assert small.solve(np.zeros((0, 0)), []) == []
+    assert np.isnan(small.dot([np.inf, 1.0], [1.0, -np.inf]))
