@@ -22,6 +22,12 @@ import numpy as np
 
 import mpishard
 
+METHODS = {
+    "l-bfgs": mpishard.LBFGS(),
+    "l-bfgs-b": mpishard.LBFGSB(bounds=(-3.0, 3.0)),  # of m, the logarithm of the diffusivity
+    "cg": mpishard.NonlinearCG(),
+}
+
 
 def transposed(field: np.ndarray) -> np.ndarray:
     """Columns for rows."""
@@ -170,10 +176,11 @@ def picture(problem: HeatExperiments, fields: dict[str, np.ndarray], path: Path)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=["adam", *METHODS], default="adam", help="what takes the steps")
     parser.add_argument("--grid", type=int, default=48, help="cells along each edge (default 48)")
     parser.add_argument("--experiments", type=int, default=128, help="heat spots (default 128)")
-    parser.add_argument("--batch", type=int, default=32, help="experiments a step (default 32)")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default 100)")
+    parser.add_argument("--batch", type=int, default=32, help="experiments a step of Adam (default 32)")
+    parser.add_argument("--steps", type=int, default=100, help="steps of Adam, or evaluations (default 100)")
     parser.add_argument("--noise", type=float, default=0.05, help="of the mean temperature (default 0.05)")
     parser.add_argument("--smoothness", type=float, default=1000.0, help="weight of |grad m|^2 (default 1000)")
     parser.add_argument("--seed", type=int, default=0)
@@ -188,14 +195,17 @@ def main() -> int:
         gradient_error = heat.gradient_error(start)
 
         # The lines that make it distributed.
-        rule = mpishard.Adam(lr=mpishard.cosine(0.06, steps=options.steps))
+        if options.method == "adam":
+            rule, batch = mpishard.Adam(lr=mpishard.cosine(0.06, steps=options.steps)), options.batch
+        else:  # a line search needs one function: all experiments in each evaluation
+            rule, batch = METHODS[options.method], options.experiments
         optimizer = mpishard.as_distributed(rule, mesh)
         result = optimizer.optimize(
             mpishard.OptimizationProblem(
                 heat.loss_and_gradient,
                 start,
                 samples=heat.experiments,
-                batch_size=options.batch,
+                batch_size=batch,
                 steps=options.steps,
                 seed=options.seed,
             )
@@ -206,7 +216,7 @@ def main() -> int:
         if mesh.rank == 0:
             path = options.output / "diffusivity.png"
             picture(heat, {"truth": heat.truth, "start": start, "recovered": result.parameters}, path)
-            print(f"{result.steps} steps of {options.batch} experiments, {mesh.size} ranks", end=", ")
+            print(f"{result.steps} steps of {batch} experiments, {mesh.size} ranks", end=", ")
             print(f"{result.seconds:.1f} s; loss {result.loss_history[0]:.0f} -> {result.loss_history[-1]:.0f}")
             print(f"adjoint gradient against finite differences: relative difference {gradient_error:.1e}")
             print(f"picture: {path}")
