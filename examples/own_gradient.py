@@ -196,10 +196,11 @@ def main() -> int:
 
         # The lines that make it distributed.
         if options.method == "adam":
-            rule, batch = mpishard.Adam(lr=mpishard.cosine(0.06, steps=options.steps)), options.batch
+            optimizer = mpishard.as_distributed(mpishard.Adam(lr=mpishard.cosine(0.06, steps=options.steps)), mesh)
+            batch = options.batch
         else:  # a line search needs one function: all experiments in each evaluation
-            rule, batch = METHODS[options.method], options.experiments
-        optimizer = mpishard.as_distributed(rule, mesh)
+            optimizer = mpishard.as_distributed(METHODS[options.method], mesh)
+            batch = options.experiments
         result = optimizer.optimize(
             mpishard.OptimizationProblem(
                 heat.loss_and_gradient,
