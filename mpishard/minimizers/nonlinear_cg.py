@@ -131,6 +131,10 @@ class ConjugateGradients(Descent):
         self._beta = 0.0
         self._decrease = 0.0  # what the last step has gained, by the slope at its begin
 
+    def begin(self) -> int:
+        self._preconditioned, self._beta, self._decrease = None, 0.0, 0.0
+        return super().begin()
+
     def forget(self) -> bool:
         had, self._turns, self._beta, self._decrease = self._turns > 0, 0, 0.0, 0.0
         return had
@@ -162,7 +166,8 @@ class ConjugateGradients(Descent):
         y_z = self._square - mixed  # y'P g
         y_y = max(0.0, y_z - mixed + before)  # y'P y
         beta = (y_z - 2 * y_y * slope / curvature) / curvature if curvature > 0 else 0.0
-        beta = max(beta, self.method.eta * slope_before / self._direction_square)
+        if self._direction_square > 0:  # but for rounding errors
+            beta = max(beta, self.method.eta * slope_before / self._direction_square)
         self._preconditioned, self._beta, self._decrease = z, beta, -step * slope_before
         # The square of P g + beta d, of which the products are known.
         self._direction_square = self._square - 2 * beta * slope + beta * beta * self._direction_square
@@ -174,12 +179,13 @@ class ConjugateGradients(Descent):
         z, self._preconditioned = self._preconditioned, None
         if z is None:
             z = self._times_preconditioner(self.base_gradient)
-        if self._turns == 0:
+        if not self._beta:  # steepest descent: at the start, after a restart, or where another minimisation begins
+            self._turns = 0
             self._direction[:] = 0
         cg_formulas.turn(self._direction, z, self._beta)
         top, base_top = self.space.largest(self._direction, self.base)
         (slope,) = self.space.dots([(self.base_gradient, self._direction)], [self._gradient_top * top])
-        if self._turns == 0:
+        if not self._beta:
             self._square = self._direction_square = -slope
             if slope > 0:
                 raise ValueError(f"precondition must be positive definite, but g'P g = {-slope:g} for the gradient g")

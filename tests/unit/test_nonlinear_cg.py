@@ -168,6 +168,16 @@ def test_gradient_that_does_not_fit_ends_the_line_search() -> None:
     np.testing.assert_array_equal(minimizer.point, good.start)
 
 
+def test_another_function_begins_with_steepest_descent() -> None:
+    minimizer = minimized(rosenbrock(6), maxiter=5)
+    minimizer.begin()
+    tell_next(minimizer, exponentials(6, 10.0))
+    np.testing.assert_array_equal(minimizer.row("direction"), -minimizer.row("base_gradient"))
+    while minimizer.wanted is not Wanted.NOTHING:
+        tell_next(minimizer, exponentials(6, 10.0))
+    assert minimizer.stop_reason == "iterations" and minimizer.progress.iterations == 5
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_restart_between_any_two_calls_keeps_the_bits(dtype: Any) -> None:
     problem = rosenbrock(5)._replace(start=rosenbrock(5).start.astype(dtype))
