@@ -1,10 +1,17 @@
-"""Inverse problems: a function and its gradient minimised with SciPy's conventions, on one process or on a mesh."""
+"""Inverse problems: a function and its gradient minimised with SciPy's conventions, on one process or on a mesh.
 
-from mpishard.inverse.adjoint_check import AdjointCheck, check_adjoint
-from mpishard.inverse.gradient_check import GradientCheck, check_gradient
-from mpishard.inverse.minimization import minimize
-from mpishard.inverse.result import OptimizeResult
-from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
+A name's module is imported when it is first asked for: `minimize` without a mesh does without MPI.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpishard.inverse.adjoint_check import AdjointCheck, check_adjoint
+    from mpishard.inverse.gradient_check import GradientCheck, check_gradient
+    from mpishard.inverse.minimization import minimize
+    from mpishard.inverse.result import OptimizeResult
+    from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
 
 __all__ = [
     "AdjointCheck",
@@ -16,3 +23,21 @@ __all__ = [
     "check_gradient",
     "minimize",
 ]
+
+_MODULES = {
+    "adjoint_check": "AdjointCheck check_adjoint",
+    "gradient_check": "GradientCheck check_gradient",
+    "minimization": "minimize",
+    "result": "OptimizeResult",
+    "reverse_communication": "EvaluationRequest ReverseCommunication",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+if not TYPE_CHECKING:  # a type checker has the names from above
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        return value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ class LocalRun:
     """
 
     speaks = True
+    interrupted = False
+    value = math.nan
 
     def __init__(self, method: Method, unknowns: Unknowns) -> None:
         flat = unknowns.flat
@@ -57,6 +61,10 @@ class LocalRun:
         space = LocalSpace(self.unknowns.size, self.unknowns.flat)
         return self.method.make(space, self._rows, self.unknowns.flat.copy(), self._limits)
 
+    def watching(self) -> AbstractContextManager[Any]:
+        """No context: Ctrl-C raises KeyboardInterrupt."""
+        return nullcontext()
+
     def publish(self, vector: Array) -> None:
         """See `Run`."""
         self.unknowns.flat[...] = vector
@@ -68,6 +76,7 @@ class LocalRun:
     def tell(self, value: float, gradient: Any, problem: Exception | None) -> None:
         """See `Run`."""
         self.raise_if_any(problem)
+        self.value = value
         self.minimizer.tell(value, self.unknowns.vector("the gradient", gradient))
 
     def tell_product(self, product: Any, problem: Exception | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mpishard.data_parallel.method_evaluations import MethodEvaluations
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.validation import tell_of_other_starts
 from mpishard.inverse.unknowns import Unknowns
+from mpishard.launch.ctrl_c import Interrupts
 from mpishard.layout.run_state import brief
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer
@@ -80,6 +82,9 @@ class MeshRun:
         self.unknowns = unknowns
         self.mesh = mesh
         self.speaks: bool = mesh.rank == 0
+        self.value = math.nan
+        self.interrupted = False
+        self._interrupts = Interrupts(speaks=self.speaks)
         self._sums = reduction == "sum"
         self.optimizer = ZeRO1Optimizer(method, mesh)
         problem: Exception | None = None
@@ -104,6 +109,10 @@ class MeshRun:
         """The minimisation."""
         return self._evaluations.minimizer
 
+    def watching(self) -> AbstractContextManager[Any]:
+        """See `Run`."""
+        return self._interrupts
+
     # -- vectors ------------------------------------------------------------------------------------------------------
 
     def publish(self, vector: Array) -> None:
@@ -118,8 +127,8 @@ class MeshRun:
 
     def tell(self, value: float, gradient: Any, problem: Exception | None) -> None:
         """See `Run`."""
-        flat, shared = self._agree(value, "the gradient", gradient, problem)
-        self._evaluations.tell(shared, self._own(flat))
+        flat, self.value = self._agree(value, "the gradient", gradient, problem)
+        self._evaluations.tell(self.value, self._own(flat))
 
     def tell_product(self, product: Any, problem: Exception | None) -> None:
         """See `Run`."""
@@ -138,10 +147,12 @@ class MeshRun:
         if self._compares and flat is not None:
             digest = xxhash.xxh3_64_intdigest(np.ascontiguousarray(arrays.to_host(flat)).data) >> 2
         value = math.nan if math.isnan(value) else value + 0.0  # one NaN, one zero
-        own = np.array([problem is not None, np.float64(value).view(np.int64), digest], np.int64)
+        came = self._interrupts.came
+        own = np.array([problem is not None, came, np.float64(value).view(np.int64), digest], np.int64)
         world = self.mesh.world
-        facts = world.all_gather(np.empty(3 * world.size, np.int64), own, [3] * world.size, label="control")
-        failed, values, digests = facts.reshape(-1, 3).T
+        facts = world.all_gather(np.empty(4 * world.size, np.int64), own, [4] * world.size, label="control")
+        failed, interrupted, values, digests = facts.reshape(-1, 4).T
+        self.interrupted = bool(interrupted.any())
         if failed.any():
             world.raise_together(problem)
         assert flat is not None

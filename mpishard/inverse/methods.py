@@ -18,6 +18,8 @@ _METHODS = {
     "Newton-CG": ("TruncatedNewton", ("gtol", "xtol")),
     "trust-ncg": ("TruncatedNewton", ("gtol",)),
 }
+# Methods that in SciPy do not stop for a small decrease.
+_WITHOUT_FTOL = {"cg", "newton-cg", "trust-ncg"}
 # SciPy's names of options that are called otherwise here.
 _RENAMED = {"maxcor": "history", "initial_trust_radius": "initial_radius", "max_trust_radius": "max_radius"}
 # Fields of methods that are arguments of `minimize`.
@@ -71,10 +73,10 @@ def make_method(
     if not isinstance(options, Mapping):
         raise TypeError(f"options={shown(options)} must be a dictionary of names and values")
     names = {field.name for field in fields(kind)}
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"ftol": 0.0} if isinstance(method, str) and method.lower() in _WITHOUT_FTOL else {}
     if tol is not None:
         value = number("tol", tol, least=0)
-        given = {name: value for name in tolerances if name in names}
+        given |= {name: value for name in tolerances if name in names}
     loop = _loop_options(options)
     for name, value in options.items():
         own = _RENAMED.get(name, name)

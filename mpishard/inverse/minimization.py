@@ -15,7 +15,10 @@ from mpishard.inverse.table import Table
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
+    from mpishard.checkpoint import Checkpoints
     from mpishard.comm.mesh import Mesh
+    from mpishard.inverse.run_files import RunFiles
+    from mpishard.record import RunRecord
 
 Array = Any
 
@@ -34,6 +37,9 @@ def minimize(
     *,
     mesh: Mesh | None = None,
     reduction: str | None = None,
+    checkpoints: Checkpoints | None = None,
+    resume: bool = False,
+    record: RunRecord | None = None,
     **elements: Any,
 ) -> OptimizeResult:
     """Minimise a function of many unknowns, from its values and gradients.
@@ -80,6 +86,14 @@ def minimize(
         its part of both, and their sums over all ranks count.  If `x0` is split over the tensor axis
         (``FlatParameters(specs, place=mesh.place)``), the gradient is that of the rank's slices, summed over the data
         axis; the value is treated as above, over all ranks.
+    checkpoints : Checkpoints, optional
+        With a mesh: save the minimisation there after every so many evaluations, also in the middle of a line search,
+        and at the end.
+    resume : bool
+        Continue from the newest checkpoint there, with the next evaluation, on any number of ranks; start anew if there
+        is none.  Limits on iterations and evaluations count those before it.
+    record : RunRecord, optional
+        With a mesh: write the course of the minimisation there, a step for each evaluation, for ``mpishard plot``.
     **elements
         ``fixed``: a mask of elements that keep their value.  ``inner_product``: positive weights, such as the diagonal
         of a mass matrix.  ``preconditioner``: a positive diagonal, or a function of a vector, instead of the inverse of
@@ -112,6 +126,8 @@ def minimize(
         extra = dict(elements)
         known = {name: extra.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
         no_others("minimize", extra)
+        if mesh is None and (checkpoints is not None or resume or record is not None):
+            raise ValueError("checkpoints, resume and record are for a mesh; give mesh=mpishard.Mesh()")
         watcher = Callback(callback)
         functions = Functions(fun, jac, hessp, args)
         method, loop = make_method(method, options, tol, **known)
@@ -125,42 +141,65 @@ def minimize(
         raise problem
     assert functions is not None
     optimizer = ReverseCommunication(method, x0, bounds=bounds, mesh=mesh, reduction=reduction)
-    return _Loop(optimizer, functions, watcher, loop).run()
+    files: RunFiles | None = None
+    if mesh is not None:
+        from mpishard.inverse.run_files import RunFiles
+
+        files = RunFiles(optimizer.run, checkpoints, resume, record)
+    return _Loop(optimizer, functions, watcher, loop, files).run()
 
 
 class _Loop:
     """Evaluate, check, tell, report, stop.  Collective over the mesh of the optimizer."""
 
     def __init__(
-        self, optimizer: ReverseCommunication, functions: Functions, callback: Callback, options: LoopOptions
+        self,
+        optimizer: ReverseCommunication,
+        functions: Functions,
+        callback: Callback,
+        options: LoopOptions,
+        files: RunFiles | None,
     ) -> None:
         self._optimizer = optimizer
         self._functions = functions
         self._callback = callback
         self._seconds = options.maxtime
+        self._files = files
         run = optimizer.run
         self._table = Table(shown=run.any(options.disp) and run.speaks)
         self._watched = run.any(callback.is_given or options.maxtime is not None)
         self._began = time.perf_counter()
 
     def run(self) -> OptimizeResult:
-        """Take steps until the method or the callback ends the minimisation."""
+        """Take steps until the method, the callback or a signal ends the minimisation."""
         optimizer = self._optimizer
-        while (request := optimizer.ask()) is not None:
-            value, vector, problem = 0.0, None, None
-            try:
-                value, vector = self._evaluate(request)
-            except Exception as error:  # of the user's function: all ranks must learn of it
-                problem = error
-            optimizer.tell_outcome(value, vector, problem)
-            progress = optimizer.progress
-            if progress.accepted or (request.direction is None and progress.evaluations == 1):
-                self._table.row(progress)
-            if progress.accepted:
-                self._ask_callback(request)
+        with optimizer.run.watching():
+            while (request := optimizer.ask()) is not None:
+                self._step(request)
+        if self._files is not None:
+            self._files.end(optimizer.stop_reason)
         result = optimizer.result
         self._table.end(result.message)
         return result
+
+    def _step(self, request: EvaluationRequest) -> None:
+        """Evaluate, and tell it."""
+        optimizer = self._optimizer
+        value, vector, problem = 0.0, None, None
+        try:
+            value, vector = self._evaluate(request)
+        except Exception as error:  # of the user's function: all ranks must learn of it
+            problem = error
+        optimizer.tell_outcome(value, vector, problem)
+        progress = optimizer.progress
+        if progress.accepted or (request.direction is None and progress.evaluations == 1):
+            self._table.row(progress)
+        if progress.accepted:
+            self._ask_callback(request)
+        if optimizer.run.interrupted and not optimizer.has_ended:
+            optimizer.stop("signal")
+        if self._files is not None and request.direction is None:
+            self._files.evaluated(goes_on=not optimizer.has_ended)
 
     def _evaluate(self, request: EvaluationRequest) -> tuple[float, Any]:
         if request.direction is None:

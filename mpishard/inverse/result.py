@@ -23,6 +23,7 @@ _OUTCOMES = {
         "function to rounding; mpishard.check_gradient compares them",
     ),
     "not finite": (2, "failed: the value or the gradient is NaN or infinite, also after shorter steps"),
+    "signal": (99, "stopped: Ctrl-C, or the end of the job"),
     "callback": (99, "stopped: the callback raised StopIteration or returned True"),
 }
 
@@ -42,7 +43,7 @@ class OptimizeResult(dict[str, Any]):
         Iterations, values, gradients and Hessian products.
     status : int
         0: converged; 1: a limit on iterations, evaluations or time is reached; 2: the method cannot go on; 99: the
-        callback has stopped it; -1: it has not ended.
+        callback or Ctrl-C has stopped it; -1: it has not ended.
     success : bool
         Whether it converged.
     message : str

@@ -216,6 +216,11 @@ class ReverseCommunication:
         return bool(self._end) or self._run.minimizer.wanted is Wanted.NOTHING
 
     @property
+    def stop_reason(self) -> str:
+        """Why nothing is wanted any more, in a word; empty while it goes on."""
+        return self._end or self._run.minimizer.stop_reason
+
+    @property
     def progress(self) -> Progress:
         """How far it has come."""
         return self._run.minimizer.progress
@@ -242,7 +247,7 @@ class ReverseCommunication:
             nfev=progress.evaluations,
             njev=progress.evaluations,
             nhev=progress.products,
-            **outcome(self._end or minimizer.stop_reason, run.method, progress),
+            **outcome(self.stop_reason, run.method, progress),
         )
 
     @property

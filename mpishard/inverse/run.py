@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,11 +23,21 @@ class Run(Protocol):
     unknowns : Unknowns
     speaks : bool
         Whether this rank writes messages.
+    value : float
+        Of the last evaluation.
+    interrupted : bool
+        Whether Ctrl-C came on any rank before the last evaluation, inside of `watching`.
     """
 
     method: Method
     unknowns: Unknowns
     speaks: bool
+    value: float
+    interrupted: bool
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """The context in which Ctrl-C ends the loop in order, where it does.  Not collective."""
+        ...
 
     @property
     def minimizer(self) -> Minimizer: ...

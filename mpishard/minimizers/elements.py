@@ -188,7 +188,7 @@ def _positive(what: str, given: Any, specs: Sequence[ParameterSpec], dtype: np.d
 
 
 def _array(what: str, value: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """An array of one element or of this shape."""
+    """An array of this shape, or of no dimension."""
     try:
         found = np.asarray(arrays.to_host(value) if arrays.is_array(value) else value)
         if found.dtype.kind not in "biuf":
@@ -196,6 +196,8 @@ def _array(what: str, value: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np
         found = found.astype(dtype, copy=False)
     except (TypeError, ValueError):
         raise TypeError(f"{what} must be numbers, got {shown(value)}") from None
+    if found.size == 1:  # SciPy makes arrays of one element of numbers
+        found = found.reshape(())
     size = int(np.prod(shape))
     if found.shape not in ((), shape, (size,)):
         raise ValueError(f"{what} have the shape {found.shape}, but the parameters {shape}; give that, or one number")

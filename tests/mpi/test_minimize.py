@@ -11,6 +11,7 @@ import pytest
 
 import mpishard
 from mpishard import FlatParameters, ParameterSpec, ReverseCommunication, minimize
+from mpishard.record import Run
 
 SIZE = 13
 START = np.where(np.arange(SIZE) % 2, 1.0, -1.2)
@@ -32,7 +33,7 @@ def curvature(x, d):
     return product
 
 
-METHODS = [("L-BFGS", {}), ("trust-ncg", {"hessp": curvature})]
+METHODS = [("L-BFGS-B", {"bounds": (-1.5, 0.9)}), ("trust-ncg", {"hessp": curvature})]
 
 
 @pytest.mark.parametrize(("method", "options"), METHODS)
@@ -43,7 +44,7 @@ def test_whole_functions_take_the_same_steps_on_any_ranks(mesh, same_on_all, met
     result = minimize(rosenbrock, START, method=method, callback=points.append, mesh=mesh, **options)
     assert np.array_equal(points, alone) and np.array_equal(START, kept)
     assert all(np.array_equal(result[name], expected[name]) for name in expected)
-    assert result.success and result.fun < 1e-6 and same_on_all(result.x) and same_on_all(result.jac)
+    assert result.success and same_on_all(result.x) and same_on_all(result.jac)
 
 
 @pytest.mark.parametrize(("method", "options"), METHODS)
@@ -57,7 +58,7 @@ def test_sums_of_parts(mesh, same_on_all, method, options):
         residual = rows @ x - targets
         return 0.5 * residual @ residual, rows.T @ residual
 
-    given = {} if not options else {"hessp": lambda x, d, rows, targets: rows.T @ (rows @ d)}
+    given = {"hessp": lambda x, d, rows, targets: rows.T @ (rows @ d)} if "hessp" in options else {}
     result = minimize(
         part, np.zeros(SIZE), (rows[own], targets[own]), method, mesh=mesh, reduction="sum", tol=1e-9, **given
     )
@@ -162,13 +163,55 @@ def test_a_checkpoint_goes_on_with_the_same_request(mesh, folder, method, option
                 optimizer.tell_product(curvature(request.x, request.direction))
         return points
 
-    expected = steps(ReverseCommunication(method, START), 40)
-    first = ReverseCommunication(method, START, mesh=mesh)
+    given = {"bounds": options.get("bounds")}
+    expected = steps(ReverseCommunication(method, START, **given), 40)
+    first = ReverseCommunication(method, START, mesh=mesh, **given)
     assert np.array_equal(steps(first, 7), expected[:7])
     first.ask()
     first.save(folder)
-    second = ReverseCommunication(method, np.zeros(SIZE), mesh=mesh)
+    second = ReverseCommunication(method, np.zeros(SIZE), mesh=mesh, **given)
     second.load(folder)
     assert np.array_equal(steps(second, 33), expected[7:])
     with pytest.raises(ValueError, match="on a mesh save"):
         first.serialize()
+
+
+@pytest.mark.parametrize(("method", "options"), METHODS)
+def test_a_run_that_fails_resumes_with_the_evaluation_that_failed(mesh, same_on_all, folder, method, options):
+    seen, expected = [], []
+    whole = minimize(lambda x: (expected.append(x), rosenbrock(x))[1], START, method=method, **options)
+
+    def fun(x):
+        if len(seen) == 9 and mesh.rank == mesh.size - 1:
+            raise RuntimeError("a node is gone")
+        seen.append(x)
+        return rosenbrock(x)
+
+    with mpishard.Checkpoints(folder / "checkpoints", mesh, every=1) as checkpoints:
+        files = {"mesh": mesh, "checkpoints": checkpoints, "resume": True}
+        with pytest.raises(RuntimeError, match="a node is gone"):
+            minimize(fun, START, method=method, **files, **options)
+        fun = lambda x: (seen.append(x), rosenbrock(x))[1]  # noqa: E731
+        del seen[9:]  # on ranks that did not fail, the tenth
+        with mpishard.RunRecord(folder / "record", mesh) as record:
+            result = minimize(fun, np.zeros(SIZE), method=method, record=record, **files, **options)
+        assert np.array_equal(seen, expected) and same_on_all(result.x)
+        assert all(np.array_equal(result[name], whole[name]) for name in whole)
+        again = minimize(fun, START, method=method, **files, **options)
+        assert len(seen) == len(expected) and again.message == result.message and np.array_equal(again.x, result.x)
+    if mesh.rank == 0:
+        steps = Run.read(folder / "record").metrics["step"]
+        assert steps[0] == 10 and steps[-1] == result.nfev
+
+
+def test_files_that_make_no_sense(mesh, folder):
+    for options, words in (
+        ({"resume": True}, "resume=True needs to know from where"),
+        ({"checkpoints": 3}, "checkpoints=3 must be Checkpoints"),
+        ({"record": 3}, "record=3 must be RunRecord"),
+        ({"checkpoints": 3, "mesh": None}, "are for a mesh"),
+        ({"mesh": 3}, "mesh=3 must be mpishard.Mesh"),
+        ({"reduction": "mean"}, "reduction='mean' must be None or 'sum'"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            minimize(rosenbrock, START, method="L-BFGS", **{"mesh": mesh, **options})

@@ -369,12 +369,105 @@ def test_the_table(capsys):
     assert float(lines[1].split()[1]) == 14.0 and len({len(line) for line in lines[:4]}) == 1
 
 
-def trajectory(optimizer, most=10**6):
+def rosenbrock(x):
+    forward, ahead = 1 - x[:-1], x[1:] - x[:-1] ** 2
+    gradient = np.zeros_like(x)
+    gradient[:-1] = -2 * forward - 400 * x[:-1] * ahead
+    gradient[1:] += 200 * ahead
+    return float((forward**2).sum() + 100 * (ahead**2).sum()), gradient
+
+
+def curvature(x, d):
+    """The Hessian of `rosenbrock` times a direction."""
+    product = np.zeros_like(x)
+    product[:-1] = (2 - 400 * (x[1:] - 3 * x[:-1] ** 2)) * d[:-1] - 400 * x[:-1] * d[1:]
+    product[1:] += 200 * d[1:] - 400 * x[:-1] * d[:-1]
+    return product
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "bounds"),
+    [
+        ("L-BFGS-B", {}, None),
+        ("l-bfgs-b", {"maxcor": 4, "gtol": 1e-8, "ftol": 0.0}, [(-1.5, 0.8)] * 8),
+        ("L-BFGS-B", {"maxiter": 5}, [(None, 0.5)] * 4 + [(0.2, None)] * 4),
+        ("CG", {}, None),
+        ("Newton-CG", {}, None),
+        ("trust-ncg", {"gtol": 1e-6, "initial_trust_radius": 0.5, "max_trust_radius": 10}, None),
+    ],
+)
+def test_calls_of_scipy_work_as_they_are(method, options, bounds):
+    optimize = pytest.importorskip("scipy.optimize")
+    call = {"jac": True, "method": method, "options": options, "bounds": bounds}
+    if method in ("Newton-CG", "trust-ncg"):
+        call["hessp"] = curvature
+    theirs = optimize.minimize(rosenbrock, np.full(8, -1.2), **call)
+    ours = minimize(rosenbrock, np.full(8, -1.2), **call)
+    assert (ours.status, ours.success) == (theirs.status, theirs.success)
+    assert {"x", "fun", "jac", "nit", "nfev", "njev", "status", "success", "message"} <= set(ours) & {*theirs, "njev"}
+    if "maxiter" in options:
+        assert ours.nit == theirs.nit == 5
+    else:
+        assert np.allclose(ours.x, theirs.x, atol=1e-3 if "Newton" in method else 1e-4)
+        assert ours.fun <= theirs.fun + 1e-8
+    if bounds and "maxiter" not in options:
+        assert np.allclose(ours.jac, theirs.jac, atol=1e-4)
+        same = minimize(rosenbrock, np.full(8, -1.2), **{**call, "bounds": optimize.Bounds(-1.5, 0.8)})
+        assert str(same) == str(ours)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"options": {"maxcor": 0}}, ValueError, "LBFGSB: history=0 must be a whole number of at least 1"),
+        ({"options": {"gtol": math.nan}}, ValueError, "LBFGSB: gtol=nan must be"),
+        (
+            {"options": {"history": 3, "norm": 2}},
+            ValueError,
+            "'L-BFGS-B' has no option 'norm'.*disp, .*maxcor",
+        ),
+        (
+            {"method": "Newton-CG", "bounds": (0, 1)},
+            ValueError,
+            "takes no bounds; method='L-BFGS-B' does",
+        ),
+        ({"method": "Newton-CG"}, ValueError, "this method needs products with the Hessian: give hessp"),
+    ],
+)
+def test_options_of_methods_that_are_refused(change, error, words):
+    with pytest.raises(error, match=words):
+        minimize(**{"fun": rosenbrock, "x0": np.zeros(3), **change})
+
+
+def test_tolerances_of_zero_end_with_the_last_bit():
+    result = minimize(rosenbrock, np.zeros(4), tol=0)
+    assert result.fun < 1e-20 and result.status in (0, 2)
+
+
+def test_a_method_keeps_its_options():
+    method = mpishard.LBFGSB(history=3, maxiter=2)
+    assert minimize(rosenbrock, np.zeros(4), method=method).nit == 2
+    assert minimize(rosenbrock, np.zeros(4), method=method, options={"maxiter": 4}).nit == 4
+    bounded = minimize(rosenbrock, np.zeros(4), method=mpishard.LBFGSB(bounds=(None, 0.5)))
+    assert bounded.x.max() == 0.5 and bounded.success
+
+
+def trajectory(optimizer, most=10**6, function=bowl):
     points = []
     while len(points) < most and (request := optimizer.ask()) is not None:
-        points.append(request.x.copy())
-        optimizer.tell(*bowl(request.x))
+        points.append((request.x.copy(), request.direction))
+        if request.direction is None:
+            optimizer.tell(*function(request.x))
+        else:
+            optimizer.tell_product(curvature(request.x, request.direction))
     return points
+
+
+def same_requests(ours, theirs):
+    return len(ours) == len(theirs) and all(
+        np.array_equal(a, c) and (b is d is None or np.array_equal(b, d))
+        for (a, b), (c, d) in zip(ours, theirs, strict=True)
+    )
 
 
 def test_reverse_communication_takes_the_steps_of_minimize():
@@ -382,24 +475,25 @@ def test_reverse_communication_takes_the_steps_of_minimize():
     result = minimize(lambda x: (seen.append(x), bowl(x))[1], np.zeros(3), method=Descent(), bounds=(-1, None))
     optimizer = ReverseCommunication(Descent(), np.zeros(3), bounds=(-1, None))
     assert optimizer.result.status == -1 and np.array_equal(optimizer.result.x, np.zeros(3))
-    assert np.array_equal(trajectory(optimizer), seen)
+    assert np.array_equal([x for x, _ in trajectory(optimizer)], seen)
     assert optimizer.ask() is None
     assert str(optimizer.result) == str(result)
 
 
-@pytest.mark.parametrize("stop", [0, 1, 5])
-def test_a_state_goes_on_elsewhere_with_the_same_request(stop):
-    expected = trajectory(ReverseCommunication(Descent(), np.zeros(3)))
-    first = ReverseCommunication(Descent(), np.zeros(3))
-    trajectory(first, stop)
-    asked = first.ask()
-    data = first.serialize()
-    second = ReverseCommunication(Descent(), np.ones(3))
-    second.deserialize(data)
-    assert np.array_equal(second.ask().x, asked.x) and second.ask().direction is None
-    assert np.array_equal(trajectory(second), expected[stop:])
+@pytest.mark.parametrize(
+    ("method", "bounds"), [("L-BFGS-B", (-1.5, 0.8)), ("L-BFGS", None), ("trust-ncg", None), (Descent(step=1e-3), None)]
+)
+def test_a_state_goes_on_elsewhere_with_the_same_request(method, bounds):
+    expected = trajectory(ReverseCommunication(method, np.full(4, -1.2), bounds=bounds), 50, rosenbrock)
+    for stop in range(0, len(expected), 3):
+        first = ReverseCommunication(method, np.full(4, -1.2), bounds=bounds)
+        trajectory(first, stop, rosenbrock)
+        first.ask()
+        second = ReverseCommunication(method, np.zeros(4), bounds=bounds)
+        second.deserialize(first.serialize())
+        assert same_requests(trajectory(second, 50 - stop, rosenbrock), expected[stop:])
     with pytest.raises(ValueError, match="checkpoints need a mesh"):
-        first.save("nowhere")
+        second.save("nowhere")
 
 
 def test_states_that_are_refused_change_nothing():
@@ -439,7 +533,7 @@ def test_no_mpi_where_there_is_no_mesh():
 import sys
 sys.modules["mpi4py"] = None  # importing it fails
 import numpy as np, mpishard
-print(mpishard.minimize(lambda x: (x @ x, 2 * x), np.ones(3), method="L-BFGS").success, "h5py" in sys.modules)
+print(mpishard.minimize(lambda x: (x @ x, 2 * x), np.ones(3)).success, "h5py" in sys.modules)
 """
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.split() == ["True", "False"], output

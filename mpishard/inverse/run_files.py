@@ -1,0 +1,127 @@
+"""What a minimisation on a mesh writes while it goes on: checkpoints, from which it resumes, and its record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpishard.arguments import flag, shown
+from mpishard.inverse.mesh_run import MeshRun
+from mpishard.inverse.run import Run
+from mpishard.launch.exit_code import note_run
+from mpishard.record import RunRecord
+
+
+class RunFiles:
+    """Saves a minimisation after evaluations, and records them.  Collective over the mesh, its creation too.
+
+    Parameters
+    ----------
+    run : MeshRun
+        The minimisation.
+    checkpoints : Checkpoints or None
+        Where it is saved, as often as ``checkpoints.every`` says, and at the end.
+    resume : bool
+        Whether to continue from the newest checkpoint there.
+    record : RunRecord or None
+        Where its course is written.
+
+    Raises
+    ------
+    ValueError, TypeError
+        On all ranks, if an argument is invalid, or the checkpoint is of another minimisation.
+    OSError
+        On all ranks, if a folder cannot be used.
+    """
+
+    def __init__(self, run: Run, checkpoints: Any, resume: bool, record: RunRecord | None) -> None:
+        assert isinstance(run, MeshRun)
+        self._run = run
+        self._optimizer = run.optimizer
+        self._checkpoints = checkpoints
+        self._record = record
+        self._resumes = resume
+        run.raise_if_any(self._problem())
+        given = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
+        self._optimizer.settings.agree({name: str(value) for name, value in given.items()})
+        if checkpoints is not None:
+            checkpoints.rehearse()
+            if resume:
+                self._resume()
+        if record is not None:
+            parameters = run.parameters
+            record.begin(
+                {
+                    "optimizer": "minimize",
+                    "rule": run.method.configuration(),
+                    "configuration": self._optimizer.config,
+                    "parameters": sum(spec.size for spec in parameters.specs),
+                    "dtype": str(parameters.dtype),
+                    "resumed_steps": self._optimizer.clock,
+                }
+            )
+
+    def _problem(self) -> Exception | None:
+        checkpoints, record, world = self._checkpoints, self._record, self._run.mesh.world
+        try:
+            if flag("resume", self._resumes) and checkpoints is None:
+                raise ValueError("resume=True needs to know from where; give checkpoints=Checkpoints(folder, mesh)")
+            if not (checkpoints is None or hasattr(checkpoints, "due")):
+                raise TypeError(f"checkpoints={shown(checkpoints)} must be Checkpoints(folder, mesh)")
+            if checkpoints is not None and checkpoints.mesh.world is not world:
+                raise ValueError("the checkpoints are of another mesh; make them with the mesh of minimize")
+            if not (record is None or isinstance(record, RunRecord)):
+                raise TypeError(f"record={shown(record)} must be RunRecord(folder, mesh)")
+        except (TypeError, ValueError) as error:
+            return error
+        return None
+
+    def _resume(self) -> None:
+        state = self._optimizer.state
+        found = self._checkpoints.load(state.capture(), check=state.check)
+        if found is not None:
+            state.report_changes(found.facts)
+            state.restore(found.facts)
+
+    def evaluated(self, goes_on: bool) -> None:
+        """Note that an evaluation is done, and save if that is due.  The parameters then are the next point.
+
+        Parameters
+        ----------
+        goes_on : bool
+            Whether another one follows; else `end` saves.
+        """
+        progress, clock = self._run.minimizer.progress, self._optimizer.clock
+        if self._record is not None:
+            self._record.step(
+                clock,
+                loss=self._run.value,
+                learning_rate=progress.step_length,
+                gradient_norm=progress.projected_norm,
+                iteration=progress.iterations,
+            )
+        if goes_on and self._checkpoints is not None and self._checkpoints.due(clock):
+            self._save()
+
+    def end(self, reason: str) -> None:
+        """Save at the end, and note why it has ended.
+
+        Parameters
+        ----------
+        reason : str
+            As for the result; ``"signal"`` after Ctrl-C.
+        """
+        way_on = ""
+        if self._checkpoints is not None:
+            self._save()
+            self._checkpoints.wait()
+            way_on = f"minimize(..., resume=True) goes on from the checkpoint in {self._checkpoints.folder}"
+        if self._record is not None:
+            self._record.end(self._optimizer.clock, reason, way_on if reason == "signal" else "")
+        note_run(stopped=reason == "signal")
+
+    def _save(self) -> None:
+        if self._record is not None:
+            self._record.flush()  # no later run repeats the evaluations before a checkpoint
+        self._run.publish(self._run.minimizer.point)
+        self._optimizer.state.consolidate()
+        self._checkpoints.save(self._optimizer.state.capture())
