@@ -39,6 +39,13 @@ class Descent(Minimizer):
         Rows as `Method.slots`, which begin with `SLOTS`.
     point : 1-D array
     limits : Limits
+
+    Attributes
+    ----------
+    renews : bool
+        Whether the function is another one in each iteration, such as one of other samples: it is evaluated again at
+        the new iterate before the next direction.  Pairs compare gradients of one function (Schraudolph, Yu and Günter
+        2007, section 3.1.2).
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class Descent(Minimizer):
         self.base, self.base_gradient, self._direction = vectors[0], vectors[1], vectors[2]
         self._search: LineSearchState | None = None
         self._gradient_top = self._direction_top = 0.0
+        self.renews = False
 
     def begin(self) -> int:
         self.progress, self.stop_reason, self.wanted, self._search = Progress(), "", Wanted.GRADIENT, None
@@ -166,6 +174,8 @@ class Descent(Minimizer):
         reason = reason or exhausted(self.method, self.progress)
         if reason:
             self._end(reason)
+        elif self.renews and started:
+            self.point[:] = self.base
         else:
             self._set_out()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from mpishard.arguments import integer, number, shown
 from mpishard.backend.array import module_of
@@ -61,6 +61,8 @@ class LBFGS(Method):
     TypeError, ValueError
         If an option is invalid.
     """
+
+    takes_batches: ClassVar[bool] = True
 
     history: int = 10
     line_search: str | LineSearch[Any] = "more-thuente"

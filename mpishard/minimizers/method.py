@@ -54,6 +54,7 @@ class Method(ABC):
     """
 
     needs_products: ClassVar[bool] = False
+    takes_batches: ClassVar[bool] = False  # whether each iteration may be of other samples
 
     gtol: float = 1e-5
     ftol: float = 2.220446049250313e-09

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpishard.comm.axis import Axis
 from mpishard.data.sampling import Sampler
+from mpishard.minimizers import Method
 from mpishard.training.batch_scaling import Scaling
 from mpishard.training.objective import Objective
 
@@ -25,13 +26,13 @@ class Batches:
         How the batch follows the number of workers.
     steps : int
         Steps of the optimizer before the run: its samples begin after theirs.
-    repeats : bool
-        Whether every step takes all samples, in the same order: a function that a method minimises must not change.
+    method : Method or None
+        What takes the steps if no rule does: evaluations, which have the same samples until an iteration has ended.
 
     Raises
     ------
     ValueError
-        If steps shall repeat, but the batch is not all samples.
+        If the method minimises one function only, and the batch is not all samples.
 
     Attributes
     ----------
@@ -43,14 +44,20 @@ class Batches:
         Sample indices of the last batch.
     """
 
-    def __init__(self, problem: Objective[Any], axis: Axis, scaling: Scaling, steps: int, *, repeats: bool) -> None:
-        if repeats and (problem.batch_size != problem.samples or scaling.policy != "constant"):
+    def __init__(
+        self, problem: Objective[Any], axis: Axis, scaling: Scaling, steps: int, *, method: Method | None
+    ) -> None:
+        full = problem.batch_size == problem.samples
+        if method is not None and scaling.policy != "constant":
             raise ValueError(
-                f"batch_size={problem.batch_size} of samples={problem.samples}: a method that searches along lines "
-                "needs one function, the same in every evaluation; give "
-                f"batch_size={problem.samples}, and scaling='constant'"
+                f"scaling={scaling.policy!r} changes the learning rate, which {type(method).__name__} has not"
             )
-        self._repeats = repeats
+        if method is not None and not (full or method.takes_batches):
+            raise ValueError(
+                f"batch_size={problem.batch_size} of samples={problem.samples}: {type(method).__name__} needs one "
+                f"function, the same in every evaluation; give batch_size={problem.samples}"
+            )
+        self._full = method is not None and full
         self.sampler = Sampler(problem.samples, problem.batch_size, problem.seed)
         self.position: int = self.sampler.consumed(steps)
         self.current = np.empty(0, np.int64)
@@ -74,14 +81,14 @@ class Batches:
 
     def following(self) -> np.ndarray:
         """The samples of the next step; the position stays, so that a step can be taken again."""
-        if self._repeats:
+        if self._full:
             self.current = np.arange(self._problem.samples)
         else:
             self.current = self.sampler.following(self.position, self.size)
         return self.current
 
     def advance(self) -> None:
-        """Count the current batch: its step is finished."""
+        """Count the current batch: its step is finished, and the next one has others."""
         self.position += len(self.current)
 
     @property

@@ -88,7 +88,11 @@ class TrainingRun:
         self._transactional = transactional
         workers = scaling.first
         self.batches = Batches(
-            problem, optimizer.axis, scaling, optimizer.clock, repeats=isinstance(optimizer.rule, Method)
+            problem,
+            optimizer.axis,
+            scaling,
+            optimizer.clock,
+            method=optimizer.rule if isinstance(optimizer.rule, Method) else None,
         )
         self.runner = StepRunner(problem, optimizer, looks=begins or optimizer.mesh.debug)
         if begins:
@@ -204,10 +208,11 @@ class TrainingRun:
         outcome : StepOutcome
             Of `take_step`.
         """
-        self.batches.advance()
-        self.losses.append(outcome.loss)
         minimizer = self.optimizer.minimizer
         progress = None if minimizer is None else minimizer.progress
+        if progress is None or progress.accepted:
+            self.batches.advance()
+        self.losses.append(outcome.loss)
         self.report.step(
             self._steps_before + len(self.losses),
             loss=outcome.loss,

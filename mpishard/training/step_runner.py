@@ -17,6 +17,7 @@ from mpishard.data.balance import TermCosts
 from mpishard.data.sampling import micro_batches, share
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.minimizers import Method
+from mpishard.minimizers.descent import Descent
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_reducer import GradientReducer
 from mpishard.reduction.ordered import OrderedSums
@@ -110,10 +111,13 @@ class StepRunner:
         # part of the model, or they reduce after each micro-batch that the model makes.
         self.together = split or (self.of_model and self.reducer.on_demand)
         # Steps that repeat the same samples deal them out by what they cost; ranks that meet anew know no costs.
-        repeats, alone = isinstance(optimizer.rule, Method), optimizer.mesh.data.size == optimizer.mesh.size
+        full = self.problem.batch_size == self.problem.samples
+        repeats, alone = isinstance(optimizer.rule, Method) and full, optimizer.mesh.data.size == optimizer.mesh.size
         self.costs = (
             TermCosts() if repeats and alone and self.ordered is not None and not self.reducer.on_demand else None
         )
+        if isinstance(optimizer.minimizer, Descent):
+            optimizer.minimizer.renews = not full
         self._gradients = self.reducer
         self._another_follows = self.reducer.no_sync()
         if not self.of_model:  # the reducer gets the gradient after the last micro-batch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -182,7 +184,9 @@ REFUSED = {
         "leave out gradient compression",
     ),
     "batches": (
-        lambda mesh: optimizer_on(mesh).optimize(problem(batch_size=SAMPLES - 4), progress=False),
+        lambda mesh: optimizer_on(mesh, mpishard.NonlinearCG()).optimize(
+            problem(batch_size=SAMPLES - 4), progress=False
+        ),
         "the same in every evaluation",
     ),
     "fixed": (
@@ -280,3 +284,35 @@ def test_the_record_has_iterations(mesh, tmp_path):
 def test_a_rule_has_no_stages(mesh):
     with pytest.raises(TypeError, match="Adam is a rule and has no stages"):
         mpishard.as_distributed(mpishard.Adam(), mesh).begin_stage()
+
+
+def test_iterations_of_other_samples(mesh):
+    """A batch stays for the evaluations of one iteration; the next begins with another one at the same point."""
+    batches: list[tuple[int, ...]] = []
+
+    def function(parameters, samples, gradients):
+        batches[-1] += tuple(samples.tolist())
+        return problem().function(parameters, samples, gradients)
+
+    def run(own):
+        optimizer = optimizer_on(own)
+        options = {"batch_size": 12, "micro_batch_size": 4, "steps": EVALUATIONS}
+        of_batches = OptimizationProblem(function, np.full(SIZE, 2.0), SAMPLES, **options)
+        iterations = [0]
+
+        def callback(state):
+            iterations.append(optimizer.minimizer.progress.iterations)
+            batches.append(())
+
+        batches[:] = [()]
+        result = optimizer.optimize(of_batches, progress=False, callback=callback)
+        return result, np.diff(iterations).astype(bool)
+
+    with mpishard.Mesh(MPI.COMM_SELF) as own:
+        alone, ended = run(own)
+        used = [tuple(sorted(each)) for each in batches[:-1]]
+    assert all(len(each) == 12 for each in used)
+    changed = [before != after for before, after in itertools.pairwise(used)]
+    assert changed == ended[:-1].tolist()
+    assert alone.loss_history[-1] < 0.1 * alone.loss_history[0]
+    assert_same(run(mesh)[0], alone)
