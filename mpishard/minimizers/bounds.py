@@ -29,28 +29,43 @@ def projected_gradient(out, x, g, lower, upper, /):
     return out
 
 
+# An element is held if ``x - reach h`` meets a bound or is beyond it, where h is the (scaled) gradient, or if its
+# bounds are equal; the others are free.
+
+
 @elementwise
-def mark_free(out, x, g, lower, upper, /):
-    """1 where ``x`` is inside of its bounds or descent leads there, else 0."""
-    out = (0.0 if x <= lower else 1.0) if g > 0.0 else ((0.0 if x >= upper else 1.0) if g < 0.0 else 1.0)
+def mark_free(out, x, h, lower, upper, /, reach):
+    """1 where an element is free, else 0."""
+    end = x - reach * h
+    out = (0.0 if end <= lower else 1.0) if h > 0.0 else ((0.0 if end >= upper else 1.0) if h < 0.0 else 1.0)
     out = out if lower < upper else 0.0
     return out
 
 
 @elementwise
-def free_part(out, x, g, lower, upper, /):
-    """The gradient ``g`` where `mark_free` gives 1, else 0."""
-    out = (0.0 if x <= lower else g) if g > 0.0 else ((0.0 if x >= upper else g) if g < 0.0 else g)
-    out = out if lower < upper else 0.0
-    return out
+def keep_free(h, x, lower, upper, /, reach):
+    """``h`` where an element is free, else 0."""
+    end = x - reach * h
+    h = (0.0 if end <= lower else h) if h > 0.0 else ((0.0 if end >= upper else h) if h < 0.0 else h)
+    h = h if lower < upper else 0.0
+    return h
 
 
 @elementwise
-def cut(d, x, g, lower, upper, /, factor):
-    """The step ``P(x + factor d) - x`` of free elements, 0 of others."""
+def move_held(h, x, lower, upper, /, reach):
+    """The step to the bound where an element is held, else 0."""
+    end = x - reach * h
+    h = (lower - x if end <= lower else 0.0) if h > 0.0 else ((upper - x if end >= upper else 0.0) if h < 0.0 else 0.0)
+    return h
+
+
+@elementwise
+def cut(d, x, h, lower, upper, /, reach, factor):
+    """The step ``P(x + factor d) - x`` of free elements; of others that to the bound."""
+    end = x - reach * h
     d = factor * d
     d = lower - x if x + d < lower else (upper - x if x + d > upper else d)
-    d = (0.0 if x <= lower else d) if g > 0.0 else ((0.0 if x >= upper else d) if g < 0.0 else d)
+    d = (lower - x if end <= lower else d) if h > 0.0 else ((upper - x if end >= upper else d) if h < 0.0 else d)
     d = d if lower < upper else 0.0
     return d
 
@@ -120,11 +135,6 @@ class Bounds:
         low: Array = self.lower > -np.inf
         high: Array = self.upper < np.inf
         return int(to_host((low | high).sum())), int(to_host((~(low & high)).sum()))
-
-    def free(self, point: Array, gradient: Array, work: Array) -> Array:
-        """Which elements are inside of their bounds, or are led there by descent: 1-D array of bool."""
-        mark_free(work, point, gradient, self.lower, self.upper)
-        return work > 0
 
     @staticmethod
     def _whole(bound: Array | None, without: float, space: Space) -> Array:

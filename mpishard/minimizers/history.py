@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpishard.backend.exact_dot import combine
+import numpy as np
+
+from mpishard.backend import exact_dot
 from mpishard.minimizers import small
+from mpishard.minimizers.counted_space import CountedSpace
 from mpishard.minimizers.space import Space
 
 Array = Any
+Words = tuple[np.ndarray, list[float]]
 _LARGE = 2.0**499  # products of larger elements count as infinite
 
 
@@ -35,7 +39,9 @@ class History:
     """
 
     def __init__(self, space: Space, rows: Array) -> None:
-        self.space = space
+        if not isinstance(space, CountedSpace):
+            raise TypeError(f"a history needs a space of counted elements, got {type(space).__name__}")
+        self.space: CountedSpace = space
         self.rows = rows
         self.most = len(rows) // 2
         self.forget()
@@ -69,38 +75,40 @@ class History:
         if not (0 < s_top < _LARGE and 0 < y_top < _LARGE):
             self._new = -1
 
-    def complete(self) -> None:
-        """Take the new pair in, if there is one, and if its curvature is positive.  Collective: one all-reduce."""
-        if self._new < 0:
-            return
-        new, self._new = self._new, -1
-        self.order.append(new)
-        for products, values in zip((self.sy, self.yy), self.products(*self.newest_y), strict=True):
-            for pair, value in zip(self.order, values, strict=True):
-                products[pair][new] = value
-        for pair in self.order:
-            self.yy[new][pair] = self.yy[pair][new]
-        if not self.sy[new][new] > 0:
-            self.order.pop()
-
     def products(self, vector: Array, top: float) -> tuple[list[float], list[float]]:
-        """The dot products of each s and of each y, in order, with a vector.  Collective: one all-reduce."""
-        found = self._products([*self._rows_of_s, *self._rows_of_y], vector, top)
-        return found[: len(self.order)], found[len(self.order) :]
+        """The dot products of each s and of each y, in order, with a vector.
 
-    def s_products(self, vector: Array, top: float) -> list[float]:
-        """The dot products of each s with a vector.  Collective: one all-reduce."""
-        return self._products(self._rows_of_s, vector, top)
+        Before, the new pair is taken in, if there is one and its curvature is positive.  Collective: one all-reduce.
+        """
+        new = self._take_new()
+        parts = [self._words(self._all_rows, vector, top)]
+        if new >= 0:
+            parts.append(self._words(self._all_rows, *self.newest_y))
+        found, *of_new = self._values(parts)
+        size = len(self.order)
+        if of_new:
+            for products, values in zip((self.sy, self.yy), (of_new[0][:size], of_new[0][size:]), strict=True):
+                for pair, value in zip(self.order, values, strict=True):
+                    products[pair][new] = value
+            for pair in self.order:
+                self.yy[new][pair] = self.yy[pair][new]
+        return self._without_negative(new, found[:size], found[size:])
 
     def y_products(self, vector: Array, top: float) -> list[float]:
-        """The dot products of each y with a vector.  Collective: one all-reduce."""
-        return self._products(self._rows_of_y, vector, top)
+        """The dot products of each y, in order, with a vector.  Collective: one all-reduce."""
+        return self._values([self._words(self._rows_of_y, vector, top)])[0]
 
     @property
     def newest_y(self) -> tuple[Array, float]:
         """The newest y and its largest element."""
         row = self.most + self.order[-1]
         return self.rows[row], self._tops[row]
+
+    @property
+    def reach(self) -> float:
+        """About half of the length of the newest s over that of its y, from their largest elements; 0 without pairs."""
+        newest = self._new if self._new >= 0 else (self.order[-1] if self.order else -1)
+        return 0.5 * self._tops[newest] / self._tops[self.most + newest] if newest >= 0 else 0.0
 
     def curvature(self) -> float:
         """s'y of the newest pair."""
@@ -154,8 +162,8 @@ class History:
 
     def combine(self, of_s: Sequence[float], of_y: Sequence[float], vector: Array, factor: float, out: Array) -> None:
         """``out = factor vector + a sum over the pairs``; no coefficients are zeros.  Not collective."""
-        indices = [*(self._rows_of_s if of_s else ()), *(self._rows_of_y if of_y else ())]
-        combine(self.rows, indices, [*of_s, *of_y], vector, factor, out)
+        indices = [*(self.order if of_s else ()), *(self._rows_of_y if of_y else ())]
+        exact_dot.combine(self.rows, indices, [*of_s, *of_y], vector, factor, out)
 
     def to_metadata(self) -> dict[str, Any]:
         """All but the rows, as plain numbers and lists."""
@@ -181,12 +189,40 @@ class History:
         self.order, self._new, self._tops, self.sy, self.yy = order, new, tops, sy, yy
 
     @property
-    def _rows_of_s(self) -> list[int]:
-        return list(self.order)
-
-    @property
     def _rows_of_y(self) -> list[int]:
         return [self.most + pair for pair in self.order]
 
-    def _products(self, indices: Sequence[int], vector: Array, top: float) -> list[float]:
-        return self.space.row_dots(self.rows, indices, vector, [self._tops[index] * top for index in indices])
+    @property
+    def _all_rows(self) -> list[int]:
+        return [*self.order, *self._rows_of_y]
+
+    def _take_new(self) -> int:
+        """Put the new pair at the end of the order; it is returned, or -1."""
+        new, self._new = self._new, -1
+        if new >= 0:
+            self.order.append(new)
+        return new
+
+    def _without_negative(self, new: int, sg: list[float], yg: list[float]) -> tuple[list[float], list[float]]:
+        """Drop the pair that was taken in, and its products, if its curvature is not positive."""
+        if new >= 0 and not self.sy[new][new] > 0:
+            self.order.pop()
+            return sg[:-1], yg[:-1]
+        return sg, yg
+
+    def _words(self, indices: Sequence[int], vector: Array, top: float) -> Words:
+        """This rank's words of the products of some rows with a vector, and the bounds of these products."""
+        tops = [self._tops[index] * top for index in indices]
+        return exact_dot.row_dot_words(self.rows, indices, vector, tops, self.space.spans), tops
+
+    def _sum(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The sums of words over the ranks, by one all-reduce of all parts."""
+        words = np.concatenate(parts)
+        if len(words):
+            self.space.add(words)
+        return np.split(words, np.cumsum([len(part) for part in parts])[:-1])
+
+    def _values(self, parts: Sequence[Words]) -> list[list[float]]:
+        """The products of each part, by one all-reduce of all."""
+        sums = self._sum([words for words, _ in parts])
+        return [exact_dot.values(words, tops) for words, (_, tops) in zip(sums, parts, strict=True)]

@@ -195,7 +195,6 @@ class QuasiNewton(Descent):
         return self.point
 
     def _turn(self) -> tuple[float, float, float, float]:
-        self.history.complete()
         if self.limits.precondition is not None:
             self._turn_preconditioned()
         else:
@@ -218,10 +217,9 @@ class QuasiNewton(Descent):
 
     def _turn_plain(self) -> None:
         g, d, history = self._weighted_gradient(), self._direction, self.history
+        sg, yg = history.products(g, self._weighted_top)
         gamma = self.method.initial_scaling or (history.gamma() if len(history) else 1.0)
-        of_s, of_y = (
-            history.inverse_times(*history.products(g, self._weighted_top), gamma) if len(history) else ([], [])
-        )
+        of_s, of_y = history.inverse_times(sg, yg, gamma)
         history.combine([-c for c in of_s], [-c for c in of_y], g, -gamma, d)
         if self._root is not None:
             formulas.weigh(d, d, self._root)
@@ -229,11 +227,12 @@ class QuasiNewton(Descent):
     def _turn_preconditioned(self) -> None:
         """The two-loop recursion in coefficients: the first loop, the preconditioner, and the second loop."""
         g, d, history = self.base_gradient, self._direction, self.history
+        sg, _ = history.products(g, self._gradient_top)
         if not len(history):
             history.combine([], [], self._precondition(g), -(self.method.initial_scaling or 1.0), d)
             return
         gamma = self.method.initial_scaling or self._preconditioned_gamma()
-        of_y = history.solve(history.s_products(g, self._gradient_top))
+        of_y = history.solve(sg)
         history.combine([], [-c for c in of_y], g, 1.0, d)
         r = self._precondition(d)
         (top,) = self.space.largest(r)

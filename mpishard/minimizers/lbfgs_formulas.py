@@ -49,3 +49,10 @@ def weigh(out, v, r, /):
     """``out = r v``."""
     out = r * v
     return out
+
+
+@elementwise
+def unweigh(out, v, r, /):
+    """``out = v / r``."""
+    out = v / r
+    return out

@@ -7,14 +7,13 @@ but the Hessian, and this is inverted.  So pairs remain of use, whatever element
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from mpishard.backend import exact_dot
 from mpishard.minimizers import small
-from mpishard.minimizers.counted_space import CountedSpace
 from mpishard.minimizers.gram import Gram
 from mpishard.minimizers.history import History
 from mpishard.minimizers.space import Space
@@ -33,10 +32,7 @@ class ReducedHistory(History):
     """
 
     def __init__(self, space: Space, rows: Array) -> None:
-        if not isinstance(space, CountedSpace):
-            raise TypeError(f"bounds need a space of counted elements, got {type(space).__name__}")
         m = len(rows) // 2
-        self._sums: CountedSpace = space
         of_s, of_y = range(m), range(m, 2 * m)
         self._free = Gram(space, rows, of_s, of_y)
         # With s and y exchanged: products of a y with no older s, and of s with s.
@@ -59,9 +55,9 @@ class ReducedHistory(History):
         self._follow()
 
     def reduced_times(
-        self, free: Array, g: Array, top: float, initial_scaling: float | None
+        self, free: Array, g: Array, step: Array, tops: tuple[float, float], initial_scaling: float | None
     ) -> tuple[float, list[float], list[float]]:
-        """The inverse of the Hessian of the free elements, times g.
+        """The step of the free elements to the minimum of the quadratic model, where the others take a step of theirs.
 
         Collective: one all-reduce.
 
@@ -70,9 +66,11 @@ class ReducedHistory(History):
         free : 1-D array of bool
             This rank's free elements.
         g : 1-D array
-            0 where an element is not free.
-        top : float
-            Its `largest`.
+            The gradient of free elements, 0 for others.
+        step : 1-D array
+            The step of the other elements, 0 for free ones.
+        tops : (float, float)
+            Bounds on the `largest` of both.
         initial_scaling : float or None
             Gamma, the size of the initial inverse Hessian; None for s'y / y'y of the newest pair.
 
@@ -80,26 +78,28 @@ class ReducedHistory(History):
         -------
         gamma : float
         of_s, of_y : list of float
-            Coefficients, oldest first: the result is ``gamma g`` and the sum over the pairs, of the free elements.
+            Coefficients, oldest first: the step is ``-gamma g`` and the sum over the pairs, of the free elements.
         """
-        sg, yg = self._add_up(free, g, top)
+        sg, yg, sz, yz = self._products_over(free, g, step, tops)
         if not self.order:
             return initial_scaling or 1.0, [], []
         gamma = initial_scaling or self.gamma()
         curvatures = np.array([self.sy[pair][pair] for pair in self.order])
-        # With D = diag(s'y), and sums over free (F) and other elements (A), solve for the coefficients a of y, b of s:
-        #   [-(D + gamma Y_F'Y_F)  E'             ] [a]   [-gamma Y_F'g]
-        #   [E                     S_A'S_A / gamma] [b] = [-S_F'g      ],  E = below(S_A'Y_A) - not_below(S_F'Y_F)
-        # which is (5.11) of the paper, with its W = (Y, S / gamma).
+        # With D = diag(s'y), the step z of the others, and sums over free (F) and other elements (A), solve for the
+        # coefficients: gamma a of y, b of s.
+        #   [-(D + gamma Y_F'Y_F)  E'             ] [a]   [Y_A'z - gamma Y_F'g ]
+        #   [E                     S_A'S_A / gamma] [b] = [S_A'z / gamma - S_F'g],
+        #   E = below(S_A'Y_A) - not_below(S_F'Y_F)
+        # This follows from (5.11) of the paper, with its W = (Y, S / gamma).
         below = np.tril(self._held.sy.T, -1)
         mixed = below - self._free.sy
         matrix = np.block([[-(np.diag(curvatures) + gamma * self._free.yy), mixed.T], [mixed, self._held.yy / gamma]])
-        right = np.array([*(-gamma * product for product in yg), *(-product for product in sg)])
+        right = np.concatenate([np.subtract(yz, np.multiply(gamma, yg)), np.subtract(np.divide(sz, gamma), sg)])
         # In pairs that are scaled so that s'y = 1 the numbers are of one size.
         scale = np.tile(1 / np.sqrt(curvatures), 2)
         solution = np.array(small.solve(scale[:, None] * matrix * scale, (scale * right).tolist())) * scale
-        of_y, of_s = (-gamma * solution[: len(yg)]).tolist(), (-solution[len(yg) :]).tolist()
-        return gamma, of_s, of_y
+        size = len(curvatures)
+        return gamma, solution[size:].tolist(), (gamma * solution[:size]).tolist()
 
     def _follow(self) -> None:
         """Let the Gram matrices have the pairs of this history."""
@@ -113,35 +113,30 @@ class ReducedHistory(History):
                 self._free.add(pair, s_top, y_top)
                 self._held.add(pair, y_top, s_top)
 
-    def _add_up(self, free: Array, g: Array, top: float) -> tuple[list[float], list[float]]:
-        """Take in the new pair, let the products follow the free elements, and return those of s and y with g."""
-        m, new, spans = self.most, self._new, self._sums.spans
-        self._new = -1
+    def _products_over(
+        self, free: Array, g: Array, step: Array, tops: tuple[float, float]
+    ) -> tuple[list[float], list[float], list[float], list[float]]:
+        """The products of s and y with g, and with the step; the Gram matrices follow the free elements.
+
+        Takes the new pair in, as `products`.
+        """
+        new = self._take_new()
+        grams = [self._free.prepare(free), self._held.prepare(~free)]
+        parts = [self._words(self._all_rows, g, tops[0]), self._words(self._all_rows, step, tops[1])]
         if new >= 0:
-            self.order.append(new)
-        parts = [self._free.prepare(free), self._held.prepare(~free)]
-        indices = [*self.order, *(m + pair for pair in self.order)]
-        tops = [self._tops[index] * top for index in indices]
-        parts.append(exact_dot.row_dot_words(self.rows, indices, g, tops, spans))
-        of_new: Sequence[float] = ()
-        if new >= 0:
-            of_new = [self._tops[index] * self._tops[m + new] for index in (new, m + new)]
-            parts.append(exact_dot.row_dot_words(self.rows, [new, m + new], self.rows[m + new], of_new, spans))
-        words = np.concatenate(parts)
-        if len(words):
-            self._sums.add(words)
-        ends = np.cumsum([len(part) for part in parts])
-        on_free, on_held, of_g, rest = np.split(words, ends[:3])
+            parts.append(self._words([new, self.most + new], *self.newest_y))
+        on_free, on_held, *sums = self._sum([*grams, *(words for words, _ in parts)])
         self._free.take(on_free)
         self._held.take(on_held)
-        products = exact_dot.values(of_g, tops)
-        sg, yg = products[: len(self.order)], products[len(self.order) :]
-        if new >= 0:
-            self.sy[new][new], self.yy[new][new] = exact_dot.values(rest, of_new)
-            if not self.sy[new][new] > 0:
-                self.order.pop()
-                self._free.drop(new)
-                self._held.drop(new)
-                sg.pop()
-                yg.pop()
-        return sg, yg
+        of_g, of_step, *of_new = (
+            exact_dot.values(words, bounds) for words, (_, bounds) in zip(sums, parts, strict=True)
+        )
+        size = len(self.order)
+        if of_new:
+            self.sy[new][new], self.yy[new][new] = of_new[0]
+        sz, yz = self._without_negative(new, of_step[:size], of_step[size:])
+        if len(sz) < size:
+            self._free.drop(new)
+            self._held.drop(new)
+            return of_g[: size - 1], of_g[size:-1], sz, yz
+        return of_g[:size], of_g[size:], sz, yz

@@ -130,16 +130,18 @@ def test_direction_minimises_the_model_of_the_free_elements() -> None:
             for step, change in pairs:
                 moved = hessian @ step
                 hessian += np.outer(change, change) / (step @ change) - np.outer(moved, moved) / (step @ moved)
-            held = ((x <= limits.lower) & (gradient > 0)) | ((x >= limits.upper) & (gradient < 0))
-            expected = np.zeros_like(x)
-            expected[~held] = -np.linalg.solve(hessian[np.ix_(~held, ~held)], gradient[~held])
-            seen += held.any()
+            end = x - 0.5 * abs(s).max() / abs(y).max() * gradient
+            held = (end <= limits.lower) | (end >= limits.upper)
+            expected = np.where(held, np.clip(end, limits.lower, limits.upper) - x, 0)
+            right = (gradient + hessian @ expected)[~held]
+            expected[~held] = -np.linalg.solve(hessian[np.ix_(~held, ~held)], right)
+            seen += np.any(expected[held])
             expected = np.clip(x + expected, limits.lower, limits.upper) - x
             direction = minimizer.row("direction")
             if expected @ gradient < 0:
                 assert np.linalg.norm(direction - expected) <= 1e-9 * np.linalg.norm(expected)
         base, before = x, gradient
-    assert seen > 3
+    assert seen
 
 
 def test_without_bounds_it_is_lbfgs() -> None:
