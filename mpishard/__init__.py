@@ -39,7 +39,17 @@ if TYPE_CHECKING:
         ZeRO3Optimizer,
     )
     from mpishard.elastic.optimizer import ElasticOptimizer
-    from mpishard.inverse import OptimizeResult, ReverseCommunication, check_adjoint, check_gradient, minimize
+    from mpishard.inverse import (
+        OptimizeResult,
+        ReverseCommunication,
+        SmoothedTotalVariation,
+        Tikhonov,
+        backward_in_time,
+        check_adjoint,
+        check_gradient,
+        minimize,
+        regularized,
+    )
     from mpishard.launch.leave_signals import Signals
     from mpishard.layout.specs import ParameterSpec
     from mpishard.minimizers import LBFGS, LBFGSB, NonlinearCG, TruncatedNewton
@@ -81,6 +91,8 @@ __all__ = [
     "ShardedModel",
     "ShardingConfiguration",
     "Signals",
+    "SmoothedTotalVariation",
+    "Tikhonov",
     "TrainingState",
     "TruncatedNewton",
     "ZeRO1Optimizer",
@@ -89,6 +101,7 @@ __all__ = [
     "as_distributed",
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",
+    "backward_in_time",
     "check_adjoint",
     "check_gradient",
     "constant",
@@ -98,6 +111,7 @@ __all__ = [
     "load_checkpoint",
     "minimize",
     "nn",
+    "regularized",
     "reshard_state",
     "save_checkpoint",
     "warmup",
@@ -118,7 +132,8 @@ _MODULES = {
     "data_parallel.optimizers": "DDPOptimizer HybridShardedOptimizer ZeRO1Optimizer ZeRO2Optimizer ZeRO3Optimizer",
     "elastic.optimizer": "ElasticOptimizer",
     "launch.leave_signals": "Signals",
-    "inverse": "OptimizeResult ReverseCommunication check_adjoint check_gradient minimize",
+    "inverse": "OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov backward_in_time check_adjoint "
+    "check_gradient minimize regularized",
     "layout.specs": "ParameterSpec",
     "minimizers": "LBFGS LBFGSB NonlinearCG TruncatedNewton",
     "optim": "Adagrad Adam AdamW LAMB Lion RMSprop SGD",

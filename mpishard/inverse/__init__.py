@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from mpishard.inverse.adjoint_check import AdjointCheck, check_adjoint
     from mpishard.inverse.gradient_check import GradientCheck, check_gradient
     from mpishard.inverse.minimization import minimize
+    from mpishard.inverse.regularization import SmoothedTotalVariation, Tikhonov
+    from mpishard.inverse.regularized_function import regularized
     from mpishard.inverse.result import OptimizeResult
     from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
+    from mpishard.inverse.time_steps import backward_in_time
 
 __all__ = [
     "AdjointCheck",
@@ -19,17 +22,24 @@ __all__ = [
     "GradientCheck",
     "OptimizeResult",
     "ReverseCommunication",
+    "SmoothedTotalVariation",
+    "Tikhonov",
+    "backward_in_time",
     "check_adjoint",
     "check_gradient",
     "minimize",
+    "regularized",
 ]
 
 _MODULES = {
     "adjoint_check": "AdjointCheck check_adjoint",
     "gradient_check": "GradientCheck check_gradient",
     "minimization": "minimize",
+    "regularization": "SmoothedTotalVariation Tikhonov",
+    "regularized_function": "regularized",
     "result": "OptimizeResult",
     "reverse_communication": "EvaluationRequest ReverseCommunication",
+    "time_steps": "backward_in_time",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -50,6 +50,7 @@ OUTSIDERS = {
     "matplotlib": {"cli", "inverse.gradient_figure"},
     "rich": {"cli"},
     "typer": {"cli"},
+    "checkpoint_schedules": {"inverse.time_steps"},
     "jax": set(),
     "tensorboard": {"record"},
     "torch": set(),

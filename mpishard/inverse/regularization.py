@@ -1,0 +1,327 @@
+"""Terms that regularise a field on a grid: Tikhonov's, of three orders, and total variation, smoothed.
+
+A term is the integral over the grid of a density of each cell, which depends on differences of the cell and its
+neighbours.  Every element of its gradient is computed in the same order however the field is cut, and its value is
+summed exactly, so that the bits of both do not depend on the ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import integer, number, shown
+from mpishard.backend import array as arrays
+from mpishard.backend import exact_dot
+from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
+from mpishard.inverse.differences import forward, forward_adjoint, neighbours_count, second, second_adjoint
+from mpishard.inverse.halo import exchange_rows
+
+Array = Any
+Exchange = Callable[[Array], tuple[Array | None, Array | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegularizationTerm(ABC):
+    """A term that regularises a field on a grid.
+
+    Parameters
+    ----------
+    weight : float or array
+        Multiplies the density, if it is an array cell by cell; not negative.
+    spacing : float or sequence of float
+        Between cells, in each dimension.  A density is multiplied by the product, the volume of a cell.
+    reference : array, optional
+        It is subtracted from the field first; default: 0.
+    mask : array of bool, optional
+        True for cells that count.  A difference counts if all of its cells do.
+    shape : tuple of int, optional
+        Of the field, if it is given as a flat array; of this rank's part of it.
+    name : str, optional
+        Of the field, in functions of a FlatParameters; default: its only tensor.
+    mesh : Mesh, optional
+        The field is cut along its first dimension over the tensor axis, a slab a rank.  Methods are collective over
+        this axis then, arrays are parts of this rank, and the value is that of the whole field, on every rank.
+    exchange : callable, optional
+        For a field that is cut in another way along its first dimension: ``exchange(slab) -> (before, after)`` returns
+        the neighbours' `halo` rows next to this slab, None where there is none.  The value is that of the slab.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is invalid.
+    """
+
+    weight: Any = 1.0
+    spacing: Any = 1.0
+    reference: Any = None
+    mask: Any = None
+    shape: tuple[int, ...] | None = None
+    name: str | None = None
+    mesh: Mesh | None = None
+    exchange: Exchange | None = None
+
+    def __post_init__(self) -> None:
+        if np.ndim(self.weight) == 0:
+            object.__setattr__(self, "weight", number("weight", self.weight, least=0))
+        steps = self.spacing if isinstance(self.spacing, Sequence | np.ndarray) else [self.spacing]
+        object.__setattr__(self, "spacing", tuple(number("spacing", step, above=0) for step in steps))
+        if self.mesh is not None and (self.exchange is not None or not isinstance(self.mesh, Mesh)):
+            raise TypeError(f"mesh={shown(self.mesh)} must be a Mesh, and be given without exchange")
+
+    @property
+    @abstractmethod
+    def halo(self) -> int:
+        """Rows of the neighbours that a slab needs on each side."""
+
+    @abstractmethod
+    def _density(self, differences: list[Array]) -> Array:
+        """The density of each cell."""
+
+    @abstractmethod
+    def _slopes(self, differences: list[Array]) -> list[Array]:
+        """The derivative of the density by each difference."""
+
+    @abstractmethod
+    def _bends(self, differences: list[Array], moved: list[Array]) -> list[Array]:
+        """The derivative of `_slopes` in the direction of other differences."""
+
+    @property
+    @abstractmethod
+    def _order(self) -> int:
+        """Of the differences."""
+
+    def value_and_gradient(self, x: Array) -> tuple[float, Array]:
+        """Value and gradient at a field.
+
+        Parameters
+        ----------
+        x : array
+            The field, or this rank's part of it.
+
+        Returns
+        -------
+        (float, array)
+            The gradient is new, of the shape and dtype of `x`.
+
+        Raises
+        ------
+        ValueError
+            If `x` does not have the shape of the term, on a mesh also if a rank has too few rows.
+        """
+        cells = _Cells(self, x, self._field(x))
+        differences = cells.differences(cells.field)
+        gradient = cells.gradient(self._slopes(differences))
+        return self._sum(cells.own(cells.weight * self._density(differences)), cells), gradient
+
+    def product(self, x: Array, direction: Array) -> Array:
+        """The Hessian at a field, times a direction.
+
+        Parameters
+        ----------
+        x, direction : array
+            Of one shape.
+
+        Returns
+        -------
+        array
+            New, of the shape and dtype of `x`.
+
+        Raises
+        ------
+        ValueError
+            As for `value_and_gradient`.
+        """
+        cells = _Cells(self, x, self._field(x))
+        moved = cells.extended(direction.reshape(cells.shape).astype(np.float64))
+        return cells.gradient(self._bends(cells.differences(cells.field), cells.differences(moved)))
+
+    def _field(self, x: Array) -> Array:
+        """The field less the reference, in float64 on its grid."""
+        field = x.reshape(x.shape if self.shape is None else self.shape).astype(np.float64)
+        if len(self.spacing) not in (1, field.ndim):
+            raise ValueError(f"spacing has {len(self.spacing)} numbers, but the field has {field.ndim} dimensions")
+        if self.reference is not None:
+            field -= self.reference.reshape(field.shape)
+        return field
+
+    def _sum(self, densities: Array, cells: _Cells) -> float:
+        """The integral over the cells, the same bits whoever holds which cells."""
+        axis = Axis.single() if self.mesh is None else self.mesh.tensor
+        flat = densities.reshape(-1)
+        largest = float(flat.max()) if flat.size else 0.0
+        (top,) = axis.all_reduce(np.array([largest]), op="max", label="control").tolist()
+        ones = arrays.module_of(flat).ones_like(flat)
+        words = exact_dot.dot_words(flat, ones, top, [(0, flat.size)])
+        axis.all_reduce(words, label="control")
+        return exact_dot.values(words.reshape(1, 2), [top])[0] * cells.volume
+
+
+class _Cells:
+    """The field with the rows of its neighbours, and what the differences are weighted by."""
+
+    def __init__(self, term: RegularizationTerm, x: Array, field: Array) -> None:
+        self._term = term
+        self._x = x
+        self._before = 0
+        self.shape: tuple[int, ...] = field.shape
+        self.spacing: list[float] = list(term.spacing) * (field.ndim // len(term.spacing))
+        self.volume: float = prod(self.spacing)
+        self.field = self.extended(field)
+        self.weight: Any = term.weight
+        if np.ndim(term.weight):
+            self.weight = self.extended(term.weight.reshape(field.shape).astype(np.float64))
+        self._mask = None
+        if term.mask is not None:
+            self._mask = self.extended(term.mask.reshape(field.shape).astype(np.float64))
+
+    def extended(self, field: Array) -> Array:
+        """A field with the rows of the neighbours."""
+        term = self._term
+        if term.mesh is not None:
+            before, after = exchange_rows(term.mesh.tensor, field, term.halo)
+        elif term.exchange is not None and term.halo:
+            before, after = term.exchange(field)
+        else:
+            return field
+        self._before = 0 if before is None else len(before)
+        rows = [part for part in (before, field, after) if part is not None]
+        return arrays.module_of(field).concatenate(rows)
+
+    def own(self, field: Array) -> Array:
+        """Without the rows of the neighbours."""
+        return field[self._before : self._before + self.shape[0]]
+
+    def differences(self, field: Array) -> list[Array]:
+        """Those of the term's order in each dimension; those that do not count are 0."""
+        order = self._term._order
+        if order == 0:
+            found = [field]
+        else:
+            take = forward if order == 1 else second
+            found = [take(field, dim, spacing) for dim, spacing in enumerate(self.spacing)]
+        return [self._counted(each, dim) for dim, each in enumerate(found)]
+
+    def gradient(self, slopes: list[Array]) -> Array:
+        """The gradient by the field, of the derivatives by the differences."""
+        order = self._term._order
+        flows = [self._counted(self.weight * slope, dim) for dim, slope in enumerate(slopes)]
+        if order:
+            give = forward_adjoint if order == 1 else second_adjoint
+            pairs = zip(flows, self.spacing, strict=True)
+            flows = [give(flow, dim, spacing) for dim, (flow, spacing) in enumerate(pairs)]
+        total = flows[0]
+        for flow in flows[1:]:
+            total = total + flow
+        return (self.own(total) * self.volume).astype(self._x.dtype).reshape(self._x.shape)
+
+    def _counted(self, differences: Array, dim: int) -> Array:
+        if self._mask is None:
+            return differences
+        return differences * neighbours_count(self._mask, dim, self._term._order)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tikhonov(RegularizationTerm):
+    """Half of the squared differences of a field: ``weight / 2`` times the integral of ``|D (x - reference)|^2``.
+
+    D is the identity (order 0), the gradient by differences of neighbours (order 1), or the second differences along
+    each dimension (order 2).  (Tikhonov, 1963)
+
+    Parameters
+    ----------
+    order : {1, 0, 2}
+        The order of the differences.
+
+    See Also
+    --------
+    SmoothedTotalVariation : the other arguments are the same, and are explained by `RegularizationTerm`.
+    """
+
+    order: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "order", integer("order", self.order, least=0))
+        if self.order > 2:
+            raise ValueError(f"order={self.order} must be 0, 1 or 2")
+
+    @property
+    def halo(self) -> int:
+        """Rows of the neighbours that a slab needs on each side: as many as the order."""
+        return self.order
+
+    @property
+    def _order(self) -> int:
+        return self.order
+
+    def _density(self, differences: list[Array]) -> Array:
+        return 0.5 * _squares(differences, differences)
+
+    def _slopes(self, differences: list[Array]) -> list[Array]:
+        return differences
+
+    def _bends(self, differences: list[Array], moved: list[Array]) -> list[Array]:
+        return moved
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmoothedTotalVariation(RegularizationTerm):
+    """The smoothed length of the gradient of a field: `weight` times the integral of ``sqrt(|grad x|^2 + e^2) - e``.
+
+    The gradient is that of differences to the next cells.  It lets edges be.  (Rudin, Osher and Fatemi, 1992; smoothed:
+    Acar and Vogel, 1994)
+
+    Parameters
+    ----------
+    epsilon : float
+        Gradients that are much smaller are smoothed as by `Tikhonov`; above 0.
+
+    See Also
+    --------
+    Tikhonov : the other arguments are the same, and are explained by `RegularizationTerm`.
+    """
+
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "epsilon", number("epsilon", self.epsilon, above=0))
+
+    @property
+    def halo(self) -> int:
+        """Rows of the neighbours that a slab needs on each side: 1."""
+        return 1
+
+    @property
+    def _order(self) -> int:
+        return 1
+
+    def _length(self, differences: list[Array]) -> Array:
+        return np.sqrt(_squares(differences, differences) + self.epsilon**2)
+
+    def _density(self, differences: list[Array]) -> Array:
+        return self._length(differences) - self.epsilon
+
+    def _slopes(self, differences: list[Array]) -> list[Array]:
+        length = self._length(differences)
+        return [each / length for each in differences]
+
+    def _bends(self, differences: list[Array], moved: list[Array]) -> list[Array]:
+        length = self._length(differences)
+        along = _squares(differences, moved) / length**2
+        return [(other - each * along) / length for each, other in zip(differences, moved, strict=True)]
+
+
+def _squares(ones: list[Array], others: list[Array]) -> Array:
+    """The sum over dimensions of products, in their order."""
+    total = ones[0] * others[0]
+    for one, other in zip(ones[1:], others[1:], strict=True):
+        total = total + one * other
+    return total
