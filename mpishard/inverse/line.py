@@ -37,8 +37,8 @@ class Part:
         The ranks whose terms of products with vectors are summed.
     values : Axis
         The ranks whose terms of the value are summed.
-    counts : bool
-        Whether the terms of this rank count; False where each rank has the whole of both, and another one counts.
+    counts, value_counts : bool
+        Whether the vectors of this rank count, and its value; False where other ranks have the same.
     """
 
     point: FlatParameters
@@ -47,6 +47,7 @@ class Part:
     world: Axis
     values: Axis
     counts: bool = True
+    value_counts: bool = True
 
     @classmethod
     def of_function(
@@ -72,7 +73,8 @@ class Part:
             return unknowns.vector("the Hessian product", hessp(given(), vector))
 
         axis = Axis.single() if mesh is None else mesh.world
-        return cls(point, call, product if hessp else None, axis, axis, summed or axis.rank == 0)
+        first = mesh is None or mesh.data.rank == 0
+        return cls(point, call, product if hessp else None, axis, axis, summed or first, summed or axis.rank == 0)
 
     @classmethod
     def of_problem(cls, problem: OptimizationProblem[Any], mesh: Mesh | None, samples: Any) -> Part:
@@ -188,7 +190,7 @@ class Line:
         finally:
             set_values(part.point.flat, self._start)
         part.world.raise_if_any(problem)
-        total = part.values.all_reduce(np.array([value if part.counts else 0.0]), label="control")
+        total = part.values.all_reduce(np.array([value if part.value_counts else 0.0]), label="control")
         return Evaluation(float(total[0]), value, moved - self.x, gradient * self._counted)
 
     def product(self) -> np.ndarray:

@@ -84,7 +84,7 @@ def test_a_term_counts_once_on_many_ranks(reduction: str | None) -> None:
 
         term = Tikhonov(weight=0.5, mesh=mesh)
         fun = mpishard.regularized(function, term, mesh=mesh, reduction=reduction)
-        assert mpishard.check_gradient(fun, parameters, mesh=mesh, reduction=reduction, disp=False) or reduction is None
+        assert mpishard.check_gradient(fun, parameters, mesh=mesh, reduction=reduction, disp=False)
         result = mpishard.minimize(fun, parameters, mesh=mesh, reduction=reduction, tol=1e-12)
         assert result.fun == pytest.approx(alone.fun, rel=1e-9)
         assert np.allclose(parameters["k"], alone.x.reshape(SHAPE)[rows], rtol=0, atol=1e-5)
