@@ -61,7 +61,23 @@ def uniform_in_box(seed: int, name: str, shape: Sequence[int], box: Sequence[tup
     """A box of a tensor of uniform numbers in [-1, 1), float64: the same numbers in whichever boxes it is cut.
 
     Element i of the tensor, in row-major order, is the i-th number of splitmix64 (Steele, Lea and Flood, 2014), so that
-    a box costs time and memory in proportion to its own size.
+    a box costs time and memory in proportion to its own size.  Not collective.
+
+    Parameters
+    ----------
+    seed : int
+        Another seed gives other numbers.
+    name : str
+        So does another name.
+    shape : sequence of int
+        Of the whole tensor.
+    box : sequence of (int, int)
+        Start and stop in each dimension.
+
+    Returns
+    -------
+    ndarray
+        Of the shape of the box.
     """
     strides = np.cumprod([1, *shape[:0:-1]], dtype=np.uint64)[::-1]
     count = np.ones(1, np.uint64)  # of the number, from 1

@@ -236,12 +236,15 @@ class Tikhonov(RegularizationTerm):
 
     Parameters
     ----------
+    weight, spacing, reference, mask, shape, name, mesh, exchange : as for `RegularizationTerm`
+        Of any term.
     order : {1, 0, 2}
         The order of the differences.
 
-    See Also
-    --------
-    SmoothedTotalVariation : the other arguments are the same, and are explained by `RegularizationTerm`.
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is invalid.
     """
 
     order: int = 1
@@ -280,12 +283,15 @@ class SmoothedTotalVariation(RegularizationTerm):
 
     Parameters
     ----------
+    weight, spacing, reference, mask, shape, name, mesh, exchange : as for `RegularizationTerm`
+        Of any term.
     epsilon : float
         Gradients that are much smaller are smoothed as by `Tikhonov`; above 0.
 
-    See Also
-    --------
-    Tikhonov : the other arguments are the same, and are explained by `RegularizationTerm`.
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is invalid.
     """
 
     epsilon: float
