@@ -316,3 +316,32 @@ def test_iterations_of_other_samples(mesh):
     assert changed == ended[:-1].tolist()
     assert alone.loss_history[-1] < 0.1 * alone.loss_history[0]
     assert_same(run(mesh)[0], alone)
+
+
+def test_an_iteration_sends_two_words_a_dot_product_and_one_iterate(mesh):
+    """With m pairs: 1 product for the line search, 2 m for the pairs, 2 m for the Gram matrices, 2 for the slope."""
+    m, size = METHOD.history, mesh.size
+
+    def whole(x):
+        gradient = np.zeros(SIZE)
+        return problem().function(x, np.arange(SAMPLES), gradient), gradient
+
+    method = mpishard.ReverseCommunication(METHOD, np.full(SIZE, 2.0), mesh=mesh)
+    for _ in range(m + 8):
+        method.tell(*whole(method.ask().x))
+    ended = []
+    for _ in range(8):
+        before = mesh.ledger.summary()
+        method.tell(*whole(method.ask().x))
+        after = mesh.ledger.summary()
+        ended.append(method.progress.accepted)
+
+        def sent(kind, before=before, after=after):
+            own = after.get(kind, {"bytes": 0})["bytes"] - before.get(kind, {"bytes": 0})["bytes"]
+            return sum(mesh.world.allgather_object(own))
+
+        # Maxima: of the gradient; at the end of an iteration also of both vectors of the pair, and of the direction.
+        words = 1 + 2 * 1 + (2 + 1 + 2 * (2 * m + 2 * m + 2) if ended[-1] else 0)
+        assert sent("world.all_reduce dots") == 8 * words * 2 * (size - 1)
+        assert sent("data.all_gather parameters") == 8 * SIZE * (size - 1)
+    assert any(ended)
