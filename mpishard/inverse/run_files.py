@@ -98,6 +98,7 @@ class RunFiles:
                 learning_rate=progress.step_length,
                 gradient_norm=progress.projected_norm,
                 iteration=progress.iterations,
+                accepted_loss=progress.value,
             )
         if goes_on and self._checkpoints is not None and self._checkpoints.due(clock):
             self._save()

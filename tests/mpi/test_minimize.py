@@ -38,13 +38,13 @@ METHODS = [("L-BFGS-B", {"bounds": (-1.5, 0.9)}), ("trust-ncg", {"hessp": curvat
 
 @pytest.mark.parametrize(("method", "options"), METHODS)
 def test_whole_functions_take_the_same_steps_on_any_ranks(mesh, same_on_all, method, options):
-    points, alone = [], []
+    points, alone, options = [], [], {"options": {"maxiter": 6}, **options}
     kept = START.copy()
     expected = minimize(rosenbrock, START, method=method, callback=alone.append, **options)
     result = minimize(rosenbrock, START, method=method, callback=points.append, mesh=mesh, **options)
     assert np.array_equal(points, alone) and np.array_equal(START, kept)
     assert all(np.array_equal(result[name], expected[name]) for name in expected)
-    assert result.success and same_on_all(result.x) and same_on_all(result.jac)
+    assert result.nit == 6 and same_on_all(result.x) and same_on_all(result.jac)
 
 
 @pytest.mark.parametrize(("method", "options"), METHODS)
@@ -164,44 +164,43 @@ def test_a_checkpoint_goes_on_with_the_same_request(mesh, folder, method, option
         return points
 
     given = {"bounds": options.get("bounds")}
-    expected = steps(ReverseCommunication(method, START, **given), 40)
+    expected = steps(ReverseCommunication(method, START, **given), 16)
     first = ReverseCommunication(method, START, mesh=mesh, **given)
     assert np.array_equal(steps(first, 7), expected[:7])
     first.ask()
     first.save(folder)
     second = ReverseCommunication(method, np.zeros(SIZE), mesh=mesh, **given)
     second.load(folder)
-    assert np.array_equal(steps(second, 33), expected[7:])
+    assert np.array_equal(steps(second, 9), expected[7:])
     with pytest.raises(ValueError, match="on a mesh save"):
         first.serialize()
 
 
-@pytest.mark.parametrize(("method", "options"), METHODS)
-def test_a_run_that_fails_resumes_with_the_evaluation_that_failed(mesh, same_on_all, folder, method, options):
-    seen, expected = [], []
-    whole = minimize(lambda x: (expected.append(x), rosenbrock(x))[1], START, method=method, **options)
+def test_a_run_that_fails_resumes_with_the_evaluation_that_failed(mesh, same_on_all, folder):
+    seen, expected, options = [], [], {"bounds": (-1.5, 0.9), "options": {"maxiter": 7}}
+    whole = minimize(lambda x: (expected.append(x), rosenbrock(x))[1], START, **options)
 
     def fun(x):
-        if len(seen) == 9 and mesh.rank == mesh.size - 1:
+        if len(seen) == 6 and mesh.rank == mesh.size - 1:
             raise RuntimeError("a node is gone")
         seen.append(x)
         return rosenbrock(x)
 
-    with mpishard.Checkpoints(folder / "checkpoints", mesh, every=1) as checkpoints:
+    with mpishard.Checkpoints(folder / "checkpoints", mesh, every=3) as checkpoints:
         files = {"mesh": mesh, "checkpoints": checkpoints, "resume": True}
         with pytest.raises(RuntimeError, match="a node is gone"):
-            minimize(fun, START, method=method, **files, **options)
+            minimize(fun, START, **files, **options)
         fun = lambda x: (seen.append(x), rosenbrock(x))[1]  # noqa: E731
-        del seen[9:]  # on ranks that did not fail, the tenth
+        del seen[6:]  # on ranks that did not fail, the seventh
         with mpishard.RunRecord(folder / "record", mesh) as record:
-            result = minimize(fun, np.zeros(SIZE), method=method, record=record, **files, **options)
+            result = minimize(fun, np.zeros(SIZE), record=record, **files, **options)
         assert np.array_equal(seen, expected) and same_on_all(result.x)
         assert all(np.array_equal(result[name], whole[name]) for name in whole)
-        again = minimize(fun, START, method=method, **files, **options)
+        again = minimize(fun, START, **files, **options)
         assert len(seen) == len(expected) and again.message == result.message and np.array_equal(again.x, result.x)
     if mesh.rank == 0:
         steps = Run.read(folder / "record").metrics["step"]
-        assert steps[0] == 10 and steps[-1] == result.nfev
+        assert steps[0] == 7 and steps[-1] == result.nfev
 
 
 def test_files_that_make_no_sense(mesh, folder):
