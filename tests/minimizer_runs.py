@@ -61,13 +61,14 @@ def exponentials(size: int, condition: float) -> Problem:
 
 
 def of_the_set(problem: problems.Problem) -> tuple[Problem, Limits]:
-    """A problem of Moré, Garbow and Hillstrom; the unknowns of that of Meyer differ in size, and need a scaling."""
+    """A problem of a set, with its bounds; the unknowns of that of Meyer differ in size, and need a scaling."""
 
     def gradient(x: Vector) -> tuple[float, Vector]:
         value, gradient = problem.function(x)
         return float(value), gradient
 
-    limits = Limits(scaling=problem.start**2) if "Meyer" in problem.name else ANY
+    scaling = problem.start**2 if "Meyer" in problem.name else None
+    limits = Limits(lower=problem.lower, upper=problem.upper, scaling=scaling)
     return Problem(gradient, problem.hessian_product, problem.start), limits
 
 
@@ -76,9 +77,11 @@ def excess(problem: problems.Problem, value: float) -> float:
     return min(abs(value - known) / max(1.0, abs(known)) for known in (problem.minimum, *problem.others))
 
 
-def everywhere(size: int, dtype: type = np.float64) -> Limits:
-    """A fixed element and a diagonal."""
-    return Limits(fixed=np.arange(size) == 3, scaling=np.linspace(0.5, 2, size).astype(dtype))
+def everywhere(size: int, dtype: type = np.float64, bounded: bool = False) -> Limits:
+    """A fixed element and a diagonal, and bounds that hold some elements at the minimum of `rosenbrock`."""
+    bounds = np.linspace(-1.3, 0.9, size), np.linspace(0.8, 2.0, size)
+    lower, upper = (bound.astype(dtype) if bounded else None for bound in bounds)
+    return Limits(lower, upper, fixed=np.arange(size) == 3, scaling=np.linspace(0.5, 2, size).astype(dtype))
 
 
 def started(method: Method, start: Vector, limits: Limits) -> Minimizer:
@@ -130,7 +133,7 @@ def check_ranks(method: Method, problem: Problem, limits: Limits, cuts: Sequence
 
     def rank_minimizes(rank: int) -> tuple[Minimizer, ThreadSpace]:
         space = ThreadSpace(team, rank, cuts, problem.start)
-        own = Limits(fixed=space.own(limits.fixed), scaling=space.own(limits.scaling))
+        own = Limits(**{name: space.own(value) for name, value in vars(limits).items() if value is not None})
         point = space.own(problem.start)
         minimizer = method.make(space, np.zeros((len(method.slots), space.size)), point, own)
         minimizer.begin()

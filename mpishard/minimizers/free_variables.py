@@ -6,6 +6,7 @@ from typing import Any
 
 from mpishard.backend.array import empty, module_of
 from mpishard.minimizers import cg_formulas
+from mpishard.minimizers.bounds import Bounds, mark_free
 from mpishard.minimizers.limits import Limits
 
 Array = Any
@@ -14,21 +15,23 @@ Array = Any
 class FreeVariables:
     """Variables of the free elements, in which the diagonal of the user's inverse Hessian is 1.
 
-    With the user's diagonal p they are ``x / sqrt(p)``, and gradients there are ``sqrt(p) g``; at fixed elements both
-    are 0.  A callable preconditioner scales nothing; it is applied to gradients.  Not collective, but for
-    `preconditioned` if the user's callable is.
+    With the user's diagonal p they are ``x / sqrt(p)``, and gradients there are ``sqrt(p) g``; at elements that are
+    fixed, or held at a bound, both are 0.  A callable preconditioner scales nothing; it is applied to gradients.  Not
+    collective, but for `preconditioned` if the user's callable is.
 
     Parameters
     ----------
     limits : Limits
         Of the minimisation.
-    like : array
-        Of the dtype and device of the vectors.
+    bounds : Bounds
+        Of the elements.
+    like : 1-D array
+        One of the vectors.
 
     Attributes
     ----------
     weights : 1-D array or None
-        The root of p, 0 at fixed elements; None if all are free and p is 1.
+        The root of p, 0 at elements that are fixed or held; None if all are free and p is 1.
 
     Raises
     ------
@@ -36,18 +39,30 @@ class FreeVariables:
         If the limits have both a diagonal and a callable.
     """
 
-    def __init__(self, limits: Limits, like: Array) -> None:
+    def __init__(self, limits: Limits, bounds: Bounds, like: Array) -> None:
         if limits.scaling is not None and limits.precondition is not None:
             raise ValueError("a scaling and a precondition were given; leave one of them out")
         self._precondition = limits.precondition
+        self._bounds = bounds
         module = module_of(like)
         self.weights: Array | None = None
         if limits.scaling is not None:
             self.weights = module.sqrt(limits.scaling.astype(like.dtype))
         if limits.fixed is not None:
             if self.weights is None:
-                self.weights = module.ones(limits.fixed.size, like.dtype)
+                self.weights = module.ones(like.size, like.dtype)
             self.weights[limits.fixed] = 0
+        self._released = self.weights  # the weights where no element is held
+        if bounds.any:
+            if self._released is None:
+                self._released = module.ones(like.size, like.dtype)
+            self.weights = self._released.copy()
+
+    def hold(self, point: Array, gradient: Array) -> None:
+        """Hold the elements that are at a bound from which descent leads outside; release all others."""
+        if self.weights is not None and self._released is not None and self._bounds.any:
+            mark_free(self.weights, point, gradient, self._bounds.lower, self._bounds.upper, 0.0)
+            self.weights *= self._released
 
     @property
     def diagonal(self) -> bool:

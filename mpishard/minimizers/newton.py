@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpishard.arguments import integer, number
+from mpishard.backend.array import empty
 from mpishard.minimizers import cg_formulas
+from mpishard.minimizers.bounds import Bounds
 from mpishard.minimizers.free_variables import FreeVariables
 from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.line_search.search import NOT_FINITE_LIMIT
-from mpishard.minimizers.method import Method
+from mpishard.minimizers.method import Elements, Method
 from mpishard.minimizers.minimizer import Minimizer, Progress, Wanted
 from mpishard.minimizers.space import Space
 from mpishard.minimizers.steihaug import Ending, SteihaugCG, SteihaugState
@@ -41,8 +43,11 @@ class TruncatedNewton(Method):
     are followed to the boundary of the region.  With Gauss-Newton products ``J'(J v)`` it is a Gauss-Newton method, and
     for a regularised one add the product with the Hessian of the regulariser.
 
-    The norm of gradient and residual is that of the preconditioner, and the norm of steps that of its inverse.  Bounds
-    are not taken.
+    The norm of gradient and residual is that of the preconditioner, and the norm of steps that of its inverse.
+
+    With bounds, an iteration holds the elements that are at a bound from which descent leads outside (Bertsekas 1982).
+    The step of the others is projected into the bounds; where that changes it, one more product tells what the model
+    says of it.
 
     Parameters
     ----------
@@ -52,6 +57,9 @@ class TruncatedNewton(Method):
         When it stops, too; `maxfun` counts no products.
     fixed, inner_product, preconditioner : object
         What is known of the elements: see `Method`.
+    bounds : pair, mapping or None
+        The lower and the upper bounds, each a number, a flat array as long as the parameters, or None; or by tensor
+        name such pairs.
     forcing, forcing_power : float
         Of the accuracy of the model's minimum: `forcing` is below 1.  A power of 0.5 gives superlinear convergence, 1
         quadratic, 0 a constant.
@@ -71,10 +79,13 @@ class TruncatedNewton(Method):
     ----------
     T. Steihaug: The conjugate gradient method and trust regions in large scale optimization.  SIAM Journal on Numerical
     Analysis 20, 626-637 (1983).  J. Nocedal and S. J. Wright: Numerical Optimization (2006), algorithms 4.1 and 7.2.
+    D. P. Bertsekas: Projected Newton methods for optimization problems with simple constraints.  SIAM Journal on
+    Control and Optimization 20, 221-246 (1982).
     """
 
     needs_products: ClassVar[bool] = True
 
+    bounds: Elements = None
     forcing: float = 0.5
     forcing_power: float = 0.5
     maxcg: int | None = None
@@ -100,16 +111,14 @@ class TruncatedNewton(Method):
         return ("base", "base_gradient", "step", "residual", "direction")
 
     def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> TruncatedNewtonMinimizer:
-        if limits.lower is not None or limits.upper is not None:
-            raise ValueError("TruncatedNewton takes no bounds; use LBFGSB, or fix elements")
         return TruncatedNewtonMinimizer(self, space, vectors, point, limits)
 
 
 class TruncatedNewtonMinimizer(Minimizer):
     """A minimisation by `TruncatedNewton`.  Methods are collective over the ranks of the space.
 
-    Between two iterations the point is the base.  While products are wanted it stays there; then it is the base with
-    the step, until value and gradient were told.
+    Between two iterations the point is the base.  While products are wanted it stays there; then it is the end of the
+    step, until value and gradient were told.
 
     Parameters
     ----------
@@ -128,24 +137,30 @@ class TruncatedNewtonMinimizer(Minimizer):
     def __init__(self, method: TruncatedNewton, space: Space, vectors: Array, point: Array, limits: Limits) -> None:
         super().__init__(method.slots, space, vectors, point, limits)
         self.method = method
-        self.free = FreeVariables(limits, space.like)
+        self.bounds = Bounds(limits, space)
+        self.free = FreeVariables(limits, self.bounds, point)
         self._max_radius = min(method.max_radius, _LARGEST_RADIUS)
         step, residual, direction = (self.row(slot) for slot in ("step", "residual", "direction"))
         self.cg = SteihaugCG(space, self.free, step, residual, direction, self._max_radius)
         self._radius = self._gradient_square = math.nan
         self._gradient_top = 0.0
         self._not_finite = 0  # trials one after the other
+        self._decrease = 0.0  # that the model says for the step
+        self._clipped = False  # whether the product of a step is wanted that was projected into the bounds
 
     @property
     def direction(self) -> Array:
-        return self.free.unscaled(self.row("direction"))
+        return self.row("direction") if self._clipped else self.free.unscaled(self.row("direction"))
 
     def begin(self) -> int:
         self.progress, self.stop_reason, self.wanted = Progress(), "", Wanted.GRADIENT
         self._radius, self._gradient_square = min(self.method.initial_radius or 0.0, self._max_radius), math.nan
         self._gradient_top, self._not_finite = 0.0, 0
+        self._decrease, self._clipped = 0.0, False
+        outside = self.bounds.outside(self.point)
+        self.bounds.project(self.point)
         self.row("base")[:] = self.point
-        return 0
+        return self.space.count(outside)[0]
 
     def tell(self, value: float, gradient: Array) -> None:
         self._expect(Wanted.GRADIENT)
@@ -154,9 +169,9 @@ class TruncatedNewtonMinimizer(Minimizer):
         if self.limits.fixed is not None:
             trial_gradient[self.limits.fixed] = 0
         cg_formulas.moved(step, self.point, base, -1.0)
-        riesz = [] if self.limits.weights is None else [trial_gradient / self.limits.weights]
+        riesz = self._riesz(trial_gradient)
         gradient_top, step_top, base_top, *rest = self.space.largest(trial_gradient, step, base, *riesz)
-        tops = (gradient_top, rest[0] if rest else gradient_top)
+        tops = (gradient_top, rest[0] if rest else gradient_top, rest[-1] if rest else gradient_top)
         finite = math.isfinite(value) and math.isfinite(gradient_top)
         before = self.progress
         self.progress = replace(before, evaluations=before.evaluations + 1, accepted=False)
@@ -181,6 +196,14 @@ class TruncatedNewtonMinimizer(Minimizer):
         if self.wanted is not what:
             raise ValueError(f"this minimisation wants a {self.wanted.value} next, and was told a {what.value}")
 
+    def _riesz(self, gradient: Array) -> list[Array]:
+        """What stop tests look at besides the gradient: its Riesz map, and the projection of that."""
+        weights = self.limits.weights
+        riesz = gradient if weights is None else gradient / weights
+        if not self.bounds.any:
+            return [] if weights is None else [riesz]
+        return [riesz, self.bounds.projected_gradient(self.point, riesz, empty(riesz.size, riesz.dtype, riesz))]
+
     def _judge(self, value: float, gradient_top: float, step_top: float) -> bool:
         """Choose the next radius; whether the step is accepted."""
         model, old = self.cg.state, self.progress.value
@@ -188,12 +211,12 @@ class TruncatedNewtonMinimizer(Minimizer):
         if math.isfinite(value) and math.isfinite(gradient_top):
             decrease = old - value
             noise = _NOISE * float(np.finfo(self.space.like.dtype).eps) * max(abs(old), abs(value))
-            if max(abs(decrease), model.decrease) <= noise and not model.cut:
+            if max(abs(decrease), self._decrease) <= noise and not model.cut:
                 # Near the minimum the values differ by rounding errors, but the gradients still tell.
                 tops = (self._gradient_top * step_top, gradient_top * step_top)
                 rows = (self.row("base_gradient"), self.row("residual"))
                 decrease = -0.5 * sum(self.space.dots([(row, self.row("direction")) for row in rows], tops))
-            ratio = decrease / model.decrease if model.decrease > 0 else 0.0
+            ratio = decrease / self._decrease if self._decrease > 0 else 0.0
         self._radius = model.radius
         if ratio < _SHRINK_BELOW:
             shrink = _SHRINK if ratio > -math.inf else _NOT_FINITE_SHRINK
@@ -202,7 +225,7 @@ class TruncatedNewtonMinimizer(Minimizer):
             self._radius = min(_GROW * model.radius, self._max_radius)
         return ratio > _ACCEPT
 
-    def _take(self, value: float, gradient_top: float, riesz_top: float) -> None:
+    def _take(self, value: float, gradient_top: float, riesz_top: float, projected_top: float) -> None:
         """The point becomes the base; the gradient there is in the residual."""
         started = not math.isnan(self.progress.value)
         self.row("base")[:] = self.point
@@ -212,7 +235,7 @@ class TruncatedNewtonMinimizer(Minimizer):
             iterations=self.progress.iterations + started,
             value=value,
             gradient_norm=riesz_top,
-            projected_norm=riesz_top,
+            projected_norm=projected_top,
             step_length=float(started),
             accepted=started,
         )
@@ -230,6 +253,7 @@ class TruncatedNewtonMinimizer(Minimizer):
             self.stop_reason = reason
             self.wanted = Wanted.NOTHING
             return
+        self.free.hold(self.row("base"), self.row("base_gradient"))
         self.row("residual")[:] = self.free.scaled(self.row("base_gradient"))
         if math.isnan(self._gradient_square):
             self._gradient_square = self.cg.square()
@@ -245,13 +269,49 @@ class TruncatedNewtonMinimizer(Minimizer):
     def tell_product(self, product: Array) -> None:
         self._expect(Wanted.PRODUCT)
         self.progress = replace(self.progress, products=self.progress.products + 1, accepted=False)
-        if self.cg.tell_product(product):
+        if self._clipped:
+            self._tell_clipped(product)
+        elif self.cg.tell_product(product):
             return
-        if self.cg.state.ending == Ending.NOT_FINITE.value:
+        elif self.cg.state.ending == Ending.NOT_FINITE.value:
+            self._continue("not finite")
+        else:
+            self._try()
+
+    def _try(self) -> None:
+        """Go to the end of the step; if it is outside of the bounds, ask first what the model says nearer."""
+        base, step = self.row("base"), self.row("direction")
+        cg_formulas.moved(self.point, base, self.free.unscaled(self.row("step")), 1.0)
+        self._decrease = self.cg.state.decrease
+        if self.bounds.any and self.space.count(self.bounds.outside(self.point))[0]:
+            self.bounds.project(self.point)
+            cg_formulas.moved(step, self.point, base, -1.0)
+            self.point[:] = base
+            self._clipped = True
+        else:
+            self.wanted = Wanted.GRADIENT
+
+    def _tell_clipped(self, product: Array) -> None:
+        """Take the Hessian times the projected step."""
+        self._clipped = False
+        gradient, step = self.row("base_gradient"), self.row("direction")
+        product = self.bounds.moving(product)
+        product_top, step_top = self.space.largest(product, step)
+        if not math.isfinite(product_top):
             self._continue("not finite")
             return
-        cg_formulas.moved(self.point, self.row("base"), self.free.unscaled(self.row("step")), 1.0)
-        self.wanted = Wanted.GRADIENT
+        tops = (self._gradient_top * step_top, product_top * step_top)
+        slope, curvature = self.space.dots([(gradient, step), (product, step)], tops)
+        self._decrease = -(slope + 0.5 * curvature)
+        if step_top == 0:
+            self._continue("step")
+        elif self._decrease <= 0:
+            self._radius = _SHRINK * min(self.cg.state.radius, math.sqrt(self.cg.state.step_square))
+            self._continue("")
+        else:
+            cg_formulas.moved(self.point, self.row("base"), step, 1.0)
+            self.bounds.project(self.point)
+            self.wanted = Wanted.GRADIENT
 
     def to_metadata(self) -> dict[str, Any]:
         return {
@@ -263,6 +323,8 @@ class TruncatedNewtonMinimizer(Minimizer):
             "gradient_square": self._gradient_square,
             "gradient_top": self._gradient_top,
             "not_finite": self._not_finite,
+            "decrease": self._decrease,
+            "clipped": self._clipped,
         }
 
     def restore(self, metadata: Mapping[str, Any]) -> None:
@@ -270,9 +332,11 @@ class TruncatedNewtonMinimizer(Minimizer):
             wanted, reason = Wanted(metadata["wanted"]), str(metadata["stop_reason"])
             progress, state = Progress(**metadata["progress"]), SteihaugState(**metadata["conjugate_gradients"])
             radius, square, top = (float(metadata[name]) for name in ("radius", "gradient_square", "gradient_top"))
-            not_finite = int(metadata["not_finite"])
+            not_finite, decrease = int(metadata["not_finite"]), float(metadata["decrease"])
+            clipped = bool(metadata["clipped"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"TruncatedNewton: the saved state cannot be restored: {error!r}") from None
         self.wanted, self.stop_reason, self.progress = wanted, reason, progress
         self.cg.state, self._radius, self._gradient_square, self._gradient_top = state, radius, square, top
-        self._not_finite = not_finite
+        self._not_finite, self._decrease, self._clipped = not_finite, decrease, clipped
+        self.free.hold(self.row("base"), self.row("base_gradient"))

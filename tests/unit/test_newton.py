@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bounded_problems import BOUNDED
 from mgh import PROBLEMS
 from minimizer_runs import (
     ANY,
@@ -22,11 +23,12 @@ from minimizer_runs import (
     of_the_set,
     rosenbrock,
     started,
+    tell_next,
 )
 from minimizer_runs import minimized as minimized_by
 
 from mpishard.minimizers.limits import Limits
-from mpishard.minimizers.minimizer import Minimizer
+from mpishard.minimizers.minimizer import Minimizer, Wanted
 from mpishard.minimizers.newton import TruncatedNewton
 
 
@@ -61,6 +63,29 @@ def test_minima_of_the_set(problem: Any) -> None:
     inner, limits = of_the_set(problem)
     minimizer = minimized(inner, limits, gtol=1e-9, ftol=0)
     assert excess(problem, minimizer.progress.value) <= 1e-8
+
+
+@pytest.mark.parametrize("problem", BOUNDED, ids=lambda problem: problem.name)
+def test_minima_within_bounds(problem: Any) -> None:
+    inner, limits = of_the_set(problem)
+    minimizer = minimized(inner, limits, gtol=1e-7, ftol=0)
+    assert np.all(minimizer.point >= problem.lower) and np.all(minimizer.point <= problem.upper)
+    assert minimizer.stop_reason == "gradient"
+    if "Wood" in problem.name and "Gay" in problem.name:  # has another local minimum, which it finds from this start
+        assert abs(minimizer.progress.value - 7.0938359) <= 1e-6
+    else:
+        assert excess(problem, minimizer.progress.value) <= 1e-6
+
+
+def test_start_outside_of_its_bounds_is_projected() -> None:
+    problem = exponentials(3, 10.0)._replace(start=np.array([5.0, 2.0, -9.0]))
+    minimizer = started(TruncatedNewton(), problem.start, Limits(upper=np.array([0.5, 4.0, 4.0]), lower=np.zeros(3)))
+    assert minimizer.begin() == 2
+    np.testing.assert_array_equal(minimizer.point, [0.5, 2, 0])
+    while minimizer.wanted is not Wanted.NOTHING:
+        tell_next(minimizer, problem)
+    np.testing.assert_allclose(minimizer.point, [0.5, 2, 3], atol=1e-5)
+    assert minimizer.progress.projected_norm <= 1e-5 < minimizer.progress.gradient_norm
 
 
 @pytest.mark.parametrize(
@@ -225,19 +250,22 @@ def test_limits_end_at_the_best_iterate() -> None:
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_restart_between_any_two_calls_keeps_the_bits(dtype: Any) -> None:
     problem, limits = rosenbrock(5)._replace(start=rosenbrock(5).start.astype(dtype)), everywhere(5, dtype)
-    check_restarts(TruncatedNewton(gtol=1e-3), problem, limits)
+    check_restarts(TruncatedNewton(gtol=1e-3, maxiter=12), problem, limits)
     check_restarts(TruncatedNewton(gtol=1e-3, maxiter=9), problem, ANY)
+    check_restarts(TruncatedNewton(gtol=1e-3, maxiter=12), problem, everywhere(5, dtype, bounded=True))
     with pytest.raises(ValueError, match="cannot be restored: KeyError"):
         started(TruncatedNewton(), problem.start, ANY).restore({"wanted": "gradient"})
 
 
-@pytest.mark.parametrize("cuts", [[0, 12], [0, 5, 12], [0, 0, 7, 12], [0, 1, 2, 6, 12, 12]], ids=len)
+@pytest.mark.parametrize("cuts", [[0, 5, 12], [0, 0, 7, 12], [0, 1, 2, 6, 12, 12]], ids=len)
 def test_bits_do_not_depend_on_who_holds_what(cuts: list[int]) -> None:
-    method = TruncatedNewton(forcing=0.1)
-    progress = minimized_by(method, rosenbrock(12), everywhere(12)).progress
-    for space in check_ranks(method, rosenbrock(12), everywhere(12), cuts):
-        # Two for a product, three for an evaluation, and a few for sums that have lost digits.
-        assert space.all_reduces <= 2.1 * progress.products + 3 * progress.evaluations
+    method = TruncatedNewton(forcing=0.1, gtol=1e-3)
+    for bounded in (False, True):
+        limits = everywhere(12, bounded=bounded)
+        progress = minimized_by(method, rosenbrock(12), limits).progress
+        for space in check_ranks(method, rosenbrock(12), limits, cuts):
+            # Two for a product, three for an evaluation, and a few for bounds and for sums that have lost digits.
+            assert space.all_reduces <= 2.1 * progress.products + (3 + bounded) * progress.evaluations + bounded
 
 
 def test_what_is_told_must_be_what_is_wanted() -> None:
@@ -251,8 +279,6 @@ def test_what_is_told_must_be_what_is_wanted() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ValueError, match="takes no bounds; use LBFGSB"):
-        started(TruncatedNewton(), np.ones(3), Limits(lower=np.zeros(3)))
     with pytest.raises(ValueError, match="leave one of them out"):
         started(TruncatedNewton(), np.ones(3), Limits(scaling=np.ones(3), precondition=lambda vector: vector))
     for options in ({"forcing": 1.0}, {"forcing": 0}, {"forcing_power": -1}, {"maxcg": 0}, {"initial_radius": 0}):

@@ -187,7 +187,7 @@ def test_restart_between_any_two_calls_keeps_the_bits(dtype: Any) -> None:
         started(NonlinearCG(), problem.start, ANY).restore({"wanted": "gradient"})
 
 
-@pytest.mark.parametrize("cuts", [[0, 12], [0, 5, 12], [0, 0, 7, 12], [0, 1, 2, 6, 12, 12]], ids=len)
+@pytest.mark.parametrize("cuts", [[0, 5, 12], [0, 0, 7, 12], [0, 1, 2, 6, 12, 12]], ids=len)
 def test_bits_do_not_depend_on_who_holds_what(cuts: list[int]) -> None:
     method = NonlinearCG(gtol=1e-4)
     progress = minimized_by(method, rosenbrock(12), everywhere(12)).progress
