@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,21 @@ def test_own_gradient(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     assert finished.code == 0, finished.all
     assert "PASS" in finished.output
     assert (tmp_path / "new" / "folder" / "diffusivity.png").read_bytes().startswith(PNG)
+
+
+def test_seismic_inversion(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+    sizes = ["--shots", 6, "--bands", 3, "--iterations", 20, "--output", tmp_path]
+    finished = mpirun(2, EXAMPLES / "seismic_inversion.py", *sizes, timeout=150)
+    assert finished.code == 0, finished.all
+    assert "PASS" in finished.output
+    assert (tmp_path / "seismic.png").read_bytes().startswith(PNG)
+
+
+def test_deepwave_inversion_says_what_it_needs(mpirun: Callable[..., Any]) -> None:
+    if importlib.util.find_spec("deepwave") is not None:
+        pytest.skip("deepwave is installed")
+    finished = mpirun(1, EXAMPLES / "deepwave_inversion.py")
+    assert finished.code == 1 and "pip install deepwave" in finished.errors
 
 
 def test_train_elastic(mpirun: Callable[..., Any], tmp_path: Path) -> None:
@@ -165,3 +182,49 @@ def test_the_truth_leaves_only_noise(heat: Any) -> None:
     rough = heat.smoothness * 0.5 * sum(np.sum(np.diff(heat.truth.reshape(6, 6), axis=axis) ** 2) for axis in (0, 1))
     loss = heat.loss_and_gradient(heat.truth, np.arange(5), np.zeros(36)) - rough
     assert loss == pytest.approx(readings / 2, rel=5 / np.sqrt(readings))
+
+
+@pytest.fixture(scope="module")
+def acoustic() -> Any:
+    sys.path.insert(0, str(EXAMPLES))  # compiled functions are loaded by the name of their module
+    try:
+        return importlib.import_module("acoustic")
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def shot_of(acoustic: Any, steps: int = 120) -> Any:
+    receivers = np.stack([np.full(8, 1), np.arange(0, 24, 3)], axis=1)
+    return acoustic.Shot(np.array([[3, 10]]), acoustic.ricker(12.0, steps, 0.003)[:, None], receivers)
+
+
+def test_derivative_of_sound_is_exact(acoustic: Any) -> None:
+    truth, velocity = np.random.default_rng(3).uniform(1.5, 2.5, (2, 18, 24))
+    shot, gradients = shot_of(acoustic), []
+    for options in ({}, {"kept": 13}, {"history": "float32"}):
+        sound = acoustic.Sound((18, 24), 0.02, 0.003, layer=6, **options)
+        observed = sound.record(truth, shot).traces
+        recording = sound.record(velocity, shot)
+        gradients.append(recording.gradient(recording.traces - observed))
+        if sound.history == "float64":
+            found = acoustic.check(sound, velocity, shot, observed)
+            assert found.dot_error < 1e-12 and min(found.orders) > 1.9, found
+    exact, fewer_kept, rounded = gradients
+    np.testing.assert_array_equal(fewer_kept, exact)
+    np.testing.assert_allclose(rounded, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
+
+
+def test_little_comes_back_through_the_matched_layer(acoustic: Any) -> None:
+    sound = acoustic.Sound((18, 24), 0.02, 0.003)
+    shot, margin = shot_of(acoustic), 40  # cells, so many that nothing comes back within these steps
+    wide = acoustic.Sound((18 + 2 * margin, 24 + 2 * margin), 0.02, 0.003)
+    moved = acoustic.Shot(shot.source + margin, shot.wavelet, shot.receivers + margin)
+    near, far = (
+        where.record(np.full(where.shape, 2.0), heard).traces for where, heard in ((sound, shot), (wide, moved))
+    )
+    assert np.linalg.norm(near - far) < 1e-3 * np.linalg.norm(far)
+
+
+def test_a_velocity_that_makes_the_scheme_unstable_is_refused(acoustic: Any) -> None:
+    with pytest.raises(ValueError, match="stable below 0.55"):
+        acoustic.Sound((18, 24), 0.02, 0.003).record(np.full((18, 24), 3.8), shot_of(acoustic))

@@ -72,3 +72,10 @@ def test_nothing_is_copied(
     finished = mpirun(ranks, path, timeout=100, OMP_NUM_THREADS="1")
     assert finished.code == 0, finished.all
     assert "PASS" in finished.output
+
+
+def test_deepwave_gives_the_same_gradients(mpirun: Callable[..., Any]) -> None:
+    pytest.importorskip("deepwave")
+    finished = mpirun(2, EXAMPLES / "deepwave_inversion.py", timeout=300, OMP_NUM_THREADS="1")
+    assert finished.code == 0, finished.all
+    assert finished.output.count("PASS") == 1
