@@ -23,6 +23,7 @@ from mpishard.minimizers.space import Space
 from mpishard.minimizers.stopping import converged, exhausted
 
 Array = Any
+_ROUNDING = 2.0**-50  # a few units in the last place
 SLOTS = ("base", "base_gradient", "direction")
 
 
@@ -141,7 +142,14 @@ class Descent(Minimizer):
             (slope,) = self.space.dots([(gradient, self._direction)], [top * self._direction_top])
         self._search, verdict = self.line_search.advance(search, value, slope)
         out_of_evaluations = self.progress.evaluations >= self.method.maxfun
-        if verdict is Verdict.ACCEPT or (out_of_evaluations and finite and value < search.start.value):
+        last = out_of_evaluations and finite and value < search.start.value
+        if verdict is not Verdict.ACCEPT and _is_rounding(search, value):
+            # What the model promises cannot be told from rounding errors, and so no line search can find it.
+            last = abs(slope) < abs(search.start.slope) and value <= search.start.value
+            if not last:
+                self._end("decrease")
+                return
+        if verdict is Verdict.ACCEPT or last:
             self._learn(gradient, search.step, slope, search.start.slope)
             self._arrive(value, gradient, top, search.start.value, search.step)
         elif out_of_evaluations:
@@ -215,3 +223,9 @@ class Descent(Minimizer):
         """The last iterate is the result; where there is none, the start."""
         self.point[:] = self.base
         self.wanted, self.stop_reason = Wanted.NOTHING, reason
+
+
+def _is_rounding(search: LineSearchState, value: float) -> bool:
+    """Whether the decrease that was expected of the first step, and the change of the value, are of rounding only."""
+    start, noise = search.start, _ROUNDING * abs(search.start.value)
+    return search.evaluations == 0 and -start.slope * search.step <= noise and abs(value - start.value) <= noise
