@@ -199,7 +199,7 @@ def test_another_stage_with_and_without_history() -> None:
     for keep in (True, False):
         minimizer = minimized(LBFGS(maxiter=12), rosenbrock, start())
         if not keep:
-            assert minimizer.forget()  # type: ignore[attr-defined]
+            assert minimizer.forget()
         minimizer.begin()
         minimizer, _ = finish(rebuilt(minimizer), rosenbrock)
         assert minimizer.stop_reason == "iterations"

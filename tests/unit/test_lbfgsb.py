@@ -135,7 +135,7 @@ def test_direction_minimises_the_model_of_the_free_elements() -> None:
             expected = np.where(held, np.clip(end, limits.lower, limits.upper) - x, 0)
             right = (gradient + hessian @ expected)[~held]
             expected[~held] = -np.linalg.solve(hessian[np.ix_(~held, ~held)], right)
-            seen += np.any(expected[held])
+            seen += bool(np.any(expected[held]))
             expected = np.clip(x + expected, limits.lower, limits.upper) - x
             direction = minimizer.row("direction")
             if expected @ gradient < 0:

@@ -1,0 +1,62 @@
+"""L-BFGS with and without bounds: as good as SciPy's L-BFGS-B on all test problems, and the same bits on any ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from bounded_problems import BOUNDED
+from mgh import PROBLEMS
+from minimizer_runs import check_ranks, minimized, of_the_set, rosenbrock
+from problems import Problem
+
+from mpishard.minimizers.lbfgs import LBFGS
+from mpishard.minimizers.lbfgsb import LBFGSB
+from mpishard.minimizers.limits import Limits
+
+OPTIONS: dict[str, Any] = {"gtol": 1e-8, "ftol": 1e-15, "maxiter": 3000, "maxfun": 3000}
+
+
+@pytest.mark.parametrize(("problems", "method"), [(PROBLEMS, LBFGS), (BOUNDED, LBFGSB)], ids=["free", "bounded"])
+def test_as_good_as_scipy_in_as_many_evaluations(problems: Sequence[Problem], method: type[LBFGS]) -> None:
+    optimize = pytest.importorskip("scipy.optimize", reason="SciPy is not installed (extra: test)")
+    worse, ours, theirs = [], 0, 0
+    for problem in problems:
+        limits = Limits(lower=problem.lower, upper=problem.upper)
+        with np.errstate(all="ignore"):
+            expected = optimize.minimize(
+                problem.function,
+                problem.start,
+                jac=True,
+                bounds=problem.bounds,
+                method="L-BFGS-B",
+                options={**OPTIONS, "maxcor": 10},
+            )
+            minimizer = minimized(method(**OPTIONS), of_the_set(problem)[0], limits)
+        value = minimizer.progress.value
+        ours, theirs = ours + minimizer.progress.evaluations, theirs + expected.nfev
+        if value > expected.fun + 1e-8 * max(abs(expected.fun), 1e-8):
+            worse.append(f"{problem.name}: {value:.9g} after SciPy's {expected.fun:.9g}")
+        if problem.lower is not None:
+            assert ((minimizer.point >= problem.lower) & (minimizer.point <= problem.upper)).all()
+    assert not worse
+    assert ours <= 1.25 * theirs
+
+
+@pytest.mark.parametrize("cuts", [[0, 9, 17], [0, 1, 1, 5, 17]])
+@pytest.mark.parametrize("search", ["more-thuente", "hager-zhang", "armijo"])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_same_bits_on_any_ranks(cuts: list[int], search: str, bounded: bool) -> None:
+    size = cuts[-1]
+    limits = Limits(fixed=np.arange(size) == 3, scaling=np.linspace(0.5, 2, size), weights=np.linspace(1, 2, size))
+    method = LBFGS(history=4, maxiter=25, line_search=search)
+    if bounded:
+        limits = Limits(lower=np.full(size, -1.5), upper=np.linspace(0.5, 1.5, size), scaling=limits.scaling)
+        method = LBFGSB(history=4, maxiter=25, line_search=search)
+    spaces = check_ranks(method, rosenbrock(size), limits, cuts)
+    assert len({space.all_reduces for space in spaces}) == 1
+    steps = minimized(method, rosenbrock(size), limits).progress
+    # Two an evaluation, four an iteration, those of the start, and two for each time that a direction is halved.
+    assert spaces[0].all_reduces <= 2 * steps.evaluations + 4 * (steps.iterations + 1) + 10
