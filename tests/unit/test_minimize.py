@@ -427,7 +427,7 @@ def test_calls_of_scipy_work_as_they_are(method, options, bounds):
             "'L-BFGS-B' has no option 'norm'.*disp, .*maxcor",
         ),
         (
-            {"method": "Newton-CG", "bounds": (0, 1)},
+            {"method": "CG", "bounds": (0, 1)},
             ValueError,
             "takes no bounds; method='L-BFGS-B' does",
         ),
