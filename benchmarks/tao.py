@@ -1,0 +1,128 @@
+"""A bounded problem of ten million unknowns: L-BFGS-B of mpishard against PETSc's TAO, and against SciPy with a gather.
+
+    python benchmarks/tao.py [time] [memory] [--unknowns N] [--repeats N] [--petsc COMMAND]
+
+The problem is Rosenbrock's function of pairs of unknowns, of which each rank has its own ones, in bounds that half of
+the unknowns end at; 30 iterations with a history of 10 from one start.  time: seconds an iteration on 2 ranks, beside
+the evaluations of the function, of which methods take different numbers; runs take turns, figures are medians.  memory:
+by how much the memory of a rank grows, on 1, 2, 4 and 8 ranks, in bytes an unknown.
+
+TAO's BLMVM and BQNLS, and SciPy's L-BFGS-B on the first rank with the point scattered and the gradient gathered for
+each evaluation, run in an environment of their own, since PETSc wants the MPI that it was built with.  COMMAND begins
+them, with {ranks} for their number; by default that of Debian's python3-petsc4py, python3-mpi4py and python3-scipy:
+"/usr/bin/mpirun --oversubscribe -n {ranks} /usr/bin/python3".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import children
+
+FOLDER = Path(__file__).resolve().parent
+PETSC = "/usr/bin/mpirun --oversubscribe -n {ranks} /usr/bin/python3"
+KINDS = {"mpishard": "mpishard", "blmvm": "TAO, BLMVM", "bqnls": "TAO, BQNLS", "scipy": "SciPy with a gather"}
+RANKS = (1, 2, 4, 8)
+TIME_LIMIT = 1800
+
+
+def by_mpishard(unknowns: int) -> None:
+    """One run; on every rank."""
+    import numpy as np
+    from tao_problem import HISTORY, ITERATIONS, LOWER, UPPER, Rosenbrock, peak_bytes, report, start
+
+    import mpishard
+
+    def run(pairs: int, iterations: int) -> tuple[Rosenbrock, Any]:
+        spec = mpishard.ParameterSpec("x", (pairs, 2), tensor_dim=0)
+        x = mpishard.FlatParameters([spec], np.float64, place=mesh.place)
+        x["x"][...] = start(*x.box("x")[0])
+        slope, function = np.empty_like(x["x"]), Rosenbrock()
+        found = mpishard.minimize(
+            lambda x: (function(x["x"], slope), slope),
+            x,
+            method="L-BFGS-B",
+            bounds=(LOWER, UPPER),
+            options={"maxiter": iterations, "maxcor": HISTORY, "ftol": 0, "gtol": 0},
+            mesh=mesh,
+            reduction="sum",
+        )
+        return function, found
+
+    with mpishard.Mesh(data=1, tensor=-1) as mesh:
+        run(1000, 5)  # compiles
+        before = peak_bytes()
+        mesh.world.barrier()
+        began = time.perf_counter()
+        function, found = run(unknowns // 2, ITERATIONS)
+        seconds = time.perf_counter() - began
+        most = mesh.world.all_reduce(np.array([peak_bytes() - before]), op="max")
+        if mesh.rank == 0:
+            report(function, seconds, found.nit, found.fun, int(most[0]))
+
+
+def measured(kind: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One run of a kind, in processes of its own."""
+    if kind == "mpishard":
+        command = children.mpirun(ranks, [sys.executable, __file__, "--rank", "--unknowns", str(options.unknowns)])
+    else:
+        peer = shlex.split(options.petsc.format(ranks=ranks))
+        command = [*peer, str(FOLDER / "tao_petsc.py"), kind, str(options.unknowns)]
+    (text,) = children.run(f"{KINDS[kind]} on {ranks} ranks", [(command, {})], TIME_LIMIT)
+    line = next(line for line in text.splitlines() if line.startswith("REPORT "))
+    found: dict[str, Any] = json.loads(line.removeprefix("REPORT "))
+    return found
+
+
+def times(options: argparse.Namespace) -> None:
+    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in options.kinds}
+    for _ in range(options.repeats):
+        for kind, found in runs.items():
+            found.append(measured(kind, 2, options))
+    print(f"{'2 ranks':22} {'beside the function':>20} {'function':>9} {'iterations':>11} {'calls':>6} {'value':>13}")
+    for kind, found in runs.items():
+        beside = [1e3 * (run["seconds"] - run["function"]) / run["iterations"] for run in found]
+        spread = f"{statistics.median(beside):.0f} ms ({min(beside):.0f} to {max(beside):.0f})"
+        calls = statistics.median(1e3 * run["function"] / run["calls"] for run in found)
+        last = found[-1]
+        print(
+            f"{KINDS[kind]:22} {spread:>20} {calls:6.0f} ms {last['iterations']:11d} {last['calls']:6d} "
+            f"{last['value']:13.6g}"
+        )
+
+
+def memory(options: argparse.Namespace) -> None:
+    print(f"{'bytes an unknown, a rank':26}" + "".join(f"{ranks:>7} ranks" for ranks in RANKS))
+    for kind in options.kinds:
+        found = [measured(kind, ranks, options)["bytes"] / options.unknowns for ranks in RANKS]
+        print(f"{KINDS[kind]:26}" + "".join(f"{number:13.1f}" for number in found), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="time|memory", help="default: both")
+    parser.add_argument("--unknowns", type=int, default=10_000_000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--petsc", default=PETSC, help="what runs a script in the environment of PETSc")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        by_mpishard(options.unknowns)
+        return
+    parts = {"time": times, "memory": memory}
+    if unknown := [part for part in options.parts if part not in parts]:
+        parser.error(f"no part {unknown[0]!r}; there are {', '.join(parts)}")
+    for part in options.parts or parts:
+        parts[part](options)
+
+
+if __name__ == "__main__":
+    main()

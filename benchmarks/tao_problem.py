@@ -1,0 +1,65 @@
+"""The bounded problem of tao.py, in NumPy alone: this file and tao_petsc.py run in the environment of PETSc, too."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from typing import Any
+
+import numpy as np
+
+LOWER, UPPER = -2.0, 0.8  # the minimum is at 1, so that every first unknown of a pair ends at its upper bound
+HISTORY, ITERATIONS = 10, 30
+
+
+def rows_of(rank: int, size: int, unknowns: int) -> tuple[int, int]:
+    """The pairs of unknowns that a rank has, first and end, as mpishard cuts them."""
+    pairs = unknowns // 2
+    each, more = divmod(pairs, size)
+    first = rank * each + min(rank, more)
+    return first, first + each + (rank < more)
+
+
+def start(first: int, end: int) -> np.ndarray:
+    """The start of these pairs; another one for each."""
+    number = np.arange(first, end)
+    return np.stack([-1.2 + 0.4 * np.sin(number), 0.5 + 0.2 * np.cos(number)], axis=1)
+
+
+class Rosenbrock:
+    """Rosenbrock's function of pairs of unknowns, summed; `seconds`: the time of its evaluations."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.calls = 0
+
+    def __call__(self, pairs: np.ndarray, gradient: np.ndarray) -> float:
+        began = time.perf_counter()
+        one, other = pairs[:, 0], pairs[:, 1]
+        bend = other - one * one
+        rest = 1.0 - one
+        gradient[:, 0] = -400.0 * one * bend - 2.0 * rest
+        gradient[:, 1] = 200.0 * bend
+        value = 100.0 * float(bend @ bend) + float(rest @ rest)
+        self.seconds += time.perf_counter() - began
+        self.calls += 1
+        return value
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def report(function: Rosenbrock, seconds: float, iterations: int, value: float, most: int) -> None:
+    """Print what one run has measured; `most`: by how much memory grew from before there were vectors, on any rank."""
+    found: dict[str, Any] = {
+        "seconds": seconds,
+        "function": function.seconds,
+        "calls": function.calls,
+        "iterations": iterations,
+        "value": value,
+        "bytes": most,
+    }
+    print("REPORT " + json.dumps(found), flush=True)
