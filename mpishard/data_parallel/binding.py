@@ -39,8 +39,7 @@ class Binding:
     def __init__(self, optimizer: Configured, further: Sequence[FurtherState]) -> None:
         self.further = tuple(further)
         self.counters = Counters(optimizer.config.loss_scale)
-        own = {name: value for each in further for name, value in each.settings.items()}
-        self.settings = Settings(optimizer, own)
+        self.settings = Settings(optimizer, self.further)
         self._optimizer = optimizer
         self._on_rank: RankState | None = None
         self._deserialized: FullState | None = None  # until the first parameters are bound

@@ -122,10 +122,8 @@ class LocalSGDOptimizer(ShardedOptimizer):
                 "auto_sync_gradients=False accumulates gradients until synchronize_optimizer_state, but here every "
                 "step is the worker's own already; leave it out, and accumulate over micro-batches of a step"
             )
-        self.outer = outer
-        self.parts: int = int(parts)
-        self.delay: int = int(delay)
-        self._schedule = AveragingSchedule(int(sync_every), self.parts, self.delay)
+        self._outer = outer
+        self._schedule = AveragingSchedule(int(sync_every), int(parts), int(delay))
         self._local = LocalState(self, self._schedule, outer)
         super().__init__(rule, config)
 
@@ -140,6 +138,22 @@ class LocalSGDOptimizer(ShardedOptimizer):
     @sync_every.setter
     def sync_every(self, steps: int) -> None:
         self._schedule.sync_every = integer("sync_every", steps, least=max(1, self.delay))
+        self.settings.note_change()
+
+    @property
+    def outer(self) -> Rule | None:
+        """As given; read-only, as `parts` and `delay` are, since the averages are made for it."""
+        return self._outer
+
+    @property
+    def parts(self) -> int:
+        """As given."""
+        return self._schedule.parts
+
+    @property
+    def delay(self) -> int:
+        """As given."""
+        return self._schedule.delay
 
     @property
     def outer_steps(self) -> int:

@@ -7,7 +7,7 @@ collectives.  `mpishard.data_parallel.agreement` compares them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Real
 from typing import Any, Protocol
@@ -44,27 +44,38 @@ class Configured(Protocol):
     def measure_norm(self) -> bool: ...
 
 
+class HasSettings(Protocol):
+    """State with settings of its own, such as a `FurtherState`."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+
 class Settings:
     """The settings of one optimizer and their fingerprint, computed again if its rule or configuration is replaced.
 
     Parameters
     ----------
     optimizer : Configured
-    further : mapping
-        Settings that decide the steps besides the rule and the configuration.
+    further : sequence of HasSettings
+        State besides that of the rule; who changes one of its settings calls `note_change`.
     """
 
-    def __init__(self, optimizer: Configured, further: Mapping[str, Any]) -> None:
+    def __init__(self, optimizer: Configured, further: Sequence[HasSettings]) -> None:
         self._optimizer = optimizer
-        self._further = dict(further)
+        self._further = further
         self._rule: Rule | Method | None = None
         self._config: ShardingConfiguration | None = None
         self._fingerprint = 0
 
     @property
     def changed(self) -> bool:
-        """Whether the optimizer's rule or configuration was replaced since the last comparison or fingerprint."""
+        """Whether a setting was replaced since the last comparison or fingerprint."""
         return self._optimizer.rule is not self._rule or self._optimizer.config is not self._config
+
+    def note_change(self) -> None:
+        """Note that a setting has another value.  Not collective: ranks compare with their next step or decision."""
+        self._rule = self._config = None
 
     @property
     def fingerprint(self) -> int:
@@ -78,8 +89,9 @@ class Settings:
         optimizer = self._optimizer
         config = {field.name: getattr(optimizer.config, field.name) for field in fields(optimizer.config)}
         del config["mesh"]
+        further = {name: value for each in self._further for name, value in each.settings.items()}
         kinds = {"mpishard": VERSION, "optimizer": type(optimizer).__name__, "strategy": optimizer.strategy.__name__}
-        described = {name: _text(value) for name, value in (config | self._further).items()}
+        described = {name: _text(value) for name, value in (config | further).items()}
         return kinds | described | settings_of_rule(optimizer.rule)
 
     def of_state(self, parameters: FlatParameters) -> dict[str, str]:

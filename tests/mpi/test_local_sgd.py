@@ -587,6 +587,12 @@ def test_arguments_are_compared_where_workers_meet(mesh):
     settings_differ = LocalSGDOptimizer(SGD(lr=1.0), mesh, 2 + mesh.rank)
     with pytest.raises(ValueError, match="sync_every is 2 on rank 0, 3 on rank 1"):
         settings_differ.step(np.zeros(4), np.ones(4))
+    changed = LocalSGDOptimizer(SGD(lr=1.0), mesh, 2)
+    changed.step(flat, np.ones(4))
+    changed.sync_every = 2 + mesh.rank
+    with pytest.raises(ValueError, match="sync_every is 2 on rank 0, 3 on rank 1"):
+        for _ in range(mesh.size):  # each until its own next average
+            changed.step(flat, np.ones(4))
 
 
 @pytest.mark.mpi(min_size=2)

@@ -67,13 +67,26 @@ def test_another_loss_scale_is_that_of_the_steps_too(mesh: Mesh) -> None:
 def test_steps_between_averages_may_change(mesh: Mesh) -> None:
     optimizer = LocalSGDOptimizer(Adam(lr=0.1), mesh, sync_every=4)
     parameters = trained(optimizer, 1)
+    before = optimizer.settings.fingerprint
     optimizer.sync_every = 2
+    assert optimizer.settings.changed  # so that ranks compare it
+    assert optimizer.settings.by_name()["sync_every"] == "2"
+    assert optimizer.settings.fingerprint != before
+    assert not optimizer.settings.changed
     for _ in range(3):
         optimizer.step(parameters, np.ones(3))
     assert optimizer.outer_steps == 2
     assert optimizer.state.facts["local_sgd.json"] == {"sync_every": 2, "parts": 1, "delay": 0}
     with pytest.raises(ValueError, match="sync_every"):
         optimizer.sync_every = 0
+
+
+def test_what_averages_are_made_for_stays(mesh: Mesh) -> None:
+    optimizer = LocalSGDOptimizer(Adam(lr=0.1), mesh, 4, SGD(lr=0.7), parts=2, delay=1)
+    assert (optimizer.outer, optimizer.parts, optimizer.delay) == (SGD(lr=0.7), 2, 1)
+    for name in ("outer", "parts", "delay"):
+        with pytest.raises(AttributeError):
+            setattr(optimizer, name, getattr(optimizer, name))
 
 
 def test_the_staleness_of_the_last_average_outlives_a_rebuild(mesh: Mesh) -> None:
