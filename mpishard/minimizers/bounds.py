@@ -134,7 +134,7 @@ class Bounds:
             return 0, 0
         low: Array = self.lower > -np.inf
         high: Array = self.upper < np.inf
-        return int(to_host((low | high).sum())), int(to_host((~(low & high)).sum()))
+        return int(to_host((low | high).sum())), low.size - int(to_host((low & high).sum()))
 
     @staticmethod
     def _whole(bound: Array | None, without: float, space: Space) -> Array:

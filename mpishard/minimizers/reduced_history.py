@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import exact_dot
+from mpishard.backend.array import module_of
 from mpishard.minimizers import small
 from mpishard.minimizers.gram import Gram
 from mpishard.minimizers.history import History
@@ -121,7 +122,7 @@ class ReducedHistory(History):
         Takes the new pair in, as `products`.
         """
         new = self._take_new()
-        grams = [self._free.prepare(free), self._held.prepare(~free)]
+        grams = [self._free.prepare(free), self._held.prepare(module_of(free).logical_not(free))]
         parts = [self._words(self._all_rows, g, tops[0]), self._words(self._all_rows, step, tops[1])]
         if new >= 0:
             parts.append(self._words([new, self.most + new], *self.newest_y))

@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import standin
 from bounded_problems import BOUNDED
 from mgh import PROBLEMS
 from minimizer_runs import check_ranks, minimized, of_the_set, rosenbrock
 from problems import Problem
 
+from mpishard.backend import array as arrays
 from mpishard.minimizers.lbfgs import LBFGS
 from mpishard.minimizers.lbfgsb import LBFGSB
 from mpishard.minimizers.limits import Limits
+from mpishard.minimizers.minimizer import Wanted
+from mpishard.minimizers.space import LocalSpace
 
 OPTIONS: dict[str, Any] = {"gtol": 1e-8, "ftol": 1e-15, "maxiter": 3000, "maxfun": 3000}
 
@@ -60,3 +64,36 @@ def test_same_bits_on_any_ranks(cuts: list[int], search: str, bounded: bool) -> 
     steps = minimized(method, rosenbrock(size), limits).progress
     # Two an evaluation, four an iteration, those of the start, and two for each time that a direction is halved.
     assert spaces[0].all_reduces <= 2 * steps.evaluations + 4 * (steps.iterations + 1) + 10
+
+
+def on_device(host: np.ndarray) -> Any:
+    array = standin.empty(host.shape, host.dtype)
+    arrays.copy_to_device(np.ascontiguousarray(host), array)
+    return array
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_same_bits_on_a_device(dtype: Any, bounded: bool) -> None:
+    problem, size = rosenbrock(17), 17
+    method: LBFGS = LBFGS(history=4, maxiter=12, damping="powell", xtol=1e-30)
+    limits: dict[str, Any] = {"weights": np.linspace(1, 2, size), "scaling": np.linspace(0.5, 2, size)}
+    if bounded:
+        method = LBFGSB(history=4, maxiter=12)
+        limits.update(lower=np.full(size, -1.5), upper=np.linspace(0.5, 1.5, size))
+    limits = {name: value.astype(dtype) for name, value in limits.items()}
+    limits["fixed"] = np.arange(size) == 3
+    points: list[list[bytes]] = []
+    for move in (np.array, on_device):
+        point, vectors = move(problem.start.astype(dtype)), move(np.zeros((len(method.slots), size), dtype))
+        parts: dict[str, Any] = {name: move(value) for name, value in limits.items()}
+        minimizer = method.make(LocalSpace(size, point), vectors, point, Limits(**parts))
+        minimizer.begin()
+        points.append([])
+        while minimizer.wanted is not Wanted.NOTHING:
+            host = np.array(arrays.to_host(point))
+            points[-1].append(host.tobytes())
+            value, gradient = problem.gradient(host.astype(np.float64))
+            minimizer.tell(value, move(gradient.astype(dtype)))
+    assert points[0] == points[1]
+    assert len(points[0]) > 10
