@@ -19,6 +19,7 @@ from mpishard.io import log
 from mpishard.layout.run_state import Shard
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Wanted
+from mpishard.minimizers.stopping import lifted
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
@@ -173,6 +174,8 @@ class MethodState:
         """Continue from these facts, after parameters and slots were filled.  Not collective."""
         self._read_point()
         self.minimizer.restore(facts[_METADATA])
+        if lifted(self._method, self.minimizer.progress, self.minimizer.stop_reason):
+            self.minimizer.reopen()
 
     def add_to(self, full: FullState, world: Axis) -> FullState:
         """A full state with the numbers of the minimisation.  Not collective."""

@@ -18,6 +18,7 @@ from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer
 from mpishard.minimizers.space import LocalSpace
+from mpishard.minimizers.stopping import lifted
 
 Array = Any
 
@@ -118,6 +119,8 @@ class LocalRun:
             self._fill(old_point, dict(zip(self.method.slots, old_rows, strict=True)))
             self.minimizer.restore(old)
             raise
+        if lifted(self.method, self.minimizer.progress, self.minimizer.stop_reason):
+            self.minimizer.reopen()
         self.publish(self.minimizer.point)
 
     def _fill(self, point: Array, rows: dict[str, Array]) -> None:

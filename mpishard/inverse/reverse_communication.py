@@ -108,6 +108,7 @@ class ReverseCommunication:
             agreed(mesh, problem)
             self._run = MeshRun(chosen, unknowns, mesh, reduction)
         self._end = ""  # why the caller's loop has ended before the method
+        self._is_published = False  # whether the unknowns are the point
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -122,7 +123,9 @@ class ReverseCommunication:
         run, minimizer = self._run, self._run.minimizer
         if self.has_ended:
             return None
-        run.publish(minimizer.point)
+        if not self._is_published:
+            run.publish(minimizer.point)
+            self._is_published = True
         if minimizer.wanted is Wanted.GRADIENT:
             return EvaluationRequest(run.unknowns.shown_to_user())
         direction = run.whole(minimizer.direction)
@@ -184,10 +187,13 @@ class ReverseCommunication:
         problem : Exception or None
             What the user's function raised on this rank.
         """
-        if self._run.minimizer.wanted is Wanted.PRODUCT:
+        told_product = self._run.minimizer.wanted is Wanted.PRODUCT
+        if told_product:
             self._run.tell_product(vector, problem)
         else:
             self._run.tell(value, vector, problem)
+        # Between two products of a method the point stays where it is.
+        self._is_published = told_product and self._run.minimizer.wanted is Wanted.PRODUCT
         if self._run.minimizer.wanted is Wanted.NOTHING:
             self._run.publish(self._run.minimizer.point)
 
@@ -236,6 +242,7 @@ class ReverseCommunication:
         run, minimizer = self._run, self._run.minimizer
         progress = minimizer.progress
         run.publish(self._best)
+        self._is_published = False
         gradient = run.whole(minimizer.row("base_gradient")).copy()
         if not self._has_iterate:
             gradient[...] = math.nan
@@ -289,7 +296,7 @@ class ReverseCommunication:
             If these are not the bytes of such a minimisation; nothing has changed then.
         """
         self._run.deserialize(data)
-        self._end = ""
+        self._end, self._is_published = "", False
 
     def save(self, folder: str | Path) -> Path:
         """Write a checkpoint that any number of ranks can load; with a mesh only.
@@ -315,4 +322,4 @@ class ReverseCommunication:
             As for `mpishard.load_checkpoint`.
         """
         self._run.load(folder)
-        self._end = ""
+        self._end, self._is_published = "", False

@@ -7,6 +7,7 @@ from typing import Any
 from mpishard.arguments import flag, shown
 from mpishard.inverse.mesh_run import MeshRun
 from mpishard.inverse.run import Run
+from mpishard.io import log
 from mpishard.launch.exit_code import note_run
 from mpishard.record import RunRecord
 
@@ -111,13 +112,18 @@ class RunFiles:
         reason : str
             As for the result; ``"signal"`` after Ctrl-C.
         """
-        way_on = ""
         if self._checkpoints is not None:
             self._save()
             self._checkpoints.wait()
             way_on = f"minimize(..., resume=True) goes on from the checkpoint in {self._checkpoints.folder}"
+        else:
+            way_on = "nothing is saved: checkpoints=Checkpoints(folder, mesh), resume=True makes a run that can go on"
+        if reason != "signal":
+            way_on = ""
+        elif self._run.speaks:
+            log.inform(f"stopped after evaluation {self._optimizer.clock}; {way_on}")
         if self._record is not None:
-            self._record.end(self._optimizer.clock, reason, way_on if reason == "signal" else "")
+            self._record.end(self._optimizer.clock, reason, way_on)
         note_run(stopped=reason == "signal")
 
     def _save(self) -> None:

@@ -114,6 +114,10 @@ class Descent(Minimizer):
             Whether there was anything.
         """
 
+    def reopen(self) -> None:
+        super().reopen()
+        self._search = None
+
     @abstractmethod
     def _learn(self, gradient: Array, step: float, slope: float, slope_before: float) -> None:
         """Take note of the step from the base to the point, before the base goes there.  Not collective."""

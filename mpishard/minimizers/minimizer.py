@@ -139,6 +139,10 @@ class Minimizer(ABC):
         """Take the Hessian times `direction`, this rank's part, which is only read."""
         raise NotImplementedError(f"{type(self).__name__} wants no Hessian products")
 
+    def reopen(self) -> None:
+        """After the end, want another evaluation, at the last iterate, since a limit was lifted.  Not collective."""
+        self.wanted, self.stop_reason = Wanted.GRADIENT, ""
+
     @abstractmethod
     def to_metadata(self) -> dict[str, Any]:
         """Everything it knows besides vectors and point, as plain numbers, strings and lists of them; no call waits.

@@ -313,6 +313,10 @@ class TruncatedNewtonMinimizer(Minimizer):
             self.bounds.project(self.point)
             self.wanted = Wanted.GRADIENT
 
+    def reopen(self) -> None:
+        super().reopen()
+        self.progress = replace(self.progress, value=math.nan)  # which is to be told anew
+
     def to_metadata(self) -> dict[str, Any]:
         return {
             "wanted": self.wanted.value,

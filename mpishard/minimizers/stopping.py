@@ -54,3 +54,27 @@ def exhausted(method: Method, progress: Progress) -> str:
     if progress.iterations >= method.maxiter:
         return "iterations"
     return "evaluations" if progress.evaluations >= method.maxfun else ""
+
+
+def lifted(method: Method, progress: Progress, reason: str) -> bool:
+    """Whether the limit at which a minimisation has ended is now farther away: options may change between two runs.
+
+    Parameters
+    ----------
+    method : Method
+        With the limits of now.
+    progress : Progress
+        At the end.
+    reason : str
+        Why it has ended; empty if it has not.
+
+    Returns
+    -------
+    bool
+        True only for limits on iterations and evaluations, and for `gtol`.
+    """
+    if reason == "gradient":
+        return progress.projected_norm > method.gtol
+    if reason in ("iterations", "evaluations"):
+        return not exhausted(method, progress)
+    return False

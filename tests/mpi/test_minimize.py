@@ -198,6 +198,8 @@ def test_a_run_that_fails_resumes_with_the_evaluation_that_failed(mesh, same_on_
         assert all(np.array_equal(result[name], whole[name]) for name in whole)
         again = minimize(fun, START, **files, **options)
         assert len(seen) == len(expected) and again.message == result.message and np.array_equal(again.x, result.x)
+        more = minimize(fun, START, **files, **{**options, "options": {"maxiter": 8}})
+        assert more.nit == 8 and more.fun < result.fun and np.array_equal(seen[len(expected)], result.x)
     if mesh.rank == 0:
         steps = Run.read(folder / "record").metrics["step"]
         assert steps[0] == 7 and steps[-1] == result.nfev

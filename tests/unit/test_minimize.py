@@ -427,7 +427,7 @@ def test_calls_of_scipy_work_as_they_are(method, options, bounds):
             "'L-BFGS-B' has no option 'norm'.*disp, .*maxcor",
         ),
         (
-            {"method": "CG", "bounds": (0, 1)},
+            {"method": "L-BFGS", "bounds": (0, 1)},
             ValueError,
             "takes no bounds; method='L-BFGS-B' does",
         ),
@@ -494,6 +494,23 @@ def test_a_state_goes_on_elsewhere_with_the_same_request(method, bounds):
         assert same_requests(trajectory(second, 50 - stop, rosenbrock), expected[stop:])
     with pytest.raises(ValueError, match="checkpoints need a mesh"):
         second.save("nowhere")
+
+
+@pytest.mark.parametrize("method", ["L-BFGS-B", "CG", "trust-ncg"])
+@pytest.mark.parametrize("limit", [{"maxiter": 4}, {"maxfun": 6}, {"gtol": 10.0}])
+def test_a_run_that_has_reached_a_limit_goes_on_with_another(method, limit):
+    first = ReverseCommunication(method, np.full(4, -1.2), options=limit)
+    trajectory(first, function=rosenbrock)
+    assert first.ask() is None
+    same = ReverseCommunication(method, np.zeros(4), options=limit)
+    same.deserialize(first.serialize())
+    assert same.ask() is None and str(same.result) == str(first.result)
+    second = ReverseCommunication(method, np.zeros(4))
+    second.deserialize(first.serialize())
+    assert np.array_equal(second.ask().x, first.result.x)
+    trajectory(second, function=rosenbrock)
+    result = second.result
+    assert result.success and result.fun < 1e-6 and result.nfev > first.result.nfev and result.nit > first.result.nit
 
 
 def test_states_that_are_refused_change_nothing():
