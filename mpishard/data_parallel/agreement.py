@@ -1,8 +1,8 @@
 """The check that all ranks pass the same arguments and have the same settings; if not, all raise one error.
 
-`agree_on_step` compares before each step: the parameters, the divisor and the settings.  `agree_on_settings` compares
-any settings by name, such as those of an elastic run.  Each rank sends a fingerprint; only if these differ do ranks
-exchange the values, for the message.
+`agree_on_step` compares before each step: the parameters, the divisor and the settings.  `agree_on_beginning` is for
+what all do between two steps.  `agree_on_settings` compares any settings by name, such as those of an elastic run.
+Each rank sends a fingerprint; only if these differ do ranks exchange the values, for the message.
 """
 
 from __future__ import annotations
@@ -148,3 +148,38 @@ def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:_MOST_SHOWN]))
     more = f" and {len(ranks) - _MOST_SHOWN} others" if len(ranks) > _MOST_SHOWN else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def agree_on_beginning(world: Axis, has_begun: bool, settings: Compared) -> bool:
+    """Raise on all ranks if only some have taken a first step, or if settings differ.
+
+    Collective over the ranks.
+
+    Parameters
+    ----------
+    world : Axis
+        All ranks.
+    has_begun : bool
+        Whether this rank has.
+    settings : Compared
+        Those of the optimizer.
+
+    Returns
+    -------
+    bool
+        Whether all have.
+
+    Raises
+    ------
+    ValueError
+        On every rank, with the ranks that have not, or the settings that differ.
+    """
+    states = world.allgather_object((has_begun, settings.fingerprint))
+    waiting = [rank for rank, (begun, _) in enumerate(states) if not begun]
+    if waiting:
+        if len(waiting) < len(states):
+            raise ValueError(f"ranks {waiting} have not called step() yet")
+        return False
+    if len(set(states)) > 1:
+        raise differing(world, settings.by_name())
+    return True

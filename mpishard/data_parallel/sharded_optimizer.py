@@ -11,11 +11,12 @@ from mpishard.backend.blas_threads import fix_blas_threads
 from mpishard.backend.compiled import prepare
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.agreement import agree_on_step, differing
+from mpishard.data_parallel.agreement import agree_on_beginning, agree_on_step
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.method_state import MethodState
 from mpishard.data_parallel.method_update import update_by_method
 from mpishard.data_parallel.optimizer_state import OptimizerState
+from mpishard.data_parallel.renamed_members import RENAMED
 from mpishard.data_parallel.results import OptimizationResult, P, Problem, TrainingState
 from mpishard.data_parallel.settings import Settings
 from mpishard.data_parallel.step_arguments import checked_arguments
@@ -39,24 +40,6 @@ if TYPE_CHECKING:
     from mpishard.record import RunRecord
 
 Array = Any
-# Members that have moved behind `state`.
-_RENAMED = {
-    "run_state": "state.capture",
-    "check_facts": "state.check",
-    "restore": "state.restore",
-    "rebuild_state": "state.rebuild",
-    "prepare_save": "state.consolidate",
-    "prepares_saves": "state.needs_consolidation",
-    "resync": "state.resync",
-    "abandon": "state.abandon",
-    "tell_of_changes": "state.report_changes",
-    "tell_of_state": "state.report_continuation",
-    "synchronizes_next_step": "state.synchronizes_next_step",
-    "agrees_in_update": "state.agrees_in_update",
-    "interrupted": "state.interrupted",
-    "state_bytes": "state.nbytes",
-    "gradient_bytes": "state.gradient_bytes",
-}
 
 
 class ShardedOptimizer:
@@ -235,24 +218,16 @@ class ShardedOptimizer:
         ValueError
             On every rank, if some ranks have called `step` and others have not, or settings differ between ranks.
         """
-        binding = self._binding
-        states = self.world.allgather_object((binding.is_bound, self.settings.fingerprint))
-        unbound = [rank for rank, (bound, _) in enumerate(states) if not bound]
-        if unbound:
-            if len(unbound) < len(states):
-                raise ValueError(f"ranks {unbound} have not called step() yet")
+        if not agree_on_beginning(self.world, self._binding.is_bound, self.settings):
             return
-        if len(set(states)) > 1:
-            raise differing(self.world, self.settings.by_name())
         self._level_workers()
-        calls = self._calls()
-        if calls:
-            reducer = binding.strategy.reducer
-            if reducer.accumulation.total is not None:
-                reducer.memory.use_external(reducer.accumulation.total)
-            self.update(calls)
+        reducer, calls = self._binding.strategy.reducer, self._calls()
+        if not calls:
+            self._binding.spread()
             return
-        binding.spread()
+        if reducer.accumulation.total is not None:
+            reducer.memory.use_external(reducer.accumulation.total)
+        self.update(calls)
 
     def _calls(self) -> int:
         """Number of calls of `step` that only accumulated since the last update, over all data ranks.  Collective."""
@@ -320,8 +295,8 @@ class ShardedOptimizer:
     def begin_stage(self, *, keep_history: bool = False) -> None:
         """Let the next call of `optimize` minimise another function, from the last iterate of a method on.
 
-        For runs in stages, such as the frequency bands of a wave inversion.  Iterations and evaluations count from 0
-        again.  Checkpoints of each stage need a folder of their own.
+        Such as the next frequency band of a wave inversion.  Iterations and evaluations count from 0 again; checkpoints
+        of each stage need a folder of their own.
 
         Parameters
         ----------
@@ -457,4 +432,4 @@ class ShardedOptimizer:
     if not TYPE_CHECKING:  # a type checker shall know the new names only
 
         def __getattr__(self, name: str) -> Any:
-            return renamed_attribute(self, "ShardedOptimizer", name, _RENAMED)
+            return renamed_attribute(self, "ShardedOptimizer", name, RENAMED)
