@@ -20,5 +20,10 @@ def case():
 @pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS)
 def test_a_lost_host(case, tmp_path):
     ended = hosts.run(case, hosts.expected(), tmp_path)
-    assert not ended.problem, f"{ended.problem}\n{ended.output}"
-    assert ended.how == ("healed in place" if case == "processes" else "restarted, 4 ranks"), ended.output
+    assert not ended.problem, f"{ended.problem}\n{ended.output}"  # exit code 0, the bits of one rank, no processes left
+    if case == "host":
+        assert ended.how == "restarted, 4 ranks", ended.output
+    elif ended.how != "healed in place":
+        # Open MPI 5 was seen to lose the failure of a collective that was under way, for which survivors then wait for
+        # ever (about 1 death in 50 on a loaded machine).  To end that job and start again is right, if it is why.
+        assert ended.how == "restarted, 6 ranks" and "(--heal-limit); the job is ended" in ended.output, ended.output
