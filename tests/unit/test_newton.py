@@ -15,6 +15,7 @@ from minimizer_runs import (
     TIGHT,
     Problem,
     Vector,
+    check_device,
     check_ranks,
     check_restarts,
     everywhere,
@@ -266,6 +267,11 @@ def test_bits_do_not_depend_on_who_holds_what(cuts: list[int]) -> None:
         for space in check_ranks(method, rosenbrock(12), limits, cuts):
             # Two for a product, three for an evaluation, and a few for bounds and for sums that have lost digits.
             assert space.all_reduces <= 2.1 * progress.products + (3 + bounded) * progress.evaluations + bounded
+
+
+def test_device_memory_gives_the_bits_of_the_host() -> None:
+    for limits in (ANY, everywhere(6, bounded=True)):
+        check_device(TruncatedNewton(maxiter=12), rosenbrock(6), limits)
 
 
 def test_what_is_told_must_be_what_is_wanted() -> None:

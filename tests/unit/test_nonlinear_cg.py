@@ -12,6 +12,7 @@ from minimizer_runs import (
     ANY,
     Problem,
     Vector,
+    check_device,
     check_ranks,
     check_restarts,
     everywhere,
@@ -193,6 +194,11 @@ def test_bits_do_not_depend_on_who_holds_what(cuts: list[int]) -> None:
     progress = minimized_by(method, rosenbrock(12), everywhere(12)).progress
     for space in check_ranks(method, rosenbrock(12), everywhere(12), cuts):
         assert space.all_reduces <= 2 * progress.evaluations + 4 * progress.iterations + 2
+
+
+def test_device_memory_gives_the_bits_of_the_host() -> None:
+    for limits in (ANY, everywhere(6)):
+        check_device(NonlinearCG(maxiter=12), rosenbrock(6), limits)
 
 
 def test_bad_options_are_refused() -> None:
