@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import deprecated
-from mpishard.data_parallel import sharded_optimizer
+from mpishard.data_parallel import renamed_members
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_members_of_an_optimizer_behind_its_state() -> None:
         with pytest.warns(DeprecationWarning):
             assert optimizer.gradient_bytes == optimizer.state.gradient_bytes
         assert not hasattr(optimizer, "learning_rate")
-        assert all(attrgetter(new)(optimizer) is not None for new in sharded_optimizer._RENAMED.values())
+        assert all(attrgetter(new)(optimizer) is not None for new in renamed_members.RENAMED.values())
 
 
 def test_once_a_process() -> None:
