@@ -72,6 +72,13 @@ def test_deepwave_inversion_says_what_it_needs(mpirun: Callable[..., Any]) -> No
     assert finished.code == 1 and "pip install deepwave" in finished.errors
 
 
+def test_domain_decomposed(mpirun: Callable[..., Any], tmp_path: Path) -> None:
+    sizes = ["--grid", 16, "--steps", 80, "--evaluations", 40]
+    finished = mpirun(3, EXAMPLES / "domain_decomposed.py", *sizes, "--output", tmp_path)
+    assert finished.code == 0, finished.all
+    assert "3 ranks, then 2: 40 evaluations" in finished.output and "PASS: largest error" in finished.output
+
+
 def test_train_elastic(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     finished = mpirun(3, EXAMPLES / "train_elastic.py", "--output", tmp_path)
     assert finished.code == 0, finished.all
