@@ -44,6 +44,8 @@ class EvaluationRequest:
 class ReverseCommunication:
     """A minimisation whose loop is the caller's.
 
+    ::
+
         optimizer = ReverseCommunication("L-BFGS-B", x0, bounds=(0, None))
         while (request := optimizer.ask()) is not None:
             optimizer.tell(*value_and_gradient(request.x))
