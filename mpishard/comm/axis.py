@@ -9,6 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.comm.call_matching import CallMatching
+from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.channel import NOTHING
 from mpishard.comm.communicator import Communicator
 from mpishard.comm.ledger import Ledger
@@ -25,6 +26,20 @@ def _known_kind(problem: Exception) -> str:
     """The name of the error's class, or of its nearest base class that other ranks can raise too."""
     kinds = [kind.__name__ for kind in type(problem).__mro__]
     return next((name for name in kinds if name in _KNOWN_ERRORS), kinds[0])
+
+
+def allgather_values(comm: MPI.Comm, value: Any) -> list[Any]:
+    """The values of all ranks of `comm`, by rank; MPI.Exception if a rank has died (ULFM).  Collective."""
+    try:
+        return list(comm.allgather(value))
+    except MPI.Exception:
+        raise
+    except Exception as error:
+        # What ranks have sent can be read.  Open MPI 5 was seen to return success from a call in which a rank died,
+        # with memory that nobody had written.  That is a death, no failure of this rank.
+        if heals_in_place():
+            raise MPI.Exception(MPI.ERR_PROC_FAILED) from error
+        raise
 
 
 class Axis(Communicator):
@@ -210,11 +225,16 @@ class Axis(Communicator):
         -------
         list
             The values of all ranks, by rank.
+
+        Raises
+        ------
+        MPI.Exception
+            If a rank has died (ULFM).
         """
         ledger = self.ledger
         ledger.active = call = self._channel.begin("allgather_object", NOTHING, "control")
         try:
-            values = self.comm.allgather(value)
+            values = allgather_values(self.comm, value)
         finally:
             ledger.active = None
         ledger.enter(call, 0, ledger.spend(call, call[0]))

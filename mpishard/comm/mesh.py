@@ -17,7 +17,7 @@ from mpi4py import MPI
 from mpishard.arguments import flag
 from mpishard.backend.blas_threads import limit_blas_threads
 from mpishard.comm.abort import abort_on_exception
-from mpishard.comm.axis import Axis
+from mpishard.comm.axis import Axis, allgather_values
 from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
@@ -150,7 +150,7 @@ class Mesh:
         self.pipeline = axis("pipeline", *split(pipelines, stage))
         self.pipeline.regain_subgroups(world, pipelines)  # ties between stages, which stay whatever the data size is
         self.node = axis("node", *(world.Split_type(MPI.COMM_TYPE_SHARED, rank) for _ in range(2)))
-        self.nodes: list[int] = world.allgather(min(self.node.members))
+        self.nodes: list[int] = allgather_values(world, min(self.node.members))
         self.blas_threads = limit_blas_threads(world, self.node.members)
         self._children: dict[tuple[int, int, int], Mesh] = {}
         self._freed = False

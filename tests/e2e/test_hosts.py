@@ -24,6 +24,6 @@ def test_a_lost_host(case, tmp_path):
     if case == "host":
         assert ended.how == "restarted, 4 ranks", ended.output
     elif ended.how != "healed in place":
-        # Open MPI 5 was seen to lose the failure of a collective that was under way, for which survivors then wait for
-        # ever (about 1 death in 50 on a loaded machine).  To end that job and start again is right, if it is why.
+        # Open MPI 5 was seen to leave survivors waiting for ever (1 death in 50 on a loaded machine, after another one
+        # a moment before).  To end that job and start again is right, if it is why.
         assert ended.how == "restarted, 6 ranks" and "(--heal-limit); the job is ended" in ended.output, ended.output

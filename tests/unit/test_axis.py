@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import mpishard
+from mpishard.comm.axis import allgather_values
 
 # A model of its own, in a process where a call of MPI would abort.
 WITHOUT_MPI = """
@@ -66,3 +68,17 @@ def test_its_communicator_stays() -> None:
 
 def test_two_of_them_have_a_ledger_each() -> None:
     assert mpishard.Axis.single().ledger is not mpishard.Axis.single().ledger
+
+
+@pytest.mark.parametrize(("heals", "kind"), [(True, MPI.Exception), (False, pickle.UnpicklingError)])
+def test_values_that_cannot_be_read_are_those_of_the_dead(monkeypatch, heals, kind):
+    """Open MPI 5 may return from an allgather in which a rank dies, with values that nobody has sent."""
+
+    class Dying:
+        def allgather(self, value):
+            return [value, pickle.loads(b"\xe4")]
+
+    monkeypatch.setattr("mpishard.comm.axis.heals_in_place", lambda: heals)
+    with pytest.raises(kind) as raised:
+        allgather_values(Dying(), 1)
+    assert not heals or raised.value.Get_error_class() == MPI.ERR_PROC_FAILED
