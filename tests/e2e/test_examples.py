@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,14 @@ def test_seismic_inversion(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     assert finished.code == 0, finished.all
     assert "PASS" in finished.output
     assert (tmp_path / "seismic.png").read_bytes().startswith(PNG)
+
+
+def test_a_loop_in_fortran(mpirun: Callable[..., Any]) -> None:
+    if shutil.which("gfortran") is None:
+        pytest.skip("gfortran is not installed")
+    finished = mpirun(3, EXAMPLES / "fortran_loop.py")
+    assert finished.code == 0, finished.all
+    assert "PASS: largest error" in finished.output
 
 
 def test_deepwave_inversion_says_what_it_needs(mpirun: Callable[..., Any]) -> None:
