@@ -19,6 +19,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend import exact_changes, exact_dot
 
 Array = Any
+_FEW = 0.1  # part of the elements below which they are looked up one by one
 Entry = tuple[str, int, int]
 
 
@@ -135,8 +136,7 @@ class Gram:
             words = self._whole_words(self._new)
         else:
             before, after = (self._all() if mask is None else mask for mask in (self._free, free))
-            changed = [self._changed(self._new, None, after), self._changed(self._old, before, after)]
-            words = np.concatenate(changed)
+            words = np.concatenate([self._first(self._new, after), self._changed(self._old, before, after)])
         self._keep(free)
         return words
 
@@ -210,16 +210,27 @@ class Gram:
         kind, older, pair = entry
         return (self.s_tops if kind == "sy" else self.y_tops)[older] * self.y_tops[pair]
 
-    def _whole_words(self, entries: Sequence[Entry]) -> np.ndarray:
-        """The words over all elements of this rank: one pass for each y."""
+    def _whole_words(self, entries: Sequence[Entry], free: Array | None = None) -> np.ndarray:
+        """The words over all elements of this rank, or all free ones: one pass for each y."""
         words = np.zeros((len(entries), 2), np.int64)
         for pair in {pair: None for _, _, pair in entries}:
             places = [k for k, entry in enumerate(entries) if entry[2] == pair]
             indices = [self._row_numbers(entries[k])[0] for k in places]
             tops = [self._top(entries[k]) for k in places]
             y = self._rows[self._y_rows[pair]]
+            y = y if free is None else y * free
             words[places] = exact_dot.row_dot_words(self._rows, indices, y, tops, self._space.spans)
         return words
+
+    def _first(self, entries: Sequence[Entry], free: Array) -> np.ndarray:
+        """The words over the free elements, of this rank; the ways to them differ in time only."""
+        count = int(arrays.to_host(free.sum()))
+        if count <= _FEW * free.size:
+            return self._changed(entries, None, free)
+        if free.size - count <= _FEW * free.size:
+            rest = arrays.module_of(free).logical_not(free)
+            return self._whole_words(entries) - self._changed(entries, None, rest)
+        return self._whole_words(entries, free)
 
     def _changed(self, entries: Sequence[Entry], before: Array | None, after: Array) -> np.ndarray:
         """The words over `after` less those over `before`, of this rank."""
