@@ -331,7 +331,7 @@ class TrainingRun:
         norm = self.optimizer.gradient_norm if resumed else math.nan
         reason = self._ended or self._stop.goal(len(self.losses), norm)
         if reason and resumed and folder is not None and self.optimizer.mesh.rank == 0:
-            goal = f"{reason}={getattr(self.problem, reason, 'the goal of its method')}"
+            goal = f"the end of its method ({reason})" if self._ended else f"{reason}={getattr(self.problem, reason)}"
             log.inform(
                 f"the run in {folder} had reached {goal} at step {self.optimizer.clock}: nothing is "
                 "left to do.  Ask for more, and it goes on from there"
