@@ -66,12 +66,20 @@ def test_seismic_inversion(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     assert (tmp_path / "seismic.png").read_bytes().startswith(PNG)
 
 
-def test_a_loop_in_fortran(mpirun: Callable[..., Any]) -> None:
-    if shutil.which("gfortran") is None:
-        pytest.skip("gfortran is not installed")
+@pytest.mark.skipif(shutil.which("gfortran") is None, reason="gfortran is not installed")
+def test_fortran_loop(mpirun: Callable[..., Any]) -> None:
     finished = mpirun(3, EXAMPLES / "fortran_loop.py")
     assert finished.code == 0, finished.all
-    assert "PASS: largest error" in finished.output
+    assert finished.output.count("PASS") == 1
+    assert "converged" in finished.output and "on 3 ranks" in finished.output
+
+
+@pytest.mark.skipif(shutil.which("gfortran") is None, reason="gfortran is not installed")
+def test_an_error_of_one_rank_in_fortran_ends_all(mpirun: Callable[..., Any]) -> None:
+    finished = mpirun(3, EXAMPLES / "fortran_loop.py", "--broken", 399)
+    assert finished.code != 0 and "PASS" not in finished.output
+    assert "all 3 ranks failed" in finished.errors
+    assert finished.errors.count("invert: the misfit of this rank's cells is not finite (status 3)") == 1
 
 
 def test_deepwave_inversion_says_what_it_needs(mpirun: Callable[..., Any]) -> None:
