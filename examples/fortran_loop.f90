@@ -10,7 +10,7 @@ module heat_ring
   private
   public :: invert
 
-  integer, parameter :: steps = 5
+  integer, parameter :: steps = 3
   real(c_double), parameter :: exchanged = 0.1_c_double  ! the part of a difference that two cells exchange in a step
   ! What can go wrong, as fortran_loop.py has it, too.
   integer(c_int), parameter :: ok = 0, too_few_cells = 1, no_mpi = 2, not_finite = 3

@@ -68,7 +68,7 @@ def test_seismic_inversion(mpirun: Callable[..., Any], tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("gfortran") is None, reason="gfortran is not installed")
 def test_fortran_loop(mpirun: Callable[..., Any]) -> None:
-    finished = mpirun(3, EXAMPLES / "fortran_loop.py")
+    finished = mpirun(3, EXAMPLES / "fortran_loop.py", timeout=150)
     assert finished.code == 0, finished.all
     assert finished.output.count("PASS") == 1
     assert "converged" in finished.output and "on 3 ranks" in finished.output
