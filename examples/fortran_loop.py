@@ -131,7 +131,7 @@ def main() -> int:
         optimizer = mpishard.ReverseCommunication(method, np.ones(options.cells), mesh=mesh, reduction="sum")
         result = invert(load(mesh, comm), comm, readings, optimizer)
         error = np.abs(result.x - minimizer).max()
-        passed = bool(error < 1e-6)
+        passed = bool(result.success and error < 1e-6)
         if mesh.rank == 0:
             print(f"{result.message}: {result.nit} iterations, {result.nfev} evaluations on {mesh.size} ranks")
             print(f"{'PASS' if passed else 'FAIL'}: {error:.1e} from the minimiser; wanted: below 1e-6")
