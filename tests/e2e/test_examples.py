@@ -18,6 +18,12 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
 PNG = b"\x89PNG\r\n"
+MISSING = [
+    tool
+    for tool in ("gfortran", "mpicc")
+    if not (shutil.which(tool) or shutil.which(tool, path=str(Path(sys.executable).parent)))
+]
+needs_fortran = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed")
 
 
 def load(name: str) -> Any:
@@ -66,7 +72,7 @@ def test_seismic_inversion(mpirun: Callable[..., Any], tmp_path: Path) -> None:
     assert (tmp_path / "seismic.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.skipif(shutil.which("gfortran") is None, reason="gfortran is not installed")
+@needs_fortran
 def test_fortran_loop(mpirun: Callable[..., Any]) -> None:
     finished = mpirun(3, EXAMPLES / "fortran_loop.py", timeout=150)
     assert finished.code == 0, finished.all
@@ -74,7 +80,7 @@ def test_fortran_loop(mpirun: Callable[..., Any]) -> None:
     assert "converged" in finished.output and "on 3 ranks" in finished.output
 
 
-@pytest.mark.skipif(shutil.which("gfortran") is None, reason="gfortran is not installed")
+@needs_fortran
 def test_an_error_of_one_rank_in_fortran_ends_all(mpirun: Callable[..., Any]) -> None:
     finished = mpirun(3, EXAMPLES / "fortran_loop.py", "--broken", 399)
     assert finished.code != 0 and "PASS" not in finished.output
