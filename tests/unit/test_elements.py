@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpishard.data_parallel.method_limits import element_name, whole_bounds, whole_elements
 from mpishard.layout.specs import ParameterSpec
+from mpishard.minimizers.elements import element_name, whole_bounds, whole_elements
 
 SPECS = (ParameterSpec("a", (2, 3)), ParameterSpec("b", (4,)))
 REAL = np.dtype(np.float64)
