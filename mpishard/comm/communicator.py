@@ -90,9 +90,9 @@ class Communicator:
         matching: CallMatching | None,
     ) -> None:
         """Use these communicators from now on; see `Axis.rebind`."""
+        later = comm.Dup() if later is None else later  # first: if a rank dies in it, all stays as it was
         self.comm = comm
         self._matching = matching
-        later = comm.Dup() if later is None else later
         self.members: list[int] = list(range(comm.size) if members is None else members)
         self._channel = Channel(comm, self.name, self.ledger, self.members, matching)
         self._channel_of_started = Channel(later, self.name, self.ledger, self.members, matching)

@@ -47,17 +47,25 @@ def agree(comm: MPI.Intracomm, sound: bool) -> None:
         raise MPI.Exception(MPI.ERR_PROC_FAILED)
 
 
-def _shared_axis(comm: MPI.Intracomm) -> Axis:
-    """Make the axis of a run and its joining processes; MPI.Exception on all of them if one dies.  Collective."""
+def _duplicate(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """Duplicate a new communicator; MPI.Exception on all its ranks if one dies.  Collective.
+
+    Without the agreements one rank could go on with the duplicate, or wait in it for ever, while another one gives up.
+    """
     agree(comm, True)  # a communicator must not be revoked where it is still being made
     try:
-        axis = Axis("crew", comm, Ledger())
+        duplicate = comm.Dup()
     except MPI.Exception:
         comm.Revoke()
         agree(comm, False)
         raise
     agree(comm, True)
-    return axis
+    return duplicate
+
+
+def _shared_axis(comm: MPI.Intracomm) -> Axis:
+    """Make the axis of a run and its joining processes; MPI.Exception on all of them if one dies.  Collective."""
+    return Axis("crew", comm, Ledger(), later=_duplicate(comm))
 
 
 class Order(NamedTuple):
@@ -211,11 +219,14 @@ class Membership:
         self.axis.revoke()
 
     def shrink(self) -> None:
-        """Remove the dead processes.  Collective over the survivors, whose order on the axis stays."""
+        """Remove the dead processes.  Collective over the survivors, whose order on the axis stays.
+
+        If another one dies meanwhile, this raises MPI.Exception on all of them, and the axis stays as it was.
+        """
         survivors = self.axis.comm.Shrink()
         assert isinstance(survivors, MPI.Intracomm)
         Membership.lost = True
-        self.axis.rebind(survivors)
+        self.axis.rebind(survivors, later=_duplicate(survivors))
         self.assign_roles(self.roles.workers)
 
     def end(self) -> None:

@@ -24,6 +24,8 @@ def test_a_lost_host(case, tmp_path):
     if case == "host":
         assert ended.how == "restarted, 4 ranks", ended.output
     elif ended.how != "healed in place":
-        # Open MPI 5 was seen to leave survivors waiting for ever (1 death in 50 on a loaded machine, after another one
-        # a moment before).  To end that job and start again is right, if it is why.
-        assert ended.how == "restarted, 6 ranks" and "(--heal-limit); the job is ended" in ended.output, ended.output
+        # It should heal, and a restart is right only where Open MPI 5 itself is the reason, which was seen if the two
+        # ranks die some tenths of a second apart, as on a loaded machine: it crashes if it learns of a death while it
+        # makes a communicator, or lets survivors wait for ever.
+        assert ended.how == "restarted, 6 ranks", ended.output
+        assert any(why in ended.output for why in ("ompi_comm_revoke_local", "(--heal-limit)")), ended.output
