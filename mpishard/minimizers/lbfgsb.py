@@ -17,6 +17,7 @@ from mpishard.minimizers.space import Space
 
 Array = Any
 _HALVINGS = 30
+_LEAST_DESCENT = 0.1  # a step cut by bounds has a slope of at least this part of that of the step that was not cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,25 +151,35 @@ class BoundedQuasiNewton(QuasiNewton):
         keep_free(self._descent(work), self.base, *sides, reach)
         # A step to the bound may be twice as long as what leads there, by rounding.
         tops = self._weighted_top, 2 * reach * self._weighted_top
-        gamma, of_s, of_y = self.history.reduced_times(
+        gamma, of_s, of_y, product = self.history.reduced_times(
             free, self._scaled(work), self._scaled(d), tops, self.method.initial_scaling
         )
         del free
         slope, factor = math.nan, 1.0
         for _ in range(_HALVINGS):
-            keep_free(self._descent(work), self.base, *sides, reach)
-            self.history.combine(of_s, of_y, self._scaled(work), -gamma, d)
+            self._weigh_free(work)
+            self.history.combine(of_s, of_y, work, -gamma, d)
             if self._root is not None:
                 weigh(d, d, self._root)
             cut(d, self.base, self._descent(work), *sides, reach, factor)
             closeness(work, self.base, d, *sides)
             top, closest = self.space.largest(d, work)
-            tops = self._gradient_top * top, top * top
-            slope, square = self.space.dots([(self.base_gradient, d), (d, d)], tops)
-            if not slope >= 0:
+            pairs, limits = [(self.base_gradient, d), (d, d)], [self._gradient_top * top, top * top]
+            if closest >= 1:
+                self._weigh_free(work)
+                pairs, limits = [*pairs, (work, work)], [*limits, self._weighted_top**2]
+            slope, square, *of_gradient = self.space.dots(pairs, limits)
+            # The slope along the step that is not cut follows from its coefficients.
+            uncut = product - gamma * of_gradient[0] if of_gradient else math.inf
+            if not slope >= 0 and not slope > _LEAST_DESCENT * factor * uncut:
                 break
             factor /= 2
         first_time = self.progress.iterations == 0
         first = 1.0 if first_time and self._boxed else self._first_step(slope, square)
         most = 1.0 if first_time and self._bounded else (1 / closest if closest > 0 else math.inf)
         return top, slope, first, most
+
+    def _weigh_free(self, out: Array) -> None:
+        """Write the gradient of free elements in scaled variables, 0 for others."""
+        keep_free(self._descent(out), self.base, self.bounds.lower, self.bounds.upper, self.history.reach)
+        self._scaled(out)

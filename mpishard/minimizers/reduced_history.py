@@ -8,6 +8,7 @@ but the Hessian, and this is inverted.  So pairs remain of use, whatever element
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class ReducedHistory(History):
 
     def reduced_times(
         self, free: Array, g: Array, step: Array, tops: tuple[float, float], initial_scaling: float | None
-    ) -> tuple[float, list[float], list[float]]:
+    ) -> tuple[float, list[float], list[float], float]:
         """The step of the free elements to the minimum of the quadratic model, where the others take a step of theirs.
 
         Collective: one all-reduce.
@@ -80,10 +81,12 @@ class ReducedHistory(History):
         gamma : float
         of_s, of_y : list of float
             Coefficients, oldest first: the step is ``-gamma g`` and the sum over the pairs, of the free elements.
+        product : float
+            Of this sum and g.
         """
         sg, yg, sz, yz = self._products_over(free, g, step, tops)
         if not self.order:
-            return initial_scaling or 1.0, [], []
+            return initial_scaling or 1.0, [], [], 0.0
         gamma = initial_scaling or self.gamma()
         curvatures = np.array([self.sy[pair][pair] for pair in self.order])
         # With D = diag(s'y), the step z of the others, and sums over free (F) and other elements (A), solve for the
@@ -100,7 +103,8 @@ class ReducedHistory(History):
         scale = np.tile(1 / np.sqrt(curvatures), 2)
         solution = np.array(small.solve(scale[:, None] * matrix * scale, (scale * right).tolist())) * scale
         size = len(curvatures)
-        return gamma, solution[size:].tolist(), (gamma * solution[:size]).tolist()
+        of_s, of_y = solution[size:].tolist(), (gamma * solution[:size]).tolist()
+        return gamma, of_s, of_y, sum(map(mul, [*of_s, *of_y], [*sg, *yg]))
 
     def _follow(self) -> None:
         """Let the Gram matrices have the pairs of this history."""
