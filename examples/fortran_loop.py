@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -61,13 +62,15 @@ def load(mesh: mpishard.Mesh, comm: MPI.Intracomm) -> ctypes.CDLL:
     return library
 
 
-def invert(library: ctypes.CDLL, comm: MPI.Intracomm, readings: np.ndarray, optimizer: mpishard.ReverseCommunication):
+def invert(
+    library: ctypes.CDLL, comm: MPI.Intracomm, readings: np.ndarray, optimizer: mpishard.ReverseCommunication
+) -> mpishard.OptimizeResult:
     """Run the Fortran loop.  Collective over comm; an error of any rank is raised on all."""
     cells = readings.size
     errors: list[BaseException] = []  # C and Fortran know no exceptions: they wait here until Fortran has returned
 
     @ASK
-    def ask(x) -> int:
+    def ask(x: Any) -> int:
         try:
             request = optimizer.ask()
             if request is not None:
@@ -78,7 +81,7 @@ def invert(library: ctypes.CDLL, comm: MPI.Intracomm, readings: np.ndarray, opti
             return -1
 
     @TELL
-    def tell(value, gradient, status) -> int:
+    def tell(value: float, gradient: Any, status: int) -> int:
         try:
             problem = RuntimeError(f"invert: {WRONG[status]} (status {status})") if status else None
             optimizer.tell_outcome(value, np.ctypeslib.as_array(gradient, (cells,)), problem)
