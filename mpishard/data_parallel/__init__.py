@@ -12,6 +12,8 @@ ranks of one model        ``model_parallel_group``; ``tensor_copies``: copies on
                           ``full_parameters``: whole tensors from their parts
 a step                    ``step_arguments``, ``gradient_norm``: clipping's, and NaN; ``update``;
                           ``trust_ratio_norms``: LAMB's
+methods                   ``method_state``: a minimisation as state of an optimizer; ``method_update``: its step;
+                          ``sharded_space``: its vectors; ``method_limits``: bounds; ``method_evaluations``
 the state                 ``optimizer_state``: what loops, elastic runs and checkpoints need; ``binding``: of which
                           parameters; ``rank_state``, ``slots``: the arrays of one rank; ``counters``: the numbers
 the state, elsewhere      ``state_shards``: with its layouts, to be saved or moved; ``full_state``: as one value for any

@@ -74,7 +74,10 @@ class Transactions:
         return outcome
 
     def roll_back(self) -> None:
-        """Return to the last committed step, if another one has begun.  Not collective."""
+        """Return to parameters and state of the last committed step, if another one has begun.  Not collective.
+
+        Its gradients are dropped when the optimizer's arrays are made again, for the ranks that are left.
+        """
         facts = self._state().roll_back()
         if facts is not None:
             self._training.optimizer.state.restore(facts)

@@ -1,6 +1,7 @@
 """SIGTERM, SIGUSR1 and Ctrl-C as wishes to leave: `Signals` notes them, and the run saves and stops, elastic or not.
 
-In an elastic run one process that gets one leaves, and the others go on; if all get one, the run stops.
+In an elastic run one process that gets one leaves, and the others go on; if all get one, the run stops.  All ranks
+agree to stop, and save, in `mpishard.training.loop`, those of an elastic run in `mpishard.elastic.step_decisions`.
 """
 
 from __future__ import annotations
