@@ -8,15 +8,17 @@ from typing import Any
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
+from mpishard.data_parallel.agreement import fingerprint
 from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.method_limits import limits_of
 from mpishard.data_parallel.rank_state import RankState
-from mpishard.data_parallel.settings import Configured
+from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.sharded_space import ShardedSpace
 from mpishard.data_parallel.strategies import ShardedState
 from mpishard.io import log
 from mpishard.layout.run_state import Shard
+from mpishard.minimizers.elements import preconditioned
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Wanted
 from mpishard.minimizers.stopping import lifted
@@ -33,6 +35,8 @@ def _divide(gradient, /, divisor):  # type: ignore[no-untyped-def]
 
 
 _METADATA = "minimizer.json"
+_ELEMENTS = "elements"  # in the metadata
+_ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")
 
 
 class MethodState:
@@ -58,7 +62,6 @@ class MethodState:
         self._minimizer: Minimizer | None = None
         self._on_rank: RankState
         self._whole: FlatParameters | None = None
-        self._saved: Mapping[str, Any] = {}
 
     @property
     def minimizer(self) -> Minimizer:
@@ -132,12 +135,12 @@ class MethodState:
     @property
     def facts(self) -> dict[str, Any]:
         """The numbers of the minimisation as a fact of a `RunState`.  Not collective."""
-        return {_METADATA: self._saved if self._minimizer is None else self._minimizer.to_metadata()}
+        return {_METADATA: self._metadata}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the point and of the gradient's copy.  Not collective."""
-        return 0 if self._minimizer is None else int(self._minimizer.point.nbytes + self._gradient.nbytes)
+        """Bytes of the gradient's copy.  Not collective."""
+        return 0 if self._minimizer is None else int(self._gradient.nbytes)
 
     def make(self, on_rank: RankState, counters: Counters) -> None:
         """Begin a minimisation at the parameters; bounds may move them."""
@@ -146,11 +149,11 @@ class MethodState:
         self._space = ShardedSpace(strategy)
         size = strategy.ownership.size
         self._gradient = arrays.empty(size, like.dtype, like=like)
-        point = arrays.empty(size, like.dtype, like=like)
+        *_, point = on_rank.slot_rows
         problem: Exception | None = None
         try:
             limits = limits_of(self._method, strategy, self._precondition())
-            self._minimizer = self._method.make(self._space, on_rank.slot_rows, point, limits)
+            self._minimizer = self._method.make(self._space, on_rank.slot_rows[:-1], point, limits)
         except (TypeError, ValueError) as error:
             problem = error
         self._optimizer.world.raise_if_any(problem)
@@ -169,32 +172,50 @@ class MethodState:
         """Raise ValueError unless these facts have a minimisation.  Not collective."""
         if not isinstance(facts.get(_METADATA), Mapping):
             raise ValueError(f"the state has no {_METADATA}: it is not of a run by {type(self._method).__name__}")
+        if facts[_METADATA].get(_ELEMENTS, self._elements) != self._elements:
+            raise ValueError(
+                "the state is of a run with other bounds, fixed elements, inner_product or preconditioner, which what "
+                f"{type(self._method).__name__} has learned depends on; give those, or leave its state and take the "
+                "parameters alone as a start"
+            )
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Continue from these facts, after parameters and slots were filled.  Not collective."""
-        self._read_point()
-        self.minimizer.restore(facts[_METADATA])
-        if lifted(self._method, self.minimizer.progress, self.minimizer.stop_reason):
-            self.minimizer.reopen()
+        self._resume(facts[_METADATA])
 
     def add_to(self, full: FullState, world: Axis) -> FullState:
         """A full state with the numbers of the minimisation.  Not collective."""
-        return replace(full, minimizer=self.minimizer.to_metadata())
+        return replace(full, minimizer=self._metadata)
 
     def fill(self, full: FullState) -> None:
         """Continue from a full state, which does not contain the parameters.  Not collective."""
-        self._read_point()
-        self.minimizer.restore(full.minimizer)
+        self._resume(full.minimizer)
 
     def spread(self) -> None:
-        """Take the point from the parameters, whose copies have become equal."""
-        self._read_point()
+        """Nothing: the copies of slots have become equal."""
 
     def consolidate(self) -> None:
         """Nothing: no rank has anything that only it needs."""
 
     def abandon(self) -> None:
         """Nothing is pending between two steps.  Not collective."""
+
+    @property
+    def _metadata(self) -> dict[str, Any]:
+        """All but the vectors.  Not collective."""
+        return {} if self._minimizer is None else {**self._minimizer.to_metadata(), _ELEMENTS: self._elements}
+
+    @property
+    def _elements(self) -> str:
+        """A hash of the options about elements.  Not collective."""
+        options = settings_of_rule(self._method)
+        return f"{fingerprint({name: options.get(name, '') for name in _ABOUT_ELEMENTS}):x}"
+
+    def _resume(self, metadata: Mapping[str, Any]) -> None:
+        """Continue from these numbers, after the slots were filled.  Not collective."""
+        self.minimizer.restore(metadata)
+        if lifted(self._method, self.minimizer.progress, self.minimizer.stop_reason):
+            self.minimizer.reopen()
 
     def _read_point(self) -> None:
         """Take the point from the parameters.  Not collective."""
@@ -207,4 +228,14 @@ class MethodState:
         function = self._method.preconditioner
         if not callable(function):
             return None
-        return lambda vector: self._space.own(function(self._space.whole(vector)))
+
+        def own_part(vector: Array) -> Array:
+            problem: Exception | None = None
+            try:
+                found = preconditioned(function, self._space.whole(vector))
+            except Exception as error:  # of the user's function: all ranks must learn of it
+                problem = error
+            self._optimizer.world.raise_if_any(problem)
+            return self._space.own(found)
+
+        return own_part

@@ -10,6 +10,7 @@ from mpishard.data_parallel.counters import check_numbers
 from mpishard.data_parallel.further_state import FurtherState
 from mpishard.data_parallel.method_state import MethodState
 from mpishard.data_parallel.settings import Configured, changed_settings
+from mpishard.data_parallel.slots import slot_names
 from mpishard.data_parallel.validation import check_rule
 from mpishard.io import log
 from mpishard.layout.run_state import RunState, names_fact
@@ -57,7 +58,7 @@ class OptimizerState:
             "optimizer": type(self._optimizer).__name__,
             "rule": type(rule).__name__,
             "rule.json": rule.configuration(),
-            "slots.json": list(rule.slots),
+            "slots.json": list(slot_names(rule)),
             "sharding.json": config.settings(),
             "mesh.json": dict(config.mesh.shape),
             **self.binding.counters.facts,

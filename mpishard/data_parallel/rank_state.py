@@ -13,7 +13,15 @@ from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.gradient_norm import Inspection
 from mpishard.data_parallel.settings import Configured
-from mpishard.data_parallel.slots import fill_errors, fill_slots, make_rows, make_slots, whole_errors, whole_slots
+from mpishard.data_parallel.slots import (
+    fill_errors,
+    fill_slots,
+    make_rows,
+    make_slots,
+    slot_names,
+    whole_errors,
+    whole_slots,
+)
 from mpishard.data_parallel.state_shards import shards
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import Shard
@@ -34,7 +42,7 @@ class RankState:
     slots : dict of 1-D arrays
         The state of the rule: each array holds the ranges in ``strategy.ownership.own`` end to end.
     slot_rows : 2-D array
-        With a method in place of a rule: the slots, one below the other.
+        With a method in place of a rule: the slots, one below the other, the point last.
     inspection : Inspection
         Checks the gradients.
     """
@@ -47,7 +55,7 @@ class RankState:
         size, like = self.strategy.ownership.size, parameters.like
         if isinstance(rule, Method):
             self.slot_rows: Array = make_rows(rule, size, parameters.dtype, like=like)
-            self.slots: dict[str, Array] = dict(zip(rule.slots, self.slot_rows, strict=True))
+            self.slots: dict[str, Array] = dict(zip(slot_names(rule), self.slot_rows, strict=True))
             return
         if not arrays.is_device(like):
             rule.kernel.expect(parameters.dtype)

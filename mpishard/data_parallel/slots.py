@@ -15,11 +15,19 @@ from mpishard.minimizers import Method
 from mpishard.optim import Rule
 
 Array = Any
+# The point is saved apart from the parameters: those of a run that has ended are the last accepted iterate.
+POINT = "point"
+
+
+def slot_names(rule: Rule | Method) -> tuple[str, ...]:
+    """The names of the state arrays of a rule, or of a method: its vectors, and the point that it wants evaluated."""
+    return (*rule.slots, POINT) if isinstance(rule, Method) else rule.slots
 
 
 def make_rows(method: Method, size: int, dtype: np.dtype, *, like: Array) -> Array:
     """New state of a method for `size` elements: a 2-D array with a row for each slot, on the device of `like`."""
-    return arrays.zeros(len(method.slots) * size, dtype, like=like).reshape(len(method.slots), size)
+    count = len(slot_names(method))
+    return arrays.zeros(count * size, dtype, like=like).reshape(count, size)
 
 
 def make_slots(rule: Rule, size: int, dtype: np.dtype, *, like: Array) -> dict[str, Array]:

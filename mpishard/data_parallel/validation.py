@@ -13,6 +13,7 @@ from mpishard.backend import array as arrays
 from mpishard.comm.ledger import users_level
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.slots import slot_names
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.data_parallel.tensor_copies import TensorCopies
 from mpishard.layout.run_state import brief
@@ -201,8 +202,9 @@ def tell_of_other_starts(mesh: Mesh, parameters: FlatParameters) -> None:
 
 def check_rule(rule: Rule | Method, saved: str, saved_slots: Collection[str]) -> None:
     """Raise ValueError unless the saved state is of a rule with the name and the slots of `rule`."""
-    if (saved, sorted(saved_slots)) != (type(rule).__name__, sorted(rule.slots)):
-        theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, rule.slots))
+    own = slot_names(rule)
+    if (saved, sorted(saved_slots)) != (type(rule).__name__, sorted(own)):
+        theirs, ours = (brief(", ".join(sorted(names)) or "none") for names in (saved_slots, own))
         raise ValueError(
             f"the state is of the rule {brief(saved)} (slots: {theirs}), but this optimizer has {type(rule).__name__} "
             f"(slots: {ours}); make the rule as it was when it was saved, or leave its state and take the parameters "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from mpishard.backend import array as arrays
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.io import log
-from mpishard.minimizers.elements import whole_limits
+from mpishard.minimizers.elements import preconditioned, whole_limits
 from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer
@@ -160,5 +161,5 @@ def _limits(method: Method, unknowns: Unknowns) -> Limits:
 
     whole = whole_limits(method, unknowns.specs, unknowns.flat.dtype)
     lower, upper, fixed, weights, scaling = map(on_device, whole)
-    function = method.preconditioner if callable(method.preconditioner) else None
+    function = partial(preconditioned, method.preconditioner) if callable(method.preconditioner) else None
     return Limits(lower, upper, fixed, weights, scaling, function)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,8 @@ from mpishard.arguments import shown
 from mpishard.backend import array as arrays
 from mpishard.layout.specs import ParameterSpec
 from mpishard.minimizers.method import Method
+
+Array = Any
 
 
 class WholeLimits(NamedTuple):
@@ -208,3 +210,30 @@ def _array(what: str, value: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
+
+
+def preconditioned(function: Callable[[Array], Array], vector: Array) -> Array:
+    """What a user's preconditioner returns for a vector, which it gets as a copy.
+
+    Parameters
+    ----------
+    function : callable
+        Of a flat array.
+    vector : 1-D array
+        Of all elements.
+
+    Returns
+    -------
+    1-D array
+        As long as the vector.
+
+    Raises
+    ------
+    ValueError
+        If it returns something else.
+    """
+    found = function(vector.copy())
+    if getattr(found, "shape", None) != vector.shape:
+        what = getattr(found, "shape", type(found).__name__)
+        raise ValueError(f"preconditioner returned {what} for a vector of shape {vector.shape}; return one as long")
+    return found

@@ -32,7 +32,7 @@ _LEAST_CURVATURE = 0.2  # Powell's part of the model's curvature, below which a 
 class LBFGS(Method):
     """The L-BFGS method (Liu and Nocedal, 1989), without bounds.
 
-    Its state is ``2 history + 3`` vectors as large as the parameters.
+    Its state is ``2 history + 3`` vectors as large as the parameters, and the point.
 
     Parameters
     ----------

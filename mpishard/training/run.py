@@ -108,8 +108,8 @@ class TrainingRun:
             self.restore(resumed)
         elif begins and optimizer.clock:
             optimizer.state.report_continuation()
-            if optimizer.state.method is not None:
-                optimizer.state.method.show_point()
+        if begins and optimizer.clock and optimizer.state.method is not None:
+            optimizer.state.method.show_point()  # the parameters may be the last iterate
         self.batches.check(workers)
         self.report = StepReport(options.record, problem.steps, options.progress)
         if begins and optimizer.mesh.rank == 0:

@@ -65,7 +65,7 @@ def test_vectors_are_divided_over_the_data_axis(mesh):
     optimizer = optimizer_on(mesh)
     optimizer.optimize(problem(steps=3), progress=False)
     own = np.diff(split(SIZE, mesh.data.size))[mesh.data.rank]
-    vectors = 2 * METHOD.history + 3
+    vectors = 2 * METHOD.history + 4
     assert optimizer.state.binding.on_rank.slot_rows.nbytes == vectors * own * 8
 
 
@@ -82,15 +82,57 @@ def test_a_run_resumes_within_a_line_search(mesh, alone, tmp_path):
 
 def test_a_state_goes_on_by_its_bytes(mesh, alone):
     first = optimizer_on(mesh)
-    points = []
     first.optimize(problem(steps=7), progress=False)
-    points.append(first.state.method.minimizer.point.copy())
     second = optimizer_on(mesh)
     second.deserialize(first.serialize())
-    second.optimize(problem(steps=0), progress=False)
-    second.state.method.minimizer.point[...] = points[0]
     result = second.optimize(problem(steps=EVALUATIONS - 7), progress=False)
     np.testing.assert_array_equal(result.parameters, alone.parameters)
+
+
+def test_a_checkpoint_of_the_result_goes_on_in_the_line_search(mesh, alone, tmp_path):
+    """Its parameters are the last iterate; the point that is wanted next is saved apart from them."""
+    folder = mesh.world.allgather_object(str(tmp_path))[0]
+    start = mpishard.FlatParameters.over(np.full(SIZE, 2.0))
+    function = problem().function
+
+    def by_name(steps):
+        def flat(parameters, samples, gradients):
+            view, accumulate = parameters.gradient("parameters")
+            if not accumulate:
+                view[...] = 0
+            return function(parameters.flat, samples, view)
+
+        return OptimizationProblem(flat, start, SAMPLES, SAMPLES, micro_batch_size=4, steps=steps)
+
+    first = optimizer_on(mesh)
+    first.optimize(by_name(7), progress=False)
+    first.synchronize_optimizer_state()
+    path = mpishard.save_checkpoint(folder, start, first)
+    start.flat[:] = 0
+    second = optimizer_on(mesh)
+    mpishard.load_checkpoint(path, start, second)
+    second.optimize(by_name(EVALUATIONS - 7), progress=False)
+    np.testing.assert_array_equal(start.flat, alone.parameters)
+
+
+def test_a_state_of_other_bounds_is_refused(mesh):
+    first = optimizer_on(mesh, mpishard.LBFGSB(bounds=(-5.0, 5.0)))
+    first.optimize(problem(steps=3), progress=False)
+    second = optimizer_on(mesh, mpishard.LBFGSB(bounds=(-0.5, 0.5)))
+    with pytest.raises(ValueError, match="other bounds, fixed elements"):
+        second.deserialize(first.serialize())
+
+
+def test_a_preconditioner_that_fails_on_one_rank_is_an_error_of_all(mesh):
+    def wrong(vector):
+        if mesh.rank == mesh.size - 1:
+            raise ZeroDivisionError("of one rank")
+        return vector
+
+    with pytest.raises(ZeroDivisionError if mesh.rank == mesh.size - 1 else Exception, match="of one rank"):
+        optimizer_on(mesh, LBFGS(preconditioner=wrong)).optimize(problem(steps=3), progress=False)
+    with pytest.raises(ValueError, match="preconditioner returned"):
+        optimizer_on(mesh, LBFGS(preconditioner=lambda v: v[:-1])).optimize(problem(steps=3), progress=False)
 
 
 def test_workers_may_change_within_line_searches(mesh, alone):
