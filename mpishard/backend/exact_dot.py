@@ -7,7 +7,7 @@ the second counts multiples of ``2**(e - 64)``.  (Pre-rounding: Demmel and Nguye
 summation", 2013; fixed point with the exponent of the largest: Kulisch, "Computer arithmetic and validity", 2013.)
 
 - All ranks must agree on `top` before; their words may be added in any order, and `values` takes the totals.
-- The error of a result is below ``2**-65 * top`` for a term, in addition to the rounding of the products.
+- The error of a result is at most ``2**-64 * top`` for a term, in addition to the rounding of the products.
 - There may be up to ``2**33 - 1`` terms on all ranks together.
 - A `top` of ``2**1000`` or more counts as infinite: the result is NaN.
 - float32 is multiplied in float64, where the product is exact.

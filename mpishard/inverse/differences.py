@@ -36,7 +36,7 @@ def second(field: Array, dim: int, spacing: float) -> Array:
     if field.shape[dim] > 2:
         middle = field[along(dim, 1, -1)]
         sides = field[along(dim, 2, None)] + field[along(dim, None, -2)]
-        out[along(dim, 1, -1)] = (sides - 2.0 * middle) / spacing**2
+        out[along(dim, 1, -1)] = (sides - 2.0 * middle) / (spacing * spacing)
     return out
 
 
@@ -44,7 +44,7 @@ def second_adjoint(flow: Array, dim: int, spacing: float) -> Array:
     """The transpose of `second`."""
     out = arrays.module_of(flow).zeros_like(flow)
     if flow.shape[dim] > 2:
-        inner = flow[along(dim, 1, -1)] / spacing**2
+        inner = flow[along(dim, 1, -1)] / (spacing * spacing)
         out[along(dim, None, -2)] += inner
         out[along(dim, 1, -1)] -= 2.0 * inner
         out[along(dim, 2, None)] += inner

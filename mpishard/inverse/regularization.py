@@ -310,7 +310,7 @@ class SmoothedTotalVariation(RegularizationTerm):
         return 1
 
     def _length(self, differences: list[Array]) -> Array:
-        return np.sqrt(_squares(differences, differences) + self.epsilon**2)
+        return np.sqrt(_squares(differences, differences) + self.epsilon * self.epsilon)
 
     def _density(self, differences: list[Array]) -> Array:
         return self._length(differences) - self.epsilon
@@ -321,7 +321,7 @@ class SmoothedTotalVariation(RegularizationTerm):
 
     def _bends(self, differences: list[Array], moved: list[Array]) -> list[Array]:
         length = self._length(differences)
-        along = _squares(differences, moved) / length**2
+        along = _squares(differences, moved) / (length * length)
         return [(other - each * along) / length for each, other in zip(differences, moved, strict=True)]
 
 

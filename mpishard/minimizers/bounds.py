@@ -64,7 +64,7 @@ def cut(d, x, h, lower, upper, /, reach, factor):
     """The step ``P(x + factor d) - x`` of free elements; of others that to the bound."""
     end = x - reach * h
     d = factor * d
-    d = lower - x if x + d < lower else (upper - x if x + d > upper else d)
+    d = lower - x if x + d <= lower else (upper - x if x + d >= upper else d)
     d = (lower - x if end <= lower else d) if h > 0.0 else ((upper - x if end >= upper else d) if h < 0.0 else d)
     d = d if lower < upper else 0.0
     return d

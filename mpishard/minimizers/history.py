@@ -167,7 +167,8 @@ class History:
 
     def to_metadata(self) -> dict[str, Any]:
         """All but the rows, as plain numbers and lists."""
-        return {"order": list(self.order), "new": self._new, "tops": list(self._tops), "sy": self.sy, "yy": self.yy}
+        sy, yy = ([list(row) for row in products] for products in (self.sy, self.yy))
+        return {"order": list(self.order), "new": self._new, "tops": list(self._tops), "sy": sy, "yy": yy}
 
     def restore(self, metadata: Mapping[str, Any]) -> None:
         """Continue from `to_metadata`.

@@ -167,7 +167,7 @@ class BoundedQuasiNewton(QuasiNewton):
             pairs, limits = [(self.base_gradient, d), (d, d)], [self._gradient_top * top, top * top]
             if closest >= 1:
                 self._weigh_free(work)
-                pairs, limits = [*pairs, (work, work)], [*limits, self._weighted_top**2]
+                pairs, limits = [*pairs, (work, work)], [*limits, self._weighted_top * self._weighted_top]
             slope, square, *of_gradient = self.space.dots(pairs, limits)
             # The slope along the step that is not cut follows from its coefficients.
             uncut = product - gamma * of_gradient[0] if of_gradient else math.inf

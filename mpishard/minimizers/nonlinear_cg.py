@@ -156,6 +156,7 @@ class ConjugateGradients(Descent):
         super().restore(metadata)
         self._square, self._direction_square = squares
         self._turns = turns
+        self._preconditioned, self._beta, self._decrease = None, 0.0, 0.0
 
     def _learn(self, gradient: Array, step: float, slope: float, slope_before: float) -> None:
         z, before = self._times_preconditioner(gradient), self._square

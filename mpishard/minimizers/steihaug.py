@@ -176,7 +176,7 @@ class SteihaugCG:
         if state.radius == 0:
             state = replace(state, radius=min(_first_radius(length, state.direction_square), self.max_radius))
         step_square = state.step_square + length * (2 * state.step_direction + length * state.direction_square)
-        if length < 0 or not step_square < state.radius**2:
+        if length < 0 or not step_square < state.radius * state.radius:
             self._cut(state, curvature)
             return False
         cg_formulas.move(self.step, self.direction, length)
@@ -186,14 +186,14 @@ class SteihaugCG:
 
     def _cut(self, state: SteihaugState, curvature: float) -> None:
         """Go along the direction to the boundary."""
-        room = max(0.0, state.radius**2 - state.step_square)
+        room = max(0.0, state.radius * state.radius - state.step_square)
         along, across = state.step_direction, state.direction_square
         length = room / (along + math.sqrt(along * along + across * room)) if room else 0.0
         cg_formulas.move(self.step, self.direction, length)
         self.state = replace(
             state,
             decrease=state.decrease + length * (state.residual_square - 0.5 * length * curvature),
-            step_square=state.radius**2,
+            step_square=state.radius * state.radius,
             ending=(Ending.BOUNDARY if curvature > 0 else Ending.CURVATURE).value,
         )
 
