@@ -56,7 +56,7 @@ def _environment(changes: dict[str, str]) -> dict[str, str]:
 def mpirun() -> Callable[..., Finished]:
     """``mpirun(ranks, *arguments, timeout=60, **environment)``: Python with these arguments on a number of ranks."""
 
-    def run(ranks: int, *arguments: object, timeout: float = 60, **environment: str) -> Finished:
+    def run(ranks: int, *arguments: object, timeout: float = 60, again: bool = False, **environment: str) -> Finished:
         command = [_launcher(), "-n", str(ranks), sys.executable, *map(str, arguments)]
         began = time.monotonic()
         process = subprocess.Popen(
@@ -78,6 +78,9 @@ def mpirun() -> Callable[..., Finished]:
                 os.killpg(process.pid, signal.SIGKILL)
                 output, errors = process.communicate()
             pytest.fail(f"{' '.join(command)} did not end within {timeout:g} s\n{output}\n{errors}")
+        # Seen once: Open MPI's launcher gave up after 17 ms, before any process of ours began.
+        if not again and not output and "listener thread failed to start" in errors:
+            return run(ranks, *arguments, timeout=timeout, again=True, **environment)
         return Finished(process.returncode, output, errors, time.monotonic() - began)
 
     return run
