@@ -17,7 +17,7 @@ from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.sharded_space import ShardedSpace
 from mpishard.data_parallel.strategies import ShardedState
 from mpishard.io import log
-from mpishard.layout.run_state import Shard
+from mpishard.layout.run_state import Shard, whole_fact
 from mpishard.minimizers.elements import preconditioned
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Wanted
@@ -35,7 +35,7 @@ def _divide(gradient, /, divisor):  # type: ignore[no-untyped-def]
 
 
 _METADATA = "minimizer.json"
-_ELEMENTS = "elements"  # in the metadata
+_ELEMENTS, _BATCHES = "elements", "batches"  # in the metadata
 _ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")
 
 
@@ -48,6 +48,11 @@ class MethodState:
     ----------
     optimizer : Configured
     method : Method
+
+    Attributes
+    ----------
+    batches : int
+        Iterations so far, each of which has had its own batch of samples; no stage begins to count anew.
     """
 
     # Most of its members are those of `FurtherState`.
@@ -59,6 +64,7 @@ class MethodState:
     def __init__(self, optimizer: Configured, method: Method) -> None:
         self._optimizer = optimizer
         self._method = method
+        self.batches = 0
         self._minimizer: Minimizer | None = None
         self._on_rank: RankState
         self._whole: FlatParameters | None = None
@@ -172,12 +178,17 @@ class MethodState:
         """Raise ValueError unless these facts have a minimisation.  Not collective."""
         if not isinstance(facts.get(_METADATA), Mapping):
             raise ValueError(f"the state has no {_METADATA}: it is not of a run by {type(self._method).__name__}")
+        self.batches_in(facts)
         if facts[_METADATA].get(_ELEMENTS, self._elements) != self._elements:
             raise ValueError(
                 "the state is of a run with other bounds, fixed elements, inner_product or preconditioner, which what "
                 f"{type(self._method).__name__} has learned depends on; give those, or leave its state and take the "
                 "parameters alone as a start"
             )
+
+    def batches_in(self, facts: Mapping[str, Any]) -> int:
+        """What `batches` is in these facts; ValueError if it is invalid.  Not collective."""
+        return whole_fact(facts[_METADATA], _BATCHES, 0)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Continue from these facts, after parameters and slots were filled.  Not collective."""
@@ -203,7 +214,9 @@ class MethodState:
     @property
     def _metadata(self) -> dict[str, Any]:
         """All but the vectors.  Not collective."""
-        return {} if self._minimizer is None else {**self._minimizer.to_metadata(), _ELEMENTS: self._elements}
+        if self._minimizer is None:
+            return {}
+        return {**self._minimizer.to_metadata(), _ELEMENTS: self._elements, _BATCHES: self.batches}
 
     @property
     def _elements(self) -> str:
@@ -214,6 +227,7 @@ class MethodState:
     def _resume(self, metadata: Mapping[str, Any]) -> None:
         """Continue from these numbers, after the slots were filled.  Not collective."""
         self.minimizer.restore(metadata)
+        self.batches = int(metadata.get(_BATCHES, 0))
         if lifted(self._method, self.minimizer.progress, self.minimizer.stop_reason):
             self.minimizer.reopen()
 

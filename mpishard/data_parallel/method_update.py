@@ -74,6 +74,7 @@ def update_by_method(
         tell_product(optimizer, binding, state, gradient)
     else:
         tell_value(optimizer, binding, state, value if finite else math.inf, gradient)
+        state.batches += minimizer.progress.accepted
     state.publish(minimizer.point)
     inspection.forget()
     strategy.reducer.reset()

@@ -13,7 +13,7 @@ from mpishard.data_parallel.settings import Configured, changed_settings
 from mpishard.data_parallel.slots import slot_names
 from mpishard.data_parallel.validation import check_rule
 from mpishard.io import log
-from mpishard.layout.run_state import RunState, names_fact
+from mpishard.layout.run_state import RunState, names_fact, whole_fact
 from mpishard.parameters.flat import FlatParameters
 
 
@@ -47,6 +47,11 @@ class OptimizerState:
     def method(self) -> MethodState | None:
         """The minimisation of an optimizer with a method; None with a rule.  Not collective."""
         return next((each for each in self.binding.further if isinstance(each, MethodState)), None)
+
+    @property
+    def batches(self) -> int:
+        """Batches of samples that its steps have had: one a step, of a method one an iteration.  Not collective."""
+        return self.binding.counters.clock if self.method is None else self.method.batches
 
     # -- saves and moves --------------------------------------------------------------------------------------------
 
@@ -137,6 +142,30 @@ class OptimizerState:
         check_numbers(facts)
         for each in self.binding.further:
             each.check(facts)
+
+    def batches_in(self, facts: Mapping[str, Any]) -> int:
+        """What `batches` is in a state.
+
+        Not collective.
+
+        Parameters
+        ----------
+        facts : mapping
+            The facts of the state, which `check` accepts.
+
+        Returns
+        -------
+        int
+            At least 0.
+
+        Raises
+        ------
+        ValueError
+            If the number is invalid.
+        """
+        if self.method is not None:
+            return self.method.batches_in(facts)
+        return whole_fact(facts, "steps") + whole_fact(facts, "skipped_steps")
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Continue from a state, once its arrays are filled.

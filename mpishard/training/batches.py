@@ -24,8 +24,6 @@ class Batches:
         The data axis: its ranks are the workers.
     scaling : Scaling
         How the batch follows the number of workers.
-    steps : int
-        Steps of the optimizer before the run: its samples begin after theirs.
     method : Method or None
         What takes the steps if no rule does: evaluations, which have the same samples until an iteration has ended.
 
@@ -44,9 +42,7 @@ class Batches:
         Sample indices of the last batch.
     """
 
-    def __init__(
-        self, problem: Objective[Any], axis: Axis, scaling: Scaling, steps: int, *, method: Method | None
-    ) -> None:
+    def __init__(self, problem: Objective[Any], axis: Axis, scaling: Scaling, *, method: Method | None) -> None:
         full = problem.batch_size == problem.samples
         if method is not None and scaling.policy != "constant":
             raise ValueError(
@@ -59,11 +55,15 @@ class Batches:
             )
         self._full = method is not None and full
         self.sampler = Sampler(problem.samples, problem.batch_size, problem.seed)
-        self.position: int = self.sampler.consumed(steps)
+        self.position: int = 0
         self.current = np.empty(0, np.int64)
         self._problem = problem
         self._axis = axis
         self._scaling = scaling
+
+    def begin_after(self, batches: int) -> None:
+        """Begin after so many batches, those of the optimizer's steps before the run."""
+        self.position = self.sampler.consumed(batches)
 
     def check(self, workers: int) -> None:
         """Raise ValueError if the batch of so many workers gives some of them no sample."""

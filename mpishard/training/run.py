@@ -91,13 +91,14 @@ class TrainingRun:
             problem,
             optimizer.axis,
             scaling,
-            optimizer.clock,
             method=optimizer.rule if isinstance(optimizer.rule, Method) else None,
         )
         self.runner = StepRunner(problem, optimizer, looks=begins or optimizer.mesh.debug)
         if begins:
             tell_of_other_starts(optimizer.mesh, self.runner.parameters)
         self.runner.attach()
+        self.batches.begin_after(optimizer.state.batches)
+        self._samples_before = self.batches.position
         self.losses = LossHistory(optimizer.axis)
         self._stop = StopCondition(problem)
         self._steps_before, self._skipped_before, self._resumed_steps = optimizer.clock, optimizer.skipped_steps, 0
@@ -130,6 +131,7 @@ class TrainingRun:
             steps_before=self._steps_before,
             skipped_before=self._skipped_before,
             resumed_steps=self._resumed_steps,
+            samples_before=self._samples_before,
         )
 
     def restore(self, progress: RunProgress) -> None:
@@ -143,7 +145,7 @@ class TrainingRun:
         self.losses.restore(progress.losses)
         self.batches.restore(progress.samples_consumed, progress.first_workers)
         self._steps_before, self._skipped_before = progress.steps_before, progress.skipped_before
-        self._resumed_steps = progress.resumed_steps
+        self._resumed_steps, self._samples_before = progress.resumed_steps, progress.samples_before
 
     @property
     def next_step(self) -> int:
@@ -153,7 +155,7 @@ class TrainingRun:
     @property
     def samples(self) -> int:
         """Samples that this run has used so far."""
-        return self.batches.position - self.batches.sampler.consumed(self._steps_before)
+        return self.batches.position - self._samples_before
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

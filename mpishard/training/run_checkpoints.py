@@ -151,7 +151,8 @@ class RunCheckpoints:
             self._checkpoints.wait()
 
     def _progress(self, facts: Mapping[str, Any]) -> RunProgress:
-        return RunProgress.from_metadata(facts, self._batches.sampler, self._batches.first_workers)
+        batches = self._optimizer.state.batches_in(facts)
+        return RunProgress.from_metadata(facts, self._batches.sampler, self._batches.first_workers, batches)
 
     def _state(self, progress: RunProgress) -> RunState:
         """The state that a checkpoint saves now."""

@@ -31,6 +31,8 @@ class RunProgress:
         Skipped steps of the optimizer before the run began or resumed.
     resumed_steps : int
         Steps of the run before the checkpoint from which it resumed.
+    samples_before : int
+        As `samples_consumed`, when the run began.
     """
 
     losses: np.ndarray
@@ -39,6 +41,7 @@ class RunProgress:
     steps_before: int
     skipped_before: int
     resumed_steps: int
+    samples_before: int
 
     def to_metadata(self) -> dict[str, Any]:
         """What a checkpoint keeps.  The optimizer's numbers are there too, and the rest follows from them.
@@ -52,12 +55,13 @@ class RunProgress:
         """
         return {
             "samples_consumed": self.samples_consumed,
+            "samples_before": self.samples_before,
             "first_workers": self.first_workers,
             "loss": self.losses,
         }
 
     @classmethod
-    def from_metadata(cls, facts: Mapping[str, Any], sampler: Sampler, first_workers: int) -> RunProgress:
+    def from_metadata(cls, facts: Mapping[str, Any], sampler: Sampler, first_workers: int, batches: int) -> RunProgress:
         """The progress of a run that resumes from a checkpoint with these facts.  Not collective.
 
         Parameters
@@ -68,6 +72,8 @@ class RunProgress:
             Says how many samples the optimizer's steps have consumed if the checkpoint does not.
         first_workers : int
             Used if the checkpoint has none.
+        batches : int
+            Of the optimizer's steps, used if the checkpoint does not say how many samples they have consumed.
 
         Raises
         ------
@@ -79,9 +85,11 @@ class RunProgress:
         steps, skipped = whole_fact(facts, "steps"), whole_fact(facts, "skipped_steps")
         clock, losses = steps + skipped, facts.get("loss")
         if not ("samples_consumed" in facts and isinstance(losses, np.ndarray)):
-            losses, consumed, first = np.full(clock, math.nan), sampler.consumed(clock), first_workers
+            losses, consumed, first = np.full(clock, math.nan), sampler.consumed(batches), first_workers
         elif "first_workers" not in facts:
             first = first_workers
         if len(losses) > clock:
             raise ValueError(f"the state has {len(losses)} losses of {clock} steps")
-        return cls(losses, consumed, first, clock - len(losses), skipped, len(losses))
+        steps_before = clock - len(losses)
+        samples_before = whole_fact(facts, "samples_before", sampler.consumed(steps_before))
+        return cls(losses, consumed, first, steps_before, skipped, len(losses), samples_before)

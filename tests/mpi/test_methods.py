@@ -328,18 +328,21 @@ def test_a_rule_has_no_stages(mesh):
         mpishard.as_distributed(mpishard.Adam(), mesh).begin_stage()
 
 
-def test_iterations_of_other_samples(mesh):
+def test_iterations_of_other_samples(mesh, tmp_path):
     """A batch stays for the evaluations of one iteration; the next begins with another one at the same point."""
-    batches: list[tuple[int, ...]] = []
+    batches: list[tuple[int, ...]] = [()]
+    folder = mesh.world.allgather_object(str(tmp_path))[0]
 
     def function(parameters, samples, gradients):
         batches[-1] += tuple(samples.tolist())
         return problem().function(parameters, samples, gradients)
 
+    def of_batches(steps):
+        options = {"batch_size": 12, "micro_batch_size": 4, "steps": steps}
+        return OptimizationProblem(function, np.full(SIZE, 2.0), SAMPLES, **options)
+
     def run(own):
         optimizer = optimizer_on(own)
-        options = {"batch_size": 12, "micro_batch_size": 4, "steps": EVALUATIONS}
-        of_batches = OptimizationProblem(function, np.full(SIZE, 2.0), SAMPLES, **options)
         iterations = [0]
 
         def callback(state):
@@ -347,7 +350,7 @@ def test_iterations_of_other_samples(mesh):
             batches.append(())
 
         batches[:] = [()]
-        result = optimizer.optimize(of_batches, progress=False, callback=callback)
+        result = optimizer.optimize(of_batches(EVALUATIONS), progress=False, callback=callback)
         return result, np.diff(iterations).astype(bool)
 
     with mpishard.Mesh(MPI.COMM_SELF) as own:
@@ -358,6 +361,24 @@ def test_iterations_of_other_samples(mesh):
     assert changed == ended[:-1].tolist()
     assert alone.loss_history[-1] < 0.1 * alone.loss_history[0]
     assert_same(run(mesh)[0], alone)
+
+    # Another call, a state and a checkpoint go on with the batch of the line search in which they were.
+    optimizer, losses, samples = optimizer_on(mesh), [], 0
+    for steps in (5, 6, 4, EVALUATIONS - 15):
+        result = optimizer.optimize(of_batches(steps), progress=False)
+        losses.extend(result.loss_history)
+        samples += result.samples
+        if steps == 6:
+            before, optimizer = optimizer, optimizer_on(mesh)
+            optimizer.deserialize(before.serialize())
+        elif steps == 4:
+            mpishard.save_checkpoint(folder, optimizer.parameters, optimizer)
+            optimizer = optimizer_on(mesh)
+            with Checkpoints(folder, mesh) as checkpoints:
+                options = {"checkpoints": checkpoints, "resume": True}
+                optimizer.optimize(of_batches(15), progress=False, **options)
+    np.testing.assert_array_equal(losses, alone.loss_history)
+    assert samples == alone.samples
 
 
 def test_an_iteration_sends_two_words_a_dot_product_and_one_iterate(mesh):

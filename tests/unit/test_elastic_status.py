@@ -33,7 +33,7 @@ def test_a_death_between_commit_and_decision(committed, decided, is_decided):
 
 
 def test_the_metadata_of_a_resize_come_as_they_were_sent():
-    progress = RunProgress(np.array([0.5, 0.25]), 32, 4, 3, 1, 2)
+    progress = RunProgress(np.array([0.5, 0.25]), 32, 4, 3, 1, 2, 12)
     facts = {"steps": 5, "skipped_steps": 0, "rule.json": {"lr": 0.1}}
     sent = ResizeMetadata(facts, progress, RunStatus(5, 4, "signal", True), 2**25 + 3, -1, ["a", "b"])
     wire = sent.to_wire()
@@ -44,4 +44,5 @@ def test_the_metadata_of_a_resize_come_as_they_were_sent():
     assert (came.optimizer, came.status, came.request) == (facts, sent.status, sent.request)
     assert (came.discovered, came.checkpoints) == (-1, ["a", "b"])
     numbers = ("samples_consumed", "first_workers", "steps_before", "skipped_before", "resumed_steps")
+    assert came.progress.samples_before == 12
     assert [getattr(came.progress, name) for name in numbers] == [32, 4, 3, 1, 2]

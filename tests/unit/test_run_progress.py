@@ -16,7 +16,7 @@ LOSSES = np.array([3.0, 2.0, 1.0])
 
 
 def resumed(**facts):
-    return RunProgress.from_metadata({**OPTIMIZER, **facts}, SAMPLER, first_workers=7)
+    return RunProgress.from_metadata({**OPTIMIZER, **facts}, SAMPLER, first_workers=7, batches=5)
 
 
 def values(progress):
@@ -27,24 +27,25 @@ def values(progress):
         progress.steps_before,
         progress.skipped_before,
         progress.resumed_steps,
+        progress.samples_before,
     )
 
 
 def test_what_a_checkpoint_keeps():
-    kept = RunProgress(LOSSES, 12, 2, 2, 0, 1).to_metadata()
-    assert list(kept) == ["samples_consumed", "first_workers", "loss"]
-    assert values(resumed(**kept)) == ([3, 2, 1], 12, 2, 2, 1, 3)
+    kept = RunProgress(LOSSES, 12, 2, 2, 0, 1, 9).to_metadata()
+    assert list(kept) == ["samples_consumed", "samples_before", "first_workers", "loss"]
+    assert values(resumed(**kept)) == ([3, 2, 1], 12, 2, 2, 1, 3, 9)
 
 
 def test_a_checkpoint_that_does_not_say_how_many_workers_began():
-    assert values(resumed(samples_consumed=12, loss=LOSSES)) == ([3, 2, 1], 12, 7, 2, 1, 3)
+    assert values(resumed(samples_consumed=12, loss=LOSSES)) == ([3, 2, 1], 12, 7, 2, 1, 3, SAMPLER.consumed(2))
 
 
 @pytest.mark.parametrize("facts", [{}, {"loss": 0.5}, {"loss": LOSSES}, {"samples_consumed": 3}, {"first_workers": 3}])
 def test_a_checkpoint_of_another_training_loop(facts):
     losses, *numbers = values(resumed(**facts))
     assert len(losses) == 5 and all(map(math.isnan, losses))
-    assert numbers == [SAMPLER.consumed(5), 7, 0, 1, 5]
+    assert numbers == [SAMPLER.consumed(5), 7, 0, 1, 5, 0]
 
 
 @pytest.mark.parametrize(
