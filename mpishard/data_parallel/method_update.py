@@ -10,6 +10,7 @@ import numpy as np
 from mpishard.data_parallel.binding import Binding
 from mpishard.data_parallel.method_state import MethodState
 from mpishard.data_parallel.settings import Configured
+from mpishard.data_parallel.validation import check_copies
 from mpishard.minimizers.minimizer import Wanted
 
 Array = Any
@@ -78,6 +79,8 @@ def update_by_method(
     state.publish(minimizer.point)
     inspection.forget()
     strategy.reducer.reset()
+    if optimizer.config.mesh.debug:
+        check_copies(strategy.copies, binding.counters.steps)
     return finite
 
 

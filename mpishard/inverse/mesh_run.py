@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from mpishard.arguments import shown
-from mpishard.backend import array as arrays
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.method_evaluations import MethodEvaluations
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.validation import tell_of_other_starts
+from mpishard.inverse.comparison import Comparison, differing
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.launch.ctrl_c import Interrupts
-from mpishard.layout.run_state import brief
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer
 from mpishard.parameters.flat import FlatParameters
@@ -102,7 +100,7 @@ class MeshRun:
         self.optimizer.settings.agree({"x0": start, "reduction": str(reduction)})
         tell_of_other_starts(mesh, parameters)
         self._evaluations = MethodEvaluations(self.optimizer, parameters)
-        self._compares = not self._sums  # the first vector is compared between ranks, in debug mode all are
+        self._comparison = Comparison(mesh, parameters, self._sums)
 
     @property
     def minimizer(self) -> Minimizer:
@@ -143,38 +141,23 @@ class MeshRun:
                 flat = self.unknowns.vector(what, given)
             except (TypeError, ValueError) as error:
                 problem = error
-        digest = 0
-        if self._compares and flat is not None:
-            digest = xxhash.xxh3_64_intdigest(np.ascontiguousarray(arrays.to_host(flat)).data) >> 2
         value = math.nan if math.isnan(value) else value + 0.0  # one NaN, one zero
         came = self._interrupts.came
-        own = np.array([problem is not None, came, np.float64(value).view(np.int64), digest], np.int64)
+        own = [problem is not None, came, np.float64(value).view(np.int64), *self._comparison.hashes(flat)]
         world = self.mesh.world
-        facts = world.all_gather(np.empty(4 * world.size, np.int64), own, [4] * world.size, label="control")
-        failed, interrupted, values, digests = facts.reshape(-1, 4).T
+        facts = np.empty(len(own) * world.size, np.int64)
+        facts = world.all_gather(facts, np.array(own, np.int64), [len(own)] * world.size, label="control")
+        facts = facts.reshape(-1, len(own))
+        failed, interrupted, values = facts[:, :3].T
         self.interrupted = bool(interrupted.any())
         if failed.any():
             world.raise_together(problem)
         assert flat is not None
         found = np.ascontiguousarray(values).view(np.float64)
-        if self._sums:
-            return flat, _sum(found.tolist())
-        if len(set(values.tolist())) > 1:
-            raise _differ("values", [repr(each) for each in found.tolist()])
-        if self._compares:
-            places: dict[int, set[int]] = {}
-            for digest, place in zip(digests.tolist(), world.allgather_object(self._slab), strict=True):
-                places.setdefault(place, set()).add(digest)
-            if any(len(each) > 1 for each in places.values()):
-                raise _differ(f"values of {what} (here by their hashes)", [f"{each:x}" for each in digests.tolist()])
-            self._compares = self.mesh.debug
-        return flat, value
-
-    @property
-    def _slab(self) -> int:
-        """A number that ranks share if they hold the same part of the parameters."""
-        place = self.parameters.place
-        return place.pipeline_rank * place.tensor_size + place.tensor_rank
+        if not self._sums and len(set(values.tolist())) > 1:
+            raise differing("values", [repr(each) for each in found.tolist()])
+        self._comparison.check(what, flat, facts[:, 3:])
+        return flat, _sum(found.tolist()) if self._sums else value
 
     def _own(self, flat: Array) -> Array:
         """This rank's elements of a vector, which is the sum of those of all ranks if they give parts."""
@@ -222,15 +205,3 @@ def _sum(values: list[float]) -> float:
         return math.fsum(values)
     except OverflowError:
         return math.inf
-
-
-def _differ(what: str, values: list[str]) -> ValueError:
-    """The error of ranks that give different results for one point."""
-    first = values[0]
-    other = next(rank for rank, value in enumerate(values) if value != first)
-    same = [rank for rank, value in enumerate(values) if value == first]
-    return ValueError(
-        f"the function gives different {what} for one point: {first} on ranks {brief(same)} and {values[other]} on "
-        f"rank {other}.  If each rank gives its part of the sum, say reduction='sum'; else make it deterministic, the "
-        "same on all ranks"
-    )

@@ -85,7 +85,8 @@ def minimize(
         None: `fun` returns the whole value and gradient on each rank, the same on all.  ``"sum"``: each rank returns
         its part of both, and their sums over all ranks count.  If `x0` is split over the tensor axis
         (``FlatParameters(specs, place=mesh.place)``), the gradient is that of the rank's slices, summed over the data
-        axis; the value is treated as above, over all ranks.
+        axis; the value is treated as above, over all ranks.  Tensors that all ranks of the tensor axis hold whole need
+        the same gradient on them, or ``partial=True`` in their spec, which sums it over that axis too.
     checkpoints : Checkpoints, optional
         With a mesh: save the minimisation there after every so many evaluations, also in the middle of a line search,
         and at the end.

@@ -81,6 +81,25 @@ def test_slabs_of_a_field(comm, same_on_all):
         assert result.x is start and np.allclose(start["field"], target[first:last], atol=1e-6)
         assert result.jac.shape == (start.size,) and same_on_all(result.fun) and result.success
 
+        def shifted(p):
+            residual = p["field"] + p["shift"] - target[first:last]
+            both = {"field": residual, "shift": residual.sum() * np.ones(1)}
+            return 0.5 * (residual**2).sum(), both
+
+        specs = [ParameterSpec("field", (5, 4), tensor_dim=0), ParameterSpec("shift", (1,))]
+        for reduction, words in (("sum", "of 'shift' on rank 0 and on rank 1.*partial=True"), (None, "values")):
+            start = FlatParameters(specs, np.float64, place=mesh.place)
+            fun = shifted if reduction else lambda p: (1.0, shifted(p)[1])
+            if mesh.size == 1:
+                assert minimize(fun, start, mesh=mesh, reduction=reduction, method="L-BFGS").nfev
+                continue
+            with pytest.raises(ValueError, match=words):
+                minimize(fun, start, mesh=mesh, reduction=reduction, method="L-BFGS")
+        specs[1] = ParameterSpec("shift", (1,), partial=True)
+        start = FlatParameters(specs, np.float64, place=mesh.place)
+        result = minimize(shifted, start, mesh=mesh, reduction="sum", method="L-BFGS")
+        assert result.success and same_on_all(start["shift"])
+
 
 @pytest.mark.parametrize(
     ("kind", "error", "words"),

@@ -1,0 +1,152 @@
+"""Which vectors of the user's ranks must have alike, and the error where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from mpishard.backend import array as arrays
+from mpishard.comm.mesh import Mesh
+from mpishard.layout.local_layout import Piece
+from mpishard.layout.run_state import brief
+from mpishard.parameters.flat import FlatParameters
+
+Array = Any
+
+
+class Comparison:
+    """Compares vectors by their hashes: the first one that ranks give, in debug mode all.
+
+    Ranks that hold the same slices of the parameters give the same vector, unless they give terms of a sum.  Ranks of
+    one tensor axis give the same for each tensor that all of them hold, unless its terms are summed over that axis.
+
+    Parameters
+    ----------
+    mesh : Mesh
+    parameters : FlatParameters
+    sums : bool
+        Whether vectors are summed: over the data axis, and those of `partial` tensors over the tensor axis.
+    """
+
+    def __init__(self, mesh: Mesh, parameters: FlatParameters, sums: bool) -> None:
+        self._mesh = mesh
+        self._sums = sums
+        pieces = zip(parameters.local, parameters.pieces, strict=True)
+        self._replicas: list[Piece] = [
+            piece
+            for spec, piece in pieces
+            if mesh.tensor.size > 1 and spec.tensor_dim is None and not (sums and spec.partial)
+        ]
+        self._is_due = True
+
+    def hashes(self, flat: Array | None) -> tuple[int, int]:
+        """Two numbers of a vector, which ranks exchange before `check`.
+
+        Not collective.
+
+        Parameters
+        ----------
+        flat : 1-D array or None
+            None where there is none: other ranks hear of that elsewhere.
+
+        Returns
+        -------
+        (int, int)
+            Of all of it, and of the tensors that all tensor ranks hold; 0 where nothing is to be compared.
+        """
+        if not self._is_due or flat is None:
+            return 0, 0
+        return 0 if self._sums else _hash(flat), _hash(*self._parts(flat))
+
+    def check(self, what: str, flat: Array, hashes: np.ndarray) -> None:
+        """Raise ValueError on all ranks if two differ that must not.
+
+        Collective over the mesh if a comparison is due.
+
+        Parameters
+        ----------
+        what : str
+            What the vector is.
+        flat : 1-D array
+            This rank's.
+        hashes : ndarray, int64
+            A row of `hashes` for each rank.
+
+        Raises
+        ------
+        ValueError
+            With the ranks, the tensor if it is known, and the way out.
+        """
+        if not self._is_due:
+            return
+        world, place = self._mesh.world, self._mesh.coordinates
+        own = (place["pipeline"], "slice", place["tensor"]), (place["pipeline"], "copies", place["data"])
+        groups = world.allgather_object(own)
+        if _first_pair([group for group, _ in groups], hashes[:, 0].tolist()) is not None:
+            raise differing(f"values of {what} (here by their hashes)", [f"{each:x}" for each in hashes[:, 0].tolist()])
+        copies = [group for _, group in groups]
+        if _first_pair(copies, hashes[:, 1].tolist()) is not None:
+            raise self._of_copies(what, flat, copies)
+        self._is_due = self._mesh.debug
+
+    def _parts(self, flat: Array) -> list[Array]:
+        return [flat[piece.start : piece.start + piece.size] for piece in self._replicas]
+
+    def _of_copies(self, what: str, flat: Array, groups: Sequence[Any]) -> ValueError:
+        """The error for a tensor that differs between tensor ranks.  Collective over the mesh."""
+        own = {piece.name: _hash(part) for piece, part in zip(self._replicas, self._parts(flat), strict=True)}
+        by_rank = self._mesh.world.allgather_object(own)
+        names = dict.fromkeys(name for each in by_rank for name in each)
+        pairs = ((name, _first_pair(groups, [each.get(name) for each in by_rank])) for name in names)
+        name, (rank, other) = next((name, pair) for name, pair in pairs if pair is not None)
+        parts = f"say ParameterSpec({name!r}, ..., partial=True) if each gives its part of a sum, or " * self._sums
+        return ValueError(
+            f"the function gives different values of {what} of {name!r} on rank {rank} and on rank {other}, which both "
+            f"hold this tensor whole, and their copies would drift apart: {parts}give the same on both"
+        )
+
+
+def differing(what: str, values: Sequence[str]) -> ValueError:
+    """The error of ranks that give different results for one point.
+
+    Not collective.
+
+    Parameters
+    ----------
+    what : str
+        What differs, in the plural.
+    values : sequence of str
+        By rank.
+
+    Returns
+    -------
+    ValueError
+        The same on all ranks.
+    """
+    first = values[0]
+    other = next(rank for rank, value in enumerate(values) if value != first)
+    same = [rank for rank, value in enumerate(values) if value == first]
+    return ValueError(
+        f"the function gives different {what} for one point: {first} on ranks {brief(same)} and {values[other]} on "
+        f"rank {other}.  If each rank gives its part of the sum, say reduction='sum'; else make it deterministic, the "
+        "same on all ranks"
+    )
+
+
+def _first_pair(groups: Sequence[Any], values: Sequence[Any]) -> tuple[int, int] | None:
+    """The first two ranks of one group that have different values."""
+    first: dict[Any, int] = {}
+    for rank, group in enumerate(groups):
+        if values[first.setdefault(group, rank)] != values[rank]:
+            return first[group], rank
+    return None
+
+
+def _hash(*vectors: Array) -> int:
+    hasher = xxhash.xxh3_64()
+    for vector in vectors:
+        hasher.update(np.ascontiguousarray(arrays.to_host(vector)).data)
+    return hasher.intdigest() >> 2
