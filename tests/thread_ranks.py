@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.minimizers.counted_space import CountedSpace
+from mpishard.minimizers.space import Space
 
 
 class Team:
@@ -42,7 +42,7 @@ class Team:
             return [future.result() for future in [pool.submit(guarded, rank) for rank in range(self.size)]]
 
 
-class ThreadSpace(CountedSpace):
+class ThreadSpace(Space):
     """Vectors of which this thread has the elements from `cuts[rank]` to `cuts[rank + 1]`; counts its all-reduces."""
 
     def __init__(self, team: Team, rank: int, cuts: Sequence[int], like: np.ndarray) -> None:

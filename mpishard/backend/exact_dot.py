@@ -7,7 +7,8 @@ the second counts multiples of ``2**(e - 64)``.  (Pre-rounding: Demmel and Nguye
 summation", 2013; fixed point with the exponent of the largest: Kulisch, "Computer arithmetic and validity", 2013.)
 
 - All ranks must agree on `top` before; their words may be added in any order, and `values` takes the totals.
-- The error of a result is at most ``2**-64 * top`` for a term, in addition to the rounding of the products.
+- The error of a result is at most ``2**-64 * top`` for a term, in addition to the rounding of the products.  Where
+  `top` is far above all products, `is_doubtful` says so of the totals; the largest product is the `top` to take then.
 - There may be up to ``2**33 - 1`` terms on all ranks together.
 - A `top` of ``2**1000`` or more counts as infinite: the result is NaN.
 - float32 is multiplied in float64, where the product is exact.
@@ -23,6 +24,7 @@ import numpy as np
 
 from mpishard.backend.array import is_device, module_of, to_host
 from mpishard.backend.compiled import HostFunction
+from mpishard.backend.exact_norm import largest
 
 Array = Any
 Spans = Sequence[tuple[int, int]]
@@ -30,6 +32,7 @@ Spans = Sequence[tuple[int, int]]
 MOST_TERMS = 2**33 - 1
 CARRY = 34  # binary places from the first word to the second
 _LAST_BITS = 2**CARRY - 1
+_SURE_BITS = 20  # a sum without so many correct bits is doubtful
 _BLOCK = 16384  # elements of the vector that stay in the cache while the rows pass
 _BUFFER = 4096  # elements of a sum of rows that stay in the cache
 
@@ -100,6 +103,29 @@ def values(words: np.ndarray, tops: Sequence[float]) -> list[float]:
         large for a float.
     """
     return [_value(int(high), int(low), top) for (high, low), top in zip(words, tops, strict=True)]
+
+
+def is_doubtful(words: np.ndarray, top: float, terms: int) -> bool:
+    """Whether the total of a product's words may have few correct bits, as `top` is too large for what was added.
+
+    Parameters
+    ----------
+    words : int64 array (2,)
+        The total.
+    top : float
+        With which they were made.
+    terms : int
+        Of all ranks; each adds an error of up to half a quantum.
+    """
+    high, low = map(int, words)
+    return top > 0 and not (top < 2.0**1000 and abs((high << CARRY) + low) >= terms << _SURE_BITS)
+
+
+def largest_product(one: Array, other: Array) -> float:
+    """The largest absolute value of the products of the elements of two flat arrays; infinite if one is not finite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        top = largest(_products(one, other))
+    return top if math.isfinite(top) else math.inf
 
 
 def normalized(words: np.ndarray) -> np.ndarray:

@@ -10,12 +10,12 @@ from mpishard.backend import array as arrays
 from mpishard.data_parallel.full_parameters import cut_whole, gather_whole
 from mpishard.data_parallel.owned_parts import spans_of
 from mpishard.data_parallel.strategy import Strategy
-from mpishard.minimizers.counted_space import CountedSpace
+from mpishard.minimizers.space import Space
 
 Array = Any
 
 
-class ShardedSpace(CountedSpace):
+class ShardedSpace(Space):
     """The elements that this rank updates, end to end; every element of the model counts on one rank.
 
     Parameters

@@ -11,26 +11,17 @@ went gives the same bits as computing anew, on any ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.backend import exact_changes, exact_dot
+from mpishard.minimizers.space import Space
 
 Array = Any
 _FEW = 0.1  # part of the elements below which they are looked up one by one
 Entry = tuple[str, int, int]
-
-
-class Sums(Protocol):
-    """What is asked of a space: the elements that count here, and sums of integers over the ranks."""
-
-    spans: tuple[tuple[int, int], ...]
-
-    def add(self, numbers: np.ndarray) -> None:
-        """Replace an int64 array by its sum over the ranks.  One all-reduce."""
-        ...
 
 
 class Gram:
@@ -53,14 +44,18 @@ class Gram:
         The pairs, oldest first.
     s_tops, y_tops : list of float
         For each pair that there may be the largest absolute value of both vectors, over all ranks.
+    bounds : dict of float
+        By older and younger pair: bounds on the products of elements of s'y that are far below those of `s_tops` and
+        `y_tops`.
     """
 
-    def __init__(self, space: Sums, rows: Array, s_rows: Sequence[int], y_rows: Sequence[int]) -> None:
+    def __init__(self, space: Space, rows: Array, s_rows: Sequence[int], y_rows: Sequence[int]) -> None:
         if len(s_rows) != len(y_rows):
             raise ValueError(f"a history has as many rows of s as of y, got {len(s_rows)} and {len(y_rows)}")
         self.order: list[int] = []
         self.s_tops: list[float] = [0.0] * len(s_rows)
         self.y_tops: list[float] = [0.0] * len(s_rows)
+        self.bounds: dict[tuple[int, int], float] = {}
         self._space = space
         self._rows = rows
         self._s_rows, self._y_rows = list(s_rows), list(y_rows)
@@ -91,12 +86,21 @@ class Gram:
     def drop(self, pair: int) -> None:
         """Forget a pair."""
         self.order.remove(pair)
+        self.bounds = {pairs: top for pairs, top in self.bounds.items() if pair not in pairs}
         for entry in [entry for entry in self._words if pair in entry]:
             del self._words[entry], self._values[entry]
+
+    def bound(self, tops: Mapping[tuple[int, int], float]) -> None:
+        """Add to `bounds`; the next `update` computes these products anew."""
+        self.bounds.update(tops)
+        for pairs in tops:
+            self._words.pop(("sy", *pairs), None)
+            self._values.pop(("sy", *pairs), None)
 
     def clear(self) -> None:
         """Forget all pairs."""
         self.order.clear()
+        self.bounds.clear()
         self._words.clear()
         self._values.clear()
 
@@ -165,34 +169,6 @@ class Gram:
         upper = self._matrix("yy")
         return upper + np.triu(upper, 1).T
 
-    def to_metadata(self) -> dict[str, Any]:
-        """The order of the pairs and their bounds, as plain numbers in lists."""
-        return {"order": list(self.order), "s_tops": list(self.s_tops), "y_tops": list(self.y_tops)}
-
-    def restore(self, metadata: Mapping[str, Any]) -> None:
-        """Continue from `to_metadata`; the next `update`, after the rows are filled, computes all products anew.
-
-        Parameters
-        ----------
-        metadata : mapping
-
-        Raises
-        ------
-        ValueError
-            If something is missing or invalid; nothing has changed then.
-        """
-        most = len(self._s_rows)
-        try:
-            order = [int(pair) for pair in metadata["order"]]
-            s_tops, y_tops = ([float(top) for top in metadata[name]] for name in ("s_tops", "y_tops"))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the saved history is damaged: {error!r}") from None
-        if len(set(order)) < len(order) or not set(order) <= set(range(most)) or {len(s_tops), len(y_tops)} != {most}:
-            raise ValueError(f"the saved history has the pairs {order} of {len(s_tops)}, but here are {most}")
-        self.order, self.s_tops, self.y_tops = order, s_tops, y_tops
-        self._words.clear()
-        self._values.clear()
-
     def _entries(self) -> list[Entry]:
         """All products, those with one younger y side by side."""
         return [
@@ -208,6 +184,8 @@ class Gram:
 
     def _top(self, entry: Entry) -> float:
         kind, older, pair = entry
+        if kind == "sy" and (older, pair) in self.bounds:
+            return self.bounds[older, pair]
         return (self.s_tops if kind == "sy" else self.y_tops)[older] * self.y_tops[pair]
 
     def _whole_words(self, entries: Sequence[Entry], free: Array | None = None) -> np.ndarray:

@@ -14,11 +14,11 @@ import numpy as np
 
 from mpishard.backend import exact_dot
 from mpishard.minimizers import small
-from mpishard.minimizers.counted_space import CountedSpace
 from mpishard.minimizers.space import Space
 
 Array = Any
-Words = tuple[np.ndarray, list[float]]
+# Some rows times a vector: numbers of the rows, the vector, this rank's words, and the bounds of the products.
+Words = tuple[Sequence[int], Array, np.ndarray, list[float]]
 _LARGE = 2.0**499  # products of larger elements count as infinite
 
 
@@ -39,9 +39,7 @@ class History:
     """
 
     def __init__(self, space: Space, rows: Array) -> None:
-        if not isinstance(space, CountedSpace):
-            raise TypeError(f"a history needs a space of counted elements, got {type(space).__name__}")
-        self.space: CountedSpace = space
+        self.space = space
         self.rows = rows
         self.most = len(rows) // 2
         self.forget()
@@ -212,9 +210,9 @@ class History:
         return sg, yg
 
     def _words(self, indices: Sequence[int], vector: Array, top: float) -> Words:
-        """This rank's words of the products of some rows with a vector, and the bounds of these products."""
+        """The products of some rows with a vector whose largest element is `top`, before they are summed."""
         tops = [self._tops[index] * top for index in indices]
-        return exact_dot.row_dot_words(self.rows, indices, vector, tops, self.space.spans), tops
+        return indices, vector, exact_dot.row_dot_words(self.rows, indices, vector, tops, self.space.spans), tops
 
     def _sum(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The sums of words over the ranks, by one all-reduce of all parts."""
@@ -223,7 +221,11 @@ class History:
             self.space.add(words)
         return np.split(words, np.cumsum([len(part) for part in parts])[:-1])
 
-    def _values(self, parts: Sequence[Words]) -> list[list[float]]:
-        """The products of each part, by one all-reduce of all."""
-        sums = self._sum([words for words, _ in parts])
-        return [exact_dot.values(words, tops) for words, (_, tops) in zip(sums, parts, strict=True)]
+    def _values(self, parts: Sequence[Words], sums: Sequence[np.ndarray] | None = None) -> list[list[float]]:
+        """The products of each part, by one all-reduce of all if their sums are not given; rarely by two more."""
+        if sums is None:
+            sums = self._sum([words for _, _, words, _ in parts])
+        pairs = [(self.rows[index], vector) for indices, vector, _, _ in parts for index in indices]
+        tops = [top for _, _, _, tops in parts for top in tops]
+        found = iter(self.space.values(pairs, np.concatenate(sums), tops))
+        return [[next(found) for _ in indices] for indices, _, _, _ in parts]

@@ -8,7 +8,6 @@ but the Hessian, and this is inverted.  So pairs remain of use, whatever element
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import mul
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ class ReducedHistory(History):
 
     Parameters
     ----------
-    space : CountedSpace
+    space : Space
     rows : 2-D array
         As for `History`.
     """
@@ -39,22 +38,33 @@ class ReducedHistory(History):
         self._free = Gram(space, rows, of_s, of_y)
         # With s and y exchanged: products of a y with no older s, and of s with s.
         self._held = Gram(space, rows, of_y, of_s)
+        self._grams = self._free, self._held
         super().__init__(space, rows)
 
     def forget(self) -> None:
         super().forget()
-        self._free.clear()
-        self._held.clear()
+        for gram in self._grams:
+            gram.clear()
 
     def measure(self, s_top: float, y_top: float) -> None:
         super().measure(s_top, y_top)
         self._follow()
 
+    def to_metadata(self) -> dict[str, Any]:
+        bounds = [[[*pairs, top] for pairs, top in gram.bounds.items()] for gram in self._grams]
+        return {**super().to_metadata(), "bounds": bounds}
+
     def restore(self, metadata: Mapping[str, Any]) -> None:
+        try:
+            of_grams = [{(int(i), int(j)): float(top) for i, j, top in bounds} for bounds in metadata["bounds"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the history of a quasi-Newton method cannot be restored: {error!r}") from None
         super().restore(metadata)
-        self._free.clear()
-        self._held.clear()
+        for gram in self._grams:
+            gram.clear()
         self._follow()
+        for gram, bounds in zip(self._grams, of_grams, strict=True):
+            gram.bound(bounds)
 
     def reduced_times(
         self, free: Array, g: Array, step: Array, tops: tuple[float, float], initial_scaling: float | None
@@ -104,12 +114,12 @@ class ReducedHistory(History):
         solution = np.array(small.solve(scale[:, None] * matrix * scale, (scale * right).tolist())) * scale
         size = len(curvatures)
         of_s, of_y = solution[size:].tolist(), (gamma * solution[:size]).tolist()
-        return gamma, of_s, of_y, sum(map(mul, [*of_s, *of_y], [*sg, *yg]))
+        return gamma, of_s, of_y, small.dot([*of_s, *of_y], [*sg, *yg])
 
     def _follow(self) -> None:
         """Let the Gram matrices have the pairs of this history."""
         order = [*self.order, *([self._new] if self._new >= 0 else [])]
-        for gram in (self._free, self._held):
+        for gram in self._grams:
             for pair in set(gram.order) - set(order):
                 gram.drop(pair)
         for pair in order:
@@ -126,22 +136,37 @@ class ReducedHistory(History):
         Takes the new pair in, as `products`.
         """
         new = self._take_new()
-        grams = [self._free.prepare(free), self._held.prepare(module_of(free).logical_not(free))]
+        masks = free, module_of(free).logical_not(free)
         parts = [self._words(self._all_rows, g, tops[0]), self._words(self._all_rows, step, tops[1])]
         if new >= 0:
             parts.append(self._words([new, self.most + new], *self.newest_y))
-        on_free, on_held, *sums = self._sum([*grams, *(words for words, _ in parts)])
-        self._free.take(on_free)
-        self._held.take(on_held)
-        of_g, of_step, *of_new = (
-            exact_dot.values(words, bounds) for words, (_, bounds) in zip(sums, parts, strict=True)
-        )
+        on_grams = [gram.prepare(mask) for gram, mask in zip(self._grams, masks, strict=True)]
+        sums = self._sum([*on_grams, *(words for _, _, words, _ in parts)])
+        for gram in self._grams:
+            gram.take(sums.pop(0))
+        # The step of the others is often 0, which is no reason for a second look.
+        of_step = exact_dot.values(sums.pop(1), parts.pop(1)[-1])
+        doubtful = new >= 0 and exact_dot.is_doubtful(sums[1][0], parts[1][-1][0], self.space.total)
+        of_g, *of_new = self._values(parts, sums)
         size = len(self.order)
         if of_new:
             self.sy[new][new], self.yy[new][new] = of_new[0]
         sz, yz = self._without_negative(new, of_step[:size], of_step[size:])
         if len(sz) < size:
-            self._free.drop(new)
-            self._held.drop(new)
+            for gram in self._grams:
+                gram.drop(new)
             return of_g[: size - 1], of_g[size:-1], sz, yz
+        if doubtful:
+            self._bound(new)
+            for gram, mask in zip(self._grams, masks, strict=True):
+                gram.update(mask)
         return of_g[:size], of_g[size:], sz, yz
+
+    def _bound(self, new: int) -> None:
+        """Bound the products of s and y of the new pair and the others by what they are.  Collective."""
+        pairs = [*((pair, new) for pair in self.order), *((new, pair) for pair in self.order[:-1])]  # of s, of y
+        tops = self.space.largest_products([(self.rows[i], self.rows[self.most + j]) for i, j in pairs])
+        size = len(self.order)
+        self._free.bound(dict(zip(pairs[:size], tops[:size], strict=True)))
+        # The diagonal, and where the y is older.
+        self._held.bound({(j, i): top for (i, j), top in zip(pairs[size - 1 :], tops[size - 1 :], strict=True)})

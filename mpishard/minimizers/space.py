@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from mpishard.minimizers.counted_space import CountedSpace
+from mpishard.backend import exact_dot, exact_norm
+from mpishard.backend.array import is_device
 
 Array = Any
+Pair = tuple[Array, Array]
+_MUCH_LESS = 2.0**-10
 
 
-class Space(Protocol):
+class Space(ABC):
     """Flat vectors that are divided over ranks, and their sums, whose bits do not depend on who holds what.
 
     A method works element by element on its own part of a vector, and takes every scalar from here; so all ranks decide
     the same, on any number of ranks.  Methods are collective over the ranks of the space.
 
-    Attributes
+    Parameters
     ----------
     size : int
         Elements of a vector on this rank.
@@ -26,27 +31,57 @@ class Space(Protocol):
         Elements on all ranks, each counted once.
     like : array
         An empty array of the dtype and device of the vectors.
-    spans : tuple of (start, stop)
-        The elements of this rank that count in sums; no other rank counts them.
+    spans : sequence of (start, stop)
+        The elements of this rank that count in sums, ascending; no other rank counts them.
+
+    Raises
+    ------
+    ValueError
+        If there are more elements than a sum can have, on all ranks alike.
     """
 
-    size: int
-    total: int
-    like: Array
-    spans: tuple[tuple[int, int], ...]
+    def __init__(self, size: int, total: int, like: Array, spans: Sequence[tuple[int, int]]) -> None:
+        if total > exact_dot.MOST_TERMS:
+            raise ValueError(f"vectors have at most {exact_dot.MOST_TERMS} elements, but these have {total}")
+        self.size = size
+        self.total = total
+        self.like = like
+        self.spans: tuple[tuple[int, int], ...] = tuple((start, stop) for start, stop in spans if start < stop)
+        if not is_device(like):
+            exact_norm.expect(like.dtype, squares=False)
+            exact_dot.expect(like.dtype)
 
+    @property
+    def epsilon(self) -> float:
+        """The relative rounding error of the dtype: 2**-52 or 2**-23.  Not collective."""
+        return float(np.finfo(self.like.dtype).eps)
+
+    @abstractmethod
     def add(self, numbers: np.ndarray) -> None:
         """Replace an int64 array by its sum over the ranks, for words of `exact_dot`.  One all-reduce."""
-        ...
+
+    @abstractmethod
+    def maximize(self, numbers: np.ndarray) -> None:
+        """Replace a float64 array without NaN by its maximum over the ranks.  One all-reduce."""
+
+    @abstractmethod
+    def whole(self, vector: Array) -> Array:
+        """All elements of a vector, on every rank, in the order of the flat parameters."""
+
+    @abstractmethod
+    def own(self, whole: Array) -> Array:
+        """This rank's elements of a whole vector.  Not collective."""
 
     def largest(self, *vectors: Array) -> list[float]:
         """The largest absolute value of each vector; infinite if an element is NaN or infinite.  One all-reduce."""
-        ...
+        tops = np.array([self._largest(vector) for vector in vectors], np.float64)
+        self.maximize(tops)
+        return [float(top) for top in tops]
 
-    def dots(self, pairs: Sequence[tuple[Array, Array]], tops: Sequence[float]) -> list[float]:
+    def dots(self, pairs: Sequence[Pair], tops: Sequence[float]) -> list[float]:
         """The dot product of each pair of vectors.
 
-        One all-reduce of two int64 a product.
+        One all-reduce of two int64 a product; rarely two more, as `values` says.
 
         Parameters
         ----------
@@ -57,28 +92,67 @@ class Space(Protocol):
         Returns
         -------
         list of float
-            Each rounded once.
+            Each rounded once; NaN where `top` is not below ``2**1000``.
         """
-        ...
+        words = np.zeros((len(pairs), 2), np.int64)
+        for k, ((one, other), top) in enumerate(zip(pairs, tops, strict=True)):
+            words[k] = exact_dot.dot_words(one, other, top, self.spans)
+        self.add(words)
+        return self.values(pairs, words, tops)
 
-    def row_dots(self, rows: Array, indices: Sequence[int], vector: Array, tops: Sequence[float]) -> list[float]:
-        """The dot products of some rows of a 2-D array with one vector, as `dots`, in one pass over memory."""
-        ...
+    def values(self, pairs: Sequence[Pair], words: np.ndarray, tops: Sequence[float]) -> list[float]:
+        """The dot products of pairs of vectors, of words that were summed over the ranks.
+
+        Where the largest elements of both vectors are far from each other, as when the unknowns have different units,
+        all products may be so much smaller than `tops` that the words lose them.  Such sums are made again, with the
+        largest of the products, by two further all-reduces of these sums.
+
+        Parameters
+        ----------
+        pairs : sequence of (array, array)
+        words : int64 array (pairs, 2)
+            The sums of `exact_dot.dot_words`.
+        tops : sequence of float
+            With which these were made.
+
+        Returns
+        -------
+        list of float
+            As of `dots`.
+        """
+        found = exact_dot.values(words, tops)
+        few = [k for k, top in enumerate(tops) if exact_dot.is_doubtful(words[k], top, self.total)]
+        if few:
+            products = self.largest_products([pairs[k] for k in few])
+            finer = {k: top for k, top in zip(few, products, strict=True) if top < _MUCH_LESS * tops[k]}
+            if finer:
+                again = self.dots([pairs[k] for k in finer], list(finer.values()))
+                for k, value in zip(finer, again, strict=True):
+                    found[k] = value
+        return found
+
+    def largest_products(self, pairs: Sequence[Pair]) -> list[float]:
+        """The largest absolute value of the products of the elements of each pair of vectors.  One all-reduce."""
+        tops = [
+            max((exact_dot.largest_product(a[start:stop], b[start:stop]) for start, stop in self.spans), default=0.0)
+            for a, b in pairs
+        ]
+        numbers = np.array(tops, np.float64)
+        self.maximize(numbers)
+        return [float(top) for top in numbers]
 
     def count(self, *numbers: int) -> list[int]:
         """The sum of each whole number over the ranks, where every element counts once.  One all-reduce."""
-        ...
+        sums = np.array(numbers, np.int64)
+        self.add(sums)
+        return [int(number) for number in sums]
 
-    def whole(self, vector: Array) -> Array:
-        """All elements of a vector, on every rank, in the order of the flat parameters."""
-        ...
-
-    def own(self, whole: Array) -> Array:
-        """This rank's elements of a whole vector.  Not collective."""
-        ...
+    def _largest(self, vector: Array) -> float:
+        tops = [exact_norm.largest(vector[start:stop]) for start, stop in self.spans]
+        return max((top if math.isfinite(top) else math.inf for top in tops), default=0.0)
 
 
-class LocalSpace(CountedSpace):
+class LocalSpace(Space):
     """Whole vectors in one process.
 
     Parameters

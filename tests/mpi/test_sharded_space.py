@@ -35,7 +35,6 @@ def everything(space, rows, masks):
     """All that a space computes of some rows, and Gram matrices while masks change."""
     tops = space.largest(*rows)
     found = [tops, space.dots([(rows[0], rows[1]), (rows[2], rows[2])], [tops[0] * tops[1], tops[2] ** 2])]
-    found.append(space.row_dots(rows, [4, 0, 2], rows[1], [tops[k] * tops[1] for k in (4, 0, 2)]))
     gram = Gram(space, rows, S_ROWS, Y_ROWS)
     for pair, mask in zip([1, 0, 2, 1], masks, strict=True):
         gram.add(pair, tops[S_ROWS[pair]], tops[Y_ROWS[pair]])

@@ -9,12 +9,14 @@ import pytest
 from standin import empty as empty_on_device
 
 from mpishard.backend.exact_dot import MOST_TERMS
-from mpishard.minimizers.counted_space import CountedSpace
-from mpishard.minimizers.space import LocalSpace
+from mpishard.minimizers.space import LocalSpace, Space
 
 
-class TwoRanks(CountedSpace):
+class TwoRanks(LocalSpace):
     """The first of two ranks; the other has the same elements."""
+
+    def __init__(self, size, total, like, spans):
+        Space.__init__(self, size, total, like, spans)
 
     def add(self, numbers):
         numbers *= 2
@@ -30,7 +32,6 @@ def test_sums_of_one_process():
     tops = space.largest(one, other)
     assert tops == [4.0, 2.0]
     assert space.dots([(one, other), (one, one)], [8.0, 16.0]) == [-6.0, 25.25]
-    assert space.row_dots(np.stack([other, one]), [1, 0], one, [16.0, 8.0]) == [25.25, -6.0]
     assert space.count(3, 0, -1) == [3, 0, -1]
     assert space.whole(one) is one and space.own(one) is one
     assert space.largest() == space.dots([], []) == space.count() == []
@@ -60,3 +61,35 @@ def test_device_memory_and_vectors_that_are_too_long():
     assert space.largest(vector) == [2.0] and space.dots([(vector, vector)], [4.0]) == [20.0]
     with pytest.raises(ValueError, match=f"at most {MOST_TERMS} elements, but these have {MOST_TERMS + 1}"):
         TwoRanks(5, MOST_TERMS + 1, vector, [(0, 5)])
+
+
+class Counting(LocalSpace):
+    """Counts the all-reduces, and the words in them."""
+
+    sent = ()
+
+    def add(self, numbers):
+        self.sent += (numbers.size,)
+
+    def maximize(self, numbers):
+        self.sent += (numbers.size,)
+
+
+@pytest.mark.parametrize("decades", [14, 160])
+def test_sums_whose_largest_elements_do_not_meet_are_made_again(decades):
+    one = np.geomspace(10.0**-decades, 10.0**decades, 1000)
+    other, plain = 3 / one, np.linspace(-1, 2, 1000)
+    space = Counting(1000, one)
+    tops = space.largest(one, other, plain)
+    pairs = [(plain, plain), (one, other), (one, -other)]
+    found = space.dots(pairs, [tops[2] ** 2, tops[0] * tops[1], tops[0] * tops[1]])
+    assert found == pytest.approx([math.fsum(plain * plain), 3000, -3000], rel=1e-14)
+    assert space.sent == (3, 6, 2, 4)
+
+
+def test_sums_that_cancel_are_made_once():
+    one = np.array([1.0, -1.0, 2.0, 0.0])
+    space = Counting(4, one)
+    assert space.dots([(one, np.ones(4) - (np.arange(4) > 1))], [2.0]) == [0.0]
+    assert space.sent == (2, 1)
+    assert math.isnan(space.dots([(np.full(4, math.inf), one)], [math.inf])[0])
