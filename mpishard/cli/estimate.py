@@ -40,6 +40,7 @@ def estimate(
     layers: Annotated[int | None, typer.Option(help="Blocks.")] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
     tied: Annotated[bool, typer.Option("--tied", help="The head uses the table of the embedding.")] = False,
+    shards: Annotated[int, typer.Option(help="Slices by which the model is defined.")] = 1,
     parameters: Annotated[
         float | None, typer.Option(help="Instead of a model: so many parameters, and the memory of each ZeRO stage.")
     ] = None,
@@ -80,7 +81,7 @@ def estimate(
         _zero_table(parameters, ranks, limit, as_json)
         return
     sizes = {"vocabulary": vocabulary, "context": context, "width": width, "layers": layers, "heads": heads}
-    architecture = _model(sizes, tied)
+    architecture = _model(sizes, tied, shards)
     if schedule is not None and schedule not in SCHEDULES:
         raise ValueError(f"there is no schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
     if zero not in (None, *STAGES):
@@ -112,7 +113,8 @@ def estimate(
         architecture.check(tensor or 1, pipeline or 1)
         raise ValueError(
             f"no layout of {ranks} ranks is left: the sizes must multiply out to the ranks, the tensor size must "
-            f"divide {heads} heads, and every stage needs one of {layers} layers"
+            f"divide {f'{shards} shards' if shards > 1 else f'{heads} heads'}, and every stage needs one of {layers} "
+            "layers"
         )
     if as_json:
         typer.echo(json.dumps([{**each.as_dict(), "fits": each.memory.total <= limit} for each in found]))
@@ -128,12 +130,12 @@ def estimate(
 _MEASURE = "; measure yours: mpirun -n N mpishard bench --output FILE, then --profile FILE."
 
 
-def _model(sizes: Mapping[str, int | None], tied: bool) -> Architecture:
+def _model(sizes: Mapping[str, int | None], tied: bool, shards: int) -> Architecture:
     """The model of these options; ValueError if any is missing."""
     if missing := [f"--{name}" for name, value in sizes.items() if value is None]:
         raise ValueError(f"a model needs {', '.join(missing)} too (or --parameters for ZeRO alone)")
     vocabulary, context, width, layers, heads = (value for value in sizes.values() if value is not None)
-    return Architecture(vocabulary, context, width, layers, heads, tied)
+    return Architecture(vocabulary, context, width, layers, heads, tied, shards)
 
 
 def _check_alone(context: typer.Context) -> None:

@@ -145,7 +145,7 @@ def _tensors(
     architecture: Architecture, unit: str, tensor: int, sequence_parallel: bool
 ) -> Sequence[tuple[str, int, int, bool]]:
     found = []
-    for spec in architecture.build(unit, sequence_parallel=sequence_parallel).specs():
+    for spec in architecture.specs_of(unit, sequence_parallel=sequence_parallel):
         size = 1
         for start, stop in ModelParallelRank(0, tensor).box(spec):
             size *= stop - start

@@ -105,7 +105,7 @@ def layouts(
     ranks : int
         Number of ranks, at least 1.
     architecture : Architecture
-        The tensor size must divide its heads; every (virtual) stage needs a layer.
+        The tensor size must divide its shards, or its heads if that is 1; every (virtual) stage needs a layer.
     data, tensor, pipeline : int, optional
         Only layouts with this size of the axis.
     zero_stages, schedules : sequence
@@ -130,7 +130,8 @@ def layouts(
     if "interleaved" in schedules:
         check_chunks("interleaved", chunks)
     for tensor_size in _divisors(ranks):
-        if architecture.heads % tensor_size or tensor not in (None, tensor_size):
+        slices = architecture.heads if architecture.shards == 1 else architecture.shards
+        if slices % tensor_size or tensor not in (None, tensor_size):
             continue
         for pipeline_size in _divisors(ranks // tensor_size):
             data_size = ranks // tensor_size // pipeline_size

@@ -35,6 +35,41 @@ def split(size: int, parts: int) -> list[int]:
     return [part * quotient + min(part, remainder) for part in range(parts + 1)]
 
 
+def nested_split(size: int, parts: int, slices: int = 1) -> list[int]:
+    """Offsets that cut elements into runs, each of which is a run of slices: of the `split` into `slices` of them.
+
+    So the cuts of two divisors of one number of slices fit into each other: a run of the finer cut lies in one run of
+    the coarser one, also where elements do not divide evenly.
+
+    Parameters
+    ----------
+    size : int
+        Number of elements, 0 or more.
+    parts : int
+        Number of runs, at least 1.
+    slices : int
+        A multiple of `parts`; or 1: the runs are cut by `split`.
+
+    Returns
+    -------
+    list of int
+        ``parts + 1`` offsets.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of its range, or `slices` is no multiple of `parts`.
+    """
+    if slices == 1:
+        return split(size, parts)
+    if slices % parts:
+        raise ValueError(
+            f"{slices} slices cannot be shared by {parts} ranks; choose a number of ranks that divides the number of "
+            "slices"
+        )
+    return split(size, slices)[:: slices // parts]
+
+
 def counts(offsets: Sequence[int]) -> list[int]:
     """Lengths of the runs between consecutive offsets.
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from mpishard.layout.boxes import Box, boxes_of_range, split
+from mpishard.layout.boxes import Box, boxes_of_range, nested_split
 from mpishard.layout.specs import ParameterSpec
 
 
@@ -134,10 +134,18 @@ class ModelParallelRank:
         -------
         Box
             All of it for a tensor that is not split.
+
+        Raises
+        ------
+        ValueError
+            If the tensor is cut into several slices, and the tensor size does not divide their number.
         """
         if spec.tensor_dim is None:
             return spec.box
-        cuts = split(spec.shape[spec.tensor_dim], self.tensor_size)
+        try:
+            cuts = nested_split(spec.shape[spec.tensor_dim], self.tensor_size, spec.slices)
+        except ValueError as error:
+            raise ValueError(f"parameter {spec.name!r}: {error}") from None
         box = list(spec.box)
         box[spec.tensor_dim] = (cuts[self.tensor_rank], cuts[self.tensor_rank + 1])
         return tuple(box)

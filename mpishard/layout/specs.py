@@ -29,14 +29,17 @@ class ParameterSpec:
         Whether the tensor ranks compute terms of the gradient of a replicated tensor, to be summed, and not all of it.
     copies : tuple of int
         Further stages that hold and use the tensor (a tie).  The gradients of its stages are summed.
+    slices : int
+        Into how many slices the split dimension is cut, whatever the tensor size is: each tensor rank holds a run of
+        them, see `mpishard.layout.boxes.nested_split`.  1: one a rank, cut for this tensor size.
 
     Raises
     ------
     TypeError
         If an argument is not of the type above.
     ValueError
-        If the name is empty or cannot stand in a file, an extent or stage is negative, there is no dimension
-        `tensor_dim`, or a split tensor is `partial`.
+        If the name is empty or cannot stand in a file, an extent or stage is negative, `slices` is below 1, there is no
+        dimension `tensor_dim`, or a split tensor is `partial`.
     """
 
     name: str
@@ -45,6 +48,7 @@ class ParameterSpec:
     tensor_dim: int | None = None
     partial: bool = False
     copies: tuple[int, ...] = ()
+    slices: int = 1
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -55,6 +59,7 @@ class ParameterSpec:
         object.__setattr__(self, "shape", tuple(integer(what("extent"), extent) for extent in self.shape))
         object.__setattr__(self, "stage", integer(what("stage"), self.stage, least=0))
         object.__setattr__(self, "copies", tuple(integer(what("copy"), stage, least=0) for stage in self.copies))
+        object.__setattr__(self, "slices", integer(what("slices"), self.slices, least=1))
         object.__setattr__(self, "partial", flag(what("partial"), self.partial))
         if self.tensor_dim is not None:
             object.__setattr__(self, "tensor_dim", integer(what("tensor_dim"), self.tensor_dim))
@@ -79,6 +84,11 @@ class ParameterSpec:
     def box(self) -> Box:
         """The box that covers the whole tensor."""
         return tuple((0, extent) for extent in self.shape)
+
+
+def _cut(spec: ParameterSpec) -> tuple[object, ...]:
+    """What all uses of a tied tensor must have alike."""
+    return spec.shape, spec.tensor_dim, spec.partial, spec.slices
 
 
 def _check_name(name: object) -> None:
@@ -116,11 +126,11 @@ def merge_ties(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
             continue
         if spec.stage in (first.stage, *first.copies):
             raise ValueError(f"two parameters of stage {spec.stage} are named {spec.name!r}; names must be unique")
-        if (first.shape, first.tensor_dim, first.partial) != (spec.shape, spec.tensor_dim, spec.partial):
+        if _cut(first) != _cut(spec):
             raise ValueError(
                 f"{spec.name!r} ties a tensor of shape {first.shape}, split along {first.tensor_dim}, on stage "
                 f"{first.stage} to one of shape {spec.shape}, split along {spec.tensor_dim}, on stage {spec.stage}; "
-                "tied tensors must be alike, in `partial` too"
+                "tied tensors must be alike, in `partial` and `slices` too"
             )
         merged[spec.name] = replace(first, copies=(*first.copies, spec.stage))
     return list(merged.values())

@@ -37,13 +37,19 @@ class Architecture:
         Attention heads in each block.
     tied : bool
         Whether the output head uses the table of the token embedding.
+    shards : int
+        Number of slices by which the model is defined, a divisor of `heads`: each has some heads, hidden channels and
+        vocabulary.  With more than 1, a tensor rank computes its slices one by one, and sums over slices and over rows
+        have one order.  So the bits of losses and gradients are the same for any tensor size that divides `shards`,
+        also with sequence parallelism.  1: every tensor rank has one slice, which is fastest, and the bits depend on
+        the tensor size.
 
     Raises
     ------
     TypeError
         If a size is no integer.
     ValueError
-        If a size is below 1, or `width` is no multiple of `heads`.
+        If a size is below 1, `width` is no multiple of `heads`, or `heads` no multiple of `shards`.
     """
 
     vocabulary_size: int
@@ -52,18 +58,24 @@ class Architecture:
     layers: int
     heads: int
     tied: bool = False
+    shards: int = 1
 
     def __post_init__(self) -> None:
-        for what in ("vocabulary_size", "context_length", "width", "layers", "heads"):
+        for what in ("vocabulary_size", "context_length", "width", "layers", "heads", "shards"):
             size = getattr(self, what)
             if isinstance(size, bool) or not isinstance(size, Integral):
                 raise TypeError(f"{what} is {size!r}; it must be an integer")
-        for what in ("vocabulary_size", "context_length", "width", "layers"):
+        for what in ("vocabulary_size", "context_length", "width", "layers", "shards"):
             if getattr(self, what) < 1:
                 raise ValueError(f"{what} is {getattr(self, what)}; it must be at least 1")
         if self.heads < 1 or self.width % self.heads:
             raise ValueError(
                 f"width {self.width} is not a multiple of {self.heads} heads; every head needs as many channels"
+            )
+        if self.heads % self.shards:
+            raise ValueError(
+                f"{self.heads} attention heads cannot be cut into {self.shards} shards; choose a number of shards that "
+                "divides the number of heads"
             )
         flag("tied", self.tied)
 
@@ -102,6 +114,24 @@ class Architecture:
         scale = 0.02 / math.sqrt(2 * self.layers)
         return Block(unit, self.width, self.heads, output_scale=scale, sequence_parallel=sequence_parallel)
 
+    def specs_of(self, unit: str, *, sequence_parallel: bool = False) -> list[ParameterSpec]:
+        """The tensors of one unit, in the order in which it uses them.
+
+        Parameters
+        ----------
+        unit : str
+            One of `units`.
+        sequence_parallel : bool
+            As for `build`.
+
+        Returns
+        -------
+        list of ParameterSpec
+            Those that are split are cut into `shards` slices; of stage 0.
+        """
+        specs = self.build(unit, sequence_parallel=sequence_parallel).specs()
+        return [spec if spec.tensor_dim is None else replace(spec, slices=self.shards) for spec in specs]
+
     def check(self, tensor: int = 1, stages: int = 1) -> None:
         """Raise unless the model can be split over so many ranks and cut into so many stages.
 
@@ -115,8 +145,13 @@ class Architecture:
         Raises
         ------
         ValueError
-            If `tensor` does not divide `heads`, or there are more stages than layers.
+            If `tensor` does not divide `shards` (above 1) or `heads`, or there are more stages than layers.
         """
+        if self.shards > 1 and self.shards % tensor:
+            raise ValueError(
+                f"a model of {self.shards} shards cannot be split over {tensor} tensor-parallel ranks; choose a tensor "
+                "size that divides the number of shards, or build the model with shards=1"
+            )
         if self.heads % tensor:
             raise ValueError(
                 f"{self.heads} attention heads cannot be split over {tensor} tensor-parallel ranks; "
@@ -198,7 +233,7 @@ class Architecture:
         for stage, units in enumerate(self.cut(stages, costs)):
             here: set[str] = set()
             for unit in units:
-                for spec in self.build(unit, sequence_parallel=sequence_parallel).specs():
+                for spec in self.specs_of(unit, sequence_parallel=sequence_parallel):
                     # A tie inside one stage is one tensor with two uses.
                     if spec.name not in here:
                         here.add(spec.name)

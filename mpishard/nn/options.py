@@ -133,6 +133,7 @@ class GPTOptions(TypedDict, total=False):
     """Keywords of `GPT` that are fields of these values, for those who write them out in the call."""
 
     tied: bool
+    shards: int
     schedule: str
     chunks: int
     microbatches: int | None

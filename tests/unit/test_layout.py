@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from layouts import filled, lower_bound, random_layout, random_model, tensors_of, view
 
-from mpishard.layout.boxes import boxes_of_range, intersect, split, subtract
+from mpishard.layout.boxes import boxes_of_range, intersect, nested_split, split, subtract
 from mpishard.layout.local_layout import WHOLE, ModelParallelRank, Piece, cut_holding
 from mpishard.layout.specs import ParameterSpec, merge_ties
 from mpishard.layout.transfers import Holders, transfers
@@ -32,6 +32,24 @@ def test_split_is_even_and_complete(size, parts):
 def test_split_of_nonsense(size, parts):
     with pytest.raises(ValueError, match="cannot split"):
         split(size, parts)
+
+
+@given(st.integers(0, 100), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
+def test_nested_cuts_fit_into_each_other(size, few, times, more):
+    slices = few * times * more
+    fine, coarse = nested_split(size, few * times, slices), nested_split(size, few, slices)
+    assert set(coarse) <= set(fine) <= set(split(size, slices))
+    assert fine[::times] == coarse
+    assert nested_split(size, few) == split(size, few)
+
+
+def test_slices_that_ranks_cannot_share():
+    with pytest.raises(ValueError, match="4 slices cannot be shared by 3 ranks; choose a number of ranks that divides"):
+        nested_split(10, 3, 4)
+    spec = ParameterSpec("w", (10, 3), tensor_dim=0, slices=4)
+    assert [ModelParallelRank(rank, 2).box(spec)[0] for rank in range(2)] == [(0, 6), (6, 10)]
+    with pytest.raises(ValueError, match="'w': 4 slices cannot be shared by 3 ranks"):
+        ModelParallelRank(0, 3).box(spec)
 
 
 @given(shapes, st.data())
@@ -235,6 +253,7 @@ def test_ties_are_merged():
     [
         (ParameterSpec("table", (4, 3), 1), r"shape \(4, 2\), .* stage 0 to one of shape \(4, 3\), .* must be alike"),
         (ParameterSpec("table", (4, 2), 1, tensor_dim=0), "split along None, on stage 0 to .* split along 0"),
+        (ParameterSpec("table", (4, 2), 1, slices=2), "must be alike, in `partial` and `slices` too"),
         (ParameterSpec("table", (4, 2)), "two parameters of stage 0 are named 'table'"),
     ],
 )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mpishard import nn
 
 ARCHITECTURE = nn.Architecture(11, 6, 8, 5, 4)
+SHARDED = nn.Architecture(11, 6, 8, 5, 4, shards=2)
 
 
 def test_specs_are_those_of_the_model():
@@ -79,6 +80,8 @@ def test_gradients_of_what_is_used_row_by_row_are_partial():
         ((11, 6, 8, 0, 4), "layers is 0"),
         ((11, 6, 8, 5, 3), "width 8 is not a multiple of 3 heads"),
         ((11, 6, 8, 5, 0), "width 8 is not a multiple of 0 heads"),
+        ((11, 6, 8, 5, 4, False, 3), "4 attention heads cannot be cut into 3 shards; choose a number"),
+        ((11, 6, 8, 5, 4, False, 0), "shards is 0; it must be at least 1"),
     ],
 )
 def test_bad_sizes(arguments, message):
@@ -101,6 +104,7 @@ def test_sizes_are_integers(place, what):
     "call, message",
     [
         (lambda: ARCHITECTURE.check(tensor=3), "4 attention heads cannot be split over 3 tensor-parallel ranks"),
+        (lambda: SHARDED.check(tensor=4), "a model of 2 shards cannot be split over 4 tensor-parallel ranks; choose a"),
         (lambda: ARCHITECTURE.check(stages=6), "6 pipeline stages, but the model has 5 layers.*fewer pipeline ranks"),
         (lambda: ARCHITECTURE.cut(6, [1] * 7), "6 pipeline stages, but the model has 5 layers"),
         (lambda: ARCHITECTURE.cut(2, [1] * 6), "a model of 5 layers needs 7 numbers"),
