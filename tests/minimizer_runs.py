@@ -93,6 +93,14 @@ def started(method: Method, start: Vector, limits: Limits) -> Minimizer:
 
 
 def tell_next(minimizer: Minimizer, problem: Problem) -> None:
+    """Tell what is wanted; whatever row that writes must have another version then."""
+    rows, versions = [row.tobytes() for row in minimizer.vectors], list(minimizer.versions)
+    _tell(minimizer, problem)
+    for row, before, version, now in zip(minimizer.vectors, rows, versions, minimizer.versions, strict=True):
+        assert now > version or row.tobytes() == before
+
+
+def _tell(minimizer: Minimizer, problem: Problem) -> None:
     if minimizer.wanted is Wanted.GRADIENT:
         minimizer.tell(*problem.gradient(minimizer.point.copy()))
     else:

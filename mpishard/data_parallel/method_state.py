@@ -170,6 +170,11 @@ class MethodState:
                 log.inform(f"{moved} elements of the start lie outside of their bounds, and begin at the nearest bound")
             self.publish(point)
 
+    @property
+    def versions(self) -> dict[str, int]:
+        """By slot of the method, the versions of its vectors (see `Minimizer`).  Not collective."""
+        return dict(zip(self._method.slots, self.minimizer.versions, strict=True))
+
     def shards(self) -> tuple[Shard, ...]:
         """Nothing: the vectors are the slots of the method, and the point is the parameters.  Not collective."""
         return ()
@@ -228,6 +233,7 @@ class MethodState:
         """Continue from these numbers, after the slots were filled.  Not collective."""
         self.minimizer.restore(metadata)
         self.batches = int(metadata.get(_BATCHES, 0))
+        self.minimizer.note_written()
         if lifted(self._method, self.minimizer.progress, self.minimizer.stop_reason):
             self.minimizer.reopen()
 

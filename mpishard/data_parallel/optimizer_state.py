@@ -13,7 +13,7 @@ from mpishard.data_parallel.settings import Configured, changed_settings
 from mpishard.data_parallel.slots import slot_names
 from mpishard.data_parallel.validation import check_rule
 from mpishard.io import log
-from mpishard.layout.run_state import RunState, names_fact, whole_fact
+from mpishard.layout.run_state import SLOT, RunState, names_fact, whole_fact
 from mpishard.parameters.flat import FlatParameters
 
 
@@ -122,6 +122,15 @@ class OptimizerState:
         on_rank = self.binding.on_rank
         shards = on_rank.shards() + tuple(shard for each in self.binding.further for shard in each.shards())
         return RunState(on_rank.parameters.specs, shards, self.facts)
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """For arrays of `capture`, by kind, numbers that are raised when they are written.  Not collective.
+
+        Arrays without one are written in every step.
+        """
+        method = self.method
+        return {} if method is None else {SLOT.format(slot): number for slot, number in method.versions.items()}
 
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise unless the optimizer can continue from a state.

@@ -3,11 +3,14 @@
 A step is a transaction: everything it changes is copied before.  If it fails before the ranks have agreed, every
 survivor returns to the state before the step.  An array that only one rank holds has a second copy at its *buddy*,
 another rank of the data axis, on another node where there is one.
+
+An array that has a version is copied only if it was written since its last copy.  All ranks write the same arrays in a
+step, so that each knows what its neighbour sends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,11 +40,22 @@ class Committed:
         Their nodes, by rank.
     state : RunState
         The live arrays.  An array that every rank holds in full needs no second copy.
+    versions : callable
+        Gives by kind of shard a number that is raised when the array is written, the same on all ranks; arrays without
+        one are written in every step.
     """
 
-    def __init__(self, axis: Axis, identities: list[int], nodes: list[str], state: RunState) -> None:
+    def __init__(
+        self,
+        axis: Axis,
+        identities: list[int],
+        nodes: list[str],
+        state: RunState,
+        versions: Callable[[], Mapping[str, int]],
+    ) -> None:
         self.state = state
         self._axis = axis
+        self._versions = versions
         self._before = [np.empty_like(shard.array) for shard in state.shards]
         self._facts: dict[str, Any] | None = None
         sizes = tuple(sum(piece.size for piece in shard.holding) for shard in state.shards)
@@ -55,31 +69,37 @@ class Committed:
         self._to, self._source = to[axis.rank], to.index(axis.rank)
         self.neighbour: int = identities[self._source]
         self._theirs: list[LocalLayout] = list(layouts[self._source][1])
-        self._copies: list[list[Array]] = [
-            [
-                np.empty(size, shard.array.dtype)
-                for size, shard in zip(layouts[self._source][0], state.shards, strict=True)
-            ]
-            for _ in range(2)
-        ]
+        self._sizes: tuple[int, ...] = layouts[self._source][0]
+        # By number of the shard: the neighbour's committed arrays, and what has come of them after the last commit.
+        self._copies: dict[int, Array] = {}
+        self._fresh: dict[int, Array] = {}
+        self._spare: list[Array] = []  # memory for more of these
+        # The versions of the arrays when they were copied, when they were sent, and of the buddy's committed copies.
+        self._kept: Mapping[str, int] = {}
+        self._sent: Mapping[str, int] = {}
+        self._copied: Mapping[str, int] = {}
         self.send_copies()
         self.commit()
 
     def begin(self, facts: Mapping[str, Any]) -> None:
-        """Copy everything that the step is about to change.  Not collective."""
-        for before, shard in zip(self._before, self.state.shards, strict=True):
-            np.copyto(before, shard.array)
+        """Copy the arrays before a step, those that were written since their last copy.  Not collective."""
+        versions = self._versions()
+        for kind in self._written(self._kept, versions):
+            np.copyto(self._before[kind], self.state.shards[kind].array)
+        self._kept = versions
         self._facts = dict(facts)
 
     def send_copies(self) -> None:
-        """Send the buddy the arrays that only this rank has, after an update.  Collective over the data axis."""
-        axis, fresh = self._axis, self._copies[1]
+        """Send the buddy what was written, of the arrays that only this rank has.  Collective over the data axis."""
+        axis = self._axis
         if axis.size == 1:
             return
         pending = []
-        for kind, scattered in enumerate(self._scattered):
-            if scattered:
-                pending.append(axis.start_recv(fresh[kind], self._source, tag=kind, label="buddy"))
+        self._sent = self._versions()
+        for kind in self._written(self._copied, self._sent):
+            if self._scattered[kind]:
+                self._fresh[kind] = self._room(self._sizes[kind], self.state.shards[kind].array.dtype)
+                pending.append(axis.start_recv(self._fresh[kind], self._source, tag=kind, label="buddy"))
                 pending.append(axis.start_send(self.state.shards[kind].array, self._to, tag=kind, label="buddy"))
         try:
             for each in pending:
@@ -92,7 +112,10 @@ class Committed:
 
     def commit(self) -> None:
         """Make the present state the committed one.  Not collective."""
-        self._copies.reverse()
+        self._spare += [self._copies[kind] for kind in self._fresh if kind in self._copies]
+        self._copies |= self._fresh
+        self._fresh = {}
+        self._copied = self._sent
         self._facts = None
 
     def roll_back(self) -> dict[str, Any] | None:
@@ -101,6 +124,8 @@ class Committed:
         if facts is not None:
             for before, shard in zip(self._before, self.state.shards, strict=True):
                 np.copyto(shard.array, before)
+        self._spare += self._fresh.values()
+        self._fresh = {}
         return facts
 
     def source(self, alive: Collection[int]) -> RunState:
@@ -114,6 +139,17 @@ class Committed:
                 continue
             own = shard.array.size
             theirs = tuple(replace(piece, start=piece.start + own) for piece in self._theirs[kind])
-            array = np.concatenate([shard.array, self._copies[0][kind]])
+            array = np.concatenate([shard.array, self._copies[kind]])
             shards.append(Shard(shard.kind, array, (*shard.holding, *theirs), (*shard.counted, *theirs)))
         return replace(self.state, shards=tuple(shards))
+
+    def _written(self, since: Mapping[str, int], versions: Mapping[str, int]) -> list[int]:
+        """The numbers of the shards that may have been written since these versions."""
+        kinds = enumerate(self.state.kinds)
+        return [kind for kind, name in kinds if name not in versions or versions[name] != since.get(name)]
+
+    def _room(self, size: int, dtype: np.dtype) -> Array:
+        """Memory for an array."""
+        fitting = (number for number, array in enumerate(self._spare) if (array.size, array.dtype) == (size, dtype))
+        number = next(fitting, None)
+        return np.empty(size, dtype) if number is None else self._spare.pop(number)

@@ -57,7 +57,7 @@ class Transactions:
     def compute(self) -> None:
         """Take a step that is to be committed or rolled back.  Collective over the workers."""
         committed = self._state()
-        committed.begin(self._training.optimizer.state.capture().facts)
+        committed.begin(self._training.optimizer.state.facts)
         outcome = self._training.take_step(self.status.committed_step + 1)
         committed.send_copies()
         self._ready = outcome
@@ -90,7 +90,7 @@ class Transactions:
         """
         optimizer, committed = self._training.optimizer, self._state()
         if optimizer.state.needs_consolidation:
-            committed.begin(optimizer.state.capture().facts)
+            committed.begin(optimizer.state.facts)
             optimizer.state.consolidate()
             committed.send_copies()
             self._agreements.agree_as_workers()
@@ -129,7 +129,8 @@ class Transactions:
         membership, axis = self._membership, self._training.optimizer.mesh.data
         identities = [membership.roles.identities[rank] for rank in axis.members]
         nodes = [membership.roles.peers[rank].host for rank in axis.members]
-        return Committed(axis, identities, nodes, self._training.optimizer.state.capture())
+        state = self._training.optimizer.state
+        return Committed(axis, identities, nodes, state.capture(), lambda: state.versions)
 
     def restore(self, status: RunStatus) -> None:
         """Continue with the status of the run.  Not collective."""

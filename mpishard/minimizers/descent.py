@@ -25,6 +25,7 @@ from mpishard.minimizers.stopping import converged, exhausted
 Array = Any
 _ROUNDING = 2.0**-50  # a few units in the last place
 SLOTS = ("base", "base_gradient", "direction")
+_BASE, _GRADIENT, _DIRECTION = range(len(SLOTS))
 
 
 class Descent(Minimizer):
@@ -56,7 +57,7 @@ class Descent(Minimizer):
         self.method = method
         self.line_search = line_search
         self.bounds = Bounds(limits, space)
-        self.base, self.base_gradient, self._direction = vectors[0], vectors[1], vectors[2]
+        self.base, self.base_gradient, self._direction = vectors[_BASE], vectors[_GRADIENT], vectors[_DIRECTION]
         self._search: LineSearchState | None = None
         self._gradient_top = self._direction_top = 0.0
         self.renews = False
@@ -66,6 +67,7 @@ class Descent(Minimizer):
         (outside,) = self.space.count(self.bounds.outside(self.point))
         self.bounds.project(self.point)
         self.base[:] = self.point
+        self.note_written()
         return outside
 
     def tell(self, value: float, gradient: Array) -> None:
@@ -169,6 +171,7 @@ class Descent(Minimizer):
         """The point becomes the base: an iteration has ended, or the first evaluation was told."""
         self.base[:] = self.point
         self.base_gradient[:] = gradient
+        self.note_written(_BASE, _GRADIENT, _DIRECTION)  # the direction: `_measure` and `_set_out` write there
         self._gradient_top = top
         base_top, riesz_top, projected_top = self._measure()
         started = self._search is not None
@@ -210,6 +213,7 @@ class Descent(Minimizer):
 
     def _set_out(self) -> None:
         """Begin a line search from the base."""
+        self.note_written(_DIRECTION)
         self._direction_top, slope, first, most = self._turn()
         while not slope < 0 and self.forget():
             self._direction_top, slope, first, most = self._turn()

@@ -65,7 +65,12 @@ class History:
     @property
     def opened(self) -> tuple[Array, ...]:
         """The rows s and y of the new pair; empty if there is none."""
-        return (self.rows[self._new], self.rows[self.most + self._new]) if self._new >= 0 else ()
+        return tuple(self.rows[row] for row in self.opened_rows)
+
+    @property
+    def opened_rows(self) -> tuple[int, ...]:
+        """The numbers of these rows."""
+        return (self._new, self.most + self._new) if self._new >= 0 else ()
 
     def measure(self, s_top: float, y_top: float) -> None:
         """Say what the `largest` of the new pair are.  Not collective."""

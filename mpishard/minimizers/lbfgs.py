@@ -163,6 +163,7 @@ class QuasiNewton(Descent):
         if not powell and curvature <= _EPS * -step * slope_before:
             return
         s, y = self.history.open()
+        self.note_written(*(len(SLOTS) + row for row in self.history.opened_rows))
         if self._root is None:
             formulas.pair(s, y, self.point, gradient, self.base, self.base_gradient)
         else:

@@ -77,6 +77,9 @@ class Minimizer(ABC):
     progress : Progress
     stop_reason : str
         Why it has ended; empty until then.
+    versions : list of int
+        For each row of `vectors` a number that is raised when the row is written, the same on all ranks.  Who keeps
+        copies of the rows copies those again whose number has changed.
     """
 
     def __init__(self, slots: tuple[str, ...], space: Space, vectors: Array, point: Array, limits: Limits) -> None:
@@ -87,11 +90,17 @@ class Minimizer(ABC):
         self.progress: Progress = Progress()
         self.stop_reason: str = ""
         self.vectors = vectors
+        self.versions: list[int] = [0] * len(slots)
         self._slots = slots
 
     def row(self, slot: str) -> Array:
         """The vector of the state of this name.  Not collective."""
         return self.vectors[self._slots.index(slot)]
+
+    def note_written(self, *rows: int) -> None:
+        """Raise the versions of these rows, or of all, since they were written or are about to be.  Not collective."""
+        for row in rows or range(len(self.versions)):
+            self.versions[row] += 1
 
     @property
     def best(self) -> Array:

@@ -32,6 +32,8 @@ _NOT_FINITE_SHRINK = 0.25
 _GROW_ABOVE, _GROW = 0.75, 2.0
 _NOISE = 1000  # so many units in the last place of a value are too few to judge a step by
 _LARGEST_RADIUS = 1e150  # its square is finite
+_SLOTS = ("base", "base_gradient", "step", "residual", "direction")
+_OF_BASE, _OF_STEP = (0, 1), (2, 3, 4)  # their rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,7 @@ class TruncatedNewton(Method):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        return ("base", "base_gradient", "step", "residual", "direction")
+        return _SLOTS
 
     def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> TruncatedNewtonMinimizer:
         return TruncatedNewtonMinimizer(self, space, vectors, point, limits)
@@ -160,10 +162,12 @@ class TruncatedNewtonMinimizer(Minimizer):
         outside = self.bounds.outside(self.point)
         self.bounds.project(self.point)
         self.row("base")[:] = self.point
+        self.note_written()
         return self.space.count(outside)[0]
 
     def tell(self, value: float, gradient: Array) -> None:
         self._expect(Wanted.GRADIENT)
+        self.note_written(*_OF_STEP)
         step, trial_gradient, base = (self.row(slot) for slot in ("direction", "residual", "base"))
         trial_gradient[:] = gradient
         if self.limits.fixed is not None:
@@ -230,6 +234,7 @@ class TruncatedNewtonMinimizer(Minimizer):
         started = not math.isnan(self.progress.value)
         self.row("base")[:] = self.point
         self.row("base_gradient")[:] = self.row("residual")
+        self.note_written(*_OF_BASE)
         self.progress = replace(
             self.progress,
             iterations=self.progress.iterations + started,
@@ -268,6 +273,7 @@ class TruncatedNewtonMinimizer(Minimizer):
 
     def tell_product(self, product: Array) -> None:
         self._expect(Wanted.PRODUCT)
+        self.note_written(*_OF_STEP)
         self.progress = replace(self.progress, products=self.progress.products + 1, accepted=False)
         if self._clipped:
             self._tell_clipped(product)

@@ -14,13 +14,14 @@ from mpi4py import MPI
 from steps import STRATEGIES
 
 import mpishard
-from mpishard import AdamW, OptimizationProblem, ShardingConfiguration, nn
+from mpishard import LBFGS, AdamW, OptimizationProblem, ShardingConfiguration, nn
 from mpishard.checkpoint import Checkpoints
 from mpishard.comm.channel import Channel
 from mpishard.elastic import loop
 from mpishard.elastic.committed_state import Committed
 from mpishard.elastic.optimizer import ElasticOptimizer
 from mpishard.elastic.phases import Phase, next_phase
+from mpishard.elastic.transactions import Transactions
 from mpishard.parameters.flat import FlatParameters
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
@@ -304,6 +305,50 @@ def test_the_copies_of_the_state_go_with_the_run(mesh):
         assert not [each for each in gc.get_objects() if isinstance(each, Committed)]
     finally:
         gc.enable()
+
+
+@pytest.mark.every_variant
+def test_what_a_method_has_not_written_is_not_copied_again(mesh, monkeypatch):
+    """Yet after each evaluation, also one that was taken back, the buddies have the neighbour's whole state."""
+    history, again, commit, compute = 4, set(), Transactions.commit, Transactions.compute
+
+    def compare(transactions):
+        outcome = commit(transactions)
+        committed, axis = transactions._committed, transactions._training.optimizer.mesh.data
+        everything = axis.allgather_object([shard.array.tobytes() for shard in committed.state.shards])
+        kept = {kind: copy.tobytes() for kind, copy in committed._copies.items()}
+        theirs = everything[committed._source]
+        assert kept == ({kind: theirs[kind] for kind in kept} if axis.size > 1 else {})
+        assert len(kept) == (len(theirs) - 1 if axis.size > 1 else 0)  # all ranks have the parameters
+        return outcome
+
+    def twice(transactions):
+        if transactions.status.committed_step in again:
+            compute(transactions)
+            transactions.roll_back()
+        compute(transactions)
+
+    def run(resizes):
+        optimizer = ElasticOptimizer(LBFGS(gtol=0, ftol=0, history=history, line_search="armijo"), mesh)
+
+        def callback(state):
+            if state.step in resizes:
+                optimizer.resize(resizes[state.step])
+
+        return optimizer.optimize(
+            own_problem(batch_size=45, steps=14), callback=callback if resizes else None, progress=False
+        )
+
+    plain = run({})
+    monkeypatch.setattr(Transactions, "commit", compare)
+    monkeypatch.setattr(Transactions, "compute", twice)
+    again |= {0, 2, 6, 7, 11}
+    disturbed = run({4: 1, 9: mesh.size})
+    assert disturbed.parameters.tobytes() == plain.parameters.tobytes()
+    assert disturbed.loss_history.tobytes() == plain.loss_history.tobytes()
+    if mesh.size > 1:
+        # At the start all vectors and the point, in an iteration base, gradient, direction, a pair and the point.
+        assert plain.communication["data.send buddy"]["calls"] <= 2 * history + 4 + 6 * 14
 
 
 def test_what_has_no_sense_is_refused(mesh):

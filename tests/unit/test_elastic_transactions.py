@@ -72,7 +72,7 @@ class Training:
 
     def __init__(self):
         self.steps, self.facts, self.report = [], {"steps": 3}, self
-        state = SimpleNamespace(capture=lambda: SimpleNamespace(facts=dict(self.facts)), restore=self.facts.update)
+        state = SimpleNamespace(facts=self.facts, restore=self.facts.update)
         self.optimizer = SimpleNamespace(state=state)
 
     def phase(self, name):
@@ -94,7 +94,7 @@ class State:
         self.facts = None
 
     def begin(self, facts):
-        self.facts = facts
+        self.facts = dict(facts)
 
     def send_copies(self):
         pass
