@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mpishard.data_parallel.method_update import tell_value
@@ -33,6 +34,7 @@ class MethodEvaluations:
         assert isinstance(strategy, ShardedState) and state is not None
         self._strategy = strategy
         self._state = state
+        self._inspection = optimizer.state.binding.on_rank.inspection
 
     @property
     def minimizer(self) -> Minimizer:
@@ -114,6 +116,29 @@ class MethodEvaluations:
             This rank's part.
         """
         tell_value(self._optimizer, self._optimizer.state.binding, self._state, value, gradient)
+
+    def culprits(self, value: float, flat: Array) -> str:
+        """Whose value or gradient is not finite.
+
+        Parameters
+        ----------
+        value : float
+            This rank's term of the value.
+        flat : 1-D array
+            That of the gradient, like the parameters.
+
+        Returns
+        -------
+        str
+            With the tensors and their ranks, the same on all ranks.
+        """
+        inspection = self._inspection
+        inspection.nonfinite_loss = "" if math.isfinite(value) else str(value)
+        for bucket in self._strategy.reducer.buckets:
+            inspection.look(bucket, flat[bucket.start : bucket.start + bucket.size])
+        found = inspection.culprits(self._optimizer.clock)
+        inspection.forget()
+        return found
 
     def tell_product(self, product: Array) -> None:
         """Tell a Hessian product.

@@ -10,10 +10,14 @@ import numpy as np
 from mpishard.data_parallel.binding import Binding
 from mpishard.data_parallel.method_state import MethodState
 from mpishard.data_parallel.settings import Configured
+from mpishard.data_parallel.strategy import Strategy
 from mpishard.data_parallel.validation import check_copies
+from mpishard.io import log
 from mpishard.minimizers.minimizer import Wanted
+from mpishard.minimizers.stopping import FAILURES
 
 Array = Any
+_ROUNDING = 1e-3  # the most by which losses of the ranks of one model may differ, as a share of them
 
 
 def update_by_method(
@@ -67,21 +71,43 @@ def update_by_method(
     gradient = state.gradient(float(count))
     # The largest loss of all ranks: where they differ in the last bit, all take the same.  Infinity stands for NaN.
     known = loss if math.isfinite(loss) else math.inf
-    shared = np.array([known, bool(nonfinite_loss), interrupted])
+    inspection.nonfinite_loss = nonfinite_loss
+    shared = np.array([known, -known, bool(nonfinite_loss), interrupted])
     strategy.team.all_reduce(shared, op="max", label="control")
-    value, nonfinite, inspection.interrupted = float(shared[0]), bool(shared[1]), bool(shared[2])
-    finite = math.isfinite(value) and not nonfinite
+    value, least = float(shared[0]), -float(shared[1])
+    finite, inspection.interrupted = math.isfinite(value) and not shared[2], bool(shared[3])
+    is_first = minimizer.progress.evaluations == 0
+    if finite and (is_first or optimizer.config.mesh.debug) and value - least > _ROUNDING * max(abs(value), abs(least)):
+        inspection.forget()
+        strategy.reducer.reset()
+        raise _different_losses(strategy, loss)
     if minimizer.wanted is Wanted.PRODUCT:
         tell_product(optimizer, binding, state, gradient)
     else:
         tell_value(optimizer, binding, state, value if finite else math.inf, gradient)
         state.batches += minimizer.progress.accepted
     state.publish(minimizer.point)
+    if minimizer.stop_reason in FAILURES:
+        culprits = f": {inspection.culprits(binding.counters.clock)}" if minimizer.stop_reason == "not finite" else ""
+        if optimizer.world.rank == 0:
+            name = type(optimizer.rule).__name__
+            log.inform(f"{name} cannot go on: {FAILURES[minimizer.stop_reason]}{culprits}")
     inspection.forget()
     strategy.reducer.reset()
     if optimizer.config.mesh.debug:
         check_copies(strategy.copies, binding.counters.steps)
     return finite
+
+
+def _different_losses(strategy: Strategy, loss: float) -> ValueError:
+    """The error for ranks that return different losses of the same samples.  Collective over the mesh."""
+    losses = strategy.team.allgather_object(loss)
+    rank = next(rank for rank, each in enumerate(losses) if each != losses[0])
+    return ValueError(
+        f"the mean loss of a step is {losses[0]:.9g} on rank {strategy.team.members[0]} and {losses[rank]:.9g} on rank "
+        f"{strategy.team.members[rank]}, but all ranks must have one: ranks that share the tensors of a model return "
+        "the loss of all of them, as mesh.tensor.all_reduce sums it"
+    )
 
 
 def tell_value(optimizer: Configured, binding: Binding, state: MethodState, value: float, gradient: Array) -> None:

@@ -43,6 +43,7 @@ class LocalRun:
     speaks = True
     interrupted = False
     value = math.nan
+    culprits = ""
 
     def __init__(self, method: Method, unknowns: Unknowns) -> None:
         flat = unknowns.flat

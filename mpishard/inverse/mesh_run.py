@@ -82,6 +82,7 @@ class MeshRun:
         self.speaks: bool = mesh.rank == 0
         self.value = math.nan
         self.interrupted = False
+        self.culprits = ""
         self._interrupts = Interrupts(speaks=self.speaks)
         self._sums = reduction == "sum"
         self.optimizer = ZeRO1Optimizer(method, mesh)
@@ -127,6 +128,8 @@ class MeshRun:
         """See `Run`."""
         flat, self.value = self._agree(value, "the gradient", gradient, problem)
         self._evaluations.tell(self.value, self._own(flat))
+        if self._sums and self.minimizer.stop_reason == "not finite":
+            self.culprits = self._evaluations.culprits(value, flat)
 
     def tell_product(self, product: Any, problem: Exception | None) -> None:
         """See `Run`."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Progress
+from mpishard.minimizers.stopping import FAILURES
 
 # Why a minimisation has ended: SciPy's status, and a sentence with the values of `Progress` and the method's options.
 # 0: converged, 1: a limit is reached, 2: it cannot go on, 99: stopped by the callback, -1: it has not ended.
@@ -17,12 +18,7 @@ _OUTCOMES = {
     "iterations": (1, "stopped: the number of iterations reached maxiter={maxiter}"),
     "evaluations": (1, "stopped: the number of evaluations reached maxfun={maxfun}"),
     "seconds": (1, "stopped: the time maxtime is over"),
-    "line search": (
-        2,
-        "failed: the line search found no lower value along a descent direction, so that the gradient does not fit the "
-        "function to rounding; mpishard.check_gradient compares them",
-    ),
-    "not finite": (2, "failed: the value or the gradient is NaN or infinite, also after shorter steps"),
+    **{reason: (2, f"failed: {text}") for reason, text in FAILURES.items()},
     "signal": (99, "stopped: Ctrl-C, or the end of the job"),
     "callback": (99, "stopped: the callback raised StopIteration or returned True"),
 }
@@ -67,7 +63,7 @@ class OptimizeResult(dict[str, Any]):
         return "\n".join(f"{name:>{width}}: {value!r}" for name, value in self.items())
 
 
-def outcome(reason: str, method: Method, progress: Progress) -> dict[str, Any]:
+def outcome(reason: str, method: Method, progress: Progress, culprits: str = "") -> dict[str, Any]:
     """Status, success and message of a minimisation that has ended for this reason.
 
     Parameters
@@ -78,6 +74,8 @@ def outcome(reason: str, method: Method, progress: Progress) -> dict[str, Any]:
         Its options are in the message.
     progress : Progress
         How far it has come.
+    culprits : str
+        Whose value or gradient is not finite, if that is known.
 
     Returns
     -------
@@ -86,5 +84,5 @@ def outcome(reason: str, method: Method, progress: Progress) -> dict[str, Any]:
     """
     status, text = _OUTCOMES.get(reason, (2, f"failed: {reason}"))
     values = {name: getattr(method, name) for name in ("gtol", "ftol", "xtol", "maxiter", "maxfun")}
-    message = text.format(projected_norm=progress.projected_norm, **values)
+    message = text.format(projected_norm=progress.projected_norm, **values) + (f": {culprits}" if culprits else "")
     return {"status": status, "success": status == 0, "message": message}

@@ -256,7 +256,7 @@ class ReverseCommunication:
             nfev=progress.evaluations,
             njev=progress.evaluations,
             nhev=progress.products,
-            **outcome(self.stop_reason, run.method, progress),
+            **outcome(self.stop_reason, run.method, progress, run.culprits),
         )
 
     @property

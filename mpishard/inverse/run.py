@@ -27,6 +27,8 @@ class Run(Protocol):
         Of the last evaluation.
     interrupted : bool
         Whether Ctrl-C came on any rank before the last evaluation, inside of `watching`.
+    culprits : str
+        Whose value or gradient is not finite, if that has ended the minimisation and ranks differ in it.
     """
 
     method: Method
@@ -34,6 +36,7 @@ class Run(Protocol):
     speaks: bool
     value: float
     interrupted: bool
+    culprits: str
 
     def watching(self) -> AbstractContextManager[Any]:
         """The context in which Ctrl-C ends the loop in order, where it does.  Not collective."""

@@ -5,6 +5,13 @@ from __future__ import annotations
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Progress
 
+# Reasons for which a method cannot go on, in words.
+FAILURES = {
+    "line search": "the line search found no lower value along a descent direction, so that the gradient does not fit "
+    "the function to rounding; mpishard.check_gradient compares them",
+    "not finite": "the value or the gradient is NaN or infinite, also after shorter steps",
+}
+
 
 def converged(
     method: Method, progress: Progress, value_before: float, step_top: float = 1.0, point_top: float = 0.0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
+import re
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import mpishard
-from mpishard import OptimizationProblem, ShardingConfiguration, nn
+from mpishard import FlatParameters, OptimizationProblem, ParameterSpec, ShardingConfiguration, nn
 from mpishard.checkpoint import Checkpoints
 from mpishard.compression import Int8Compressor
 from mpishard.layout.boxes import split
@@ -23,17 +25,17 @@ METHOD = LBFGS(gtol=1e-9, ftol=0.0, history=5)
 EVALUATIONS = 22
 
 
-def problem(steps=EVALUATIONS, **options):
+def problem(steps=EVALUATIONS, function=None, **options):
     """A sum of squares and of a function that bends, so that line searches take several evaluations."""
 
-    def function(parameters, samples, gradients):
+    def whole(parameters, samples, gradients):
         residual = INPUTS[samples] @ parameters - TARGETS[samples]
         bent = np.tanh(residual)
         gradients += INPUTS[samples].T @ (residual + 0.5 * (1 - bent * bent))
         return 0.5 * residual @ residual + 0.5 * bent.sum()
 
     options = {"batch_size": SAMPLES, "micro_batch_size": 4, "steps": steps} | options
-    return OptimizationProblem(function, np.full(SIZE, 2.0), SAMPLES, **options)
+    return OptimizationProblem(function or whole, np.full(SIZE, 2.0), SAMPLES, **options)
 
 
 def optimizer_on(mesh, method=METHOD, **options):
@@ -247,6 +249,44 @@ def test_what_a_method_cannot_have_is_refused(mesh, case):
     attempt, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         attempt(mesh)
+
+
+FAILURES = {
+    "not finite": (math.nan, "cannot go on: the value or the gradient is NaN or infinite.*'parameters' on rank 1"),
+    "line search": (-1.0, "cannot go on: the line search found no lower value.*mpishard.check_gradient"),
+}
+
+
+@pytest.mark.parametrize("reason", FAILURES)
+def test_a_method_that_cannot_go_on_says_why_once(mesh, capsys, reason):
+    factor, words = FAILURES[reason]
+    odd = min(1, mesh.size - 1)
+
+    def function(parameters, samples, gradients):
+        own = np.zeros(SIZE)
+        loss = problem().function(parameters, samples, own)
+        gradients += own * (factor if mesh.rank == odd or reason == "line search" else 1.0)
+        return loss
+
+    result = optimizer_on(mesh).optimize(problem(function=function), progress=False)
+    assert result.stop_reason == reason
+    said = capsys.readouterr().err
+    assert len(re.findall(words.replace("rank 1", f"rank {odd}"), said)) == (mesh.rank == 0)
+
+
+def test_ranks_of_one_model_return_one_loss(comm):
+    def function(parameters, samples, gradients):
+        view, _ = parameters.gradient("x")
+        view[...] = parameters["x"]
+        return 1.0 + comm.rank
+
+    with mpishard.Mesh(comm, tensor=comm.size) as mesh:
+        start = FlatParameters([ParameterSpec("x", (8,), tensor_dim=0)], np.float64, place=mesh.place)
+        split = OptimizationProblem(function, start, 1, 1, steps=1)
+        if comm.size == 1:
+            return
+        with pytest.raises(ValueError, match="mean loss of a step is 1 on rank 0 and 2 on rank 1"):
+            mpishard.as_distributed(METHOD, mesh).optimize(split, progress=False)
 
 
 def test_step_has_no_value_to_decide_by(mesh):

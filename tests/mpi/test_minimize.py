@@ -101,6 +101,17 @@ def test_slabs_of_a_field(comm, same_on_all):
         assert result.success and same_on_all(start["shift"])
 
 
+def test_the_rank_whose_part_is_not_finite_is_named(mesh):
+    last = mesh.size - 1
+
+    def part(x):
+        return math.nan if mesh.rank == 0 else 1.0, np.full(SIZE, math.inf if mesh.rank == last else 1.0)
+
+    message = minimize(part, START, mesh=mesh, reduction="sum").message
+    found = f"NaN or infinite loss at step 1: nan on rank 0; also the gradient of 'x' on rank {last}"
+    assert message.startswith("failed: the value or the gradient is NaN") and message.endswith(found)
+
+
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
