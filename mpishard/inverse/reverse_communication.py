@@ -111,6 +111,7 @@ class ReverseCommunication:
             self._run = MeshRun(chosen, unknowns, mesh, reduction)
         self._end = ""  # why the caller's loop has ended before the method
         self._is_published = False  # whether the unknowns are the point
+        self._is_asked = False  # whether the caller has a request that was not answered
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -128,6 +129,7 @@ class ReverseCommunication:
         if not self._is_published:
             run.publish(minimizer.point)
             self._is_published = True
+        self._is_asked = True
         if minimizer.wanted is Wanted.GRADIENT:
             return EvaluationRequest(run.unknowns.shown_to_user())
         direction = run.whole(minimizer.direction)
@@ -148,15 +150,14 @@ class ReverseCommunication:
         TypeError, ValueError
             If they do not fit; with a mesh on all ranks.  The state is unchanged then.
         RuntimeError
-            If they were not asked for.
+            If they were not asked for, or were told before; with a mesh on all ranks.
         """
-        self._check_wanted(Wanted.GRADIENT, "value and gradient")
-        problem: Exception | None = None
+        problem: Exception | None = self._check_wanted(Wanted.GRADIENT, "value and gradient")
         plain = 0.0
         try:
             plain = number_of(value)
         except TypeError as error:
-            problem = error
+            problem = problem or error
         self.tell_outcome(plain, gradient, problem)
 
     def tell_product(self, product: Any) -> None:
@@ -172,10 +173,9 @@ class ReverseCommunication:
         TypeError, ValueError
             If it does not fit; with a mesh on all ranks.  The state is unchanged then.
         RuntimeError
-            If it was not asked for.
+            If it was not asked for, or was told before; with a mesh on all ranks.
         """
-        self._check_wanted(Wanted.PRODUCT, "a Hessian product")
-        self.tell_outcome(0.0, product, None)
+        self.tell_outcome(0.0, product, self._check_wanted(Wanted.PRODUCT, "a Hessian product"))
 
     def tell_outcome(self, value: float, vector: Any, problem: Exception | None) -> None:
         """As `tell` or `tell_product`, or the error that came instead of an answer; it is raised on all ranks.
@@ -194,16 +194,21 @@ class ReverseCommunication:
             self._run.tell_product(vector, problem)
         else:
             self._run.tell(value, vector, problem)
+        self._is_asked = False
         # Between two products of a method the point stays where it is.
         self._is_published = told_product and self._run.minimizer.wanted is Wanted.PRODUCT
         if self._run.minimizer.wanted is Wanted.NOTHING:
             self._run.publish(self._run.minimizer.point)
 
-    def _check_wanted(self, told: Wanted, what: str) -> None:
+    def _check_wanted(self, told: Wanted, what: str) -> RuntimeError | None:
+        """Raise if something else is wanted, as all ranks know; the error if this rank has not asked for it."""
         wanted = Wanted.NOTHING if self._end else self._run.minimizer.wanted
         if wanted is not told:
             names = {Wanted.GRADIENT: "value and gradient (tell)", Wanted.PRODUCT: "a Hessian product (tell_product)"}
             raise RuntimeError(f"{what} was told, but {names.get(wanted, 'nothing')} is wanted; ask() says what")
+        if self._is_asked:
+            return None
+        return RuntimeError(f"{what} was told, but not asked for since the last answer; ask() gives the next point")
 
     def stop(self, reason: str = "callback") -> None:
         """End the loop here: `ask` returns None, and the result is the best iterate.
@@ -240,16 +245,23 @@ class ReverseCommunication:
 
     @property
     def result(self) -> OptimizeResult:
-        """The best iterate so far, with the fields of SciPy's result; a FlatParameters then has its values."""
+        """The best iterate so far, with the fields of SciPy's result.
+
+        A FlatParameters then has its values; while a request waits for its answer, ``x`` is a copy.
+        """
         run, minimizer = self._run, self._run.minimizer
         progress = minimizer.progress
-        run.publish(self._best)
-        self._is_published = False
+        if self._is_asked and not self.has_ended:
+            x = run.unknowns.copy_of(run.whole(self._best))
+        else:
+            run.publish(self._best)
+            self._is_published = False
+            x = run.unknowns.shown_to_user()
         gradient = run.whole(minimizer.row("base_gradient")).copy()
         if not self._has_iterate:
             gradient[...] = math.nan
         return OptimizeResult(
-            x=run.unknowns.shown_to_user(),
+            x=x,
             fun=progress.value,
             jac=gradient,
             nit=progress.iterations,
@@ -298,7 +310,7 @@ class ReverseCommunication:
             If these are not the bytes of such a minimisation; nothing has changed then.
         """
         self._run.deserialize(data)
-        self._end, self._is_published = "", False
+        self._end, self._is_published, self._is_asked = "", False, False
 
     def save(self, folder: str | Path) -> Path:
         """Write a checkpoint that any number of ranks can load; with a mesh only.
@@ -324,4 +336,4 @@ class ReverseCommunication:
             As for `mpishard.load_checkpoint`.
         """
         self._run.load(folder)
-        self._end, self._is_published = "", False
+        self._end, self._is_published, self._is_asked = "", False, False

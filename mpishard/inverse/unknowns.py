@@ -71,6 +71,26 @@ class Unknowns:
         """The point as functions of the user get it: a copy of the array, or the parameters by name."""
         return self.flat.copy() if self.parameters is None else self.parameters
 
+    def copy_of(self, flat: Array) -> Any:
+        """A point as functions of the user get it, apart from the unknowns.
+
+        Parameters
+        ----------
+        flat : 1-D array
+            Like `flat`.
+
+        Returns
+        -------
+        1-D array or FlatParameters
+            With values of its own.
+        """
+        named = self.parameters
+        if named is None:
+            return flat.copy()
+        copy = type(named)(named.specs, named.dtype, module=arrays.module_of(named.like), place=named.place)
+        copy.flat[...] = flat
+        return copy
+
     def vector(self, what: str, given: Any) -> Array:
         """A vector of the user's as a flat array of the dtype and on the device of the unknowns; maybe not a copy.
 

@@ -204,6 +204,13 @@ def test_a_checkpoint_goes_on_with_the_same_request(mesh, folder, method, option
     assert np.array_equal(steps(second, 9), expected[7:])
     with pytest.raises(ValueError, match="on a mesh save"):
         first.serialize()
+    third = ReverseCommunication(method, START, mesh=mesh, **given)
+    answer = rosenbrock(third.ask().x)
+    third.tell(*answer)
+    if third.ask().direction is None:
+        third.tell(*answer)
+        with pytest.raises(RuntimeError, match="not asked for since the last answer"):
+            third.tell(*answer)
 
 
 def test_a_run_that_fails_resumes_with_the_evaluation_that_failed(mesh, same_on_all, folder):

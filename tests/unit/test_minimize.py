@@ -535,14 +535,35 @@ def test_what_was_not_asked_for_is_refused():
     optimizer = ReverseCommunication(Descent(), np.zeros(3))
     with pytest.raises(RuntimeError, match=r"a Hessian product was told, but value and gradient \(tell\) is wanted"):
         optimizer.tell_product(np.zeros(3))
+    with pytest.raises(RuntimeError, match="was told, but not asked for"):
+        optimizer.tell(1.0, np.zeros(3))
+    optimizer.ask()
     with pytest.raises(ValueError, match="the gradient has 2 elements"):
         optimizer.tell(1.0, np.zeros(2))
     assert optimizer.progress.evaluations == 0
+    optimizer.tell(*bowl(optimizer.result.x))
+    with pytest.raises(RuntimeError, match="not asked for since the last answer"):
+        optimizer.tell(*bowl(optimizer.result.x))
+    assert optimizer.progress.evaluations == 1
     optimizer.stop()
     with pytest.raises(RuntimeError, match="but nothing is wanted"):
         optimizer.tell(1.0, np.zeros(3))
     with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
         ReverseCommunication(Descent(), np.zeros(3), mask=1)
+
+
+def test_a_result_leaves_the_request_as_it_is():
+    start = FlatParameters.of({"a": np.zeros((2, 1)), "b": np.zeros(())})
+    optimizer = ReverseCommunication(Descent(), start)
+    first = optimizer.ask().x
+    optimizer.tell(*bowl(first.flat))
+    request = optimizer.ask()
+    point = request.x.flat.copy()
+    result = optimizer.result
+    assert request.x is start and np.array_equal(start.flat, point)
+    assert np.array_equal(result.x["a"], np.zeros((2, 1))) and result.x is not start and point.any()
+    optimizer.tell(*bowl(request.x.flat))
+    assert optimizer.result.x is start and np.array_equal(start.flat, point)
 
 
 def test_no_mpi_where_there_is_no_mesh():
