@@ -152,12 +152,13 @@ class ReverseCommunication:
         RuntimeError
             If they were not asked for, or were told before; with a mesh on all ranks.
         """
-        problem: Exception | None = self._check_wanted(Wanted.GRADIENT, "value and gradient")
+        self._check_wanted(Wanted.GRADIENT, "value and gradient")
+        problem: Exception | None = None
         plain = 0.0
         try:
             plain = number_of(value)
         except TypeError as error:
-            problem = problem or error
+            problem = error
         self.tell_outcome(plain, gradient, problem)
 
     def tell_product(self, product: Any) -> None:
@@ -175,7 +176,8 @@ class ReverseCommunication:
         RuntimeError
             If it was not asked for, or was told before; with a mesh on all ranks.
         """
-        self.tell_outcome(0.0, product, self._check_wanted(Wanted.PRODUCT, "a Hessian product"))
+        self._check_wanted(Wanted.PRODUCT, "a Hessian product")
+        self.tell_outcome(0.0, product, None)
 
     def tell_outcome(self, value: float, vector: Any, problem: Exception | None) -> None:
         """As `tell` or `tell_product`, or the error that came instead of an answer; it is raised on all ranks.
@@ -189,6 +191,10 @@ class ReverseCommunication:
         problem : Exception or None
             What the user's function raised on this rank.
         """
+        if not self._is_asked:
+            problem = problem or RuntimeError(
+                "told, but not asked for since the last answer; ask() gives the next point"
+            )
         told_product = self._run.minimizer.wanted is Wanted.PRODUCT
         if told_product:
             self._run.tell_product(vector, problem)
@@ -200,15 +206,11 @@ class ReverseCommunication:
         if self._run.minimizer.wanted is Wanted.NOTHING:
             self._run.publish(self._run.minimizer.point)
 
-    def _check_wanted(self, told: Wanted, what: str) -> RuntimeError | None:
-        """Raise if something else is wanted, as all ranks know; the error if this rank has not asked for it."""
+    def _check_wanted(self, told: Wanted, what: str) -> None:
         wanted = Wanted.NOTHING if self._end else self._run.minimizer.wanted
         if wanted is not told:
             names = {Wanted.GRADIENT: "value and gradient (tell)", Wanted.PRODUCT: "a Hessian product (tell_product)"}
             raise RuntimeError(f"{what} was told, but {names.get(wanted, 'nothing')} is wanted; ask() says what")
-        if self._is_asked:
-            return None
-        return RuntimeError(f"{what} was told, but not asked for since the last answer; ask() gives the next point")
 
     def stop(self, reason: str = "callback") -> None:
         """End the loop here: `ask` returns None, and the result is the best iterate.
