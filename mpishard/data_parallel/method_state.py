@@ -21,6 +21,7 @@ from mpishard.layout.run_state import Shard, whole_fact
 from mpishard.minimizers.elements import preconditioned
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Wanted
+from mpishard.minimizers.rehearsal import check_metadata
 from mpishard.minimizers.stopping import lifted
 from mpishard.parameters.flat import FlatParameters
 
@@ -190,6 +191,7 @@ class MethodState:
                 f"{type(self._method).__name__} has learned depends on; give those, or leave its state and take the "
                 "parameters alone as a start"
             )
+        check_metadata(self._method, facts[_METADATA])
 
     def batches_in(self, facts: Mapping[str, Any]) -> int:
         """What `batches` is in these facts; ValueError if it is invalid.  Not collective."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,6 +17,7 @@ from mpishard.minimizers.elements import preconditioned, whole_limits
 from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer
+from mpishard.minimizers.rehearsal import check_metadata
 from mpishard.minimizers.space import LocalSpace
 from mpishard.minimizers.stopping import lifted
 
@@ -112,23 +112,14 @@ class LocalRun:
         from mpishard.inverse import state_image
 
         point, rows, metadata = state_image.decode(data, self.method, self.unknowns.flat)
-        kept = [self._rows.copy(), self.minimizer.point.copy()], json.loads(json.dumps(self.minimizer.to_metadata()))
-        self._fill(point, rows)
-        try:
-            self.minimizer.restore(metadata)
-        except ValueError:
-            (old_rows, old_point), old = kept
-            self._fill(old_point, dict(zip(self.method.slots, old_rows, strict=True)))
-            self.minimizer.restore(old)
-            raise
-        if lifted(self.method, self.minimizer.progress, self.minimizer.stop_reason):
-            self.minimizer.reopen()
-        self.publish(self.minimizer.point)
-
-    def _fill(self, point: Array, rows: dict[str, Array]) -> None:
+        check_metadata(self.method, metadata)
         self.minimizer.point[...] = point
         for slot, row in zip(self.method.slots, self._rows, strict=True):
             row[...] = rows[slot]
+        self.minimizer.restore(metadata)
+        if lifted(self.method, self.minimizer.progress, self.minimizer.stop_reason):
+            self.minimizer.reopen()
+        self.publish(self.minimizer.point)
 
     def save(self, folder: str | Path) -> Path:
         """Raises; checkpoints are for meshes."""

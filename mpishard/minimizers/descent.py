@@ -92,6 +92,7 @@ class Descent(Minimizer):
             "gradient_top": self._gradient_top,
             "direction_top": self._direction_top,
             "line_search": self._search.to_metadata() if self._search else None,
+            "search": type(self.line_search).__name__,
         }
 
     def restore(self, metadata: Mapping[str, Any]) -> None:
@@ -102,6 +103,12 @@ class Descent(Minimizer):
             search = metadata["line_search"]
         except (KeyError, TypeError) as error:
             raise ValueError(f"{type(self.method).__name__}: the saved state cannot be restored: {error!r}") from None
+        own, theirs = type(self.line_search).__name__, str(metadata.get("search", ""))
+        if search is not None and theirs not in ("", own):
+            raise ValueError(
+                f"the saved state is within a line search by {theirs}, but {type(self.method).__name__} has the "
+                f"line_search {own}; give the one of then, or take the parameters alone as a start"
+            )
         self._search = self.line_search.restore(search) if search is not None else None
         self.progress, self.wanted, self.stop_reason = progress, wanted, reason
         self._gradient_top, self._direction_top = tops

@@ -125,6 +125,27 @@ def test_a_state_of_other_bounds_is_refused(mesh):
         second.deserialize(first.serialize())
 
 
+def test_a_state_within_another_line_search_changes_nothing(mesh, tmp_path):
+    folder = mesh.world.allgather_object(str(tmp_path))[0]
+    start = mpishard.FlatParameters.over(np.full(SIZE, 2.0))
+    first = optimizer_on(mesh)
+    first.optimize(problem(steps=2), progress=False)
+    mpishard.save_checkpoint(folder, first.parameters, first)
+    second = optimizer_on(mesh, LBFGS(history=5, line_search="armijo"))
+    second.bind(start)
+    before = second.state.binding.on_rank.slot_rows.copy()
+    for attempt in (
+        lambda: second.deserialize(first.serialize()),
+        lambda: mpishard.load_checkpoint(folder, start, second),
+    ):
+        with pytest.raises(
+            ValueError, match="within a line search by MoreThuente, but LBFGS has the line_search Armijo"
+        ):
+            attempt()
+        np.testing.assert_array_equal(second.state.binding.on_rank.slot_rows, before)
+        assert (start.flat == 2).all() and not second.clock
+
+
 def test_a_preconditioner_that_fails_on_one_rank_is_an_error_of_all(mesh):
     def wrong(vector):
         if mesh.rank == mesh.size - 1:

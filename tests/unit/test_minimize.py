@@ -529,6 +529,14 @@ def test_states_that_are_refused_change_nothing():
         with pytest.raises(error, match=words):
             optimizer.deserialize(wrong)
     assert optimizer.serialize() == before
+    searching = ReverseCommunication("L-BFGS", np.full(4, -1.2))
+    trajectory(searching, 2, rosenbrock)
+    words = "within a line search by MoreThuente, but LBFGS has the line_search Armijo"
+    other = ReverseCommunication("L-BFGS", np.zeros(4), options={"line_search": "armijo"})
+    before = other.serialize()
+    with pytest.raises(ValueError, match=words):
+        other.deserialize(searching.serialize())
+    assert other.serialize() == before
 
 
 def test_what_was_not_asked_for_is_refused():
