@@ -82,7 +82,7 @@ class ShardedOptimizer:
             raise TypeError(
                 f"{type(self).__name__} needs an update rule such as AdamW(lr=1e-3), got {type(rule).__name__}"
             )
-        self.rule: Rule | Method = rule
+        self._rule: Rule | Method = rule
         self.config: ShardingConfiguration = ShardingConfiguration.of(config)
         check_configuration(type(self).__name__, self.config, self.strategy)
         if isinstance(rule, Method):
@@ -97,6 +97,21 @@ class ShardedOptimizer:
         self._binding = self.state.binding
         self._counters = self._binding.counters
         self.settings: Settings = self._binding.settings
+
+    @property
+    def rule(self) -> Rule | Method:
+        """The update rule; the next step takes another one with the same slots.  A method cannot be replaced."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: Rule) -> None:
+        if isinstance(self._rule, Method) or not isinstance(rule, Rule):
+            raise TypeError(
+                f"{type(rule).__name__} cannot take the place of {type(self._rule).__name__}: what a method does next "
+                "depends on what it has learned.  Make a new optimizer; deserialize(old.serialize()) goes on with "
+                "other options"
+            )
+        self._rule = rule
 
     @property
     def mesh(self) -> Mesh:
@@ -307,14 +322,27 @@ class ShardedOptimizer:
         ------
         TypeError
             If the optimizer has a rule, whose state does not depend on the function.
+        ValueError
+            If there is no iterate yet, as before the first step; on all ranks also if `keep_history` differs between
+            ranks or is no flag.
         """
         method = self.state.method
         if method is None:
             raise TypeError(
                 f"{type(self.rule).__name__} is a rule and has no stages: call optimize with the next problem"
             )
-        if self._binding.is_bound:
-            method.begin_stage(flag("keep_history", keep_history))
+        if not self._binding.is_bound:
+            raise ValueError(
+                "begin_stage goes on from the last iterate, and this optimizer has no parameters yet: call it between "
+                "two calls of optimize, or after load_checkpoint; the first stage needs none"
+            )
+        problem: Exception | None = None
+        try:
+            keep_history = flag("keep_history", keep_history)
+        except TypeError as error:
+            problem = error
+        self.settings.agree({"keep_history": str(keep_history)}, problem)
+        method.begin_stage(keep_history)
 
     def bind(self, parameters: FlatParameters) -> Strategy:
         """Create the state for these parameters, or attach them to existing state.

@@ -389,6 +389,31 @@ def test_a_rule_has_no_stages(mesh):
         mpishard.as_distributed(mpishard.Adam(), mesh).begin_stage()
 
 
+def test_a_stage_follows_another_and_is_the_same_on_all_ranks(mesh):
+    optimizer = optimizer_on(mesh)
+    with pytest.raises(ValueError, match="begin_stage goes on from the last iterate, and this optimizer has no"):
+        optimizer.begin_stage()
+    optimizer.optimize(problem(steps=3), progress=False)
+    if mesh.size > 1:
+        with pytest.raises(ValueError, match="keep_history is False on rank 0, True on"):
+            optimizer.begin_stage(keep_history=mesh.rank > 0)
+    with pytest.raises(Exception, match="keep_history=3 must be True or False"):
+        optimizer.begin_stage(keep_history=3 if mesh.rank == mesh.size - 1 else False)
+    assert optimizer.minimizer.progress.evaluations == 3
+
+
+def test_a_method_stays(mesh):
+    optimizer = optimizer_on(mesh)
+    with pytest.raises(TypeError, match="Adam cannot take the place of LBFGS.*Make a new optimizer"):
+        optimizer.rule = mpishard.Adam()
+    with pytest.raises(TypeError, match="LBFGS cannot take the place of LBFGS"):
+        optimizer.rule = LBFGS(history=5, maxiter=3)
+    of_rule = mpishard.as_distributed(mpishard.Adam(), mesh)
+    with pytest.raises(TypeError, match="LBFGS cannot take the place of Adam"):
+        of_rule.rule = METHOD
+    assert optimizer.rule is METHOD
+
+
 def test_iterations_of_other_samples(mesh, tmp_path):
     """A batch stays for the evaluations of one iteration; the next begins with another one at the same point."""
     batches: list[tuple[int, ...]] = [()]
