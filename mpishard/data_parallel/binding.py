@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpishard.comm.axis import Axis
+from mpishard.data_parallel.bit_facts import BitFacts
 from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.further_state import FurtherState
@@ -12,7 +13,7 @@ from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.rank_state import RankState
 from mpishard.data_parallel.settings import Configured, Settings
 from mpishard.data_parallel.strategy import Strategy
-from mpishard.data_parallel.validation import check_layout, check_reducer, check_same_model
+from mpishard.data_parallel.validation import check_layout, check_layout_dependence, check_reducer, check_same_model
 from mpishard.parameters.flat import FlatParameters
 
 
@@ -34,12 +35,15 @@ class Binding:
         Steps, the gradient's norm and the loss scale.
     settings : Settings
         The settings that all ranks compare.
+    bits : BitFacts
+        What decides bits besides the settings.
     """
 
     def __init__(self, optimizer: Configured, further: Sequence[FurtherState]) -> None:
         self.further = tuple(further)
         self.counters = Counters(optimizer.config.loss_scale)
         self.settings = Settings(optimizer, self.further)
+        self.bits = BitFacts()
         self._optimizer = optimizer
         self._on_rank: RankState | None = None
         self._deserialized: FullState | None = None  # until the first parameters are bound
@@ -84,6 +88,7 @@ class Binding:
         """Raise ValueError unless the optimizer can train these parameters.  Not collective."""
         optimizer, was = self._optimizer, self._on_rank
         check_layout(parameters, optimizer.config.mesh, optimizer.strategy)
+        check_layout_dependence(parameters, optimizer.config)
         if was is not None and was.parameters is not parameters:
             check_same_model(was.parameters, parameters, optimizer.strategy)
         if self._deserialized is not None:
@@ -99,6 +104,7 @@ class Binding:
             problem = error
         if self._on_rank is None:
             self.settings.agree(self.settings.of_state(parameters), problem)
+            self.bits.take(parameters, self._optimizer.config, self._optimizer.world)
         elif problem is not None:
             raise problem
         on_rank = self._on_rank

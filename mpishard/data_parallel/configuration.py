@@ -13,6 +13,13 @@ from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.hierarchical import nodes_of_data
 
 NONFINITE = ("raise", "skip", "ignore")
+_FLAGS = (
+    "auto_sync_gradients",
+    "overlap_communication",
+    "reproducible",
+    "allow_different_bits",
+    "enable_gradient_compression",
+)
 
 
 class ConfigurationOptions(TypedDict, total=False):
@@ -25,6 +32,7 @@ class ConfigurationOptions(TypedDict, total=False):
     nonfinite_gradients: Literal["raise", "skip", "ignore"]
     loss_scale: float | Literal["dynamic"] | None
     reproducible: bool
+    allow_different_bits: bool
     enable_gradient_compression: bool
     gradient_compressor: Compressor | None
     compress_after: int
@@ -71,6 +79,11 @@ class ShardingConfiguration:
         does the sums within a data coordinate, over tensor ranks and over the stages of a tie: they give the same bits
         for the same tensor and pipeline sizes if that MPI always adds in one order, as it must with two ranks.
         Gradients that a model computes within one micro-batch, as a pipeline does, are added as they come.
+    allow_different_bits : bool
+        Let a reproducible run go on where its bits depend on more than the run: with ranks whose BLAS kernels differ,
+        from a checkpoint made with other BLAS kernels or threads, libraries, shards or micro-batches, or with a model
+        that rounds where stages meet.  A message says what differs, and later checkpoints keep it as the fact
+        ``"different_bits.json"``.  Without it such a run raises ValueError on all ranks.
     enable_gradient_compression : bool
         Send gradients over the data axis compressed, with error feedback: DDP, ZeRO-1 and ZeRO-2.  The remaining
         errors are state.  A save or a resize sends them uncompressed to the ranks that own them, which takes about half
@@ -107,6 +120,7 @@ class ShardingConfiguration:
     nonfinite_gradients: Literal["raise", "skip", "ignore"] = field(default="raise", kw_only=True)
     loss_scale: float | Literal["dynamic"] | None = field(default=None, kw_only=True)
     reproducible: bool = field(default=False, kw_only=True)
+    allow_different_bits: bool = field(default=False, kw_only=True)
     enable_gradient_compression: bool = field(default=False, kw_only=True)
     gradient_compressor: Compressor | None = field(default=None, kw_only=True)
     compress_after: int = field(default=0, kw_only=True)
@@ -116,7 +130,7 @@ class ShardingConfiguration:
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
             raise TypeError(f"a ShardingConfiguration needs a Mesh, got {type(self.mesh).__name__}")
-        for name in ("auto_sync_gradients", "overlap_communication", "reproducible", "enable_gradient_compression"):
+        for name in _FLAGS:
             object.__setattr__(self, name, flag(name, getattr(self, name)))
         for name, least in (("minimum_parameter_group_size", 1), ("sync_every", 1), ("compress_after", 0)):
             object.__setattr__(self, name, integer(name, getattr(self, name), least=least))
@@ -126,6 +140,10 @@ class ShardingConfiguration:
             object.__setattr__(self, "max_gradient_norm", norm)
         if self.nonfinite_gradients not in NONFINITE:
             raise ValueError(f"nonfinite_gradients={self.nonfinite_gradients!r} must be one of {', '.join(NONFINITE)}")
+        if self.allow_different_bits and not self.reproducible:
+            raise ValueError(
+                "allow_different_bits=True without reproducible=True, which alone promises the same bits; leave it out"
+            )
         if self.reproducible and not self.auto_sync_gradients:
             raise ValueError(
                 "reproducible=True orders the sum over the micro-batches of each step, auto_sync_gradients=False adds "

@@ -67,6 +67,7 @@ class OptimizerState:
             "sharding.json": config.settings(),
             "mesh.json": dict(config.mesh.shape),
             **self.binding.counters.facts,
+            **self.binding.bits.facts,
         }
         for each in self.binding.further:
             facts |= each.facts
@@ -145,10 +146,11 @@ class OptimizerState:
         Raises
         ------
         ValueError
-            If they are of another rule, or a number is invalid.
+            If they are of another rule, a number is invalid, or a reproducible run would go on with other bits.
         """
         check_rule(self._optimizer.rule, facts.get("rule", "none"), names_fact(facts, "slots.json"))
         check_numbers(facts)
+        self.binding.bits.check(facts, self._optimizer.config)
         for each in self.binding.further:
             each.check(facts)
 
@@ -190,6 +192,7 @@ class OptimizerState:
         for each in self.binding.further:
             each.restore(facts)
         self.binding.counters.restore(facts)
+        self.binding.bits.restore(facts)
         on_rank.resume(self.binding.counters, float(facts.get("loss_scale", 1.0)))
 
     def rebuild(self, parameters: FlatParameters) -> None:
@@ -250,7 +253,7 @@ class OptimizerState:
         return self.binding.strategy.gradient_bytes if self.binding.is_bound else 0
 
     def report_changes(self, facts: Mapping[str, Any]) -> None:
-        """Report on rank 0 the settings of the rules that differ from those in saved facts.  Not collective.
+        """Report on rank 0 what differs from saved facts: settings of the rules, what bits depend on.  Not collective.
 
         Parameters
         ----------
@@ -260,6 +263,7 @@ class OptimizerState:
         changed = changed_settings(self.facts, facts)
         if changed and self._optimizer.world.rank == 0:
             log.inform(f"the saved state goes on with {', '.join(changed)}")
+        self.binding.bits.note(facts, self._optimizer.config, self._optimizer.world.rank)
 
     def report_continuation(self) -> None:
         """Report on rank 0, the first time only, that a run does not start afresh.  Not collective."""

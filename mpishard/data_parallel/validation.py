@@ -105,6 +105,15 @@ def check_layout(parameters: FlatParameters, mesh: Mesh, strategy: type[Strategy
         )
 
 
+def check_layout_dependence(parameters: FlatParameters, config: ShardingConfiguration) -> None:
+    """Raise ValueError if the bits of a model depend on the layout, but the configuration promises that they do not."""
+    if config.reproducible and not config.allow_different_bits and parameters.layout_dependence:
+        raise ValueError(
+            f"reproducible=True gives the same bits on any layout, but this model has {parameters.layout_dependence}; "
+            "leave that out, or allow_different_bits=True in the configuration"
+        )
+
+
 def check_same_model(was: FlatParameters, parameters: FlatParameters, strategy: type[Strategy]) -> None:
     """Raise ValueError unless the state for the parameters `was` also fits these parameters."""
     ours, theirs = ((p.specs, p.dtype, p.units, strategy.fitting(p)) for p in (was, parameters))

@@ -139,6 +139,8 @@ class GPT:
                 warn_if_slow(precision.compute_dtype, module)
         self._local = LocalChunks(self.architecture, mesh, pipeline, precision, memory, seed, module)
         self.parameters: FlatParameters = self._local.parameters
+        if precision.wire_dtype is not None:
+            self.parameters.layout_dependence = "wire_dtype, which rounds where stages meet"
         self.chunks: list[Chunk] = self._local.chunks
         self.blocks: list[Block] = self._local.blocks
         self.pipeline: Pipeline = Pipeline(

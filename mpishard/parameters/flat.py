@@ -64,6 +64,9 @@ class FlatParameters:
     loss_scale : float
         A backward pass multiplies the gradient of its loss by this, so that half-precision gradients keep small
         values.  The optimizer sets it, and divides it out again.
+    layout_dependence : str
+        What makes the bits of the model depend on the layout, in words, such as a rounding where stages meet; empty if
+        nothing does.  The model sets it; ``reproducible=True`` refuses such a model.
 
     Raises
     ------
@@ -161,6 +164,7 @@ class FlatParameters:
         self.size: int = layout.size
         self.lent = False
         self.loss_scale: float = 1.0
+        self.layout_dependence: str = ""
 
     def _bind(self, flat: Array | None, sharded: ShardedUnits | None) -> None:
         self._flat = flat

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.backend.arithmetic import arithmetic
 from mpishard.comm.capabilities import probe
 from mpishard.comm.mesh import Mesh
 from mpishard.version import versions
@@ -39,6 +40,7 @@ def surroundings(mesh: Mesh) -> dict[str, Any]:
         "mesh": mesh.shape,
         "ranks_by_node": list(Counter(mesh.nodes).values()),
         "blas_threads": mesh.blas_threads,
+        "arithmetic": arithmetic(),
         "versions": {**versions(), mpi.library: mpi.version},
         "environment": {
             name: value

@@ -97,6 +97,7 @@ class TrainingRun:
         if begins:
             tell_of_other_starts(optimizer.mesh, self.runner.parameters)
         self.runner.attach()
+        optimizer.state.binding.bits.note_micro_batches(problem.micro_batch_size)
         self.batches.begin_after(optimizer.state.batches)
         self._samples_before = self.batches.position
         self.losses = LossHistory(optimizer.axis)
@@ -314,6 +315,7 @@ class TrainingRun:
             "dtype": str(self.runner.parameters.dtype),
             "resumed_steps": self._resumed_steps,
             "steps_before": self._steps_before,
+            **optimizer.state.binding.bits.record,
             **self.problem.facts,
         }
 

@@ -105,7 +105,7 @@ class StepRunner:
         self.reducer = strategy.reducer
         self.ordered = strategy.ordered
         if self.ordered is not None:
-            fix_blas_threads()  # a mesh created after the optimizer has changed their number
+            fix_blas_threads()  # a mesh that has moved to other ranks has changed their number
         split = self.parameters.sharded is not None or optimizer.mesh.data.size < optimizer.mesh.size
         # If other ranks wait for this rank inside the model, it must run the model even without samples: they need its
         # part of the model, or they reduce after each micro-batch that the model makes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +26,7 @@ from mpishard import (
 )
 from mpishard.backend import array as arrays
 from mpishard.comm.ledger import all_reduce_elements
+from mpishard.data_parallel import bit_facts
 from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 from mpishard.reduction.tree_sum import tree_sum
@@ -246,3 +248,42 @@ def device(values):
     made = empty_on_device(values.shape, values.dtype)
     arrays.copy_to_device(values, made)
     return made
+
+
+def test_a_resume_with_other_micro_batches_is_refused_or_recorded(comm, mesh, capsys):
+    """On all ranks, and before anything changes."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = comm.bcast(name)
+
+        def resumed(steps, size, **options):
+            config = ShardingConfiguration(mesh, reproducible=True, **options)
+            optimizer = ZeRO1Optimizer(SGD(lr=0.01), config)
+            with mpishard.Checkpoints(folder, mesh) as checkpoints:
+                problem = own_problem(mesh, steps=steps, micro_batch_size=size)
+                result = optimizer.optimize(problem, checkpoints=checkpoints, resume=True, progress=False)
+            return optimizer, result
+
+        resumed(2, 3)
+        with pytest.raises(ValueError, match="micro_batch_size is 3 there and 2 here; give the problem micro_batch_s"):
+            resumed(4, 2)
+        assert resumed(3, 3)[1].resumed_steps == 2
+        capsys.readouterr()
+        resumed(4, 2, allow_different_bits=True)
+        assert ("micro_batch_size is 3 there" in capsys.readouterr().err) == (mesh.rank == 0)
+        # It is in the checkpoint from then on.
+        optimizer, _ = resumed(5, 2)
+        assert optimizer.state.facts["different_bits.json"] == [
+            "from step 3 on other bits than in one run: micro_batch_size is 3 there and 2 here"
+        ]
+        comm.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_with_other_kernels_are_told(mesh, monkeypatch, capsys):
+    facts = bit_facts.arithmetic()
+    kernels = "Zen" if mesh.rank == mesh.size - 1 else "Haswell"
+    monkeypatch.setattr(bit_facts, "arithmetic", lambda: facts | {"BLAS kernels": kernels})
+    with pytest.raises(ValueError, match=f"BLAS kernels is Haswell on rank.* Zen on rank {mesh.size - 1}: use nodes"):
+        run(DDPOptimizer, mesh, own_problem)
+    run(DDPOptimizer, mesh, own_problem, allow_different_bits=True)
+    assert ("Zen on rank" in capsys.readouterr().err) == (mesh.rank == 0)

@@ -1,0 +1,219 @@
+"""What decides the bits of a reproducible run besides its settings: recorded, compared between ranks, and on resuming.
+
+`ShardingConfiguration.reproducible` promises the same bits on any layout, but not with another BLAS kernel, another
+number of shards or other micro-batches.  A run that would go on with other ones raises, or records that it went on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpishard.backend import array as arrays
+from mpishard.backend.arithmetic import arithmetic
+from mpishard.backend.blas_threads import fix_blas_threads
+from mpishard.comm.axis import Axis
+from mpishard.data_parallel.agreement import agree_on_settings, differing, fingerprint
+from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.io import log
+from mpishard.layout.run_state import brief
+from mpishard.parameters.flat import FlatParameters
+
+# Names among the facts of a state.
+ARITHMETIC, DIFFERENT_BITS = "arithmetic.json", "different_bits.json"
+_PROMISE = "arithmetic for the same bits on any layout (reproducible=True)"
+_WAY_ON = "ShardingConfiguration(..., allow_different_bits=True) goes on, and records it"
+# By fact how to have the value that the saved run had; others are of the machine and its libraries.
+_REMEDIES = {
+    "BLAS kernels": "set OPENBLAS_CORETYPE={}",
+    "BLAS threads": "set OPENBLAS_NUM_THREADS={}",
+    "shards": "make the model with shards={}",
+    "micro_batch_size": "give the problem micro_batch_size={}",
+    "dtype": "make the model with dtype={}",
+}
+
+
+class BitFacts:
+    """The facts of one optimizer on this rank.
+
+    Attributes
+    ----------
+    own : dict of str to str
+        The facts, once there are parameters.  All values are texts.
+    changes : list of str
+        What the run went on with in place of other facts, with ``allow_different_bits=True``; the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.own: dict[str, str] = {}
+        self.changes: list[str] = []
+
+    def take(self, parameters: FlatParameters, config: ShardingConfiguration, world: Axis) -> None:
+        """Note the facts of this process, and compare those of all ranks of a reproducible run.
+
+        Collective over `world`.
+
+        Parameters
+        ----------
+        parameters : FlatParameters
+            That the optimizer trains.
+        config : ShardingConfiguration
+            Of the optimizer.
+        world : Axis
+            The ranks that take steps together.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if they differ, unless the configuration allows it.
+        """
+        if config.reproducible:
+            fix_blas_threads()  # a mesh created after the optimizer has changed their number
+        self.own |= {
+            **arithmetic(),
+            "arrays": arrays.module_of(parameters.like).__name__,
+            "dtype": parameters.dtype.name,
+            "shards": _shards(parameters),
+        }
+        self.agree(config, world)
+        if config.reproducible and parameters.layout_dependence:
+            self._change(f"the bits depend on the layout: the model has {parameters.layout_dependence}", world.rank)
+
+    def note_micro_batches(self, size: int | None) -> None:
+        """Note the samples of the leaves of the sums.  Not collective.
+
+        Parameters
+        ----------
+        size : int or None
+            The problem's `micro_batch_size`.
+        """
+        self.own["micro_batch_size"] = "a 16th of the batch" if size is None else str(size)
+
+    def agree(self, config: ShardingConfiguration, ranks: Axis) -> None:
+        """Compare the facts of ranks of a reproducible run.
+
+        Collective over the ranks.
+
+        Parameters
+        ----------
+        config : ShardingConfiguration
+            Of the optimizer.
+        ranks : Axis
+            Those that take part in the run, or are about to.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if they differ, unless the configuration allows it.
+        """
+        if not config.reproducible:
+            return
+        if not config.allow_different_bits:
+            agree_on_settings(ranks, self.own, what=_PROMISE, way_out=f"use nodes of one kind; {_WAY_ON}")
+        elif len(set(ranks.allgather_object(fingerprint(self.own)))) > 1:
+            self._change(str(differing(ranks, self.own, _PROMISE, "the bits depend on the layout")), ranks.rank)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a `RunState` has of them."""
+        changes = {DIFFERENT_BITS: list(self.changes)} if self.changes else {}
+        return {ARITHMETIC: dict(self.own), **changes} if self.own else changes
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What the record of a run has of them."""
+        return {name.removesuffix(".json"): value for name, value in self.facts.items()}
+
+    def check(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> None:
+        """Raise unless a reproducible run goes on from saved facts with the same bits, or is allowed others.
+
+        Not collective.
+
+        Parameters
+        ----------
+        saved : mapping
+            The facts of the state.
+        config : ShardingConfiguration
+            Of the optimizer that shall go on.
+
+        Raises
+        ------
+        ValueError
+            With both sides of what differs, and the ways out.
+        """
+        if not config.reproducible or config.allow_different_bits or not _was_reproducible(saved):
+            return
+        found = self._differences(saved)
+        if found:
+            remedies = [_REMEDIES.get(name, f"run it where {name} is {{}}").format(then) for name, then, _ in found]
+            raise ValueError(
+                f"with reproducible=True the saved run must go on with what its bits depend on, but {_both(found)}; "
+                f"{', '.join(remedies)}; or {_WAY_ON}"
+            )
+
+    def note(self, saved: Mapping[str, Any], config: ShardingConfiguration, rank: int) -> None:
+        """Note, and say on rank 0, what a run goes on with in place of other facts.  Not collective.
+
+        Parameters
+        ----------
+        saved : mapping
+            The facts of the state, which have passed `check`.
+        config : ShardingConfiguration
+            Of the optimizer that goes on.
+        rank : int
+            Of this process.
+        """
+        if not config.reproducible or "sharding.json" not in saved:  # no checkpoint, or not of an optimizer
+            return
+        step, text = saved.get("steps", 0), ""
+        if not _was_reproducible(saved):
+            text = "its earlier steps were without reproducible=True"
+        elif not isinstance(saved.get(ARITHMETIC), Mapping):
+            text = "the checkpoint does not say with which BLAS kernels, shards and micro-batches it was made"
+        elif found := self._differences(saved):
+            self._change(f"from step {step} on other bits than in one run: {_both(found)}", rank)
+        if text and rank == 0:
+            log.inform(f"reproducible=True holds from step {step} on: {text}")
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue the list of changes of saved facts.  Not collective.
+
+        Parameters
+        ----------
+        saved : mapping
+            The facts of the state.
+        """
+        earlier = saved.get(DIFFERENT_BITS, [])
+        if isinstance(earlier, list | tuple):
+            self.changes = list(dict.fromkeys([*map(brief, earlier), *self.changes]))
+
+    def _differences(self, saved: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+        """The name, the saved and the own value of each fact that differs; a fact that one side lacks does not."""
+        theirs = saved.get(ARITHMETIC)
+        if not isinstance(theirs, Mapping):
+            return []
+        pairs = [(name, brief(theirs[name]), own) for name, own in self.own.items() if name in theirs]
+        return [pair for pair in pairs if pair[1] != pair[2]]
+
+    def _change(self, text: str, rank: int) -> None:
+        if text not in self.changes:
+            self.changes.append(text)
+            if rank == 0:
+                log.inform(f"allow_different_bits=True: {text}")
+
+
+def _shards(parameters: FlatParameters) -> str:
+    """The slices over which a model is defined; without any its tensor ranks are."""
+    shards = max((spec.slices for spec in parameters.specs), default=1)
+    tensor = parameters.place.tensor_size
+    return str(shards) if shards > 1 or tensor == 1 else f"1 on {tensor} tensor ranks"
+
+
+def _was_reproducible(saved: Mapping[str, Any]) -> bool:
+    """Whether a state is of a reproducible run; True if it does not say."""
+    settings = saved.get("sharding.json")
+    return not isinstance(settings, Mapping) or bool(settings.get("reproducible", True))
+
+
+def _both(found: list[tuple[str, str, str]]) -> str:
+    return ", ".join(f"{name} is {then} there and {own} here" for name, then, own in found)

@@ -1,0 +1,177 @@
+"""What the bits of a run depend on besides its settings: told, compared with a checkpoint's, and recorded."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import threadpoolctl
+
+import mpishard
+from mpishard import SGD, DDPOptimizer, Mesh, ShardingConfiguration, nn
+from mpishard.backend.arithmetic import arithmetic
+from mpishard.data_parallel.agreement import fingerprint
+from mpishard.data_parallel.bit_facts import ARITHMETIC, DIFFERENT_BITS, BitFacts
+from mpishard.layout.local_layout import ModelParallelRank
+from mpishard.layout.specs import ParameterSpec
+from mpishard.parameters.flat import FlatParameters
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    with Mesh() as mesh:
+        yield mesh
+
+
+def taken(mesh, specs=None, place=None, **options):
+    """The facts of parameters, and a configuration."""
+    parameters = FlatParameters(specs or [ParameterSpec("a", (4, 6))], **({} if place is None else {"place": place}))
+    config = ShardingConfiguration(mesh, **({"reproducible": True} | options))
+    bits = BitFacts()
+    bits.take(parameters, config, mesh.world)
+    bits.note_micro_batches(3)
+    return bits, config
+
+
+def saved(bits, **changes):
+    """Facts of a checkpoint, of which some are others."""
+    return {"sharding.json": {"reproducible": True}, "steps": 7, ARITHMETIC: {**bits.own, **changes}}
+
+
+def test_the_facts_are_of_this_process_now():
+    with threadpoolctl.threadpool_limits(1):
+        found = arithmetic()
+    assert found["BLAS threads"] == "1"
+    assert np.__version__ in found["NumPy"]
+    assert all(isinstance(text, str) and text for text in found.values())
+    kernels = {pool.get("architecture", "unknown") for pool in threadpoolctl.threadpool_info()}
+    assert found["BLAS kernels"] in kernels | {"unknown"}
+
+
+def test_shards_are_those_of_the_tensors_or_of_the_tensor_ranks(mesh):
+    sliced = [ParameterSpec("a", (4, 6), tensor_dim=1, slices=2)]
+    of = ModelParallelRank(tensor_rank=1, tensor_size=2)
+    assert taken(mesh)[0].own["shards"] == "1"
+    assert taken(mesh, sliced)[0].own["shards"] == "2"
+    assert taken(mesh, sliced, of)[0].own["shards"] == "2"
+    assert taken(mesh, [ParameterSpec("a", (4, 6), tensor_dim=1)], of)[0].own["shards"] == "1 on 2 tensor ranks"
+
+
+CHANGES = {
+    "BLAS kernels": ("Zen", "set OPENBLAS_CORETYPE=Zen"),
+    "BLAS threads": ("9", "set OPENBLAS_NUM_THREADS=9"),
+    "shards": ("4", "make the model with shards=4"),
+    "micro_batch_size": ("2", "give the problem micro_batch_size=2"),
+    "C library": ("musl", "run it where C library is musl"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_facts_are_refused_with_both_sides_and_the_way_out(mesh, name):
+    then, remedy = CHANGES[name]
+    bits, config = taken(mesh)
+    bits.check(saved(bits), config)
+    with pytest.raises(ValueError, match="allow_different_bits=True") as caught:
+        bits.check(saved(bits, **{name: then}), config)
+    assert f"{name} is {then} there and {bits.own[name]} here" in str(caught.value)
+    assert remedy in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_they_are_allowed_and_recorded(mesh, capsys):
+    bits, config = taken(mesh, allow_different_bits=True)
+    facts = saved(bits, shards="4") | {DIFFERENT_BITS: ["from step 3 on something"]}
+    bits.check(facts, config)
+    bits.note(facts, config, rank=0)
+    bits.restore(facts)
+    assert "shards is 4 there and 1 here" in capsys.readouterr().err
+    assert bits.facts[DIFFERENT_BITS][0] == "from step 3 on something"
+    assert bits.facts[DIFFERENT_BITS][1].startswith("from step 7 on")
+    assert bits.record["arithmetic"] == bits.own
+    assert len(bits.record["different_bits"]) == 2
+
+
+@pytest.mark.parametrize("facts", [{}, {ARITHMETIC: 3}, {ARITHMETIC: {"of a later version": "x"}}])
+def test_a_checkpoint_without_facts_goes_on_with_a_line(mesh, capsys, facts):
+    bits, config = taken(mesh)
+    facts = {"sharding.json": {"reproducible": True}, "steps": 7, **facts}
+    bits.check(facts, config)
+    bits.note(facts, config, rank=0)
+    told = capsys.readouterr().err
+    assert told.count("\n") == (not isinstance(facts.get(ARITHMETIC), dict))
+    assert not bits.changes
+
+
+def test_a_run_that_was_not_reproducible_goes_on_with_a_line(mesh, capsys):
+    bits, config = taken(mesh)
+    facts = saved(bits, shards="4") | {"sharding.json": {"reproducible": False}}
+    bits.check(facts, config)
+    bits.note(facts, config, rank=0)
+    assert "holds from step 7 on" in capsys.readouterr().err
+
+
+def test_only_reproducible_runs_compare(mesh, capsys):
+    bits, config = taken(mesh, reproducible=False)
+    bits.check(saved(bits, shards="4"), config)
+    bits.note(saved(bits, shards="4"), config, rank=0)
+    assert not capsys.readouterr().err
+    assert bits.facts[ARITHMETIC]["shards"] == "1"
+
+
+class Ranks:
+    """Two ranks, of which the other has other facts."""
+
+    rank, members = 0, (0, 1)
+
+    def __init__(self, other):
+        self._other = other
+
+    def all_reduce(self, values, *, op, label):
+        number = fingerprint(self._other)
+        np.maximum(values, [0, number, -number], out=values)
+
+    def allgather_object(self, thing):
+        return [thing, self._other if isinstance(thing, dict) else fingerprint(self._other)]
+
+
+def test_ranks_of_one_job_that_differ_are_told(mesh, capsys):
+    bits, config = taken(mesh)
+    ranks = Ranks({**bits.own, "BLAS kernels": "Zen"})
+    with pytest.raises(ValueError, match="BLAS kernels is .* on rank 0, Zen on rank 1: use nodes of one kind"):
+        bits.agree(config, ranks)
+    bits, config = taken(mesh, allow_different_bits=True)
+    bits.agree(config, ranks)
+    bits.agree(config, ranks)
+    told = capsys.readouterr().err
+    assert told.count("Zen on rank 1") == 1
+    assert len(bits.changes) == 1
+
+
+def test_a_model_that_rounds_where_stages_meet_is_refused(mesh, capsys):
+    model = nn.GPT(11, 4, 8, 2, 2, mesh=mesh, wire_dtype=np.float16)
+    with pytest.raises(ValueError, match="wire_dtype, which rounds where stages meet; leave that out"):
+        DDPOptimizer(SGD(lr=0.1), ShardingConfiguration(mesh, reproducible=True)).bind(model.parameters)
+    config = ShardingConfiguration(mesh, reproducible=True, allow_different_bits=True)
+    optimizer = DDPOptimizer(SGD(lr=0.1), config)
+    optimizer.bind(model.parameters)
+    assert "wire_dtype" in optimizer.state.facts[DIFFERENT_BITS][0]
+    assert "wire_dtype" in capsys.readouterr().err
+
+
+def test_there_must_be_something_to_allow(mesh):
+    with pytest.raises(ValueError, match="reproducible=True"):
+        ShardingConfiguration(mesh, allow_different_bits=True)
+
+
+def test_the_record_of_a_run_has_them(mesh, tmp_path):
+    def function(parameters, samples, gradients):
+        gradients += parameters
+        return 1.0
+
+    optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), ShardingConfiguration(mesh, reproducible=True))
+    problem = mpishard.OptimizationProblem(function, np.ones(3), 4, 4, steps=1, micro_batch_size=2)
+    optimizer.optimize(problem, progress=False, record=mpishard.RunRecord(tmp_path, mesh))
+    (line,) = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
+    assert line["arithmetic"] == {**arithmetic(), **optimizer.state.binding.bits.own}
+    assert line["arithmetic"]["micro_batch_size"] == "2"
