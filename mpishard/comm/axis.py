@@ -174,6 +174,10 @@ class Axis(Communicator):
         for key in self._names:
             self._subgroups[key] = self._part(key, parent, color)
 
+    def forget_subgroups(self) -> None:
+        """Let `regain_subgroups` make none of the axes of `subgroup` so far.  Not collective; before `rebind`."""
+        self._names = {}
+
     def split(self, name: str, color: int) -> Axis:
         """Make the axis of the ranks that give the same color.  Collective over this axis.
 

@@ -224,16 +224,18 @@ class Mesh:
         """Whether there is another mesh of the same ranks, by `reshaped`."""
         return self._parent is not None or bool(self._children)
 
-    def rebind(self, comm: MPI.Intracomm) -> None:
+    def rebind(self, comm: MPI.Intracomm, *, tensor: int | None = None, pipeline: int | None = None) -> None:
         """Split the ranks of `comm` in place: the axes stay the objects that models and optimizers hold.
 
-        The tensor and pipeline sizes stay, the data size follows from the number of ranks.  Collective over `comm`,
-        which the mesh owns from now on.  The old communicators are not freed, see `release`.
+        The data size follows from the number of ranks.  Collective over `comm`, which the mesh owns from now on.  The
+        old communicators are not freed, see `release`.
 
         Parameters
         ----------
         comm : mpi4py.MPI.Intracomm
             The ranks of the mesh from now on.
+        tensor, pipeline : int, optional
+            Their sizes from now on, for models that are made anew; default: as they were.
 
         Raises
         ------
@@ -241,7 +243,10 @@ class Mesh:
             On every rank, if the number of ranks is no multiple of the tensor and pipeline sizes.
         """
         assert not self.is_reshaped
-        self._split(comm, *_sizes(comm.size, data=-1, tensor=self.shape["tensor"], pipeline=self.shape["pipeline"]))
+        if tensor is not None or pipeline is not None:
+            self.pipeline.forget_subgroups()  # other models have other ties, and make their axes again
+        sizes = {"tensor": tensor or self.shape["tensor"], "pipeline": pipeline or self.shape["pipeline"]}
+        self._split(comm, *_sizes(comm.size, data=-1, **sizes))
 
     def release(self) -> None:
         """Free the communicators, to `rebind` afterwards.  Collective."""

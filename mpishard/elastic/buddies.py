@@ -1,4 +1,4 @@
-"""Chooses the rank that keeps a copy of each rank's state, on another node if possible.
+"""Chooses the rank that keeps a copy of each rank's state, on another node if possible, and says what needs one.
 
 Then the loss of a node loses no state.
 """
@@ -6,7 +6,7 @@ Then the loss of a node loses no state.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 
 def buddies(nodes: Sequence[str]) -> list[int]:
@@ -28,3 +28,22 @@ def buddies(nodes: Sequence[str]) -> list[int]:
     for position, rank in enumerate(row):
         found[rank] = row[(position + shift) % len(row)]
     return found
+
+
+def needs_copy(holdings: Sequence[Hashable], nodes: Sequence[str], rank: int) -> bool:
+    """Whether an array of a rank would be lost with the rank, or with its node while there are others.
+
+    Parameters
+    ----------
+    holdings : sequence
+        What each rank holds of the array's elements; empty if it holds none.
+    nodes : sequence of str
+        The node of each rank.
+    rank : int
+        The rank that holds the array.
+    """
+    if not holdings[rank]:
+        return False
+    holders = [other for other, holding in enumerate(holdings) if holding == holdings[rank]]
+    several_nodes = len(set(nodes)) > 1
+    return len({nodes[other] for other in holders}) == 1 if several_nodes else len(holders) == 1

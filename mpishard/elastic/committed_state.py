@@ -1,8 +1,9 @@
 """The committed state to which a run returns after a failure: this rank's arrays, and copies of its neighbour's.
 
 A step is a transaction: everything it changes is copied before.  If it fails before the ranks have agreed, every
-survivor returns to the state before the step.  An array that only one rank holds has a second copy at its *buddy*,
-another rank of the data axis, on another node where there is one.
+survivor returns to the state before the step.  An array that only one rank holds, or one node, has a second copy at the
+rank's *buddy*, on another node where there is one.  The buddy is another rank of the data axis; in a run that changes
+its mesh any other rank, since it may be asked for slices and stages that no survivor holds.
 
 An array that has a version is copied only if it was written since its last copy.  All ranks write the same arrays in a
 step, so that each knows what its neighbour sends.
@@ -18,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.comm.axis import Axis
-from mpishard.elastic.buddies import buddies
+from mpishard.elastic.buddies import buddies, needs_copy
 from mpishard.layout.local_layout import LocalLayout
 from mpishard.layout.run_state import RunState, Shard
 
@@ -28,21 +29,27 @@ Array = Any
 class Committed:
     """The last committed state of this rank and of its neighbour, the rank whose buddy it is.
 
-    Creation is collective over the data axis.
+    Creation is collective over the axis.
 
     Parameters
     ----------
     axis : Axis
-        The data axis.
+        The ranks that keep each other's copies: the data axis, or the world.
     identities : list of int
         Identities of the processes on the axis, by rank.
     nodes : list of str
         Their nodes, by rank.
     state : RunState
-        The live arrays.  An array that every rank holds in full needs no second copy.
+        The live arrays.  An array whose elements another rank, on another node if there is one, holds too needs no
+        second copy.
     versions : callable
         Gives by kind of shard a number that is raised when the array is written, the same on all ranks; arrays without
         one are written in every step.
+
+    Attributes
+    ----------
+    facts : mapping or None
+        The metadata of this state, once it was asked for: a move may be tried several times, if others die meanwhile.
     """
 
     def __init__(
@@ -58,18 +65,20 @@ class Committed:
         self._versions = versions
         self._before = [np.empty_like(shard.array) for shard in state.shards]
         self._facts: dict[str, Any] | None = None
-        sizes = tuple(sum(piece.size for piece in shard.holding) for shard in state.shards)
-        layouts = axis.allgather_object((sizes, tuple(shard.holding for shard in state.shards)))
-        # By kind of shard: whether the ranks hold different parts, so that the buddy must keep a copy.
-        self._scattered = [
-            shard.required and any(each[kind] != layouts[0][1][kind] for _, each in layouts)
-            for kind, shard in enumerate(state.shards)
-        ]
+        self.facts: Mapping[str, Any] | None = None
+        layouts = axis.allgather_object(tuple(shard.holding for shard in state.shards))
         to = buddies(nodes)
         self._to, self._source = to[axis.rank], to.index(axis.rank)
         self.neighbour: int = identities[self._source]
-        self._theirs: list[LocalLayout] = list(layouts[self._source][1])
-        self._sizes: tuple[int, ...] = layouts[self._source][0]
+        self._theirs: list[LocalLayout] = list(layouts[self._source])
+        # By kind of shard: whether this rank's buddy, and this rank for its neighbour, must keep a copy.
+        self._gives, self._keeps = (
+            [
+                shard.required and needs_copy([each[kind] for each in layouts], nodes, rank)
+                for kind, shard in enumerate(state.shards)
+            ]
+            for rank in (axis.rank, self._source)
+        )
         # By number of the shard: the neighbour's committed arrays, and what has come of them after the last commit.
         self._copies: dict[int, Array] = {}
         self._fresh: dict[int, Array] = {}
@@ -87,19 +96,21 @@ class Committed:
         for kind in self._written(self._kept, versions):
             np.copyto(self._before[kind], self.state.shards[kind].array)
         self._kept = versions
-        self._facts = dict(facts)
+        self._facts, self.facts = dict(facts), None
 
     def send_copies(self) -> None:
-        """Send the buddy what was written, of the arrays that only this rank has.  Collective over the data axis."""
+        """Send the buddy what was written, of the arrays that only this rank has.  Collective over the axis."""
         axis = self._axis
         if axis.size == 1:
             return
         pending = []
         self._sent = self._versions()
         for kind in self._written(self._copied, self._sent):
-            if self._scattered[kind]:
-                self._fresh[kind] = self._room(self._sizes[kind], self.state.shards[kind].array.dtype)
+            if self._keeps[kind]:
+                size = sum(piece.size for piece in self._theirs[kind])
+                self._fresh[kind] = self._room(size, self.state.shards[kind].array.dtype)
                 pending.append(axis.start_recv(self._fresh[kind], self._source, tag=kind, label="buddy"))
+            if self._gives[kind]:
                 pending.append(axis.start_send(self.state.shards[kind].array, self._to, tag=kind, label="buddy"))
         try:
             for each in pending:
@@ -134,7 +145,7 @@ class Committed:
             return self.state
         shards = []
         for kind, shard in enumerate(self.state.shards):
-            if not self._scattered[kind]:
+            if not self._keeps[kind]:
                 shards.append(shard)
                 continue
             own = shard.array.size

@@ -32,6 +32,7 @@ from mpishard.elastic.step_decisions import Decisions
 from mpishard.elastic.transactions import Transactions
 from mpishard.elastic.worker_mesh import WorkerMesh
 from mpishard.io import log
+from mpishard.layout.local_layout import WHOLE
 from mpishard.training import Scaling
 from mpishard.training.objective import Objective
 from mpishard.training.options import RunOptions
@@ -85,14 +86,22 @@ class ElasticLoop:
             begins=not joins,
             transactional=True,
         )
-        membership = Membership(mesh.world.comm, mesh.place, mesh.data.size)
+        chooses = elasticity.choice is not None
+        # Where the mesh may change, a worker is a process, which can take any place in the model.
+        place, number = (WHOLE, mesh.size) if chooses else (mesh.place, mesh.data.size)
+        membership = Membership(mesh.world.comm, place, number)
         elasticity.watch.follow(membership.roles.peers)
         reason, clock = training.reached_goal(), optimizer.clock
         agreements = Agreements(mesh, membership)
-        transactions = Transactions(training, membership, agreements, RunStatus(clock, clock, reason, bool(reason)))
-        recruiter = Recruiter(membership, elasticity.target, mesh.place, ElasticLoop.runs == 1, elasticity.respawn)
-        decisions = Decisions(training, membership, elasticity.target, elasticity.outside, recruiter, transactions)
+        status = RunStatus(clock, clock, reason, bool(reason))
+        transactions = Transactions(training, membership, agreements, status, among_all=chooses)
+        target, outside = elasticity.target, elasticity.outside
+        recruiter = Recruiter(membership, target, place, ElasticLoop.runs == 1, elasticity.respawn)
         workers = WorkerMesh(mesh, training.checkpoints)
+        workers.offered = mesh.size, target.agreed_mesh
+        decisions = Decisions(
+            training, membership, target, outside, recruiter, transactions, workers if chooses else None
+        )
         self._parts = Parts(elasticity, training, membership, workers, agreements, transactions, decisions, recruiter)
         if not joins:
             transactions.install(transactions.copy_anew())
@@ -217,7 +226,7 @@ class ElasticLoop:
     def _next(self) -> Event:
         """What this process is when the workers are those that are wanted."""
         status, membership = self._parts.transactions.status, self._parts.membership
-        if status.stop_reason and status.saved and membership.roles.workers == membership.roles.most:
+        if status.stop_reason and status.saved and self._parts.decisions.suits(membership.roles.most):
             return Event.FINISHED
         if not membership.works:
             return Event.SPARE

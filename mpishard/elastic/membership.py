@@ -119,11 +119,13 @@ class Membership:
             self.axis = Axis("crew", comm.Dup(), Ledger())
             self.assign_roles(workers)
 
-    def assign_roles(self, workers: int, ends: bool = False) -> None:
+    def assign_roles(self, workers: int, ends: bool = False, leaves: bool = False) -> None:
         """Choose the processes of `workers` workers, see `Roles.assign`.  Collective.
 
         All processes first exchange their facts.  `ends`: whether the run ends; one process that knows it is enough.
+        `leaves`: whether this process leaves, for a spare that got a signal.
         """
+        self._leaves |= leaves
         place = self._place
         post = place.pipeline_rank * place.tensor_size + place.tensor_rank
         own = Member(self._identity, self._free, post, workers, self._leaves, ends, Membership.lost, this_process())
@@ -202,8 +204,7 @@ class Membership:
         Processes that leave are not in it unless the run ends: `ends` is true on any process.  `leaves`: whether this
         process leaves, for a spare that got a signal.
         """
-        self._leaves |= leaves
-        self.assign_roles(workers, ends)
+        self.assign_roles(workers, ends, leaves)
         part = self.axis.comm.Split(0 if self.works else MPI.UNDEFINED, self.rank)
         if part == MPI.COMM_NULL:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,14 @@ from mpishard.data_parallel.validation import check_problem
 from mpishard.elastic.external_requests import Outside
 from mpishard.elastic.loop import ElasticLoop
 from mpishard.elastic.membership import is_joining
+from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
 from mpishard.elastic.parts import Elasticity
 from mpishard.elastic.stopped_processes import Watch
 from mpishard.elastic.worker_target import WorkerTarget
 from mpishard.launch.job_notes import JobNotes
 from mpishard.minimizers import Method
 from mpishard.optim import Rule
+from mpishard.parameters.flat import FlatParameters
 from mpishard.record import RunRecord
 from mpishard.training import OptimizationProblem, Scaling
 
@@ -70,6 +72,14 @@ class ElasticOptimizer:
         takes the next samples of the epoch, each sample once per epoch, and the last batch of an epoch may be shorter.
         Checkpoints store the position in the epoch; another run of the optimizer begins at the position that batches
         of `batch_size` would have reached.
+    layouts : sequence of mappings, or callable, optional
+        Lets the run change its tensor and pipeline sizes too: which mesh a number of ranks takes.  A list of sizes such
+        as ``[{"tensor": 2, "pipeline": 2}, {"tensor": 2}, {}]``, where data is as many as fit if it is left out: the
+        run takes the entry with the most ranks, of several such the first.  Or a function ``layouts(ranks)`` that
+        returns the sizes of a mesh of at most so many ranks, or None if it has none.  `optimize` then takes a function
+        that makes the problem for a mesh, and a worker is one process, so `min_workers`, `max_workers`, `resize` and
+        `current_workers` count ranks.  A mesh with tensor or pipeline ranks that `optimizer` was made with is the
+        layout of its number of ranks until another one is asked for.
 
     Raises
     ------
@@ -77,7 +87,7 @@ class ElasticOptimizer:
         If a rule has no `config`, an optimizer has one, or an argument is of another type than above.
     ValueError
         If the limits are not ``1 <= min_workers <= max_workers``, there are fewer than `min_workers`, another number is
-        out of its range, or the mesh was made by `reshaped`.
+        out of its range, the mesh was made by `reshaped`, or `layouts` is given with a `scaling` that is not constant.
 
     Notes
     -----
@@ -93,8 +103,9 @@ class ElasticOptimizer:
 
     Processes of the job that do not train are spares: they wait, and replace processes that die.  With tensor or
     pipeline ranks each process keeps its model-parallel rank, and a spare replaces a process of the same one.  If there
-    is no such spare, the other processes of the replica become spares.  Processes that are in no whole replica at the
-    end of the run end their scripts there, with exit code 0.  A run survives deaths in place under Open MPI's
+    is no such spare, the other processes of the replica become spares; with `layouts` all that are left take the mesh
+    for their number.  Processes that are in no whole replica at the end of the run end their scripts there, with exit
+    code 0.  A run survives deaths in place under Open MPI's
     ``mpirun --with-ft ulfm``; under other MPIs `mpishard run --elastic` starts the job again from the newest
     checkpoint.  With ``reproducible=True`` the run has the same bits whatever happens to its workers.
 
@@ -118,6 +129,7 @@ class ElasticOptimizer:
         failure_timeout: float = 10.0,
         respawn: bool = True,
         scaling: Literal["constant", "linear", "square_root"] = "constant",
+        layouts: Sequence[Mapping[str, int]] | Callable[[int], Mapping[str, int] | None] | None = None,
     ) -> None:
         if isinstance(optimizer, Rule | Method):
             if config is None:
@@ -141,7 +153,8 @@ class ElasticOptimizer:
             raise ValueError(f"min_workers={min_workers} and max_workers={max_workers} must be 1 <= min <= max")
         if not (discover is None or callable(discover) or isinstance(discover, str | os.PathLike)):
             raise TypeError(f"discover={discover!r} must be a function, or the path of a file")
-        there = mesh.data.size
+        self._choice = None if layouts is None else MeshChoice(layouts, min_workers)
+        there = self.current_workers
         if min_workers > there and not is_joining():
             raise ValueError(
                 f"min_workers={min_workers}, but only {there} can be made of the {mesh.size} processes; "
@@ -149,13 +162,20 @@ class ElasticOptimizer:
             )
         failure_timeout = number("failure_timeout", failure_timeout, above=0, finite=False)
         first = 0 if is_joining() else min(max_workers, there)
-        self._target = WorkerTarget(first, min_workers, max_workers)
+        given = MeshSizes(**mesh.shape)
+        own = self._choice is not None and first == given.ranks > given.data
+        self._target = WorkerTarget(WorkerTarget.encoded(first, given if own else None), min_workers, max_workers)
         # Absolute, since the script may change its directory.
         self.folder: Path | None = None if folder is None else Path(folder).absolute()
         self.discover = discover
         self.failure_timeout = failure_timeout
         self.respawn = flag("respawn", respawn)
         self.scaling = Scaling(scaling, 1).policy
+        if self._choice is not None and self.scaling != "constant":
+            raise ValueError(
+                f"scaling={scaling!r} follows the data ranks, whose number jumps where the mesh changes its shape; "
+                "leave it out with layouts"
+            )
         mesh.unwatch()
 
     @property
@@ -183,8 +203,8 @@ class ElasticOptimizer:
 
     @property
     def current_workers(self) -> int:
-        """Number of workers that train now."""
-        return self.mesh.data.size
+        """Number of workers that train now: data ranks, or all ranks with `layouts`."""
+        return self.mesh.data.size if self._choice is None else self.mesh.size
 
     @property
     def can_scale_up(self) -> bool:
@@ -196,8 +216,8 @@ class ElasticOptimizer:
         """Whether fewer may train than do now."""
         return self.current_workers > self.min_workers
 
-    def resize(self, workers: int) -> None:
-        """Request a number of workers; the last request counts.
+    def resize(self, workers: int | None = None, *, mesh: Mapping[str, int] | None = None) -> None:
+        """Request a number of workers, or a mesh; the last request counts.
 
         Not collective.  The change comes at the next step, as far as there are processes.  Missing processes are
         spawned, which takes seconds; they join between two steps once all of them are ready.  If they cannot, the run
@@ -208,13 +228,30 @@ class ElasticOptimizer:
         ----------
         workers : int
             From `min_workers` to `max_workers`.
+        mesh : mapping, optional
+            In place of `workers`, with `layouts`: sizes of the axes, such as ``{"data": 2, "tensor": 2}``; an axis that
+            is left out has size 1.  After a death the run takes another layout, until there are as many ranks again.
 
         Raises
         ------
+        TypeError
+            If both are given or none, or sizes are no numbers.
         ValueError
-            If `workers` is below `min_workers` or above `max_workers`, or some workers would have no sample.
+            If the number of workers is below `min_workers` or above `max_workers`, some workers would have no sample,
+            or the mesh is none of `layouts`.
         """
-        self._target.resize(workers)
+        if (workers is None) == (mesh is None):
+            raise TypeError("resize takes a number of workers, or mesh=sizes")
+        if mesh is None:
+            assert workers is not None
+            self._target.resize(workers)
+            return
+        if self._choice is None:
+            raise ValueError("resize(mesh=...) is for runs that may change their mesh: ElasticOptimizer(layouts=...)")
+        sizes = MeshSizes.of(mesh)
+        if refused := self._choice.refuse(sizes):
+            raise ValueError(refused)
+        self._target.resize(sizes.ranks, sizes)
 
     @property
     def agreed_size(self) -> int:
@@ -223,7 +260,7 @@ class ElasticOptimizer:
 
     def optimize(
         self,
-        problem: OptimizationProblem[P],
+        problem: OptimizationProblem[P] | Callable[[Mesh], OptimizationProblem[P]],
         *,
         callback: Callable[[TrainingState[P]], bool | None] | None = None,
         progress: bool = True,
@@ -239,8 +276,11 @@ class ElasticOptimizer:
 
         Parameters
         ----------
-        problem : OptimizationProblem
-            What is minimised, and when the run stops.
+        problem : OptimizationProblem or callable
+            What is minimised, and when the run stops.  With `layouts` a function ``problem(mesh)`` that makes the model
+            for a mesh, and its problem: with the same tensors, samples and goals for every mesh.  It is called on all
+            ranks of the mesh, at first and whenever the tensor or pipeline size changes; the values that it gives the
+            parameters count only at the beginning.
         callback : callable, optional
             Called with a `TrainingState` on every worker after every step; returning True on any worker stops all of
             them.
@@ -260,14 +300,17 @@ class ElasticOptimizer:
 
         Raises
         ------
+        TypeError
+            If `problem` is a function without `layouts`, or none with `layouts`.
         ValueError, OSError
             On every rank, if the run's folder cannot hold a ``control`` folder that belongs to the user.
         """
+        build, problem = self._built(problem)
         check_problem(problem)
         own = {name: str(getattr(self, name)) for name in ("min_workers", "max_workers", "respawn", "scaling")}
         agree_on_settings(self.mesh.world, own)
         # With a batch that stays the same, more workers than samples would have nothing to do.
-        constant = self.scaling == "constant"
+        constant = self.scaling == "constant" and self._choice is None
         self._target.most = min(self.max_workers, problem.batch_size) if constant else self.max_workers
 
         with ExitStack() as stack:
@@ -277,7 +320,9 @@ class ElasticOptimizer:
             watch = Watch(self.failure_timeout)
             if heals_in_place():
                 stack.enter_context(watch)
-            elasticity = Elasticity(self._target, outside, watch, self.respawn, self.scaling)
+            elasticity = Elasticity(
+                self._target, outside, watch, self.respawn, self.scaling, choice=self._choice, build=build
+            )
             return problem.minimize(
                 self.optimizer,
                 callback=callback,
@@ -287,6 +332,27 @@ class ElasticOptimizer:
                 record=record,
                 loop=partial(ElasticLoop, elasticity),
             )
+
+    def _built(
+        self, problem: OptimizationProblem[P] | Callable[[Mesh], OptimizationProblem[P]]
+    ) -> tuple[Callable[[Mesh], OptimizationProblem[P]] | None, OptimizationProblem[P]]:
+        """The function that makes the problem, if there is one, and the problem for the mesh as it is.  Collective."""
+        if isinstance(problem, OptimizationProblem) or not callable(problem):
+            if self._choice is not None:
+                raise TypeError(
+                    "layouts= changes the mesh: give optimize a function that makes the model for a mesh, and its "
+                    "problem: optimize(lambda mesh: OptimizationProblem.for_model(GPT(..., mesh=mesh), ...))"
+                )
+            return None, problem
+        if self._choice is None:
+            raise TypeError(
+                "optimize was given a function that makes the problem for a mesh, but the mesh stays as it is; give "
+                "ElasticOptimizer(..., layouts=...), or the problem itself"
+            )
+        trained, made = self.optimizer.parameters, problem(self.mesh)
+        if trained is not None and isinstance(made.start, FlatParameters):  # the call continues an earlier one
+            made.start.held[...] = trained.held
+        return problem, made
 
     def _folder(self, checkpoints: Checkpoints | None) -> Path | None:
         """The folder in which other shells find the run."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from mpishard.comm.mesh import Mesh
 from mpishard.elastic.agreements import Agreements
 from mpishard.elastic.external_requests import Outside
 from mpishard.elastic.membership import Membership
+from mpishard.elastic.mesh_choice import MeshChoice
 from mpishard.elastic.recruiter import Recruiter
 from mpishard.elastic.step_decisions import Decisions
 from mpishard.elastic.stopped_processes import Watch
 from mpishard.elastic.transactions import Transactions
 from mpishard.elastic.worker_mesh import WorkerMesh
 from mpishard.elastic.worker_target import WorkerTarget
+from mpishard.training.objective import Objective
 from mpishard.training.run import TrainingRun
 
 
@@ -32,6 +37,10 @@ class Elasticity:
         Whether processes are spawned to replace the dead.
     scaling : str
         The policy of `Scaling`.
+    choice : MeshChoice, optional
+        Chooses the mesh; without it the tensor and pipeline sizes stay.
+    build : callable, optional
+        ``build(mesh)`` makes the problem for a mesh; given with `choice`.
     """
 
     target: WorkerTarget
@@ -39,6 +48,8 @@ class Elasticity:
     watch: Watch
     respawn: bool
     scaling: str
+    choice: MeshChoice | None = None
+    build: Callable[[Mesh], Objective[Any]] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 from mpi4py import MPI
 
 from mpishard.comm.reshard import reshard_state
 from mpishard.data_parallel.agreement import agree_on_settings
 from mpishard.elastic.membership import Order
+from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.elastic.parts import Parts
 from mpishard.elastic.run_status import ResizeMetadata
 from mpishard.io import log
@@ -37,14 +39,15 @@ class Resizing:
         membership, transactions, report = parts.membership, parts.transactions, parts.training.report
         mesh = parts.workers.mesh
         parts.agreements.end_steps()
-        was = mesh.data.size
+        was, sizes_before = mesh.data.size, parts.workers.sizes
         report.flush()  # rank 0 writes the record, and another process may become rank 0
         if order.recruits:
             self._take_in(order.workers)
+        sizes = self._choose(order.workers)
         self._check_scripts()
         source = self._source()
         parts.workers.release()
-        works, target = self._split(order)
+        works, target = self._split(order.workers if sizes is None else sizes.ranks, sizes)
         metadata = self._reshard(source, target)
         transactions.restore(metadata.status)
         parts.elasticity.outside.discovered = metadata.discovered
@@ -55,8 +58,12 @@ class Resizing:
             committed = transactions.copy_anew()
         parts.agreements.agree_as_crew()  # nobody drops its old committed state before all have the new one
         transactions.install(committed)
-        if membership.rank == 0 and report.shows and not metadata.status.stop_reason and mesh.data.size != was:
-            log.inform(f"{was} -> {mesh.data.size} workers after step {metadata.status.committed_step}")
+        if membership.rank == 0 and report.shows and not metadata.status.stop_reason:
+            step = metadata.status.committed_step
+            if sizes is None and mesh.data.size != was:
+                log.inform(f"{was} -> {mesh.data.size} workers after step {step}")
+            if sizes is not None and sizes != sizes_before:
+                log.inform(f"{sizes_before} -> {sizes} after step {step}")
         if works:
             parts.workers.note_whole()
             parts.agreements.begin_steps()
@@ -86,11 +93,57 @@ class Resizing:
             if request is not None:
                 recruiter.say_none_come(problem)
 
+    def _choose(self, workers: int) -> MeshSizes | None:
+        """The mesh for so many processes at most; None if the tensor and pipeline sizes stay.
+
+        Collective over all processes.  The first one chooses, and the others are told.
+
+        Raises
+        ------
+        RunLost
+            On all processes, if no mesh fits, or the user's function fails.
+        """
+        parts = self._parts
+        membership, choice = parts.membership, parts.elasticity.choice
+        if choice is None:
+            return None
+        membership.assign_roles(workers, self._ends, leaves=self._leaves)
+        target = parts.elasticity.target
+        target.adopt_request(max(membership.axis.allgather_object(target.agreed)))  # spares may know an old one
+        offered, wanted = membership.roles.workers, target.agreed_mesh
+        sizes, problem = None, ""
+        if wanted is not None and wanted.ranks == offered:
+            sizes = wanted
+        elif membership.rank == 0:
+            try:
+                sizes = choice.best(offered, parts.training.problem.batch_size)
+            except Exception as error:  # of the user's function: all processes must learn of it
+                problem = f"layouts fails for {offered} ranks: {type(error).__name__}: {error}"
+        told = membership.axis.allgather_object((sizes, problem))
+        sizes, problem = told[membership.roles.ranks[0]]
+        if sizes is None:
+            raise RunLost(problem or f"no layout fits {offered} ranks of at least {choice.min_ranks}")
+        parts.workers.offered = offered, wanted
+        return MeshSizes(*sizes)
+
+    @property
+    def _ends(self) -> bool:
+        """Whether the run ends, so that processes that leave work once more."""
+        return bool(self._parts.transactions.status.stop_reason)
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether this process is a spare that was asked to leave."""
+        return self._parts.elasticity.outside.signals.came and not self._parts.membership.works
+
     def _check_scripts(self) -> None:
         """Raise on all processes if those that have joined have another model or problem.  Collective."""
         training = self._parts.training
         parameters = training.runner.parameters
-        model = f"{parameters.description} ({parameters.fingerprint:x})"
+        # Meshes of other sizes have other stages and slices of the same tensors.
+        chooses = self._parts.elasticity.choice is not None
+        number = parameters.whole_fingerprint if chooses else parameters.fingerprint
+        model = f"{parameters.description} ({number:x})"
         own = {"model": model, **training.problem.settings, "scaling": self._parts.elasticity.scaling}
         agree_on_settings(
             self._parts.membership.axis,
@@ -117,28 +170,38 @@ class Resizing:
         )
         return replace(state, facts=metadata.to_wire())
 
-    def _split(self, order: Order) -> tuple[bool, RunState | None]:
+    def _split(self, workers: int, sizes: MeshSizes | None) -> tuple[bool, RunState | None]:
         """Make the communicators of the next workers, and their state, still empty.  Collective over all processes.
 
         Returns whether this process is one of them, and its state.
         """
         parts = self._parts
         membership, agreements, optimizer = parts.membership, parts.agreements, parts.training.optimizer
-        leaves = parts.elasticity.outside.signals.came and not membership.works
-        comm = membership.split(order.workers, leaves, bool(parts.transactions.status.stop_reason))
+        comm = membership.split(workers, self._leaves, self._ends)
         parts.elasticity.watch.follow(membership.roles.peers)
         agreements.agree_as_crew()  # a process could not be woken on a communicator that another one failed to make
         if comm is not None:
-            parts.workers.rebind(comm)
+            parts.workers.rebind(comm, sizes)
         agreements.agree_as_crew()  # Open MPI 5 crashes if a communicator is revoked where it is still being made
         target = None
         if comm is not None:
+            if sizes is not None:
+                self._fit_model()
             optimizer.state.rebuild(parts.training.runner.parameters)
             parts.training.runner.attach()
             target = optimizer.state.capture()
-        if optimizer.config.hierarchical:
-            agreements.agree_as_crew()  # the same: sums by nodes have communicators of their own
+        if optimizer.config.hierarchical or sizes is not None:
+            agreements.agree_as_crew()  # the same: sums by nodes and ties have communicators of their own
         return comm is not None, target
+
+    def _fit_model(self) -> None:
+        """Make the model for the mesh, unless those of all workers fit it already.  Collective over the workers."""
+        training, build = self._parts.training, self._parts.elasticity.build
+        mesh, parameters = training.optimizer.mesh, training.runner.parameters
+        differs = np.array([parameters.place != mesh.place], np.int64)
+        if mesh.world.all_reduce(differs, op="max", label="control")[0]:
+            assert build is not None
+            training.rebuild(build(mesh))
 
     def _reshard(self, source: RunState | None, target: RunState | None) -> ResizeMetadata:
         """Move the committed state to the new workers; returns what goes with it.  Collective over all processes."""

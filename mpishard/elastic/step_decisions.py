@@ -14,6 +14,7 @@ from mpishard.elastic.external_requests import Outside
 from mpishard.elastic.membership import Membership, Order
 from mpishard.elastic.recruiter import Recruiter
 from mpishard.elastic.transactions import Transactions
+from mpishard.elastic.worker_mesh import WorkerMesh
 from mpishard.elastic.worker_target import WorkerTarget
 from mpishard.training.run import TrainingRun
 from mpishard.training.stopping import StopRequest
@@ -31,6 +32,8 @@ class Decisions:
     recruiter : Recruiter
     transactions : Transactions
         Learn what is decided.
+    workers : WorkerMesh, optional
+        Of a run that chooses its mesh: knows for how many processes it has chosen.
 
     Attributes
     ----------
@@ -50,6 +53,7 @@ class Decisions:
         outside: Outside,
         recruiter: Recruiter,
         transactions: Transactions,
+        workers: WorkerMesh | None = None,
     ) -> None:
         self.request: StopRequest = StopRequest.NONE
         self.recruits: int = 0
@@ -60,6 +64,7 @@ class Decisions:
         self._outside = outside
         self._recruiter = recruiter
         self._transactions = transactions
+        self._workers = workers
 
     def decide(self) -> None:
         """Decide on stopping, on processes that leave, and on the wanted number of workers.
@@ -70,7 +75,8 @@ class Decisions:
         world, settings = training.optimizer.mesh.world, training.optimizer.settings
         ready = 0
         if world.rank == 0:
-            target.look_outside(outside, training.optimizer.mesh.data.size, self._transactions.status.committed_step)
+            there = None if self._workers is None else membership.roles.able
+            target.look_outside(outside, membership.roles.workers, self._transactions.status.committed_step, there)
             ready = self._recruiter.recruit()
         asked = outside.signals.report()
         awaited = not ready and self._recruiter.is_starting
@@ -93,14 +99,19 @@ class Decisions:
         """The order that changes the workers to the wanted number, None without a change; the same on all workers."""
         membership = self._membership
         if self._transactions.status.stop_reason:
-            done = (
-                membership.roles.workers == membership.roles.most and membership.roles.working == membership.roles.size
-            )
+            everybody = membership.roles.working == membership.roles.size
+            done = self.suits(membership.roles.most) and everybody
             return None if done else Order(membership.roles.most)
         workers = min(self._target.agreed_size, membership.roles.able + self.recruits)
-        if workers == membership.roles.workers and not self.recruits and membership.roles.is_settled:
+        if self.suits(workers) and not self.recruits and membership.roles.is_settled:
             return None
         return Order(workers, self.recruits)
+
+    def suits(self, workers: int) -> bool:
+        """Whether the present workers are those for so many; the same on all processes."""
+        if self._workers is None:
+            return workers == self._membership.roles.workers
+        return self._workers.offered == (workers, self._target.agreed_mesh)
 
     def forget_recruits(self) -> None:
         """Count on no spawned worker any more: they have joined, or a death has changed who is wanted."""

@@ -25,6 +25,8 @@ class Transactions:
     agreements : Agreements
     status : RunStatus
         At the beginning.
+    among_all : bool
+        Whether any two ranks may keep each other's copies, not only those of a data axis.
 
     Attributes
     ----------
@@ -32,12 +34,18 @@ class Transactions:
     """
 
     def __init__(
-        self, training: TrainingRun, membership: Membership, agreements: Agreements, status: RunStatus
+        self,
+        training: TrainingRun,
+        membership: Membership,
+        agreements: Agreements,
+        status: RunStatus,
+        among_all: bool = False,
     ) -> None:
         self.status: RunStatus = status
         self._training = training
         self._membership = membership
         self._agreements = agreements
+        self._among_all = among_all
         self._committed: Committed | None = None
         self._ready: StepOutcome | None = None  # of the step that is ready to be committed
 
@@ -118,15 +126,17 @@ class Transactions:
 
     def source(self) -> RunState | None:
         """What this process can give of the committed state, with the optimizer's facts; None if it has none."""
-        if self._committed is None:
+        committed = self._committed
+        if committed is None:
             return None
-        return replace(
-            self._committed.source(self._membership.roles.identities), facts=self._training.optimizer.state.facts
-        )
+        if committed.facts is None:  # a move that fails leaves other facts in the optimizer
+            committed.facts = self._training.optimizer.state.facts
+        return replace(committed.source(self._membership.roles.identities), facts=committed.facts)
 
     def copy_anew(self) -> Committed:
         """Make the present state the committed one, with copies at new buddies.  Collective over the workers."""
-        membership, axis = self._membership, self._training.optimizer.mesh.data
+        membership, mesh = self._membership, self._training.optimizer.mesh
+        axis = mesh.world if self._among_all else mesh.data
         identities = [membership.roles.identities[rank] for rank in axis.members]
         nodes = [membership.roles.peers[rank].host for rank in axis.members]
         state = self._training.optimizer.state

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpi4py import MPI
 
 from mpishard.comm.mesh import Mesh
+from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.training.run_checkpoints import RunCheckpoints
 
 
@@ -15,10 +16,16 @@ class WorkerMesh:
     ----------
     mesh : Mesh
     checkpoints : RunCheckpoints
+
+    Attributes
+    ----------
+    offered : (int, MeshSizes or None)
+        Where a run chooses its mesh: the number of processes for which it has chosen, and the mesh that was asked for.
     """
 
     def __init__(self, mesh: Mesh, checkpoints: RunCheckpoints) -> None:
         self.mesh = mesh
+        self.offered: tuple[int, MeshSizes | None] = (mesh.size, None)
         self._checkpoints = checkpoints
         self._whole = True  # all of them are there, and this process can free them together with the others
 
@@ -29,9 +36,20 @@ class WorkerMesh:
             self.mesh.release()
         self._whole = False
 
-    def rebind(self, comm: MPI.Intracomm) -> None:
-        """Make them of the ranks of `comm`.  Collective over these; they are whole after `note_whole`."""
-        self.mesh.rebind(comm)
+    @property
+    def sizes(self) -> MeshSizes:
+        """Those of the mesh."""
+        return MeshSizes(**self.mesh.shape)
+
+    def rebind(self, comm: MPI.Intracomm, sizes: MeshSizes | None) -> None:
+        """Make them of the ranks of `comm`, in a mesh of these sizes; None: only the data size changes.
+
+        Collective over the ranks; the communicators are whole after `note_whole`.
+        """
+        if sizes is None:
+            self.mesh.rebind(comm)
+        else:
+            self.mesh.rebind(comm, tensor=sizes.tensor, pipeline=sizes.pipeline)
         self._checkpoints.rebind()
 
     def note_whole(self) -> None:

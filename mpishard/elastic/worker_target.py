@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from mpishard.arguments import integer
 from mpishard.elastic.external_requests import Outside
+from mpishard.elastic.mesh_choice import MeshSizes
 
-_NUMBER = 2**24
+# The parts of a request, from the lowest bits: workers, tensor and pipeline size of a mesh, and the request's number.
+_WORKERS, _SIZE = 2**24, 2**10
+_NUMBER = _WORKERS * _SIZE * _SIZE
 
 
 class WorkerTarget:
@@ -22,7 +25,8 @@ class WorkerTarget:
     ----------
     request, agreed : int
         This rank's last request, and the last one that all ranks know.  A request is an integer: the number of the
-        request in the high bits, the number of workers in the low ones.  So the largest of all requests is the last.
+        request in the high bits; then the pipeline and tensor size, 0 if no mesh was asked for; and the number of
+        workers in the low ones.  So the largest of all requests is the last.
     most : int
         Limit of the workers: `max_workers`, or fewer if a batch has fewer samples.
     """
@@ -36,11 +40,24 @@ class WorkerTarget:
     @property
     def agreed_size(self) -> int:
         """The number of workers on which all ranks have agreed."""
-        return self.agreed % _NUMBER
+        return self.agreed % _WORKERS
 
-    def resize(self, workers: int) -> None:
-        """Request a number of workers, see `ElasticOptimizer.resize`; not collective."""
+    @property
+    def agreed_mesh(self) -> MeshSizes | None:
+        """The mesh on which all ranks have agreed, of `agreed_size` ranks; None if no mesh was asked for."""
+        tensor, pipeline = self.agreed // _WORKERS % _SIZE, self.agreed // _WORKERS // _SIZE % _SIZE
+        return MeshSizes(self.agreed_size // (tensor * pipeline), tensor, pipeline) if tensor else None
+
+    @staticmethod
+    def encoded(workers: int, mesh: MeshSizes | None) -> int:
+        """A request without its number."""
+        return workers if mesh is None else mesh.ranks + _WORKERS * (mesh.tensor + _SIZE * mesh.pipeline)
+
+    def resize(self, workers: int, mesh: MeshSizes | None = None) -> None:
+        """Request a number of workers, see `ElasticOptimizer.resize`, or as many as a mesh has; not collective."""
         workers = integer("workers", workers)
+        if mesh is not None and max(mesh.tensor, mesh.pipeline) >= _SIZE:
+            raise ValueError(f"the mesh {mesh} has a tensor or pipeline size above {_SIZE - 1}")
         if not self.min_workers <= workers <= self.max_workers:
             raise ValueError(
                 f"resize({workers}) is outside of min_workers={self.min_workers} to max_workers={self.max_workers}"
@@ -51,7 +68,8 @@ class WorkerTarget:
             )
         # Requests are numbered, so that the last one counts, whichever rank made it.  The numbers of requests are even,
         # so that a request made before a death is newer than the smaller (odd) number that `cap_workers` sets after it.
-        self.request = (max(self.request, self.agreed) // _NUMBER // 2 + 1) * 2 * _NUMBER + int(workers)
+        number = (max(self.request, self.agreed) // _NUMBER // 2 + 1) * 2
+        self.request = number * _NUMBER + self.encoded(int(workers), mesh)
 
     def adopt_request(self, request: int) -> None:
         """Set the number of workers to a request that all ranks have agreed on."""
@@ -62,8 +80,11 @@ class WorkerTarget:
         if processes < self.agreed_size:
             self.agreed = (self.agreed // _NUMBER + 1) * _NUMBER + processes
 
-    def look_outside(self, outside: Outside, workers: int, step: int) -> None:
-        """Make a request from outside of the script this rank's.  The first worker calls this after each step."""
-        wanted = outside.wanted(workers, step, self.agreed_size > workers)
+    def look_outside(self, outside: Outside, workers: int, step: int, there: int | None = None) -> None:
+        """Make a request from outside of the script this rank's.  The first worker calls this after each step.
+
+        `there`: the workers that there could be, where not all of them fit into a mesh.
+        """
+        wanted = outside.wanted(workers, step, self.agreed_size > (workers if there is None else there))
         if wanted is not None:
             self.resize(wanted)

@@ -208,6 +208,13 @@ class FlatParameters:
         text = repr((self.specs, self.dtype.name))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
+    @functools.cached_property
+    def whole_fingerprint(self) -> int:
+        """A hash of 62 bits of names, shapes and dtype of the whole model's tensors, the same on every mesh."""
+        tensors = sorted((spec.name, spec.shape) for spec in self.specs)
+        text = repr((tensors, self.dtype.name))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
     def digest(self) -> int:
         """A hash of 62 bits of the values held here.  Not collective.
 

@@ -34,6 +34,8 @@ class Batches:
 
     Attributes
     ----------
+    problem : Objective
+        As given, or the same one for another mesh.
     sampler : Sampler
         The order of all samples.
     position : int
@@ -57,7 +59,7 @@ class Batches:
         self.sampler = Sampler(problem.samples, problem.batch_size, problem.seed)
         self.position: int = 0
         self.current = np.empty(0, np.int64)
-        self._problem = problem
+        self.problem: Objective[Any] = problem
         self._axis = axis
         self._scaling = scaling
 
@@ -67,7 +69,7 @@ class Batches:
 
     def check(self, workers: int) -> None:
         """Raise ValueError if the batch of so many workers gives some of them no sample."""
-        given = self._problem.batch_size
+        given = self.problem.batch_size
         if self._scaling.batch_size(given, workers) < workers:
             raise ValueError(
                 f"batch_size={given} gives some of the {workers} data-parallel ranks no sample; "
@@ -82,7 +84,7 @@ class Batches:
     def following(self) -> np.ndarray:
         """The samples of the next step; the position stays, so that a step can be taken again."""
         if self._full:
-            self.current = np.arange(self._problem.samples)
+            self.current = np.arange(self.problem.samples)
         else:
             self.current = self.sampler.following(self.position, self.size)
         return self.current
@@ -99,20 +101,20 @@ class Batches:
     @property
     def size(self) -> int:
         """Current number of samples in a step, over all ranks; a step at the end of an epoch may have fewer."""
-        return self._scaling.batch_size(self._problem.batch_size, self._axis.size)
+        return self._scaling.batch_size(self.problem.batch_size, self._axis.size)
 
     @property
     def rate_factor(self) -> float:
         """The current factor on the learning rate."""
-        most = self._problem.samples
-        return self._scaling.rate_factor(min(self.size, most) / min(self._problem.batch_size, most))
+        most = self.problem.samples
+        return self._scaling.rate_factor(min(self.size, most) / min(self.problem.batch_size, most))
 
     @property
     def order(self) -> dict[str, int | str]:
         """The values that decide the samples of each step."""
-        seed = int(self._problem.seed)
+        seed = int(self.problem.seed)
         return {
-            "samples": self._problem.samples,
-            "batch_size": self._problem.batch_size,
+            "samples": self.problem.samples,
+            "batch_size": self.problem.batch_size,
             "seed": seed if seed.bit_length() < 64 else str(seed),  # attributes of HDF5 end at 64 bits
         }

@@ -120,6 +120,25 @@ class TrainingRun:
         if begins:
             self.report.begin(self._metadata())
 
+    def rebuild(self, problem: Objective[Any]) -> None:
+        """Train the same model from now on, made for another mesh; its values come later.  Collective over the mesh.
+
+        Parameters
+        ----------
+        problem : Objective
+            With the same settings as the one before.
+
+        Raises
+        ------
+        ValueError
+            If its settings differ.
+        """
+        if problem.settings != self.problem.settings:
+            raise ValueError(f"{problem.settings} for this mesh, {self.problem.settings} before; make them the same")
+        self.problem = self.batches.problem = self.checkpoints.problem = problem
+        self._stop = StopCondition(problem)
+        self.runner = StepRunner(problem, self.optimizer, looks=self.optimizer.mesh.debug)
+
     # -- progress ---------------------------------------------------------------------------------------------------
 
     @property

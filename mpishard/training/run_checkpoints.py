@@ -32,12 +32,17 @@ class RunCheckpoints:
         They have the checkpoints, and say whether to resume.
     batches : Batches
         The position in the samples is saved.
+
+    Attributes
+    ----------
+    problem : Objective
+        As given, or the same one for another mesh.
     """
 
     def __init__(
         self, problem: Objective[Any], optimizer: ShardedOptimizer, options: RunOptions, batches: Batches
     ) -> None:
-        self._problem = problem
+        self.problem: Objective[Any] = problem
         self._optimizer = optimizer
         self._batches = batches
         self._checkpoints: Checkpoints | None = options.checkpoints
@@ -157,7 +162,7 @@ class RunCheckpoints:
     def _state(self, progress: RunProgress) -> RunState:
         """The state that a checkpoint saves now."""
         state = self._optimizer.state.capture().with_facts({**self._batches.order, **progress.to_metadata()})
-        return state.with_facts(self._problem.facts)
+        return state.with_facts(self.problem.facts)
 
     # -- for runs that change their ranks ---------------------------------------------------------------------------
 

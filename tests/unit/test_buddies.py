@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.elastic.buddies import buddies
+from mpishard.elastic.buddies import buddies, needs_copy
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,19 @@ def test_as_few_as_can_be_are_on_the_same_node(nodes):
     assert all(to != rank for rank, to in enumerate(found))
     largest = max(Counter(nodes).values())
     assert sum(nodes[to] == nodes[rank] for rank, to in enumerate(found)) == max(0, 2 * largest - len(nodes))
+
+
+@pytest.mark.parametrize(
+    ("holdings", "nodes", "expected"),
+    [
+        ("aaaa", "xxxx", []),
+        ("abab", "xxxx", []),
+        ("abac", "xxxx", [1, 3]),
+        ("aabb", "xxyy", [0, 1, 2, 3]),  # the loss of a node would lose both
+        ("abab", "xxyy", []),
+        (["a", "", "b", ""], "xxyy", [0, 2]),  # nothing needs no copy
+        ("a", "x", [0]),
+    ],
+)
+def test_what_needs_a_copy(holdings, nodes, expected):
+    assert [rank for rank in range(len(nodes)) if needs_copy(holdings, nodes, rank)] == expected

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.elastic.worker_target import WorkerTarget
 
 
@@ -99,3 +100,20 @@ def test_nothing_wanted_from_outside_asks_for_nothing(target):
     outside = Asks(None)
     target.look_outside(outside, workers=3, step=1)
     assert (target.request, outside.heard) == (before, (3, 1, False))
+
+
+def test_a_request_for_a_mesh(target):
+    assert target.agreed_mesh is None
+    target.resize(4, MeshSizes(1, 2, 2))
+    target.adopt_request(target.request)
+    assert (target.agreed_size, target.agreed_mesh) == (4, (1, 2, 2))
+    target.resize(4)
+    target.adopt_request(target.request)
+    assert (target.agreed_size, target.agreed_mesh) == (4, None)
+    target.resize(6, MeshSizes(2, 3))
+    target.adopt_request(target.request)
+    target.cap_workers(5)  # after a death that nobody replaces any mesh may come
+    assert (target.agreed_size, target.agreed_mesh) == (5, None)
+    assert target.request < 2**62
+    with pytest.raises(ValueError, match="above 1023"):
+        target.resize(3, MeshSizes(1, 1024))

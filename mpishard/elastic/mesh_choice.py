@@ -1,0 +1,169 @@
+"""Which mesh an elastic run takes for a number of processes, where it may change its tensor and pipeline sizes too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mpishard.arguments import integer, shown
+
+Sizes = Mapping[str, int]
+_AXES = ("data", "tensor", "pipeline")
+
+
+class MeshSizes(NamedTuple):
+    """Sizes of the axes of a mesh.
+
+    Parameters
+    ----------
+    data, tensor, pipeline : int
+        At least 1.
+    """
+
+    data: int
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.data * self.tensor * self.pipeline
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self._asdict().items() if size > 1) or "data=1"
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> MeshSizes:
+        """The sizes that a user gives by axis; an axis that is left out has size 1.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If they are no sizes.
+        """
+        return cls(**{"data": 1, **_checked(sizes)})
+
+    @classmethod
+    def parse(cls, text: str) -> MeshSizes:
+        """The sizes in a text such as ``data=2,tensor=2``; an axis that is left out has size 1.
+
+        Raises
+        ------
+        ValueError
+            If the text has another form.
+        """
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            name, _, size = part.strip().partition("=")
+            if name not in _AXES or name in sizes or not size.isdecimal() or int(size) < 1:
+                raise ValueError(f"the mesh is {text!r}; give sizes such as data=2,tensor=2,pipeline=1")
+            sizes[name] = int(size)
+        return cls(**{"data": 1, **sizes})
+
+
+class MeshChoice:
+    """Chooses the mesh for a number of processes.  Not collective: one process chooses, and the others are told.
+
+    Parameters
+    ----------
+    layouts : sequence of mappings, or callable
+        As the argument of `ElasticOptimizer`.
+    min_ranks : int
+        No mesh has fewer.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `layouts` is neither, or an entry has no valid sizes.
+    """
+
+    def __init__(self, layouts: Sequence[Sizes] | Callable[[int], Sizes | None], min_ranks: int) -> None:
+        self.min_ranks = min_ranks
+        self._function: Callable[[int], Sizes | None] | None = None
+        self._listed: list[dict[str, int]] = []
+        if callable(layouts):
+            self._function = layouts
+        elif isinstance(layouts, list | tuple):
+            self._listed = [_checked(entry) for entry in layouts]
+            if not self._listed:
+                raise ValueError("layouts is empty: name at least one mesh, such as [{'tensor': 2}, {}]")
+        else:
+            raise TypeError(
+                f"layouts={shown(layouts)} must be a list of mesh sizes, or a function of a number of ranks"
+            )
+
+    def best(self, ranks: int, batch_size: int) -> MeshSizes | None:
+        """The mesh for at most so many ranks and samples in a step; None if none fits.
+
+        Parameters
+        ----------
+        ranks : int
+            Processes that there are.
+        batch_size : int
+            No mesh has more data ranks, which would have no samples.
+
+        Returns
+        -------
+        MeshSizes or None
+            Of a list the entry with the most ranks, of several such the first.  What the function returns for `ranks`,
+            or for the next smaller number for which it does not return None.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the function returns no valid sizes, or a mesh of more ranks.
+        """
+        found = (sizes for sizes in self._candidates(ranks, batch_size) if sizes.ranks >= self.min_ranks)
+        if self._function is not None:
+            return next(found, None)
+        return max(found, key=lambda sizes: sizes.ranks, default=None)
+
+    def _candidates(self, ranks: int, batch_size: int) -> Iterator[MeshSizes]:
+        for entry in self._listed:
+            if (sizes := _fitted(entry, ranks, batch_size)) is not None:
+                yield sizes
+        if self._function is None:
+            return
+        for number in range(ranks, 0, -1):
+            returned = self._function(number)
+            if returned is None:
+                continue
+            sizes = _fitted(_checked(returned), number, batch_size)
+            if sizes is None:
+                raise ValueError(
+                    f"layouts({number}) returned {shown(returned)}, which needs more ranks, or more data ranks than "
+                    f"batch_size={batch_size}; return a mesh of at most {number} ranks, or None"
+                )
+            yield sizes
+
+    def refuse(self, sizes: MeshSizes) -> str:
+        """Why a mesh that was asked for by its sizes is none that the list has; empty if it may be taken."""
+        if self._function is not None or any(_has(entry, sizes) for entry in self._listed):
+            return ""
+        listed = "; ".join(",".join(f"{name}={size}" for name, size in entry.items()) or "{}" for entry in self._listed)
+        return f"{sizes} is none of the layouts of the run: {listed}"
+
+
+def _checked(entry: Any) -> dict[str, int]:
+    """The sizes of an entry that are given; data=-1 counts as not given."""
+    if not isinstance(entry, Mapping) or not set(entry) <= set(_AXES):
+        raise TypeError(f"the layout {shown(entry)} must be sizes by axis, such as {{'data': 2, 'tensor': 2}}")
+    given = {name: integer(f"the layout's {name}", size) for name, size in entry.items()}
+    if given.get("data") == -1:
+        del given["data"]
+    if any(size < 1 for size in given.values()):
+        raise ValueError(f"the layout {shown(entry)} has a size below 1; only data may be -1, for as many as fit")
+    return given
+
+
+def _fitted(entry: Mapping[str, int], ranks: int, batch_size: int) -> MeshSizes | None:
+    """The entry on at most so many ranks, with as many data ranks as fit if they are not given."""
+    tensor, pipeline = entry.get("tensor", 1), entry.get("pipeline", 1)
+    data = entry.get("data", min(ranks // (tensor * pipeline), batch_size))
+    sizes = MeshSizes(data, tensor, pipeline)
+    return sizes if 1 <= data <= batch_size and sizes.ranks <= ranks else None
+
+
+def _has(entry: Mapping[str, int], sizes: MeshSizes) -> bool:
+    cell = entry.get("tensor", 1), entry.get("pipeline", 1)
+    return cell == (sizes.tensor, sizes.pipeline) and entry.get("data", sizes.data) == sizes.data
