@@ -37,7 +37,7 @@ class LocalRun:
     Raises
     ------
     ValueError, TypeError
-        If an option of the method does not fit the unknowns.
+        If an option of the method does not fit the unknowns, or this rank has only its part of them.
     """
 
     speaks = True
@@ -47,6 +47,7 @@ class LocalRun:
 
     def __init__(self, method: Method, unknowns: Unknowns) -> None:
         flat = unknowns.flat
+        unknowns.check_whole()
         self.method = method
         self.unknowns = unknowns
         self._rows = arrays.zeros((len(method.slots), unknowns.size), flat.dtype, like=flat)

@@ -67,6 +67,16 @@ class Unknowns:
         """Number of elements on this rank."""
         return int(self.flat.size)
 
+    def check_whole(self) -> None:
+        """Raise ValueError if these are one rank's part of parameters that are split over ranks."""
+        place = None if self.parameters is None else self.parameters.place
+        if place is not None and place.tensor_size * place.pipeline_size > 1:
+            raise ValueError(
+                f"x0 is split over tensor={place.tensor_size} and pipeline={place.pipeline_size} ranks, which would "
+                "minimise their parts one by one: give the mesh of its place, mesh=mesh and reduction='sum', or an x0 "
+                "that is whole"
+            )
+
     def shown_to_user(self) -> Any:
         """The point as functions of the user get it: a copy of the array, or the parameters by name."""
         return self.flat.copy() if self.parameters is None else self.parameters

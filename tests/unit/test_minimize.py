@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import mpishard
-from mpishard import FlatParameters, OptimizeResult, ReverseCommunication, minimize
+from mpishard import FlatParameters, OptimizeResult, ParameterSpec, ReverseCommunication, minimize
 from mpishard.inverse.bounds import pair_of_bounds
+from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Progress, Wanted
 
@@ -359,6 +360,13 @@ def test_functions_that_return_something_else(answer, error, words):
 def test_arguments_that_are_refused(change, error, words):
     with pytest.raises(error, match=words):
         minimize(**{"fun": bowl, "x0": np.zeros(3), "method": Descent(), **change})
+
+
+def test_a_part_of_split_parameters_needs_a_mesh():
+    place = ModelParallelRank(tensor_rank=1, tensor_size=2)
+    part = FlatParameters([ParameterSpec("field", (5, 4), tensor_dim=0)], np.float64, place=place)
+    with pytest.raises(ValueError, match="x0 is split over tensor=2 and pipeline=1 ranks.*give the mesh of its place"):
+        minimize(lambda p: (0.0, p.flat), part)
 
 
 def test_the_table(capsys):
