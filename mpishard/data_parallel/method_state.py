@@ -16,9 +16,9 @@ from mpishard.data_parallel.rank_state import RankState
 from mpishard.data_parallel.settings import Configured, settings_of_rule
 from mpishard.data_parallel.sharded_space import ShardedSpace
 from mpishard.data_parallel.strategies import ShardedState
-from mpishard.io import log
 from mpishard.layout.run_state import Shard, whole_fact
 from mpishard.minimizers.elements import preconditioned
+from mpishard.minimizers.limits import tell_of_projection
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Wanted
 from mpishard.minimizers.rehearsal import check_metadata
@@ -66,6 +66,7 @@ class MethodState:
         self._optimizer = optimizer
         self._method = method
         self.batches = 0
+        self._moved = 0  # elements of the start that were outside of their bounds, until that is said
         self._minimizer: Minimizer | None = None
         self._on_rank: RankState
         self._whole: FlatParameters | None = None
@@ -113,6 +114,12 @@ class MethodState:
         for own, part in zip(strategy.values(), strategy.ownership.state_views(values), strict=True):
             own[...] = part
         strategy.publish_parameters()
+
+    def report_start(self) -> None:
+        """Say on rank 0, with the first evaluation, that bounds have moved the start.  Not collective."""
+        if self._optimizer.world.rank == 0:
+            tell_of_projection(self._moved)
+        self._moved = 0
 
     def show_best(self) -> None:
         """Make the last accepted iterate the parameters: the result of a run that has ended."""
@@ -165,10 +172,8 @@ class MethodState:
             problem = error
         self._optimizer.world.raise_if_any(problem)
         self._read_point()
-        moved = self.minimizer.begin()
-        if moved:
-            if self._optimizer.world.rank == 0:
-                log.inform(f"{moved} elements of the start lie outside of their bounds, and begin at the nearest bound")
+        self._moved = self.minimizer.begin()
+        if self._moved:
             self.publish(point)
 
     @property
@@ -234,6 +239,7 @@ class MethodState:
     def _resume(self, metadata: Mapping[str, Any]) -> None:
         """Continue from these numbers, after the slots were filled.  Not collective."""
         self.minimizer.restore(metadata)
+        self._moved = 0
         self.batches = int(metadata.get(_BATCHES, 0))
         self.minimizer.note_written()
         if lifted(self._method, self.minimizer.progress, self.minimizer.stop_reason):

@@ -128,6 +128,7 @@ def tell_value(optimizer: Configured, binding: Binding, state: MethodState, valu
     counters = binding.counters
     counters.steps += 1
     optimizer.config.mesh.ledger.step = counters.clock
+    state.report_start()
     state.minimizer.tell(value, gradient)
     counters.gradient_norm = state.minimizer.progress.projected_norm
 

@@ -12,9 +12,8 @@ import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.inverse.unknowns import Unknowns
-from mpishard.io import log
 from mpishard.minimizers.elements import preconditioned, whole_limits
-from mpishard.minimizers.limits import Limits
+from mpishard.minimizers.limits import Limits, tell_of_projection
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer
 from mpishard.minimizers.rehearsal import check_metadata
@@ -55,9 +54,8 @@ class LocalRun:
             row[...] = method.initial(slot)
         self._limits = _limits(method, unknowns)
         self.minimizer: Minimizer = self._make()
-        moved = self.minimizer.begin()
-        if moved:
-            tell_of_projection(moved)
+        self._moved = self.minimizer.begin()
+        if self._moved:
             self.publish(self.minimizer.point)
 
     def _make(self) -> Minimizer:
@@ -80,6 +78,8 @@ class LocalRun:
     def tell(self, value: float, gradient: Any, problem: Exception | None) -> None:
         """See `Run`."""
         self.raise_if_any(problem)
+        tell_of_projection(self._moved)  # not before: a state may take the place of the start
+        self._moved = 0
         self.value = value
         self.minimizer.tell(value, self.unknowns.vector("the gradient", gradient))
 
@@ -118,6 +118,7 @@ class LocalRun:
         for slot, row in zip(self.method.slots, self._rows, strict=True):
             row[...] = rows[slot]
         self.minimizer.restore(metadata)
+        self._moved = 0
         if lifted(self.method, self.minimizer.progress, self.minimizer.stop_reason):
             self.minimizer.reopen()
         self.publish(self.minimizer.point)
@@ -129,19 +130,6 @@ class LocalRun:
     def load(self, folder: str | Path) -> None:
         """Raises; checkpoints are for meshes."""
         self.save(folder)
-
-
-def tell_of_projection(moved: int) -> None:
-    """Say that the start was outside of its bounds.
-
-    Not collective; callers choose the rank that speaks.
-
-    Parameters
-    ----------
-    moved : int
-        How many elements were.
-    """
-    log.inform(f"{moved} elements of the start lie outside of their bounds, and begin at the nearest bound")
 
 
 def _limits(method: Method, unknowns: Unknowns) -> Limits:

@@ -97,6 +97,7 @@ class Bounds:
         if self.any:
             self.lower = self._whole(self.lower, -np.inf, space)
             self.upper = self._whole(self.upper, np.inf, space)
+        self._counted = space.spans
         self._work: Array | None = None if self.fixed is None else empty(space.size, space.like.dtype, space.like)
 
     @property
@@ -105,10 +106,11 @@ class Bounds:
         return self.lower is not None or self.upper is not None
 
     def outside(self, point: Array) -> int:
-        """How many elements of a vector of this rank are outside of their bounds."""
+        """How many elements of a vector are outside of their bounds, of those that count on this rank."""
         if not self.any or not point.size:
             return 0
-        return int(to_host(((point < self.lower) | (point > self.upper)).sum()))
+        wrong = (point < self.lower) | (point > self.upper)
+        return sum(int(to_host(wrong[start:stop].sum())) for start, stop in self._counted)
 
     def project(self, point: Array) -> None:
         """Move each element between its bounds, in place."""

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mpishard.io import log
+
 Array = Any
 
 
@@ -34,3 +36,17 @@ class Limits:
     weights: Array | None = None
     scaling: Array | None = None
     precondition: Callable[[Array], Array] | None = None
+
+
+def tell_of_projection(moved: int) -> None:
+    """Say that the start was outside of its bounds.
+
+    Not collective; callers choose the rank that speaks.
+
+    Parameters
+    ----------
+    moved : int
+        How many elements were; nothing is said of 0.
+    """
+    if moved:
+        log.inform(f"{moved} elements of the start lie outside of their bounds, and begin at the nearest bound")

@@ -71,6 +71,17 @@ def test_vectors_are_divided_over_the_data_axis(mesh):
     assert optimizer.state.binding.on_rank.slot_rows.nbytes == vectors * own * 8
 
 
+def test_that_a_start_is_outside_of_its_bounds_is_said_once(mesh, tmp_path, capsys):
+    folder = mesh.world.allgather_object(str(tmp_path))[0]
+    for steps, said in ((2, 1), (4, 0)):
+        with Checkpoints(folder, mesh) as checkpoints:
+            method = mpishard.LBFGSB(bounds=(-1.0, 1.0))
+            options = {"checkpoints": checkpoints, "resume": True, "progress": False}
+            optimizer_on(mesh, method).optimize(problem(steps=steps), **options)
+        words = f"{SIZE} elements of the start lie outside of their bounds"
+        assert capsys.readouterr().err.count(words) == said * (mesh.rank == 0)
+
+
 def test_a_run_resumes_within_a_line_search(mesh, alone, tmp_path):
     folder = mesh.world.allgather_object(str(tmp_path))[0]
     for steps in (1, 2, 5, 12, EVALUATIONS):

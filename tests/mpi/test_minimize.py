@@ -66,7 +66,7 @@ def test_sums_of_parts(mesh, same_on_all, method, options):
     assert result.fun < 1e-9
 
 
-def test_slabs_of_a_field(comm, same_on_all):
+def test_slabs_of_a_field(comm, same_on_all, capsys):
     """Each tensor rank has rows of a field, and the value and gradient of its rows."""
     with mpishard.Mesh(comm, tensor=comm.size) as mesh:
         target = np.arange(5 * 4.0).reshape(5, 4)
@@ -87,6 +87,10 @@ def test_slabs_of_a_field(comm, same_on_all):
             return 0.5 * (residual**2).sum(), both
 
         specs = [ParameterSpec("field", (5, 4), tensor_dim=0), ParameterSpec("shift", (1,))]
+        copied = FlatParameters(specs, np.float64, place=mesh.place)
+        minimize(lambda p: (1.0, np.zeros(p.size)), copied, mesh=mesh, bounds={"shift": (1, 2)})
+        said = "1 elements of the start lie outside of their bounds" * (mesh.rank == 0)
+        assert said in (found := capsys.readouterr().err) and bool(found) == bool(said)
         for reduction, words in (("sum", "of 'shift' on rank 0 and on rank 1.*partial=True"), (None, "values")):
             start = FlatParameters(specs, np.float64, place=mesh.place)
             fun = shifted if reduction else lambda p: (1.0, shifted(p)[1])

@@ -282,6 +282,13 @@ def test_a_start_outside_of_its_bounds_is_projected_and_said_once(capsys):
     assert first[0].tolist() == [0.5, 0, -1]
     said = "mpishard: 2 elements of the start lie outside of their bounds, and begin at the nearest bound\n"
     assert capsys.readouterr().err == said
+    first = ReverseCommunication(Descent(), [9, 0, -9], bounds=(-1, 0.5))
+    first.tell(*bowl(first.ask().x))
+    assert capsys.readouterr().err == said
+    second = ReverseCommunication(Descent(), [9, 0, -9], bounds=(-1, 0.5))
+    second.deserialize(first.serialize())
+    second.tell(*bowl(second.ask().x))
+    assert not capsys.readouterr().err
 
 
 def test_fixed_elements_and_scales():
