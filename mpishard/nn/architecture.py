@@ -107,6 +107,8 @@ class Architecture:
         if unit in _OLD_NAMES:
             warn_renamed(f'the unit "{unit}" of a model', f'"{_OLD_NAMES[unit]}"')
             unit = _OLD_NAMES[unit]
+        # With several shards layers take sums over rows themselves: no gradient is partial.
+        sequence_parallel = sequence_parallel and self.shards == 1
         if unit == EMBEDDINGS:
             return EmbeddingUnit(self.vocabulary_size, self.context_length, self.width)
         if unit == OUTPUT_HEAD:

@@ -68,6 +68,7 @@ class CausalSelfAttention(Layer):
             f"{name}.output", width, width, scale=output_scale, split=0, sequence_parallel=sequence_parallel
         )
         super().__init__(name, [self.qkv, self.output])
+        self.width: int = width
         self.head_width: int = width // heads
         self.scale: float = 1 / math.sqrt(self.head_width)
 
@@ -92,13 +93,22 @@ class CausalSelfAttention(Layer):
         """
         qkv_nd = self.qkv.product(x_nc, work, functools.partial(work.borrow, "qkv"))
         rows, width = len(qkv_nd), qkv_nd.shape[1] // 3
-        batch, count = rows // length, width // self.head_width
-        heads_sbhtd = work.save(f"{self.role}.heads", 3, batch, count, length, self.head_width)
+        shape = self._shape_of_heads(rows // length, width, length)
+        heads_lsbhtd = work.save(f"{self.role}.heads", *shape)
         mixed_nc = work.save(f"{self.role}.mixed", rows, width)
-        logsum_bht = work.save_statistics(f"{self.role}.logsum", batch, count, length)
-        work.kept[self.role] = x_nc, heads_sbhtd, mixed_nc, logsum_bht
-        self.ops.split_heads(qkv_nd, self.qkv.bias, heads_sbhtd)
+        logsum_lbht = work.save_statistics(f"{self.role}.logsum", shape[0], *shape[2:5])
+        work.kept[self.role] = x_nc, heads_lsbhtd, mixed_nc, logsum_lbht
+        biases, apart = self.qkv.cut_bias(), self.tensor.slices.apart
+        qkv_lnd, mixed_lnc = apart(qkv_nd, 3 * self.width), apart(mixed_nc, self.width)
+        for qkv, bias, heads, mixed, logsum in zip(qkv_lnd, biases, heads_lsbhtd, mixed_lnc, logsum_lbht, strict=True):
+            self.ops.split_heads(qkv, bias, heads)
+            self._mix(heads, mixed, logsum, work)
+        return self.output.forward(mixed_nc, work, residual_nc)
+
+    def _mix(self, heads_sbhtd: Array, mixed_nc: Array, logsum_bht: Array, work: Workspace) -> None:
+        """The attention of the heads of one slice, and the logarithm of each query's normaliser."""
         q_bhtd, k_bhtd, v_bhtd = heads_sbhtd
+        batch, count, length, _ = q_bhtd.shape
         mixed_bhtd = mixed_nc.reshape(batch, length, count, self.head_width).swapaxes(1, 2)
         matmul, block = self.matmul, self._queries_at_a_time(length)
         total = work.borrow("attention total", block)
@@ -112,7 +122,6 @@ class CausalSelfAttention(Layer):
                 matmul(k[:, :last], q[:, first:last].swapaxes(1, 2), out=scores)
                 self.ops.causal_softmax(scores, logsum, total, first, self.scale)
                 matmul(scores.swapaxes(1, 2), v[:, :last], out=mixed[:, first:last])
-        return self.output.forward(mixed_nc, work, residual_nc)
 
     def backward(self, dy_nc: Array, work: Workspace, length: int) -> Array:
         """Gradient by `x`.
@@ -131,15 +140,35 @@ class CausalSelfAttention(Layer):
         array, shape (n, width)
             In the memory of `work`.
         """
-        x_nc, heads_sbhtd, mixed_nc, logsum_bht = work.kept[self.role]
-        _, batch, count, _, _ = heads_sbhtd.shape
-        matmul, block = self.matmul, self._queries_at_a_time(length)
-        q_bhtd, k_bhtd, v_bhtd = heads_sbhtd
+        x_nc, heads_lsbhtd, mixed_nc, logsum_lbht = work.kept[self.role]
         dmixed_nc = self.output.backward(dy_nc, work)
+        dqkv_nd = work.borrow("qkv", len(mixed_nc), 3 * mixed_nc.shape[1])
+        apart = self.tensor.slices.apart
+        mixed_lnc, dmixed_lnc = apart(mixed_nc, self.width), apart(dmixed_nc, self.width)
+        dqkv_lnd = apart(dqkv_nd, 3 * self.width)
+        for arrays in zip(heads_lsbhtd, logsum_lbht, mixed_lnc, dmixed_lnc, dqkv_lnd, strict=True):
+            self._mix_backward(*arrays, work)
+        dx_nc = self.qkv.input_gradient(dqkv_nd, work)
+        self.qkv.bias_gradient(dqkv_nd, work)
+        self.qkv.weight_gradient(x_nc, dqkv_nd, work)
+        return dx_nc
+
+    def _mix_backward(
+        self,
+        heads_sbhtd: Array,
+        logsum_bht: Array,
+        mixed_nc: Array,
+        dmixed_nc: Array,
+        dqkv_nd: Array,
+        work: Workspace,
+    ) -> None:
+        """Gradients by query, key and value of the heads of one slice, into `dqkv`."""
+        q_bhtd, k_bhtd, v_bhtd = heads_sbhtd
+        batch, count, length, _ = q_bhtd.shape
+        matmul, block = self.matmul, self._queries_at_a_time(length)
         dmixed_bhtd = work.borrow("dmixed by heads", batch, count, length, self.head_width)
         inner_bht = work.borrow("attention inner", batch, count, length)
         self.ops.split_with_products(dmixed_nc, mixed_nc, dmixed_bhtd, inner_bht)
-        dqkv_nd = work.borrow("qkv", len(mixed_nc), 3 * mixed_nc.shape[1])
         dqkv_bthsd = dqkv_nd.reshape(batch, length, count, 3, self.head_width)
         dq_bhtd, dk_bhtd, dv_bhtd = dqkv_bthsd.transpose(3, 0, 2, 1, 4)
         for sequence, heads in self._groups(batch, count, length):
@@ -160,10 +189,11 @@ class CausalSelfAttention(Layer):
             for first in range(0, length, block):
                 last = min(first + block, length)
                 matmul(dscores[:, :last, first:last].swapaxes(1, 2), k[:, :last], out=dq[:, first:last])
-        dx_nc = self.qkv.input_gradient(dqkv_nd, work)
-        self.qkv.bias_gradient(dqkv_nd, work)
-        self.qkv.weight_gradient(x_nc, dqkv_nd, work)
-        return dx_nc
+
+    def _shape_of_heads(self, batch: int, width: int, length: int) -> tuple[int, ...]:
+        """By slice: queries, keys and values, sequences, heads, positions, channels; `width`: of this rank."""
+        slices = len(self.tensor.slices.own)
+        return slices, 3, batch, width // self.head_width // slices, length, self.head_width
 
     def _queries_at_a_time(self, length: int) -> int:
         return BLOCK if self.module is np else length

@@ -114,6 +114,9 @@ class PositionEmbedding(Embedding):
             Sequences of t tokens.
         """
         rows_tc = self.parameters[self.weight_name][: x_btc.shape[1]]
+        if self.tensor.slices.ordered:
+            # -0.0 becomes 0.0, since where other ranks add zeros to the sum of token and position it would, too.
+            rows_tc = rows_tc + 0
         # Sequence by sequence: NumPy takes memory for an operation on three axes of which one is broadcast or reduced.
         for x_tc in x_btc:
             x_tc += rows_tc

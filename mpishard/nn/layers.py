@@ -9,8 +9,8 @@ The backward of a layer with weights is two calls, ``input_gradient`` and ``weig
 only the first, and a workspace can defer the second.
 
 Sizes given to layers are those of the whole network.  On a tensor axis with several ranks each rank holds slices of the
-split tensors, and layers compute with these slices.  Rows are tokens, n = b * t, those of this rank:
-all of them, or with sequence parallelism some.
+split tensors, and layers compute with these slices, one by one (`mpishard.nn.slices`).  Rows are tokens, n = b * t,
+those of this rank: all of them, or with sequence parallelism some.
 
 Arrays that a layer returns belong to the workspace and are overwritten by the next pass.
 """
@@ -137,6 +137,14 @@ class Layer:
             view.fill(0)
         return view
 
+    def _add_to_gradient(self, name: str, term: Array) -> None:
+        """Add an array to the gradient of `name`, whether or not something was added before."""
+        view, accumulate = self.parameters.gradient(name)
+        if accumulate:
+            view += term
+        else:
+            view[...] = term
+
     def _finished(self, name: str, work: Workspace) -> None:
         """Mark the gradient of `name` ready, now or with the deferred work of `work`."""
         if work.deferred is None:
@@ -148,7 +156,8 @@ class Layer:
 class LayerNorm(Layer):
     """Rows brought to mean 0 and variance 1, then scaled and shifted (Ba, Kiros and Hinton, 2016).
 
-    Not collective: each rank computes with its own rows.
+    Each rank computes with its own rows.  Not collective, but `backward` is, over the tensor axis, where rows are split
+    in a model of several shards.
 
     Parameters
     ----------
@@ -159,7 +168,8 @@ class LayerNorm(Layer):
     epsilon : float
         Added to the variance.
     sequence_parallel : bool
-        Whether ranks hold some rows each; then the gradients are partial.
+        Whether ranks hold some rows each and do not sum the gradients, which are then partial; False for several
+        shards, of which `backward` takes the sums.
     """
 
     def __init__(self, name: str, width: int, *, epsilon: float = 1e-5, sequence_parallel: bool = False) -> None:
@@ -223,16 +233,22 @@ class LayerNorm(Layer):
         if residual_nc is None:
             residual_nc = work.borrow(f"{self.role}.dx", *x_nc.shape)
             residual_nc.fill(0)
-        self.ops.layer_norm_backward(
-            dy_nc,
-            x_nc,
-            mean_n,
-            scale_n,
-            self.parameters[self.weight_name],
-            residual_nc,
-            self._gradient_to_add_to(self.weight_name),
-            self._gradient_to_add_to(self.bias_name),
-        )
+        weight = self.parameters[self.weight_name]
+        if not self.tensor.slices.ordered:
+            dweight, dbias = (self._gradient_to_add_to(name) for name in (self.weight_name, self.bias_name))
+            self.ops.layer_norm_backward(dy_nc, x_nc, mean_n, scale_n, weight, residual_nc, dweight, dbias)
+        else:
+
+            def sum_block(block: slice, sums_2c: Array) -> None:
+                sums_2c.fill(0)
+                rows = dy_nc[block], x_nc[block], mean_n[block], scale_n[block]
+                self.ops.layer_norm_backward(*rows, weight, residual_nc[block], *sums_2c)
+
+            sums_2c = self.tensor.sum_row_blocks(
+                work.rows, sum_block, lambda depth: work.borrow(f"row sums {depth}", 2, self.width)
+            )
+            self._add_to_gradient(self.weight_name, sums_2c[0])
+            self._add_to_gradient(self.bias_name, sums_2c[1])
         self._finished(self.bias_name, work)
         self._finished(self.weight_name, work)
         return residual_nc
@@ -241,7 +257,7 @@ class LayerNorm(Layer):
 class GELU(Layer):
     """Gaussian error linear unit in its tanh form (Hendrycks and Gimpel, 2016), with the bias of what comes before.
 
-    Not collective: each rank computes with its own columns.
+    Not collective: each rank computes with its own columns, of which all its slices have equally many.
 
     Parameters
     ----------
@@ -273,7 +289,8 @@ class GELU(Layer):
             bias_c.fill(0)
         y_nc = work.save(f"{self.role}.y", *x_nc.shape)
         work.kept[self.role] = x_nc
-        self.ops.gelu(x_nc, bias_c, y_nc)
+        for x, bias, y in zip(self._apart(x_nc), self._cut(bias_c), self._apart(y_nc), strict=True):
+            self.ops.gelu(x, bias, y)
         return y_nc
 
     def backward(self, dy_nc: Array, work: Workspace, dbias_c: Array | None = None) -> Array:
@@ -296,5 +313,13 @@ class GELU(Layer):
         if dbias_c is None:
             dbias_c = work.scratch("no bias", (dy_nc.shape[1],), work.dtype)
             dbias_c.fill(0)
-        self.ops.gelu_backward(dy_nc, work.kept[self.role], dbias_c)
+        slope_nc = work.kept[self.role]
+        for dy, slope, dbias in zip(self._apart(dy_nc), self._apart(slope_nc), self._cut(dbias_c), strict=True):
+            self.ops.gelu_backward(dy, slope, dbias)
         return dy_nc
+
+    def _apart(self, x_nc: Array) -> Sequence[Array]:
+        return self.tensor.slices.apart(x_nc, x_nc.shape[1] * self.tensor.size)
+
+    def _cut(self, bias_c: Array) -> Sequence[Array]:
+        return self.tensor.slices.cut(bias_c, bias_c.size * self.tensor.size, 0)

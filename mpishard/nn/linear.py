@@ -6,6 +6,7 @@ Shoeybi et al., "Megatron-LM" (2019), section 3.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from mpishard.layout.specs import ParameterSpec
@@ -20,8 +21,8 @@ Array = Any
 class Linear(Layer):
     """``y = x W + b``, with W stored (inputs, outputs).
 
-    If `split` is given, all methods that compute but `apply`, `apply_adjoint` and `bias_gradient` are collective over
-    the tensor axis.
+    If `split` is given, all methods that compute but `apply` are collective over the tensor axis.  What is split by
+    columns lies in memory slice by slice, see `mpishard.nn.slices`.
 
     Parameters
     ----------
@@ -38,7 +39,8 @@ class Linear(Layer):
         them; it takes the rows that a rank holds and returns its columns of all rows.  0, row-parallel: by inputs; it
         takes its columns of all rows, and returns the rows that a rank holds, summed over the ranks.
     sequence_parallel : bool
-        Whether ranks hold some rows each; then the bias of a row-parallel layer has partial gradients.
+        Whether ranks hold some rows each and do not sum the gradients over rows; then the bias of a row-parallel layer
+        has partial gradients.  False for several shards, of which `bias_gradient` takes the sums.
     """
 
     # Longer than other classes: half of it is docstrings with shapes, and whole, column- and row-parallel products are
@@ -83,8 +85,19 @@ class Linear(Layer):
 
     @property
     def bias(self) -> Array | None:
-        """This rank's slice of the bias."""
+        """This rank's part of the bias."""
         return self.parameters[self.bias_name] if self.bias_name else None
+
+    def cut_bias(self) -> Sequence[Array]:
+        """The slices of this rank's part of the bias; all of it where outputs are not split.
+
+        Returns
+        -------
+        sequence of 1-D arrays
+            Views.
+        """
+        assert self.bias_name
+        return self._cut_bias(self.parameters[self.bias_name])
 
     @property
     def first_output(self) -> int:
@@ -104,11 +117,11 @@ class Linear(Layer):
         return stop - start
 
     def apply(self, x_ni: Array, out_no: Array) -> Array:
-        """``x W`` with this rank's slice of W and no communication.
+        """``x W`` with this rank's slices of W and no communication, unless row-parallel.
 
         Parameters
         ----------
-        x_ni : array, shape (n, local_inputs)
+        x_ni : array, shape (n, inputs)
             The inputs.
         out_no : array, shape (n, local_outputs)
             Overwritten.
@@ -116,9 +129,11 @@ class Linear(Layer):
         Returns
         -------
         array, shape (n, local_outputs)
-            `out_no`.
+            `out_no`; split by columns if column-parallel.
         """
-        return self.matmul(x_ni, self.parameters[self.weight_name], out=out_no)
+        for weight_io, y_no in zip(self._weights(), self._outputs_apart(out_no), strict=True):
+            self.matmul(x_ni, weight_io, out=y_no)
+        return out_no
 
     def product(self, x_ni: Array, work: Workspace, memory: Memory | None = None) -> Array:
         """``x W`` without the bias, for callers that fuse it with what comes next.
@@ -135,7 +150,7 @@ class Linear(Layer):
         Returns
         -------
         array, shape (n, local_outputs)
-            If row-parallel the rows that this rank holds, else all rows.
+            If row-parallel the rows that this rank holds, else all rows; split by columns if column-parallel.
         """
         if self.split == 1:
             x_ni = self._all_rows(x_ni, work)
@@ -144,7 +159,8 @@ class Linear(Layer):
         if self.split != 0:
             return self.apply(x_ni, memory(len(x_ni), self.local_outputs))
         shape = (len(x_ni), self.outputs)
-        terms_no = self.apply(x_ni, work.borrow("terms", *shape) if self.tensor.splits_rows else memory(*shape))
+        first_no = work.borrow("terms", *shape) if self.tensor.splits_rows else memory(*shape)
+        terms_no = self._sums(self._inputs_apart(x_ni), self._weights(), first_no, work)
         return self.tensor.leave.forward(terms_no, work.rows, memory)
 
     def forward(self, x_ni: Array, work: Workspace, residual_no: Array | None = None) -> Array:
@@ -167,11 +183,14 @@ class Linear(Layer):
         """
         work.kept[self.role] = x_ni
         y_no = self.product(x_ni, work)
-        bias = self.bias
-        if bias is not None and residual_no is not None:
-            self.ops.add_bias(y_no, bias, residual_no)
-        elif bias is not None:
-            y_no += bias
+        if self.bias_name:
+            biases = self.cut_bias()
+            residuals = (None,) * len(biases) if residual_no is None else self._outputs_apart(residual_no)
+            for y, bias, residual in zip(self._outputs_apart(y_no), biases, residuals, strict=True):
+                if residual is None:
+                    y += bias
+                else:
+                    self.ops.add_bias(y, bias, residual)
         elif residual_no is not None:
             y_no += residual_no
         return y_no
@@ -214,28 +233,15 @@ class Linear(Layer):
         array, shape (n, local_inputs)
             If column-parallel summed over the ranks, the rows that this rank holds.
         """
-        dx_ni = self.apply_adjoint(dy_no, work.borrow(f"{self.role}.dx", len(dy_no), self.local_inputs))
+        dx_ni = work.borrow(f"{self.role}.dx", len(dy_no), self.local_inputs)
+        weights_oi = [weight_io.T for weight_io in self._weights()]
         if self.split == 1:
             memory = functools.partial(work.borrow, f"{self.role}.dx of own rows")
-            return self.tensor.enter.backward(dx_ni, work.rows, memory)
+            terms_ni = self._sums(self._outputs_apart(dy_no), weights_oi, dx_ni, work)
+            return self.tensor.enter.backward(terms_ni, work.rows, memory)
+        for weight_oi, part_ni in zip(weights_oi, self._inputs_apart(dx_ni), strict=True):
+            self.matmul(dy_no, weight_oi, out=part_ni)
         return dx_ni
-
-    def apply_adjoint(self, dy_no: Array, out_ni: Array) -> Array:
-        """``dy W^T`` with this rank's slice of W and no communication.
-
-        Parameters
-        ----------
-        dy_no : array, shape (n, local_outputs)
-            The gradient by the output.
-        out_ni : array, shape (n, local_inputs)
-            Overwritten.
-
-        Returns
-        -------
-        array, shape (n, local_inputs)
-            `out_ni`.
-        """
-        return self.matmul(dy_no, self.parameters[self.weight_name].T, out=out_ni)
 
     def bias_gradient(self, dy_no: Array, work: Workspace) -> None:
         """Column sums of `dy`, into the gradient buffer.
@@ -247,12 +253,25 @@ class Linear(Layer):
         work : Workspace
             That of the forward pass.
         """
-        if self.bias_name:
+        if not self.bias_name:
+            return
+        matmul = make_matmul(self.module)
+        ones = work.scratch("ones", (len(dy_no),), work.dtype)
+        ones.fill(1)
+        if self.split == 0 and self.tensor.slices.ordered:
+
+            def sum_block(block: slice, sums_o: Array) -> None:
+                matmul(ones[block], dy_no[block], out=sums_o)
+
+            sums_o = self.tensor.sum_row_blocks(
+                work.rows, sum_block, lambda depth: work.borrow(f"row sums {depth}", self.outputs)
+            )
+            self._add_to_gradient(self.bias_name, sums_o)
+        else:
             view, accumulate = self.parameters.gradient(self.bias_name)
-            ones = work.scratch("ones", (len(dy_no),), work.dtype)
-            ones.fill(1)
-            _product_into(make_matmul(self.module), ones, dy_no, view, accumulate, work)
-            self._finished(self.bias_name, work)
+            for dy, part in zip(self._outputs_apart(dy_no), self._cut_bias(view), strict=True):
+                _product_into(matmul, ones, dy, part, accumulate, work)
+        self._finished(self.bias_name, work)
 
     def weight_gradient(self, x_ni: Array, dy_no: Array, work: Workspace) -> None:
         """``x^T dy`` into the gradient buffer, or deferred.
@@ -281,10 +300,52 @@ class Linear(Layer):
             # Only the own rows are kept, or sequence parallelism would save no memory here.
             x_ni = self._all_rows(x_ni, work)
         view, accumulate = self.parameters.gradient(self.weight_name)
-        self._product_into(x_ni, dy_no, view, accumulate, work)
+        views = self._cut(view, self._split_dim)
+        inputs, outputs = self._inputs_apart(x_ni), self._outputs_apart(dy_no)
+        for index, part in enumerate(views):
+            x, dy = inputs[index % len(inputs)], outputs[index % len(outputs)]
+            self._product_into(x, dy, part, accumulate, work)
 
     def _product_into(self, x_ni: Array, dy_no: Array, out: Array, accumulate: bool, work: Workspace) -> None:
         _product_into(self.matmul, x_ni.T, dy_no, out, accumulate, work)
+
+    # -- slices -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _split_dim(self) -> int:
+        """The dimension of the weight that is split."""
+        return self._outputs_dim if self.split == 1 else self._inputs_dim
+
+    def _cut(self, array: Array, dim: int) -> Sequence[Array]:
+        """The slices of this rank's part of a tensor; the whole tensor if it is not split."""
+        if self.split is None:
+            return (array,)
+        return self.tensor.slices.cut(array, self.outputs if self.split == 1 else self.inputs, dim)
+
+    def _cut_bias(self, array: Array) -> Sequence[Array]:
+        """The slices of this rank's part of the bias, which is split by outputs only."""
+        return self._cut(array, 0) if self.split == 1 else (array,)
+
+    def _weights(self) -> Sequence[Array]:
+        """The slices of the weight, each of shape (inputs, outputs)."""
+        return self._cut(self.parameters[self.weight_name], self._split_dim)
+
+    def _inputs_apart(self, x_ni: Array) -> Sequence[Array]:
+        """The slices of an array of inputs; the array if they are not split."""
+        return self.tensor.slices.apart(x_ni, self.inputs) if self.split == 0 else (x_ni,)
+
+    def _outputs_apart(self, y_no: Array) -> Sequence[Array]:
+        """The slices of an array of outputs; the array if they are not split."""
+        return self.tensor.slices.apart(y_no, self.outputs) if self.split == 1 else (y_no,)
+
+    def _sums(
+        self, x_sni: Sequence[Array], weight_sio: Sequence[Array], first_no: Array, work: Workspace
+    ) -> Sequence[Array]:
+        """The products of slices, added up; the first sum is in `first_no`."""
+        return self.tensor.slices.add(
+            lambda index, out_no: self.matmul(x_sni[index], weight_sio[index], out=out_no),
+            lambda depth: work.borrow(f"terms {depth}", *first_no.shape) if depth else first_no,
+        )
 
     def _all_rows(self, x_ni: Array, work: Workspace) -> Array:
         return self.tensor.enter.forward(x_ni, work.rows, functools.partial(work.borrow, "all rows"))
@@ -331,11 +392,8 @@ class TiedLinear(Linear):
     def initialize(self, seed: int) -> None:
         self._draw(seed, self.weight_name, (self.outputs, self.inputs), self.scale)
 
-    def apply(self, x_ni: Array, out_no: Array) -> Array:
-        return self.matmul(x_ni, self.parameters[self.weight_name].T, out=out_no)
-
-    def apply_adjoint(self, dy_no: Array, out_ni: Array) -> Array:
-        return self.matmul(dy_no, self.parameters[self.weight_name], out=out_ni)
+    def _weights(self) -> Sequence[Array]:
+        return [weight_oi.T for weight_oi in super()._weights()]
 
     def _product_into(self, x_ni: Array, dy_no: Array, out: Array, accumulate: bool, work: Workspace) -> None:
         _product_into(self.matmul, dy_no.T, x_ni, out, accumulate, work)

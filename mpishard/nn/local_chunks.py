@@ -76,8 +76,9 @@ class LocalChunks:
             units=architecture.tensors_by_unit(sequence_parallel=memory.sequence_parallel),
             sharded_over=mesh.data if mesh is not None and memory.sharded_parameters else None,
         )
-        tensor = TensorParallel(None if mesh is None else mesh.tensor, memory.sequence_parallel)
         self.scratch: Workspace = Workspace(precision.dtype, module)
+        axis = None if mesh is None else mesh.tensor
+        tensor = TensorParallel(axis, memory.sequence_parallel, architecture.shards, self.scratch.scratch)
         self._keeping: KeepAll | ActivationCheckpointing = KeepAll()
         if memory.recompute or precision.storage_dtype is not None:
             self._keeping = ActivationCheckpointing(self.scratch, memory.recompute, precision.storage_dtype)

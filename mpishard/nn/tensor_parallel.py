@@ -11,8 +11,9 @@ The inner product of two arrays is that of one rank where both are replicated, a
 these, ``backward`` is the adjoint of ``forward`` for every pair here.  All are collective over the axis; with one rank
 they return their argument.
 
-`rows` is the number of rows of the whole array, and ``memory(*shape)`` gives the array for a result where one is
-needed.  Axes: n rows, c columns.
+What is apart is, on each rank, one array for each sum of its slices (`mpishard.nn.slices.Slices.add`): as the argument
+of an operation a sequence of arrays, as a result one array that stands for each of them.  `rows` is the number of rows
+of the whole array, and ``memory(*shape)`` gives the array for a result where one is needed.  Axes: n rows, c columns.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 from mpishard.backend.array import module_of
 from mpishard.comm.axis import Axis
 from mpishard.layout.boxes import counts, split
+from mpishard.nn.slices import Slices
+from mpishard.nn.workspace import Pool
 
 Array = Any
 Memory = Callable[..., Array]
@@ -37,24 +40,22 @@ class AdjointPair(ABC):
     Parameters
     ----------
     axis : Axis
+    slices : Slices, optional
+        The slices over which sums are taken; default: one a rank.
     """
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: Axis, slices: Slices | None = None) -> None:
         self.axis = axis
+        self.slices: Slices = Slices(axis) if slices is None else slices
         self.rank: int = axis.rank
         self.size: int = axis.size
 
     @abstractmethod
-    def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array: ...
+    def forward(self, x_nc: Any, rows: int, memory: Memory) -> Array: ...
 
     @abstractmethod
-    def backward(self, dy_nc: Array, rows: int, memory: Memory) -> Array:
+    def backward(self, dy_nc: Any, rows: int, memory: Memory) -> Array:
         """The adjoint; it may overwrite `dy`."""
-
-    def _sum(self, x_nc: Array, label: str) -> Array:
-        if self.size > 1:
-            self.axis.all_reduce(x_nc, label=label)
-        return x_nc
 
     def _gather_rows(self, x_nc: Array, rows: int, memory: Memory, label: str) -> Array:
         if self.size == 1:
@@ -63,16 +64,16 @@ class AdjointPair(ABC):
         self.axis.all_gather(out_nc, x_nc, self._elements(rows, x_nc.shape[1]), label=label)
         return out_nc
 
-    def _reduce_scatter_rows(self, x_nc: Array, rows: int, memory: Memory, label: str) -> Array:
+    def _reduce_scatter_rows(self, terms_nc: Sequence[Array], rows: int, memory: Memory, label: str) -> Array:
         if self.size == 1:
-            return x_nc
-        elements = self._elements(rows, x_nc.shape[1])
-        out_nc = memory(counts(split(rows, self.size))[self.rank], x_nc.shape[1])
-        self.axis.reduce_scatter(x_nc, out_nc, elements, label=label)
-        return out_nc
+            return terms_nc[0]
+        columns = terms_nc[0].shape[1]
+        elements = self._elements(rows, columns)
+        out_nc = memory(counts(self.slices.rank_cuts(rows))[self.rank], columns)
+        return self.slices.reduce_scatter(terms_nc, out_nc, elements, label)
 
     def _elements(self, rows: int, columns: int) -> list[int]:
-        return [count * columns for count in counts(split(rows, self.size))]
+        return [count * columns for count in counts(self.slices.rank_cuts(rows))]
 
 
 class Copy(AdjointPair):
@@ -81,15 +82,15 @@ class Copy(AdjointPair):
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
         return x_nc
 
-    def backward(self, dy_nc: Array, rows: int, memory: Memory) -> Array:
-        return self._sum(dy_nc, BACKWARD)
+    def backward(self, dy_nc: Sequence[Array], rows: int, memory: Memory) -> Array:
+        return self.slices.all_reduce(dy_nc, BACKWARD)
 
 
 class Reduce(AdjointPair):
     """Apart to replicated: sums over the ranks, in place; backward is the identity."""
 
-    def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
-        return self._sum(x_nc, FORWARD)
+    def forward(self, x_nc: Sequence[Array], rows: int, memory: Memory) -> Array:
+        return self.slices.all_reduce(x_nc, FORWARD)
 
     def backward(self, dy_nc: Array, rows: int, memory: Memory) -> Array:
         return dy_nc
@@ -101,14 +102,14 @@ class GatherRows(AdjointPair):
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
         return self._gather_rows(x_nc, rows, memory, FORWARD)
 
-    def backward(self, dy_nc: Array, rows: int, memory: Memory) -> Array:
+    def backward(self, dy_nc: Sequence[Array], rows: int, memory: Memory) -> Array:
         return self._reduce_scatter_rows(dy_nc, rows, memory, BACKWARD)
 
 
 class ReduceScatterRows(AdjointPair):
     """Apart to split by rows: sums over the ranks and keeps the own rows; backward gathers."""
 
-    def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
+    def forward(self, x_nc: Sequence[Array], rows: int, memory: Memory) -> Array:
         return self._reduce_scatter_rows(x_nc, rows, memory, FORWARD)
 
     def backward(self, dy_nc: Array, rows: int, memory: Memory) -> Array:
@@ -121,50 +122,58 @@ class GatherColumns(AdjointPair):
     Parameters
     ----------
     columns : int
-        Of the whole array, cut as `mpishard.layout.boxes.split` does.
+        Of the whole array, cut into slices as `mpishard.layout.boxes.split` does.
+    slices : Slices, optional
+        As for every pair.
     """
 
-    def __init__(self, axis: Axis, columns: int) -> None:
-        super().__init__(axis)
-        self.cuts: list[int] = split(columns, self.size)
+    def __init__(self, axis: Axis, columns: int, slices: Slices | None = None) -> None:
+        super().__init__(axis, slices)
+        self.columns: int = columns
 
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
-        return _join_columns(self, self.cuts, x_nc, rows, memory, FORWARD)
+        return _join_columns(self, self.columns, x_nc, rows, memory, FORWARD)
 
     def backward(self, dy_nc: Array, rows: int, memory: Memory) -> Array:
-        return _own_columns(self, self.cuts, dy_nc, memory)
+        return _own_columns(self, self.columns, dy_nc, memory)
 
 
 class ScatterColumns(AdjointPair):
-    """Replicated to split by columns; backward gathers.  `columns` as for `GatherColumns`."""
+    """Replicated to split by columns; backward gathers.  `columns` and `slices` as for `GatherColumns`."""
 
-    def __init__(self, axis: Axis, columns: int) -> None:
-        super().__init__(axis)
-        self.cuts: list[int] = split(columns, self.size)
+    def __init__(self, axis: Axis, columns: int, slices: Slices | None = None) -> None:
+        super().__init__(axis, slices)
+        self.columns: int = columns
 
     def forward(self, x_nc: Array, rows: int, memory: Memory) -> Array:
-        return _own_columns(self, self.cuts, x_nc, memory)
+        return _own_columns(self, self.columns, x_nc, memory)
 
     def backward(self, dy_nc: Array, rows: int, memory: Memory) -> Array:
-        return _join_columns(self, self.cuts, dy_nc, rows, memory, BACKWARD)
+        return _join_columns(self, self.columns, dy_nc, rows, memory, BACKWARD)
 
 
-def _own_columns(pair: AdjointPair, cuts: Sequence[int], x_nc: Array, memory: Memory) -> Array:
-    if pair.size == 1:
+def _own_columns(pair: AdjointPair, columns: int, x_nc: Array, memory: Memory) -> Array:
+    slices = pair.slices
+    if slices.total == 1:
         return x_nc
-    first, last = cuts[pair.rank], cuts[pair.rank + 1]
-    own_nc = memory(len(x_nc), last - first)
-    own_nc[...] = x_nc[:, first:last]
+    cuts = split(columns, slices.total)
+    own_nc = memory(len(x_nc), cuts[slices.own.stop] - cuts[slices.own.start])
+    for number, part_nc in zip(slices.own, slices.apart(own_nc, columns), strict=True):
+        part_nc[...] = x_nc[:, cuts[number] : cuts[number + 1]]
     return own_nc
 
 
-def _join_columns(pair: AdjointPair, cuts: Sequence[int], x_nc: Array, rows: int, memory: Memory, label: str) -> Array:
-    if pair.size == 1:
+def _join_columns(pair: AdjointPair, columns: int, x_nc: Array, rows: int, memory: Memory, label: str) -> Array:
+    slices = pair.slices
+    if slices.total == 1:
         return x_nc
-    joined_nc = memory(rows, cuts[-1])
-    # The pieces of a rank are strided in the whole array: they arrive one after the other and are sorted in.
-    arrived = module_of(x_nc).empty(rows * cuts[-1], x_nc.dtype)
-    pair.axis.all_gather(arrived, x_nc, [rows * count for count in counts(cuts)], label=label)
+    joined_nc = memory(rows, columns)
+    # The slices are strided in the whole array: they arrive one after the other and are sorted in.
+    arrived = x_nc.reshape(-1)
+    if pair.size > 1:
+        arrived = module_of(x_nc).empty(rows * columns, x_nc.dtype)
+        pair.axis.all_gather(arrived, x_nc, [rows * count for count in counts(slices.rank_cuts(columns))], label=label)
+    cuts = split(columns, slices.total)
     for first, last in zip(cuts[:-1], cuts[1:], strict=True):
         joined_nc[:, first:last] = arrived[rows * first : rows * last].reshape(rows, last - first)
     return joined_nc
@@ -181,25 +190,43 @@ class TensorParallel:
         The tensor axis of the mesh; default: `Axis.single`.
     sequence_parallel : bool
         Between the parts of a network that are split by columns, rows are split over the ranks instead of replicated.
+    shards : int
+        Number of slices by which the network is defined, see `mpishard.nn.Architecture`; the tensors that are split
+        must have as many `ParameterSpec.slices`.
+    scratch : Pool, optional
+        As for `mpishard.nn.slices.Slices`.
 
     Attributes
     ----------
     rank, size : int
+    slices : Slices
     splits_rows : bool
         Whether a rank holds some of the rows only.
     enter : AdjointPair
         From the rows of a rank to all rows, before a column-parallel layer.
     leave : AdjointPair
         From the terms of a row-parallel layer to the rows of a rank.
+    leave_exactly : AdjointPair
+        The same for one array of each rank whose sum has the same bits in any order, as of rows of a table each of
+        which one rank has.
     """
 
-    def __init__(self, axis: Axis | None = None, sequence_parallel: bool = False) -> None:
+    def __init__(
+        self,
+        axis: Axis | None = None,
+        sequence_parallel: bool = False,
+        shards: int = 1,
+        scratch: Pool | None = None,
+    ) -> None:
         self.axis: Axis = Axis.single("tensor") if axis is None else axis
         self.rank: int = self.axis.rank
         self.size: int = self.axis.size
         self.splits_rows: bool = sequence_parallel and self.size > 1
-        self.enter: AdjointPair = GatherRows(self.axis) if self.splits_rows else Copy(self.axis)
-        self.leave: AdjointPair = ReduceScatterRows(self.axis) if self.splits_rows else Reduce(self.axis)
+        self.slices: Slices = Slices(self.axis, shards, scratch)
+        enter, leave = (GatherRows, ReduceScatterRows) if self.splits_rows else (Copy, Reduce)
+        self.enter: AdjointPair = enter(self.axis, self.slices)
+        self.leave: AdjointPair = leave(self.axis, self.slices)
+        self.leave_exactly: AdjointPair = leave(self.axis, Slices(self.axis, shards, exact=True))
 
     def rows(self, rows: int) -> int:
         """The number of rows of an array that this rank holds.
@@ -214,7 +241,31 @@ class TensorParallel:
         int
             All, or this rank's share if rows are split.
         """
-        return counts(split(rows, self.size))[self.rank] if self.splits_rows else rows
+        return counts(self.slices.rank_cuts(rows))[self.rank] if self.splits_rows else rows
+
+    def sum_row_blocks(self, rows: int, term: Callable[[slice, Array], Any], memory: Callable[[int], Array]) -> Array:
+        """A sum over rows as the sum of canonical blocks, along the tree over the slices.
+
+        Collective over the axis if rows are split, in every backward pass of a micro-batch: were the blocks of a rank
+        summed over micro-batches first, the order would depend on the ranks.
+
+        Parameters
+        ----------
+        rows : int
+            Rows of the whole array.
+        term : callable
+            ``term(block, out)`` writes the sum over some of this rank's rows.
+        memory : callable
+            As for `mpishard.nn.slices.Slices.add`.
+
+        Returns
+        -------
+        array
+            The sum over all rows, on every rank, in the first array of `memory`.
+        """
+        blocks = self.slices.row_blocks(rows, self.splits_rows)
+        partial = self.slices.add(lambda index, out: term(blocks[index], out), memory, whole=not self.splits_rows)
+        return self.slices.all_reduce(partial, "gradients") if self.splits_rows else partial[0]
 
 
 ALONE = TensorParallel()

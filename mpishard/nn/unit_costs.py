@@ -12,6 +12,7 @@ from mpishard.backend.array import ready
 from mpishard.comm.axis import Axis
 from mpishard.nn.architecture import Architecture
 from mpishard.nn.block import Block
+from mpishard.nn.tensor_parallel import TensorParallel
 from mpishard.nn.units import Batch, EmbeddingUnit, OutputHead
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
@@ -41,8 +42,9 @@ def _measure(architecture: Architecture, dtype: Any, compute_dtype: Any, module:
     parameters = FlatParameters(small.specs(), dtype, module=module)
     embedding, block, head = (small.build(unit) for unit in small.units())
     assert isinstance(embedding, EmbeddingUnit) and isinstance(block, Block) and isinstance(head, OutputHead)
+    alone = TensorParallel(shards=architecture.shards)
     for unit in (embedding, block, head):
-        unit.bind(parameters, compute_dtype=compute_dtype)
+        unit.bind(parameters, alone, compute_dtype)
         unit.initialize(0)
     work = Workspace(dtype, module)
     length = architecture.context_length

@@ -64,13 +64,14 @@ class EmbeddingUnit(Layer):
         # Added on one rank only, the positions are in the sum once.  All ranks compute their whole gradient.
         if self.tensor.rank == 0:
             self.positions.add_to(terms_nc.reshape(-1, batch.length, self.width))
-        return self.tensor.leave.forward(terms_nc, batch.rows, functools.partial(work.save, "embeddings.y"))
+        # Of each element one rank has the token's, and the first the position's: any order of a sum gives its bits.
+        return self.tensor.leave_exactly.forward([terms_nc], batch.rows, functools.partial(work.save, "embeddings.y"))
 
     predict = forward
 
     def backward(self, dx_nc: Array, work: Workspace, batch: Batch) -> None:
         """Gradients of the tables."""
-        dx_nc = self.tensor.leave.backward(dx_nc, batch.rows, functools.partial(work.borrow, "all rows"))
+        dx_nc = self.tensor.leave_exactly.backward(dx_nc, batch.rows, functools.partial(work.borrow, "all rows"))
         self.positions.backward_positions(dx_nc.reshape(-1, batch.length, self.width), work)
         self.tokens.backward(dx_nc, work)
 
@@ -104,7 +105,7 @@ class OutputHead(Layer):
     def forward(self, x_nc: Array, work: Workspace, batch: Batch) -> float:
         """Summed loss of the batch; keeps the gradient by the logits for `backward`."""
         logits_nv = self.head.forward(self.final_norm.forward(x_nc, work), work)
-        loss = cross_entropy(logits_nv, batch.targets_n, self.tensor, self.first, work)
+        loss = cross_entropy(logits_nv, batch.targets_n, self.tensor, self.first, work, self.vocabulary_size)
         work.kept[self.role] = logits_nv
         return loss
 
@@ -128,7 +129,8 @@ class OutputHead(Layer):
             return work.module.empty(shape, work.dtype)
 
         logits_nv = self.head.apply(rows_nc, new(rows, self.head.local_outputs))
-        return GatherColumns(self.tensor.axis, self.vocabulary_size).forward(logits_nv, rows, new)
+        columns = GatherColumns(self.tensor.axis, self.vocabulary_size, self.tensor.slices)
+        return columns.forward(logits_nv, rows, new)
 
 
 # What `Architecture.build` makes.

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.backend.array import module_of
+
 Array = Any
 
 # Views are small, but text generation asks for a new shape with every token.
@@ -49,6 +51,11 @@ class Pool:
             self._views.clear()
         view = self._views[name, dtype, shape] = memory[:size].reshape(shape)
         return view
+
+    @classmethod
+    def like(cls, array: Array) -> Pool:
+        """A pool whose memory lives where that of `array` does."""
+        return cls(module_of(array))
 
     @property
     def nbytes(self) -> int:

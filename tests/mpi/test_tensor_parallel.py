@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from mpishard import Mesh, nn
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
 from mpishard.layout.boxes import counts, split
+from mpishard.nn.slices import Slices
 from mpishard.nn.tensor_parallel import Copy, GatherColumns, GatherRows, Reduce, ReduceScatterRows, ScatterColumns
 from mpishard.nn.units import Batch
 
@@ -263,38 +266,46 @@ PAIRS = {
     "reduce": (Reduce, "apart", "replicated"),
     "gather rows": (GatherRows, "rows", "apart"),
     "reduce-scatter rows": (ReduceScatterRows, "apart", "rows"),
-    "gather columns": (lambda axis: GatherColumns(axis, COLUMNS), "columns", "replicated"),
-    "scatter columns": (lambda axis: ScatterColumns(axis, COLUMNS), "replicated", "columns"),
+    "gather columns": (lambda axis, slices: GatherColumns(axis, COLUMNS, slices), "columns", "replicated"),
+    "scatter columns": (lambda axis, slices: ScatterColumns(axis, COLUMNS, slices), "replicated", "columns"),
 }
 
 
-def element(axis, kind, rows, seed):
-    """A random array over the axis."""
+def element(axis, kind, rows, seed, slices):
+    """A random array over the axis; where slices are apart, one for each sum of the rank's slices."""
     own = np.random.default_rng([seed, 0 if kind == "replicated" else axis.rank])
-    part = counts(split(rows if kind == "rows" else COLUMNS, axis.size))[axis.rank]
-    return own.standard_normal((part if kind == "rows" else rows, part if kind == "columns" else COLUMNS))
+    part = counts(slices.rank_cuts(rows if kind == "rows" else COLUMNS))[axis.rank]
+    shape = part if kind == "rows" else rows, part if kind == "columns" else COLUMNS
+    if kind != "apart":
+        return own.standard_normal(shape)
+    sums = slices.add(lambda index, out: None, lambda depth: np.empty(shape))
+    return [own.standard_normal(shape) for _ in sums]
 
 
 def inner(axis, kind, x, y):
+    if kind == "apart":  # a single array stands for each
+        x, y = np.broadcast_arrays(np.array(x), np.array(y))
     assert x.shape == y.shape
     product = np.array([(x * y).sum()])
     return (product if kind == "replicated" else axis.all_reduce(product))[0]
 
 
+@pytest.mark.parametrize("each", [0, 1, 2, 3])  # slices of a rank; 0: one, and sums in any order
 @pytest.mark.parametrize("rows", [13, 2, 0])
 @pytest.mark.parametrize("name", PAIRS)
-def test_adjoint(mesh, name, rows):
+def test_adjoint(mesh, name, rows, each):
     """<A x, y> = <x, A' y>, each in the inner product of its space."""
     axis = mesh.tensor
     make, source, target = PAIRS[name]
-    pair = make(axis)
+    slices = Slices(axis, max(1, each * axis.size))
+    pair = make(axis, slices)
 
     def memory(*shape):
         return np.full(shape, np.nan)
 
-    x, y = element(axis, source, rows, 1), element(axis, target, rows, 2)
-    image = pair.forward(x.copy(), rows, memory).copy()
-    back = pair.backward(y.copy(), rows, memory).copy()
+    x, y = element(axis, source, rows, 1, slices), element(axis, target, rows, 2, slices)
+    image = pair.forward(copy.deepcopy(x), rows, memory).copy()
+    back = pair.backward(copy.deepcopy(y), rows, memory).copy()
     assert inner(axis, target, image, y) == pytest.approx(inner(axis, source, x, back), rel=1e-13, abs=1e-13)
     # What is called replicated is.
     for kind, array in ((target, image), (source, back)):
@@ -305,7 +316,8 @@ def test_adjoint(mesh, name, rows):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_one_rank_gets_back_what_it_gave(name):
-    pair = PAIRS[name][0](Axis.single("tensor"))
-    x = np.ones((3, COLUMNS))
-    assert pair.forward(x, 3, None) is x
-    assert pair.backward(x, 3, None) is x
+    axis = Axis.single("tensor")
+    make, source, target = PAIRS[name]
+    pair, x = make(axis, Slices(axis)), np.ones((3, COLUMNS))
+    assert pair.forward([x] if source == "apart" else x, 3, None) is x
+    assert pair.backward([x] if target == "apart" else x, 3, None) is x
