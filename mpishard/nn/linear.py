@@ -131,7 +131,7 @@ class Linear(Layer):
         array, shape (n, local_outputs)
             `out_no`; split by columns if column-parallel.
         """
-        for weight_io, y_no in zip(self._weights(), self._outputs_apart(out_no), strict=True):
+        for weight_io, y_no in zip(self._weights(len(x_ni)), self._outputs_apart(out_no), strict=True):
             self.matmul(x_ni, weight_io, out=y_no)
         return out_no
 
@@ -160,7 +160,7 @@ class Linear(Layer):
             return self.apply(x_ni, memory(len(x_ni), self.local_outputs))
         shape = (len(x_ni), self.outputs)
         first_no = work.borrow("terms", *shape) if self.tensor.splits_rows else memory(*shape)
-        terms_no = self._sums(self._inputs_apart(x_ni), self._weights(), first_no, work)
+        terms_no = self._sums(self._inputs_apart(x_ni), self._weights(len(x_ni)), first_no, work)
         return self.tensor.leave.forward(terms_no, work.rows, memory)
 
     def forward(self, x_ni: Array, work: Workspace, residual_no: Array | None = None) -> Array:
@@ -234,7 +234,7 @@ class Linear(Layer):
             If column-parallel summed over the ranks, the rows that this rank holds.
         """
         dx_ni = work.borrow(f"{self.role}.dx", len(dy_no), self.local_inputs)
-        weights_oi = [weight_io.T for weight_io in self._weights()]
+        weights_oi = [weight_io.T for weight_io in self._weights(len(dy_no))]
         if self.split == 1:
             memory = functools.partial(work.borrow, f"{self.role}.dx of own rows")
             terms_ni = self._sums(self._outputs_apart(dy_no), weights_oi, dx_ni, work)
@@ -326,9 +326,13 @@ class Linear(Layer):
         """The slices of this rank's part of the bias, which is split by outputs only."""
         return self._cut(array, 0) if self.split == 1 else (array,)
 
-    def _weights(self) -> Sequence[Array]:
-        """The slices of the weight, each of shape (inputs, outputs)."""
-        return self._cut(self.parameters[self.weight_name], self._split_dim)
+    def _weights(self, rows: int) -> Sequence[Array]:
+        """The slices of the weight, each of shape (inputs, outputs), for products with so many rows."""
+        weights = self._cut(self.parameters[self.weight_name], self._split_dim)
+        if rows == 1 and self.tensor.slices.ordered:
+            # OpenBLAS's products of a matrix and a vector, unlike others, have other bits for a strided matrix.
+            return [self.module.ascontiguousarray(weight) for weight in weights]
+        return weights
 
     def _inputs_apart(self, x_ni: Array) -> Sequence[Array]:
         """The slices of an array of inputs; the array if they are not split."""
@@ -392,8 +396,8 @@ class TiedLinear(Linear):
     def initialize(self, seed: int) -> None:
         self._draw(seed, self.weight_name, (self.outputs, self.inputs), self.scale)
 
-    def _weights(self) -> Sequence[Array]:
-        return [weight_oi.T for weight_oi in super()._weights()]
+    def _weights(self, rows: int) -> Sequence[Array]:
+        return [weight_oi.T for weight_oi in super()._weights(rows)]
 
     def _product_into(self, x_ni: Array, dy_no: Array, out: Array, accumulate: bool, work: Workspace) -> None:
         _product_into(self.matmul, dy_no.T, x_ni, out, accumulate, work)

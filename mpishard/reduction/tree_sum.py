@@ -25,7 +25,13 @@ _BLOCK = 1024
 
 
 class Node(NamedTuple):
-    """The node that covers terms ``[start, stop)``."""
+    """The node that covers terms ``[start, stop)``.  Not collective.
+
+    Parameters
+    ----------
+    start, stop : int
+        Numbers of terms.
+    """
 
     start: int
     stop: int
@@ -50,7 +56,19 @@ def tree_merges(parts: Sequence[Node], total: int) -> list[int]:
     """How often to merge after each push, when a run of neighbouring nodes is added up on a stack in ascending order.
 
     A merge replaces the two newest values by their sum, lower plus upper.  In the end the stack holds the `nodes` of
-    the whole run.
+    the whole run.  Not collective.
+
+    Parameters
+    ----------
+    parts : sequence of Node
+        The nodes of the run, without gaps.
+    total : int
+        Terms of the tree.
+
+    Returns
+    -------
+    list of int
+        One for each part.
     """
     depth, found = 0, []
     for part in parts:
@@ -194,7 +212,7 @@ class TermAssignment:
 
 
 def add_by_tree(own: Array, received: Array, starts: Sequence[int], times: Sequence[int], out: Array) -> None:
-    """Add up rows of two flat buffers into `out`, in one pass over memory.
+    """Add up rows of two flat buffers into `out`, in one pass over memory.  Not collective.
 
     Parameters
     ----------

@@ -107,7 +107,10 @@ class OptimizationProblem(Objective[P]):
         architecture = getattr(model, "architecture", None)
         own = {}
         if is_dataclass(architecture) and not isinstance(architecture, type):
-            own = {"model.json": asdict(architecture)}
+            facts = asdict(architecture)
+            if facts.get("shards") == 1:
+                del facts["shards"]  # so that earlier versions, which have no such field, read the file too
+            own = {"model.json": facts}
 
         def function(parameters: Any, samples: np.ndarray, gradients: Any) -> float:
             return model.loss_and_gradient(*batch(samples))
