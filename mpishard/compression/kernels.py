@@ -9,12 +9,11 @@ A cast after each integer operation keeps the width (Numba widens to 64 bits), w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from mpishard.backend.compiled import HostFunction, before_compiling
+from mpishard.backend.compiled import HostFunction, inner
 
 Array = Any
 _HALF, _SIGN, _INFINITE = np.float32(0.5), np.int32(0x8000), np.int32(0x7F800000)
@@ -22,29 +21,17 @@ LARGEST_HALF = 65504.0
 _RUN = 1024  # elements that fit the first-level cache several times
 
 
-def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for functions that compiled functions call."""
-
-    @before_compiling
-    def register() -> None:
-        from numba.extending import register_jitable
-
-        register_jitable(function)
-
-    return function
-
-
-@_inner
+@inner
 def _int32(x):  # type: ignore[no-untyped-def]
     return np.float32(x).view(np.int32)
 
 
-@_inner
+@inner
 def _float32(bits):  # type: ignore[no-untyped-def]
     return np.int32(bits).view(np.float32)
 
 
-@_inner
+@inner
 def _half(x):  # type: ignore[no-untyped-def]
     """The bits of a float32 of at most 65504, an infinity or NaN, as float16, rounded to nearest even."""
     bits = _int32(x)
@@ -59,7 +46,7 @@ def _half(x):  # type: ignore[no-untyped-def]
     return np.int32(found | np.int32(np.int32(bits >> np.int32(16)) & _SIGN))
 
 
-@_inner
+@inner
 def _of_half(half):  # type: ignore[no-untyped-def]
     half = np.int32(half)
     magnitude = np.int32(half & np.int32(0x7FFF))
@@ -95,7 +82,7 @@ def _from_float16(values: np.ndarray, halves: np.ndarray, add: bool) -> None:
             values[i] = _of_half(halves[i])
 
 
-@_inner
+@inner
 def _upper(x):  # type: ignore[no-untyped-def]
     """The bits of a float32 as bfloat16, rounded to nearest even."""
     bits = _int32(x)
@@ -106,7 +93,7 @@ def _upper(x):  # type: ignore[no-untyped-def]
     return np.int32((special if is_nan else rounded) >> np.int32(16))
 
 
-@_inner
+@inner
 def _of_upper(upper):  # type: ignore[no-untyped-def]
     return _float32(np.int32(np.int32(upper) << np.int32(16)))
 

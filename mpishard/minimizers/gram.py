@@ -37,6 +37,8 @@ class Gram:
         The history is among its rows, and filled by the caller.
     s_rows, y_rows : sequence of int
         The numbers of the rows of each pair that there may be.
+    of_free : bool
+        Whether the sums go over the free elements, or else over the others.
 
     Attributes
     ----------
@@ -49,7 +51,9 @@ class Gram:
         `y_tops`.
     """
 
-    def __init__(self, space: Space, rows: Array, s_rows: Sequence[int], y_rows: Sequence[int]) -> None:
+    def __init__(
+        self, space: Space, rows: Array, s_rows: Sequence[int], y_rows: Sequence[int], of_free: bool = True
+    ) -> None:
         if len(s_rows) != len(y_rows):
             raise ValueError(f"a history has as many rows of s as of y, got {len(s_rows)} and {len(y_rows)}")
         self.order: list[int] = []
@@ -58,6 +62,7 @@ class Gram:
         self.bounds: dict[tuple[int, int], float] = {}
         self._space = space
         self._rows = rows
+        self._of_free = of_free
         self._s_rows, self._y_rows = list(s_rows), list(y_rows)
         # By kind of product, older pair and younger pair: s'y and y'y over the elements `_free`, and their words.
         self._words: dict[Entry, np.ndarray] = {}
@@ -112,37 +117,56 @@ class Gram:
         Parameters
         ----------
         free : 1-D array of bool, optional
-            This rank's elements that count from now on; copied.  None for all.
+            This rank's free elements, from now on; kept, and not to be changed.  None if the sums go over all elements.
         """
         words = self.prepare(free)
         if len(words):
             self._space.add(words)
         self.take(words)
 
-    def prepare(self, free: Array | None = None) -> np.ndarray:
+    def prepare(self, free: Array | None = None, words: np.ndarray | None = None) -> np.ndarray:
         """The first half of `update`, for a caller that adds up words of several kinds at once.  Not collective.
 
         Parameters
         ----------
         free : 1-D array of bool, optional
             As for `update`.
+        words : int64 array (products, 2), optional
+            Of `follow`, from a caller that has computed them.
 
         Returns
         -------
         int64 array (products, 2)
             Words of this rank, as many as on all others; `take` wants their sums.
         """
-        entries = self._entries()
-        self._new = [entry for entry in entries if entry not in self._words]
-        self._old = [entry for entry in entries if entry in self._words]
-        if free is None and (self._free is None or not self._old):
-            self._old = []
-            words = self._whole_words(self._new)
-        else:
-            before, after = (self._all() if mask is None else mask for mask in (self._free, free))
-            words = np.concatenate([self._first(self._new, after), self._changed(self._old, before, after)])
-        self._keep(free)
+        self._sort()
+        if words is None:
+            words = self._words_over(free)
+        self._free = free
         return words
+
+    def follow(self) -> tuple[list[tuple[int, int]], list[float], Array] | None:
+        """What `prepare` would compute if all pairs but the youngest are known over some free elements.
+
+        Not collective.
+
+        Returns
+        -------
+        pairs : list of (int, int)
+            The products that are known already: numbers of their rows.
+        tops : list of float
+            Bounds on the products of elements.
+        before : 1-D array of bool
+            The free elements over which they are known.
+
+        Or None, if more than the youngest pair is new, or nothing is known.  The words that `prepare` takes are those
+        of the youngest y with each s, then with each y, over the new elements, if that pair is new; and after them, for
+        each of these products, of the new elements less those of the old ones.
+        """
+        self._sort()
+        if self._free is None or not self._old or any(entry[2] != self.order[-1] for entry in self._new):
+            return None
+        return list(map(self._row_numbers, self._old)), list(map(self._top, self._old)), self._free
 
     def take(self, words: np.ndarray) -> None:
         """The second half of `update`.
@@ -177,6 +201,28 @@ class Gram:
             for kind in ("sy", "yy")
             for older in self.order[: place + 1]
         ]
+
+    def _sort(self) -> None:
+        """Find out which products are known."""
+        entries = self._entries()
+        self._new = [entry for entry in entries if entry not in self._words]
+        self._old = [entry for entry in entries if entry in self._words]
+
+    def _words_over(self, free: Array | None) -> np.ndarray:
+        """The words of new products, and of the changes of the others."""
+        if free is None and (self._free is None or not self._old):
+            self._old = []
+            return self._whole_words(self._new)
+        before, after = map(self._mask, (self._free, free))
+        return np.concatenate([self._first(self._new, after), self._changed(self._old, before, after)])
+
+    def _mask(self, free: Array | None) -> Array:
+        """The elements that count."""
+        if free is None:
+            mask = arrays.empty(self._rows.shape[1], np.bool_, like=self._rows)
+            mask.fill(True)
+            return mask
+        return free if self._of_free else arrays.module_of(free).logical_not(free)
 
     def _row_numbers(self, entry: Entry) -> tuple[int, int]:
         kind, older, pair = entry
@@ -214,19 +260,6 @@ class Gram:
         """The words over `after` less those over `before`, of this rank."""
         pairs, tops = list(map(self._row_numbers, entries)), list(map(self._top, entries))
         return exact_changes.changed_words(self._rows, pairs, tops, before, after, self._space.spans)
-
-    def _keep(self, free: Array | None) -> None:
-        if free is None:
-            self._free = None
-        elif self._free is None:
-            self._free = free.copy()
-        else:
-            self._free[...] = free
-
-    def _all(self) -> Array:
-        mask = arrays.empty(self._rows.shape[1], np.bool_, like=self._rows)
-        mask.fill(True)
-        return mask
 
     def _matrix(self, kind: str) -> np.ndarray:
         matrix = np.zeros((len(self.order), len(self.order)))

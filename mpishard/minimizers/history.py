@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import exact_dot
+from mpishard.backend.exact_rows import Factor, words_with
 from mpishard.minimizers import small
 from mpishard.minimizers.space import Space
 
@@ -84,10 +85,9 @@ class History:
         Before, the new pair is taken in, if there is one and its curvature is positive.  Collective: one all-reduce.
         """
         new = self._take_new()
-        parts = [self._words(self._all_rows, vector, top)]
-        if new >= 0:
-            parts.append(self._words(self._all_rows, *self.newest_y))
-        found, *of_new = self._values(parts)
+        factors = [self._factor(vector, top), *([self._factor(*self.newest_y)] if new >= 0 else [])]
+        words, _ = words_with(self.rows, self._all_rows, factors, self.space.spans)
+        found, *of_new = self._values(self._parts(factors, words))
         size = len(self.order)
         if of_new:
             for products, values in zip((self.sy, self.yy), (of_new[0][:size], of_new[0][size:]), strict=True):
@@ -218,6 +218,15 @@ class History:
         """The products of some rows with a vector whose largest element is `top`, before they are summed."""
         tops = [self._tops[index] * top for index in indices]
         return indices, vector, exact_dot.row_dot_words(self.rows, indices, vector, tops, self.space.spans), tops
+
+    def _factor(self, vector: Array, top: float, of_free: bool | None = None) -> Factor:
+        """A vector that all rows are multiplied by; `top` bounds its elements."""
+        return Factor(vector, [self._tops[index] * top for index in self._all_rows], of_free)
+
+    def _parts(self, factors: Sequence[Factor], words: np.ndarray) -> list[Words]:
+        """The products of all rows with vectors, before they are summed."""
+        rows = self._all_rows
+        return [(rows, factor.vector, found, list(factor.tops)) for factor, found in zip(factors, words, strict=False)]
 
     def _sum(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The sums of words over the ranks, by one all-reduce of all parts."""

@@ -7,13 +7,13 @@ but the Hessian, and this is inverted.  So pairs remain of use, whatever element
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpishard.backend import exact_dot
-from mpishard.backend.array import module_of
+from mpishard.backend.exact_rows import Changes, Factor, words_with
 from mpishard.minimizers import small
 from mpishard.minimizers.gram import Gram
 from mpishard.minimizers.history import History
@@ -37,7 +37,7 @@ class ReducedHistory(History):
         of_s, of_y = range(m), range(m, 2 * m)
         self._free = Gram(space, rows, of_s, of_y)
         # With s and y exchanged: products of a y with no older s, and of s with s.
-        self._held = Gram(space, rows, of_y, of_s)
+        self._held = Gram(space, rows, of_y, of_s, of_free=False)
         self._grams = self._free, self._held
         super().__init__(space, rows)
 
@@ -135,12 +135,13 @@ class ReducedHistory(History):
 
         Takes the new pair in, as `products`.
         """
-        new = self._take_new()
-        masks = free, module_of(free).logical_not(free)
-        parts = [self._words(self._all_rows, g, tops[0]), self._words(self._all_rows, step, tops[1])]
+        new, size = self._take_new(), len(self.order)
+        factors = [self._factor(g, tops[0]), self._factor(step, tops[1])]
+        of_grams, words = self._words_of_grams(free, new, factors)
+        parts = self._parts(factors, words)
         if new >= 0:
             parts.append(self._words([new, self.most + new], *self.newest_y))
-        on_grams = [gram.prepare(mask) for gram, mask in zip(self._grams, masks, strict=True)]
+        on_grams = [gram.prepare(free, words) for gram, words in zip(self._grams, of_grams, strict=True)]
         sums = self._sum([*on_grams, *(words for _, _, words, _ in parts)])
         for gram in self._grams:
             gram.take(sums.pop(0))
@@ -148,7 +149,6 @@ class ReducedHistory(History):
         of_step = exact_dot.values(sums.pop(1), parts.pop(1)[-1])
         doubtful = new >= 0 and exact_dot.is_doubtful(sums[1][0], parts[1][-1][0], self.space.total)
         of_g, *of_new = self._values(parts, sums)
-        size = len(self.order)
         if of_new:
             self.sy[new][new], self.yy[new][new] = of_new[0]
         sz, yz = self._without_negative(new, of_step[:size], of_step[size:])
@@ -158,9 +158,34 @@ class ReducedHistory(History):
             return of_g[: size - 1], of_g[size:-1], sz, yz
         if doubtful:
             self._bound(new)
-            for gram, mask in zip(self._grams, masks, strict=True):
-                gram.update(mask)
+            for gram in self._grams:
+                gram.update(free)
         return of_g[:size], of_g[size:], sz, yz
+
+    def _words_of_grams(
+        self, free: Array, new: int, factors: Sequence[Factor]
+    ) -> tuple[list[np.ndarray | None], np.ndarray]:
+        """The words of all rows with some factors, and those that both Gram matrices want, in one pass over the rows.
+
+        None where a Gram matrix must compute its own.
+        """
+        rows, spans = self._all_rows, self.space.spans
+        follows = [gram.follow() for gram in self._grams]
+        if None in follows:
+            return [None, None], words_with(self.rows, rows, factors, spans)[0]
+        (pairs, tops, before), (of_held, tops_of_held, _) = (known for known in follows if known is not None)
+        if new >= 0:
+            s_row, y_row = new, self.most + new
+            with_y = self._factor(self.rows[y_row], self._tops[y_row], True)
+            with_s = self._factor(self.rows[s_row], self._tops[s_row], False)
+            factors = [*factors, with_y, with_s]
+        changes = Changes(before, [*pairs, *of_held], [*tops, *tops_of_held])
+        words, changed = words_with(self.rows, rows, factors, spans, free, changes)
+        # The pair of s with s and s with y comes in the order of y with s and y with y.
+        of_new = [words[2], np.roll(words[3], len(self.order), axis=0)] if new >= 0 else [changed[:0]] * 2
+        # What becomes free is no longer held.
+        of_old = changed[: len(pairs)], -changed[len(pairs) :]
+        return [np.concatenate(each) for each in zip(of_new, of_old, strict=True)], words
 
     def _bound(self, new: int) -> None:
         """Bound the products of s and y of the new pair and the others by what they are.  Collective."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend import exact_dot, exact_norm
+from mpishard.backend import exact_dot, exact_norm, exact_rows
 from mpishard.backend.array import is_device
 
 Array = Any
@@ -50,6 +50,7 @@ class Space(ABC):
         if not is_device(like):
             exact_norm.expect(like.dtype, squares=False)
             exact_dot.expect(like.dtype)
+            exact_rows.expect(like.dtype)
 
     @property
     def epsilon(self) -> float:

@@ -13,6 +13,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend import jit
 from mpishard.backend.compiled import HostFunction
 from mpishard.backend.exact_dot import combine
+from mpishard.backend.exact_rows import Factor, words_with
 from mpishard.minimizers.gram import Gram
 from mpishard.minimizers.space import LocalSpace
 
@@ -199,4 +200,5 @@ def test_kernels_are_called_as_announced(monkeypatch, dtype):
     space = LocalSpace(30, rows[0])
     space.dots([(rows[0], rows[1])], space.largest(rows[0]))
     combine(rows, [0, 1], [1.0, 2.0], rows[2], 1.0, rows[3])
-    assert called == announced and len(called) == 4
+    words_with(rows, [0], [Factor(rows[2], [1.0])], space.spans)
+    assert called == announced and len(called) == 5

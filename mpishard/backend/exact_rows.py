@@ -1,0 +1,337 @@
+"""Dot products of the rows of a matrix with several vectors, over parts of the elements, in one pass over the rows.
+
+The words are those of `exact_dot`.  Rows are what takes time to read: they are read once for all that is asked of them,
+a block of elements after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpishard.backend import exact_dot
+from mpishard.backend.array import is_device, module_of
+from mpishard.backend.compiled import HostFunction, inner, prefetch
+from mpishard.backend.exact_changes import changed_words
+from mpishard.backend.exact_dot import CARRY, Spans
+
+Array = Any
+
+_MOST = 4  # vectors of one pass
+_BLOCK = 4096  # elements of which all rows are in the second-level cache
+_RUN = 128
+_AHEAD = 4
+_ALL = 2
+_LAST_BITS = 2**CARRY - 1
+
+
+class Factor(NamedTuple):
+    """A vector that rows are multiplied by, or some of its elements.
+
+    Parameters
+    ----------
+    vector : 1-D array
+        Of the dtype and kind of the rows.
+    tops : sequence of float
+        For each row a bound on the products, as in `exact_dot.dot_words`.
+    of_free : bool or None
+        Which elements count: those where the mask is True, or False; None: all.
+    """
+
+    vector: Array
+    tops: Sequence[float]
+    of_free: bool | None = None
+
+
+class Changes(NamedTuple):
+    """Products of rows with each other of which the change is wanted, as other elements count.
+
+    Parameters
+    ----------
+    before : 1-D array of bool
+        The mask before.
+    pairs : sequence of (int, int)
+        The numbers of the rows of each product.
+    tops : sequence of float
+        For each a bound on the products of elements.
+    """
+
+    before: Array
+    pairs: Sequence[tuple[int, int]]
+    tops: Sequence[float]
+
+
+def words_with(
+    rows: Array,
+    indices: Sequence[int],
+    factors: Sequence[Factor],
+    spans: Spans,
+    free: Array | None = None,
+    changes: Changes | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The words of the dot products of some rows with up to four vectors.
+
+    Parameters
+    ----------
+    rows : 2-D array
+        Contiguous, float32 or float64.
+    indices : sequence of int
+        Numbers of the rows.
+    factors : sequence of Factor
+        What they are multiplied by.
+    spans : sequence of (start, stop)
+        The elements that count.
+    free : 1-D array of bool, optional
+        The mask, where a factor has one.
+    changes : Changes, optional
+        Products among these rows.
+
+    Returns
+    -------
+    int64 array (factors, rows, 2)
+        The words.
+    int64 array (changes, 2)
+        The words of the products over the free elements, less those over the elements that were free before.
+    """
+    words = np.zeros((len(factors), len(indices), 2), np.int64)
+    if changes is None or free is None:
+        changes = Changes(None, (), ())
+    if is_device(rows):
+        for found, factor in zip(words, factors, strict=True):
+            found[...] = exact_dot.row_dot_words(rows, indices, _masked(factor, free), factor.tops, spans)
+        return words, changed_words(rows, changes.pairs, changes.tops, changes.before, free, spans)
+    places = {index: place for place, index in enumerate(indices)}
+    pairs = np.array([(places[one], places[other]) for one, other in changes.pairs], np.int64).reshape(-1, 2)
+    changed = np.zeros((len(pairs), 2), np.int64)
+    if len(indices) and len(spans):
+        nothing = np.empty(0, np.uint8)
+        vectors = [factor.vector for factor in factors] + [factors[0].vector[:0]] * (_MOST - len(factors))
+        masks = (nothing if mask is None else mask.view(np.uint8) for mask in (changes.before, free))
+        which = np.array([_ALL if factor.of_free is None else factor.of_free for factor in factors], np.int64)
+        magic = np.stack([exact_dot.magic_numbers(factor.tops) for factor in factors])
+        of_changes = exact_dot.magic_numbers(changes.tops).reshape(-1, 2)
+        numbers = np.array(indices, np.int64), np.array(spans, np.int64)
+        buffers = np.empty((2 * _MOST + 1 + len(indices), _BLOCK)), np.empty((3, _BLOCK), np.int64)
+        marked = np.empty(_BLOCK, np.uint8)
+        marks = np.empty((4, 2)), np.empty((4, 2), np.int64)
+        of_rows = rows, *vectors, *masks, which, *numbers, magic, words
+        _rows_with((*of_rows, pairs, of_changes, changed, *buffers, marked, *marks))
+    return words, changed
+
+
+def expect(dtype: np.dtype) -> None:
+    """Announce a call of `words_with` with writeable NumPy arrays of this dtype."""
+    rows, number, flag = np.empty((0, 0), dtype), np.empty(0, np.int64), np.empty(0, np.uint8)
+    words, pairs = np.empty((0, 0, 2), np.int64), np.empty((0, 2), np.int64)
+    marks = pairs.view(np.float64), pairs
+    arrays = flag, flag, number, number, pairs, words.view(np.float64), words, pairs, *marks, *marks, flag, *marks
+    _rows_with.expect((rows, *(rows.reshape(-1),) * _MOST, *arrays))
+
+
+def _masked(factor: Factor, free: Array | None) -> Array:
+    if factor.of_free is None:
+        return factor.vector
+    module = module_of(factor.vector)
+    return module.where(free if factor.of_free else module.logical_not(free), factor.vector, 0).astype(
+        factor.vector.dtype
+    )
+
+
+@inner
+def _fill(part, mask, wanted, factor):  # type: ignore[no-untyped-def]
+    """Write the elements of a vector that count, 0 for others; returns how many are not 0."""
+    if wanted == _ALL:
+        for i in range(factor.size):
+            factor[i] = part[i]
+    else:
+        for i in range(factor.size):
+            factor[i] = part[i] if mask[i] == wanted else 0.0
+    count = 0
+    for i in range(factor.size):
+        count += factor[i] != 0.0
+    return count
+
+
+@inner
+def _add_four(one, other, left, right, magic, sums):  # type: ignore[no-untyped-def]
+    """Add the bits of two rows times two vectors; integers, which are vectorised.  They wrap around."""
+    first0, first1, first2, first3 = magic[0, 0], magic[1, 0], magic[2, 0], magic[3, 0]
+    second0, second1, second2, second3 = magic[0, 1], magic[1, 1], magic[2, 1], magic[3, 1]
+    high0 = low0 = high1 = low1 = high2 = low2 = high3 = low3 = np.int64(0)
+    for i in range(one.size):
+        x, y = np.float64(one[i]), np.float64(other[i])
+        product0, product1, product2, product3 = x * left[i], y * left[i], x * right[i], y * right[i]
+        coarse0, coarse1, coarse2, coarse3 = product0 + first0, product1 + first1, product2 + first2, product3 + first3
+        high0 += np.float64(coarse0).view(np.int64)
+        high1 += np.float64(coarse1).view(np.int64)
+        high2 += np.float64(coarse2).view(np.int64)
+        high3 += np.float64(coarse3).view(np.int64)
+        low0 += np.float64((product0 - (coarse0 - first0)) + second0).view(np.int64)
+        low1 += np.float64((product1 - (coarse1 - first1)) + second1).view(np.int64)
+        low2 += np.float64((product2 - (coarse2 - first2)) + second2).view(np.int64)
+        low3 += np.float64((product3 - (coarse3 - first3)) + second3).view(np.int64)
+    for k, (high, low) in enumerate(((high0, low0), (high1, low1), (high2, low2), (high3, low3))):
+        sums[k, 0] += high
+        sums[k, 1] += low
+
+
+@inner
+def _take(high, low, count, magic, words):  # type: ignore[no-untyped-def]
+    """Add the sums of the bits of so many products to words."""
+    low += words[1] - count * np.float64(magic[1]).view(np.int64)
+    words[0] += high - count * np.float64(magic[0]).view(np.int64) + (low >> CARRY)
+    words[1] = low & _LAST_BITS
+
+
+@inner
+def _add_one(one, other, magic, words):  # type: ignore[no-untyped-def]
+    """Add the products of the elements of two arrays to words."""
+    first, second = magic[0], magic[1]
+    high = low = np.int64(0)
+    for i in range(one.size):
+        product = one[i] * other[i]
+        coarse = product + first
+        high += np.float64(coarse).view(np.int64)
+        low += np.float64((product - (coarse - first)) + second).view(np.int64)
+    _take(high, low, one.size, magic, words)
+
+
+@inner
+def _find(marked, index):  # type: ignore[no-untyped-def]
+    """Write the places of ones among zeros; returns their number."""
+    ones = 0
+    for i in range(marked.size):
+        ones += marked[i]
+    count = 0
+    if ones:
+        for i in range(marked.size):
+            index[count] = i
+            count += marked[i]
+    return count
+
+
+@inner
+def _gather(rows, indices, begin, index, picked):  # type: ignore[no-untyped-def]
+    """Copy some elements of rows."""
+    for k in range(indices.size):
+        row, values = rows[indices[k]], picked[k]
+        for i in range(index.size):
+            values[i] = row[begin + index[i]]
+
+
+@inner
+def _fetch(rows, indices, k, position, stop):  # type: ignore[no-untyped-def]
+    """Begin to read a run of the rows k and k + 1."""
+    flat, step = rows.reshape(-1), 64 // rows.itemsize
+    for row in range(k, min(k + 2, indices.size)):
+        start = indices[row] * rows.shape[1]
+        for i in range(position, min(position + _RUN, stop), step):
+            prefetch(flat, start + i)
+
+
+def _rows_with_loop(
+    rows: np.ndarray,
+    vector0: np.ndarray,
+    vector1: np.ndarray,
+    vector2: np.ndarray,
+    vector3: np.ndarray,
+    before: np.ndarray,
+    mask: np.ndarray,
+    which: np.ndarray,
+    indices: np.ndarray,
+    spans: np.ndarray,
+    magic: np.ndarray,
+    words: np.ndarray,
+    pairs: np.ndarray,
+    of_changes: np.ndarray,
+    changed: np.ndarray,
+    buffers: np.ndarray,
+    places: np.ndarray,
+    marked: np.ndarray,
+    marks: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    factors, few, sign = buffers[:_MOST], buffers[_MOST : 2 * _MOST], buffers[2 * _MOST]
+    picked = buffers[2 * _MOST + 1 :]
+    index, dense, sparse = places[0], places[1], places[2]
+    for s in range(len(spans)):
+        stop = spans[s, 1]
+        for begin in range(spans[s, 0], stop, _BLOCK):
+            size = min(_BLOCK, stop - begin)
+            denses = sparses = 0
+            for v in range(which.size):
+                vector = vector0 if v == 0 else (vector1 if v == 1 else (vector2 if v == 2 else vector3))
+                part, flags = vector[begin : begin + size], mask[begin : begin + size]
+                count = _fill(part, flags, which[v], factors[v, :size])
+                if 8 * count > size:
+                    dense[denses] = v
+                    denses += 1
+                elif count:
+                    sparse[sparses] = v
+                    sparses += 1
+            # Two rows and two vectors at a time; the last may be their own neighbours.
+            for d in range(0, denses, 2):
+                v, w = dense[d], dense[min(d + 1, denses - 1)]
+                for k in range(0, indices.size, 2):
+                    j = min(k + 1, indices.size - 1)
+                    for p in range(2):
+                        marks[0, p], marks[1, p] = magic[v, k, p], magic[v, j, p]
+                        marks[2, p], marks[3, p] = magic[w, k, p], magic[w, j, p]
+                        sums[0, p] = sums[1, p] = sums[2, p] = sums[3, p] = 0
+                    for i in range(0, size, _RUN):
+                        run, next_run = min(_RUN, size - i), i + _AHEAD * _RUN
+                        # The next run is of these rows, of the next two ones, or of the first two in the next block.
+                        if next_run < size:
+                            _fetch(rows, indices, k, begin + next_run, stop)
+                        elif k + 2 < indices.size:
+                            _fetch(rows, indices, k + 2, begin + next_run - size, stop)
+                        else:
+                            _fetch(rows, indices, 0, begin + next_run, stop)
+                        one = rows[indices[k], begin + i : begin + i + run]
+                        other = rows[indices[j], begin + i : begin + i + run]
+                        _add_four(one, other, factors[v, i : i + run], factors[w, i : i + run], marks, sums)
+                    _take(sums[0, 0], sums[0, 1], size, magic[v, k], words[v, k])
+                    if j > k:
+                        _take(sums[1, 0], sums[1, 1], size, magic[v, j], words[v, j])
+                    if w > v:
+                        _take(sums[2, 0], sums[2, 1], size, magic[w, k], words[w, k])
+                    if j > k and w > v:
+                        _take(sums[3, 0], sums[3, 1], size, magic[w, j], words[w, j])
+            # From here on the rows are in the cache.
+            if sparses:
+                marked[:size] = 0
+                for d in range(sparses):
+                    factor = factors[sparse[d]]
+                    for i in range(size):
+                        marked[i] |= factor[i] != 0.0
+                count = _find(marked[:size], index)
+                _gather(rows, indices, begin, index[:count], picked)
+                for d in range(sparses):
+                    v = sparse[d]
+                    for i in range(count):
+                        few[d, i] = factors[v, index[i]]
+                    for k in range(indices.size):
+                        _add_one(picked[k, :count], few[d, :count], magic[v, k], words[v, k])
+            if len(pairs):
+                now, then = mask[begin : begin + size], before[begin : begin + size]
+                for i in range(size):
+                    marked[i] = now[i] ^ then[i]
+                count = _find(marked[:size], index)
+                if count:
+                    for i in range(count):
+                        sign[i] = np.int64(now[index[i]]) - np.int64(then[index[i]])
+                    _gather(rows, indices, begin, index[:count], picked)
+                    last = -1
+                    for p in range(len(pairs)):
+                        one, other = pairs[p, 0], pairs[p, 1]
+                        if other != last:  # those of one row follow each other
+                            last = other
+                            for i in range(count):
+                                few[0, i] = picked[other, i] * sign[i]
+                        _add_one(picked[one, :count], few[0, :count], of_changes[p], changed[p])
+
+
+# Without counting references, which takes longer than a run.
+_rows_with = HostFunction(_rows_with_loop, _nrt=False)
