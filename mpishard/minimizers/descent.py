@@ -20,10 +20,9 @@ from mpishard.minimizers.line_search.search import LineSearch, LineSearchState, 
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Progress, Wanted
 from mpishard.minimizers.space import Space
-from mpishard.minimizers.stopping import converged, exhausted
+from mpishard.minimizers.stopping import LARGEST_PRODUCT, converged, exhausted, out_of_range
 
 Array = Any
-_ROUNDING = 2.0**-50  # a few units in the last place
 SLOTS = ("base", "base_gradient", "direction")
 _BASE, _GRADIENT, _DIRECTION = range(len(SLOTS))
 
@@ -153,29 +152,42 @@ class Descent(Minimizer):
         slope = math.nan
         if finite:
             (slope,) = self.space.dots([(gradient, self._direction)], [top * self._direction_top])
-        self._search, verdict = self.line_search.advance(search, value, slope)
-        out_of_evaluations = self.progress.evaluations >= self.method.maxfun
-        last = out_of_evaluations and finite and value < search.start.value
-        if verdict is not Verdict.ACCEPT and _is_rounding(search, value):
+        state, verdict = self.line_search.advance(search, value, slope)
+        self._search, left = state, self.method.maxfun - self.progress.evaluations
+        best = finite and value < search.start.value and state.best.step == search.step
+        # With one evaluation left, the best trial is taken or asked for again, so that it is not lost.
+        taken = verdict is Verdict.ACCEPT or (best and left <= 1 and verdict is Verdict.EVALUATE)
+        if verdict is not Verdict.ACCEPT and _is_rounding(search, value, self.space.epsilon):
             # What the model promises cannot be told from rounding errors, and so no line search can find it.
-            last = abs(slope) < abs(search.start.slope) and value <= search.start.value
-            if not last:
+            taken = abs(slope) < abs(search.start.slope) and value <= search.start.value
+            if not taken:
                 self._end("decrease")
                 return
-        if verdict is Verdict.ACCEPT or last:
+        if taken:
             self._learn(gradient, search.step, slope, search.start.slope)
             self._arrive(value, gradient, top, search.start.value, search.step)
-        elif out_of_evaluations:
+        elif verdict is Verdict.FAIL and best:
+            failure = "" if self.forget() else _failure(state)
+            self._arrive(value, gradient, top, math.nan, search.step, failure)
+        elif left <= 0:
             self._end("evaluations")
+        elif state.best.step > 0 and not search.reason and (verdict is Verdict.FAIL or left == 1):
+            self._search = replace(state, step=state.best.step)
+            self._go_to(state.best.step)
         elif verdict is Verdict.EVALUATE:
-            self._go_to(self._search.step)
+            self._go_to(state.step)
         elif self.forget():
             self._set_out()
         else:
-            self._end("line search" if finite else "not finite")
+            self._end(_failure(state))
 
-    def _arrive(self, value: float, gradient: Array, top: float, value_before: float, step: float) -> None:
-        """The point becomes the base: an iteration has ended, or the first evaluation was told."""
+    def _arrive(
+        self, value: float, gradient: Array, top: float, value_before: float, step: float, failure: str = ""
+    ) -> None:
+        """The point becomes the base: an iteration has ended, or the first evaluation was told.
+
+        Without a value before, only a small gradient is convergence; and `failure` is why it ends otherwise.
+        """
         self.base[:] = self.point
         self.base_gradient[:] = gradient
         self.note_written(_BASE, _GRADIENT, _DIRECTION)  # the direction: `_measure` and `_set_out` write there
@@ -193,7 +205,7 @@ class Descent(Minimizer):
         )
         self._search = None
         reason = converged(self.method, self.progress, value_before, step * self._direction_top, base_top)
-        reason = reason or exhausted(self.method, self.progress)
+        reason = reason or failure or exhausted(self.method, self.progress)
         if reason:
             self._end(reason)
         elif self.renews and started:
@@ -221,14 +233,17 @@ class Descent(Minimizer):
     def _set_out(self) -> None:
         """Begin a line search from the base."""
         self.note_written(_DIRECTION)
-        self._direction_top, slope, first, most = self._turn()
-        while not slope < 0 and self.forget():
-            self._direction_top, slope, first, most = self._turn()
-        self._search = self.line_search.begin(self.progress.value, slope, first, most)
-        if self._search.reason:
-            self._end("line search")
-        else:
-            self._go_to(self._search.step)
+        while True:
+            self._direction_top, *numbers = self._turn()
+            self._search = self.line_search.begin(self.progress.value, *numbers)
+            if not self._search.reason:
+                self._go_to(self._search.step)
+                return
+            if not self.forget():
+                break
+        tops = self._gradient_top, self._direction_top
+        in_range = 0 < tops[0] * tops[1] < LARGEST_PRODUCT or min(tops) == 0
+        self._end("line search" if in_range else out_of_range(self.progress))
 
     def _go_to(self, step: float) -> None:
         advance(self.point, self.base, self._direction, step)
@@ -240,7 +255,12 @@ class Descent(Minimizer):
         self.wanted, self.stop_reason = Wanted.NOTHING, reason
 
 
-def _is_rounding(search: LineSearchState, value: float) -> bool:
+def _is_rounding(search: LineSearchState, value: float, epsilon: float) -> bool:
     """Whether the decrease that was expected of the first step, and the change of the value, are of rounding only."""
-    start, noise = search.start, _ROUNDING * abs(search.start.value)
+    start, noise = search.start, 4 * epsilon * abs(search.start.value)
     return search.evaluations == 0 and -start.slope * search.step <= noise and abs(value - start.value) <= noise
+
+
+def _failure(search: LineSearchState) -> str:
+    """Why a minimisation ends whose line search has failed."""
+    return "unbounded" if search.unbounded else "not finite" if search.not_finite else "line search"

@@ -208,8 +208,8 @@ class History:
         return new
 
     def _without_negative(self, new: int, sg: list[float], yg: list[float]) -> tuple[list[float], list[float]]:
-        """Drop the pair that was taken in, and its products, if its curvature is not positive."""
-        if new >= 0 and not self.sy[new][new] > 0:
+        """Drop the pair that was taken in, and its products, if its curvature or its y'y is not positive."""
+        if new >= 0 and not (self.sy[new][new] > 0 and self.yy[new][new] > 0):
             self.order.pop()
             return sg[:-1], yg[:-1]
         return sg, yg

@@ -24,7 +24,6 @@ _SEARCHES: Mapping[str, type[LineSearch[Any]]] = {
     "armijo": Armijo,
 }
 _DAMPING = ("skip", "powell")
-_EPS = 2.220446049250313e-16
 _LEAST_CURVATURE = 0.2  # Powell's part of the model's curvature, below which a pair is damped
 
 
@@ -160,7 +159,7 @@ class QuasiNewton(Descent):
     def _learn(self, gradient: Array, step: float, slope: float, slope_before: float) -> None:
         curvature, modelled = step * (slope - slope_before), -step * step * slope_before
         powell = self.method.damping == "powell"
-        if not powell and curvature <= _EPS * -step * slope_before:
+        if not powell and curvature <= self.space.epsilon * -step * slope_before:
             return
         s, y = self.history.open()
         self.note_written(*(len(SLOTS) + row for row in self.history.opened_rows))

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
-import numpy as np
-
 from mpishard.arguments import integer, number
 from mpishard.backend.array import empty
-from mpishard.minimizers import cg_formulas
+from mpishard.minimizers import cg_formulas, small
 from mpishard.minimizers.bounds import Bounds
 from mpishard.minimizers.free_variables import FreeVariables
 from mpishard.minimizers.limits import Limits
@@ -20,17 +18,17 @@ from mpishard.minimizers.method import Elements, Method
 from mpishard.minimizers.minimizer import Minimizer, Progress, Wanted
 from mpishard.minimizers.space import Space
 from mpishard.minimizers.steihaug import Ending, SteihaugCG, SteihaugState
-from mpishard.minimizers.stopping import converged, exhausted
+from mpishard.minimizers.stopping import LARGEST_PRODUCT, converged, exhausted, out_of_range
 
 Array = Any
 
-# Algorithm 4.1 of Nocedal and Wright.  After a bad step the radius becomes half of the step's length: a quarter, as
-# there, costs a sixth more evaluations and products on the set of Moré, Garbow and Hillstrom.
-_ACCEPT = 0.1  # a step is accepted if the value decreases by more than this times what the model says
+# Algorithm 4.1 of Nocedal and Wright, with eta = 0: every lower value is accepted.  After a bad step the radius becomes
+# half of the step's length: a quarter, as there, costs a sixth more evaluations and products on the set of Moré, Garbow
+# and Hillstrom.
 _SHRINK_BELOW, _SHRINK = 0.25, 0.5
 _NOT_FINITE_SHRINK = 0.25
 _GROW_ABOVE, _GROW = 0.75, 2.0
-_NOISE = 1000  # so many units in the last place of a value are too few to judge a step by
+_NOISE = 1000  # so many units in the last place of a value, or of an element, are too few to judge a step by
 _LARGEST_RADIUS = 1e150  # its square is finite
 _SLOTS = ("base", "base_gradient", "step", "residual", "direction")
 _OF_BASE, _OF_STEP = (0, 1), (2, 3, 4)  # their rows
@@ -148,6 +146,7 @@ class TruncatedNewtonMinimizer(Minimizer):
         self._gradient_top = 0.0
         self._not_finite = 0  # trials one after the other
         self._decrease = 0.0  # that the model says for the step
+        self._refused = False  # whether a step since the last iterate was, that should have been felt in the value
         self._clipped = False  # whether the product of a step is wanted that was projected into the bounds
 
     @property
@@ -158,7 +157,7 @@ class TruncatedNewtonMinimizer(Minimizer):
         self.progress, self.stop_reason, self.wanted = Progress(), "", Wanted.GRADIENT
         self._radius, self._gradient_square = min(self.method.initial_radius or 0.0, self._max_radius), math.nan
         self._gradient_top, self._not_finite = 0.0, 0
-        self._decrease, self._clipped = 0.0, False
+        self._decrease, self._refused, self._clipped = 0.0, False, False
         outside = self.bounds.outside(self.point)
         self.bounds.project(self.point)
         self.row("base")[:] = self.point
@@ -189,9 +188,13 @@ class TruncatedNewtonMinimizer(Minimizer):
             if self._judge(value, gradient_top, step_top):
                 self._take(value, *tops)
                 reason = self._converged(before.value, step_top, base_top)
+            elif finite and step_top > _NOISE * self.space.epsilon * base_top and self._decrease > self._noise(value):
+                self._refused = True
             self._not_finite = 0 if finite else self._not_finite + 1
-            if self._not_finite > NOT_FINITE_LIMIT or step_top == 0:
-                reason = reason or ("step" if finite else "not finite")
+            if self._not_finite > NOT_FINITE_LIMIT or (step_top == 0 and not finite):
+                reason = "unbounded" if value == -math.inf else "not finite"
+            elif step_top == 0:
+                reason = reason or ("line search" if self._refused else "step")
         self._continue(reason or exhausted(self.method, self.progress))
 
     def _expect(self, what: Wanted) -> None:
@@ -214,12 +217,12 @@ class TruncatedNewtonMinimizer(Minimizer):
         ratio = -math.inf
         if math.isfinite(value) and math.isfinite(gradient_top):
             decrease = old - value
-            noise = _NOISE * float(np.finfo(self.space.like.dtype).eps) * max(abs(old), abs(value))
-            if max(abs(decrease), self._decrease) <= noise and not model.cut:
+            if max(abs(decrease), self._decrease) <= self._noise(value) and not model.cut:
                 # Near the minimum the values differ by rounding errors, but the gradients still tell.
                 tops = (self._gradient_top * step_top, gradient_top * step_top)
                 rows = (self.row("base_gradient"), self.row("residual"))
-                decrease = -0.5 * sum(self.space.dots([(row, self.row("direction")) for row in rows], tops))
+                before, after = self.space.dots([(row, self.row("direction")) for row in rows], tops)
+                decrease = -0.5 * (before + after)
             ratio = decrease / self._decrease if self._decrease > 0 else 0.0
         self._radius = model.radius
         if ratio < _SHRINK_BELOW:
@@ -227,7 +230,11 @@ class TruncatedNewtonMinimizer(Minimizer):
             self._radius = shrink * min(model.radius, math.sqrt(model.step_square))
         elif ratio > _GROW_ABOVE and model.cut:
             self._radius = min(_GROW * model.radius, self._max_radius)
-        return ratio > _ACCEPT
+        return ratio > 0
+
+    def _noise(self, value: float) -> float:
+        """The rounding error of the difference of this value and the last one."""
+        return _NOISE * self.space.epsilon * max(abs(self.progress.value), abs(value))
 
     def _take(self, value: float, gradient_top: float, riesz_top: float, projected_top: float) -> None:
         """The point becomes the base; the gradient there is in the residual."""
@@ -244,12 +251,14 @@ class TruncatedNewtonMinimizer(Minimizer):
             step_length=float(started),
             accepted=started,
         )
-        self._gradient_top, self._gradient_square = gradient_top, math.nan
+        self._gradient_top, self._gradient_square, self._refused = gradient_top, math.nan, False
 
     def _converged(self, value_before: float, step_top: float, point_top: float) -> str:
         """Why the method has converged with this iteration; a step that was cut says nothing but by its gradient."""
-        reason = converged(self.method, self.progress, value_before, step_top, point_top)
-        return reason if reason == "gradient" or not self.cg.state.cut else ""
+        reason, model = converged(self.method, self.progress, value_before, step_top, point_top), self.cg.state
+        if not model.cut or reason == "gradient":
+            return reason
+        return "unbounded" if model.radius >= _LARGEST_RADIUS else ""
 
     def _continue(self, reason: str) -> None:
         """Go back to the base; end there, or begin the next step."""
@@ -265,8 +274,11 @@ class TruncatedNewtonMinimizer(Minimizer):
             if self._gradient_square < 0:
                 square = f"g'P g = {self._gradient_square:g}"
                 raise ValueError(f"precondition must be positive definite, but {square} for the gradient g")
+            if not 0 < self._gradient_square < LARGEST_PRODUCT:
+                self.wanted, self.stop_reason = Wanted.NOTHING, out_of_range(self.progress)
+                return
         norm = math.sqrt(self._gradient_square)
-        tolerance = min(self.method.forcing, norm**self.method.forcing_power) * norm
+        tolerance = min(self.method.forcing, small.power(norm, self.method.forcing_power)) * norm
         most = self.method.maxcg or 2 * self.space.total
         self.cg.begin(self._gradient_square, self._radius, tolerance, most)
         self.wanted = Wanted.PRODUCT
@@ -281,6 +293,8 @@ class TruncatedNewtonMinimizer(Minimizer):
             return
         elif self.cg.state.ending == Ending.NOT_FINITE.value:
             self._continue("not finite")
+        elif self.cg.state.ending == Ending.RANGE.value:
+            self._continue(out_of_range(self.progress))
         else:
             self._try()
 
@@ -334,6 +348,7 @@ class TruncatedNewtonMinimizer(Minimizer):
             "gradient_top": self._gradient_top,
             "not_finite": self._not_finite,
             "decrease": self._decrease,
+            "refused": self._refused,
             "clipped": self._clipped,
         }
 
@@ -343,10 +358,10 @@ class TruncatedNewtonMinimizer(Minimizer):
             progress, state = Progress(**metadata["progress"]), SteihaugState(**metadata["conjugate_gradients"])
             radius, square, top = (float(metadata[name]) for name in ("radius", "gradient_square", "gradient_top"))
             not_finite, decrease = int(metadata["not_finite"]), float(metadata["decrease"])
-            clipped = bool(metadata["clipped"])
+            refused, clipped = bool(metadata["refused"]), bool(metadata["clipped"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"TruncatedNewton: the saved state cannot be restored: {error!r}") from None
         self.wanted, self.stop_reason, self.progress = wanted, reason, progress
         self.cg.state, self._radius, self._gradient_square, self._gradient_top = state, radius, square, top
-        self._not_finite, self._decrease, self._clipped = not_finite, decrease, clipped
+        self._not_finite, self._decrease, self._refused, self._clipped = not_finite, decrease, refused, clipped
         self.free.hold(self.row("base"), self.row("base_gradient"))

@@ -60,3 +60,29 @@ def solve(matrix: np.ndarray, right: Sequence[float]) -> list[float]:
         rest = rows[k][size] - dot(rows[k][k + 1 : size], solution[k + 1 :])
         solution[k] = rest / rows[k][k] if rows[k][k] else math.nan
     return solution
+
+
+def power(base: float, exponent: float) -> float:
+    """A power by multiplications and square roots only, which round alike everywhere, unlike ``**``.
+
+    Parameters
+    ----------
+    base, exponent : float
+        Not negative, and finite.
+
+    Returns
+    -------
+    float
+        Infinite if it is too large.
+    """
+    result, factor, whole = 1.0, base, int(exponent)
+    while whole:
+        if whole % 2:
+            result *= factor
+        factor, whole = factor * factor, whole // 2
+    root, part = base, exponent - int(exponent)
+    while part:
+        root, part = math.sqrt(root), 2 * part
+        if part >= 1:
+            result, part = result * root, part - 1
+    return result

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-import numpy as np
-
 from mpishard.minimizers import cg_formulas
 from mpishard.minimizers.free_variables import FreeVariables
 from mpishard.minimizers.space import Space
@@ -25,6 +23,7 @@ class Ending(Enum):
     BOUNDARY = "boundary"  # the step has left the region, and was cut
     CURVATURE = "curvature"  # a direction without positive curvature was followed to the boundary
     NOT_FINITE = "not finite"  # a product is not finite
+    RANGE = "range"  # products of products are too large
 
 
 @dataclass(frozen=True)
@@ -172,6 +171,9 @@ class SteihaugCG:
             curvature, mixed, square = self.space.dots(pairs, bounds)
         else:
             (curvature,), mixed, square = self.space.dots(pairs[:1], bounds[:1]), 0.0, math.nan
+        if not math.isfinite(curvature):
+            self.state = replace(state, ending=Ending.RANGE.value)
+            return False
         length = state.residual_square / curvature if curvature else math.inf
         if state.radius == 0:
             state = replace(state, radius=min(_first_radius(length, state.direction_square), self.max_radius))
@@ -188,7 +190,13 @@ class SteihaugCG:
         """Go along the direction to the boundary."""
         room = max(0.0, state.radius * state.radius - state.step_square)
         along, across = state.step_direction, state.direction_square
-        length = room / (along + math.sqrt(along * along + across * room)) if room else 0.0
+        if room:
+            # The larger root of: across length^2 + 2 along length = room.
+            size = max(abs(along), math.sqrt(across) * math.sqrt(room))
+            part, rest = along / size, math.sqrt(across) * math.sqrt(room) / size
+            length = room / (along + size * math.sqrt(part * part + rest * rest))
+        else:
+            length = 0.0
         cg_formulas.move(self.step, self.direction, length)
         self.state = replace(
             state,
@@ -200,7 +208,7 @@ class SteihaugCG:
     def _turn(self, state: SteihaugState, length: float, mixed: float, square: float) -> bool:
         """Take the next direction, unless the residual is small; `mixed` and `square` are what its norm changes by."""
         before = state.residual_square
-        epsilon = float(np.finfo(self.space.like.dtype).eps)
+        epsilon = self.space.epsilon
         after = before + mixed + square
         doubt = state.doubt + 4 * epsilon * (before + abs(mixed) + square)
         preconditioned = self.free.preconditioned(self.residual)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Progress
 
+LARGEST_PRODUCT = 2.0**1000  # of which sums are known
+
 # Reasons for which a method cannot go on, in words.
 FAILURES = {
     "line search": "the line search found no lower value along a descent direction, so that the gradient does not fit "
     "the function to rounding; mpishard.check_gradient compares them",
+    "unbounded": "the value fell, and falls on as if it had no lower limit",
+    "range": "the square of the gradient is too small or too large for a float64; scale the function",
     "not finite": "the value or the gradient is NaN or infinite, also after shorter steps",
 }
 
@@ -85,3 +89,21 @@ def lifted(method: Method, progress: Progress, reason: str) -> bool:
     if reason in ("iterations", "evaluations"):
         return not exhausted(method, progress)
     return False
+
+
+def out_of_range(progress: Progress) -> str:
+    """Why a minimisation ends whose gradient is so small or so large that its square is no number.
+
+    Parameters
+    ----------
+    progress : Progress
+        At the end.
+
+    Returns
+    -------
+    str
+        ``"range"`` at the start; after iterations ``"decrease"``, if there is nothing more to gain, or ``"unbounded"``.
+    """
+    if progress.iterations and progress.gradient_norm < 1:
+        return "decrease"
+    return "unbounded" if progress.iterations and progress.value < 0 else "range"

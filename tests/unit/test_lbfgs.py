@@ -174,12 +174,6 @@ def test_not_finite() -> None:
     np.testing.assert_array_equal(lost.point, 1)
 
 
-def test_wrong_gradient_ends_in_the_line_search_at_the_best_iterate() -> None:
-    minimizer = minimized(LBFGS(), lambda x: (float((x**2).sum()), -x), [1.0, 2.0])
-    assert minimizer.stop_reason == "line search"
-    np.testing.assert_array_equal(minimizer.point, [1, 2])
-
-
 def test_stops() -> None:
     assert minimized(LBFGS(maxiter=3), rosenbrock, start()).stop_reason == "iterations"
     few = minimized(LBFGS(maxfun=7), rosenbrock, start())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -136,37 +135,6 @@ def test_fixed_elements_keep_their_value() -> None:
         assert minimizer.stop_reason == "gradient"
         np.testing.assert_array_equal(minimizer.point[fixed], inner.start[fixed])
         assert np.max(np.abs(inner.gradient(minimizer.point)[1][~fixed])) <= 1e-5
-
-
-@pytest.mark.parametrize("search", SEARCHES, ids=str)
-def test_region_without_values_is_left_again(search: Any) -> None:
-    def gradient(x: Vector) -> tuple[float, Vector]:
-        with np.errstate(all="ignore"):
-            return float(np.sum(x - np.log(x))), 1 - 1 / x
-
-    problem = Problem(gradient, lambda x, v: v / x**2, np.array([30.0, 5.0, 0.1]))
-    minimizer = minimized(problem, line_search=search, gtol=1e-7, ftol=0)
-    np.testing.assert_allclose(minimizer.point, 1, atol=1e-6)
-
-
-def test_what_is_never_finite_ends_at_the_best_iterate() -> None:
-    good, told = rosenbrock(4), []
-
-    def gradient(x: Vector) -> tuple[float, Vector]:
-        value, g = good.gradient(x)
-        told.append(value)
-        return (value if len(told) < 12 else math.nan), g
-
-    minimizer = minimized(good._replace(gradient=gradient))
-    assert minimizer.stop_reason == "not finite"
-    assert good.gradient(minimizer.point)[0] == minimizer.progress.value < good.gradient(good.start)[0]
-
-
-def test_gradient_that_does_not_fit_ends_the_line_search() -> None:
-    good = rosenbrock(4)
-    minimizer = minimized(good._replace(gradient=lambda x: (good.gradient(x)[0], -good.gradient(x)[1])))
-    assert minimizer.stop_reason == "line search"
-    np.testing.assert_array_equal(minimizer.point, good.start)
 
 
 def test_another_function_begins_with_steepest_descent() -> None:

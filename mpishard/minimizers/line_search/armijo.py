@@ -82,7 +82,8 @@ class Armijo(LineSearch[ArmijoState]):
         return replace(state, before=state.start)
 
     def _decide(self, state: ArmijoState, trial: Trial) -> tuple[ArmijoState, Verdict]:
-        if trial.value <= state.start.value + self.ftol * trial.step * state.start.slope:
+        decrease = self.ftol * trial.step * state.start.slope
+        if trial.value <= state.start.value + decrease and trial.value < state.start.value:  # also where it rounds to 0
             return state, Verdict.ACCEPT
         try:
             step = _quadratic(state.start, trial) if state.before.step == 0 else _cubic(state, trial)

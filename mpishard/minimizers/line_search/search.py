@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from mpishard.arguments import integer
 
+_FAR = 10  # after so many steps, each longer than the one before, a value that still falls has no limit
 NOT_FINITE_LIMIT = 10  # so often in a row a search shortens its step where value or slope are not finite
 
 
@@ -55,6 +56,10 @@ class LineSearchState:
         How many it was told.
     not_finite : int
         How many of the last ones in a row were not finite.
+    farthest : float
+        The longest step at which value and slope were finite.
+    unbounded : bool
+        Whether the value fell without limit, as far as can be seen.
     reason : str
         Why it has failed, in plain words; empty unless it has.
     """
@@ -66,6 +71,8 @@ class LineSearchState:
     wall: float = math.inf
     evaluations: int = 0
     not_finite: int = 0
+    farthest: float = 0.0
+    unbounded: bool = False
     reason: str = ""
 
     @property
@@ -217,11 +224,13 @@ class LineSearch(ABC, Generic[State]):
         trial = Trial(state.step, float(value), float(slope))
         if math.isfinite(trial.value) and math.isfinite(trial.slope):
             best = trial if trial.value < state.best.value else state.best
-            state = replace(state, best=best, not_finite=0)
+            state = replace(state, best=best, not_finite=0, farthest=max(state.farthest, trial.step))
             state, verdict = self._decide(state, trial)
         else:
             state, verdict = self._shorten(state, trial)
         if verdict is Verdict.EVALUATE and state.evaluations >= self.maxls:
+            falls = trial.slope < 0 and state.best.step == state.farthest == trial.step
+            state = replace(state, unbounded=state.unbounded or (falls and self.maxls >= _FAR))
             return failed(state, f"no acceptable step in {self.maxls} evaluations (maxls)")
         return state, verdict
 
@@ -256,10 +265,10 @@ class LineSearch(ABC, Generic[State]):
     def _shorten(self, state: State, trial: Trial) -> tuple[State, Verdict]:
         """Go back towards the anchor: by a half, then to a quarter of what is left, then an eighth, and so on."""
         count = state.not_finite + 1
-        state = replace(state, not_finite=count)
+        state = replace(state, not_finite=count, unbounded=state.unbounded or trial.value == -math.inf)
         if state.anchor < trial.step:
             state = replace(state, wall=min(state.wall, trial.step))
-        step = state.anchor + (trial.step - state.anchor) * 0.5**count
+        step = state.anchor + (trial.step - state.anchor) * math.ldexp(1.0, -count)
         if count > NOT_FINITE_LIMIT or step == state.anchor:
             where = f"step {trial.step:g} (value {trial.value:g}, slope {trial.slope:g})"
             return failed(state, f"the function is still not finite at {where} after {count} such steps")
