@@ -166,7 +166,9 @@ class DeviceArray:
         other[...] = self
         return other
 
-    def astype(self, dtype: Any) -> DeviceArray:
+    def astype(self, dtype: Any, copy: bool = True) -> DeviceArray:
+        if not copy and self.dtype == dtype:
+            return self
         return compute(type(self), np.ndarray.astype, self, np.dtype(dtype))
 
     def __float__(self) -> float:

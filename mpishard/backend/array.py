@@ -338,6 +338,15 @@ def to_host(a: Array) -> np.ndarray:
     return host
 
 
+def on_device_of(host_array: np.ndarray, like: Array) -> Array:
+    """A copy of `host_array` on the device of `like`; `host_array` itself if `like` is a NumPy array."""
+    if not is_device(like):
+        return host_array
+    target = empty(host_array.shape, host_array.dtype, like=like)
+    copy_to_device(host_array, target)
+    return target
+
+
 def empty(size: int | tuple[int, ...], dtype: Any, like: Array) -> Array:
     """A new uninitialised array on the device of `like`."""
     return _backend(like).empty(size, dtype, like)

@@ -25,7 +25,8 @@ class Counters:
     skipped_steps : int
         Steps left out because of NaN or infinite gradients.
     gradient_norm : float
-        Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured.
+        Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured.  Of a
+        method the largest element of the projected gradient.
     scaling : LossScale
         Chooses the loss scale.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mpishard.data_parallel.method_update import tell_value
+from mpishard.data_parallel.method_update import tell_product, tell_value
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.strategies import ShardedState
 from mpishard.minimizers.minimizer import Minimizer
@@ -148,4 +148,4 @@ class MethodEvaluations:
         product : 1-D array
             This rank's part.
         """
-        self.minimizer.tell_product(product)
+        tell_product(self._optimizer, self._optimizer.state.binding, self._state, product)

@@ -40,12 +40,7 @@ def limits_of(method: Method, strategy: Strategy, precondition: Callable[[Array]
     def own(whole: np.ndarray | None) -> Array | None:
         if whole is None:
             return None
-        part = cut_whole(whole, parameters, strategy.ownership.own)
-        if not arrays.is_device(parameters.like):
-            return part
-        target = arrays.empty(part.size, part.dtype, like=parameters.like)
-        arrays.copy_to_device(part, target)
-        return target
+        return arrays.on_device_of(cut_whole(whole, parameters, strategy.ownership.own), parameters.like)
 
     lower, upper, fixed, weights, scaling = map(own, whole_limits(method, parameters.specs, parameters.dtype))
     return Limits(lower, upper, fixed, weights, scaling, precondition)

@@ -106,11 +106,7 @@ class ShardedModel:
             return self._axis.all_gather(whole, label="parameters")
         ranges, shard = self._shards()
         host = gather_whole(mesh.world, parameters, ranges, arrays.to_host(shard))
-        if not arrays.is_device(shard):
-            return host
-        whole = arrays.empty(host.size, host.dtype, like=shard)
-        arrays.copy_to_device(host, whole)
-        return whole
+        return arrays.on_device_of(host, shard)
 
     def _shards(self) -> tuple[list[tuple[int, int]], Array]:
         """This data rank's share: its ranges of the flat parameters, and their values end to end."""

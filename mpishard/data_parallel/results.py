@@ -28,9 +28,10 @@ class TrainingState(Generic[P]):
         Mean loss over the samples of this step, before its update.  In steps without synchronization, as between the
         averages of `LocalSGDOptimizer`, the mean is over this rank's samples.
     learning_rate : float
-        Learning rate of this step.
+        Learning rate of this step; with a method the length of its last step, as a multiple of the direction.
     gradient_norm : float
-        2-norm of the averaged gradient, before clipping; NaN unless clipping or a tolerance needs it.
+        2-norm of the averaged gradient, before clipping; NaN unless clipping or a tolerance needs it.  With a method
+        such as `LBFGS` the largest element of the projected gradient at the last iterate.
     samples : int
         Samples that this run has used so far, over all ranks.
     seconds : float
@@ -70,7 +71,9 @@ class OptimizationResult(Generic[P]):
         Duration, without the time before the checkpoint.
     stop_reason : str
         ``"steps"``, ``"tolerance"``, ``"seconds"`` or ``"callback"``; ``"signal"`` after Ctrl-C, and in an elastic run
-        also after other signals.
+        also after other signals.  With a method also its own: ``"gradient"``, ``"decrease"`` and ``"step"`` where it
+        has converged, ``"iterations"`` and ``"evaluations"`` at its limits, ``"line search"`` and ``"not finite"``
+        where it cannot go on.
     communication : dict
         Communication of this rank over all axes since the mesh was made: calls, bytes sent and seconds, by kind.
     """

@@ -140,7 +140,10 @@ class ShardedOptimizer:
 
     @property
     def gradient_norm(self) -> float:
-        """Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured."""
+        """Global 2-norm of the averaged gradient of the last step, before clipping; NaN where it was not measured.
+
+        Of a method the largest element of the projected gradient at the last iterate.
+        """
         return self._counters.gradient_norm
 
     @property

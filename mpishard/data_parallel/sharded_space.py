@@ -45,18 +45,16 @@ class ShardedSpace(Space):
         """Replace a float64 array without NaN by its maximum over the ranks.  Collective; one all-reduce."""
         self._strategy.team.all_reduce(numbers, op="max", label="dots")
 
-    def whole(self, vector: Array) -> np.ndarray:
-        """All elements of a vector, on the host of every rank, in the order of the specs.  Collective."""
+    def whole(self, vector: Array) -> Array:
+        """All elements of a vector on every rank, in memory like its own, in the order of the specs.  Collective."""
         strategy = self._strategy
         views = strategy.ownership.counted_views(strategy.ownership.state_views(vector))
         values = np.concatenate([np.empty(0, vector.dtype), *map(arrays.to_host, views)])
-        return gather_whole(strategy.mesh.world, strategy.parameters, strategy.ownership.counted, values)
+        whole = gather_whole(strategy.mesh.world, strategy.parameters, strategy.ownership.counted, values)
+        return arrays.on_device_of(whole, self.like)
 
-    def own(self, whole: np.ndarray) -> Array:
-        """This rank's elements of a whole vector, on the device of the vectors.  Not collective."""
-        part = cut_whole(np.asarray(whole, self.like.dtype), self._strategy.parameters, self._strategy.ownership.own)
-        if not arrays.is_device(self.like):
-            return part
-        target = arrays.empty(part.size, part.dtype, like=self.like)
-        arrays.copy_to_device(part, target)
-        return target
+    def own(self, whole: Array) -> Array:
+        """This rank's elements of a whole vector of any memory, on the device of the vectors.  Not collective."""
+        host = np.asarray(arrays.to_host(whole), self.like.dtype)
+        part = cut_whole(host, self._strategy.parameters, self._strategy.ownership.own)
+        return arrays.on_device_of(part, self.like)

@@ -134,11 +134,7 @@ class LocalRun:
 
 def _limits(method: Method, unknowns: Unknowns) -> Limits:
     def on_device(whole: np.ndarray | None) -> Array | None:
-        if whole is None or not arrays.is_device(unknowns.flat):
-            return whole
-        target = arrays.empty(whole.size, whole.dtype, like=unknowns.flat)
-        arrays.copy_to_device(whole, target)
-        return target
+        return None if whole is None else arrays.on_device_of(whole, unknowns.flat)
 
     whole = whole_limits(method, unknowns.specs, unknowns.flat.dtype)
     lower, upper, fixed, weights, scaling = map(on_device, whole)

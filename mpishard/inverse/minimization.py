@@ -88,13 +88,14 @@ def minimize(
         axis; the value is treated as above, over all ranks.  Tensors that all ranks of the tensor axis hold whole need
         the same gradient on them, or ``partial=True`` in their spec, which sums it over that axis too.
     checkpoints : Checkpoints, optional
-        With a mesh: save the minimisation there after every so many evaluations, also in the middle of a line search,
-        and at the end.
+        With a mesh: save the minimisation there after every so many evaluations and Hessian products, also in the
+        middle of a line search, and at the end.
     resume : bool
         Continue from the newest checkpoint there, with the next evaluation, on any number of ranks; start anew if there
         is none.  Limits on iterations and evaluations count those before it.
     record : RunRecord, optional
-        With a mesh: write the course of the minimisation there, a step for each evaluation, for ``mpishard plot``.
+        With a mesh: write the course of the minimisation there, a step for each evaluation and each Hessian product,
+        for ``mpishard plot``.
     **elements
         ``fixed``: a mask of elements that keep their value.  ``inner_product``: positive weights, such as the diagonal
         of a mass matrix.  ``preconditioner``: a positive diagonal, or a function of a vector, instead of the inverse of
@@ -199,7 +200,7 @@ class _Loop:
             self._ask_callback(request)
         if optimizer.run.interrupted and not optimizer.has_ended:
             optimizer.stop("signal")
-        if self._files is not None and request.direction is None:
+        if self._files is not None:
             self._files.evaluated(goes_on=not optimizer.has_ended)
 
     def _evaluate(self, request: EvaluationRequest) -> tuple[float, Any]:

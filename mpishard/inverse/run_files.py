@@ -84,7 +84,7 @@ class RunFiles:
             state.restore(found.facts)
 
     def evaluated(self, goes_on: bool) -> None:
-        """Note that an evaluation is done, and save if that is due.  The parameters then are the next point.
+        """Note that an evaluation or a product is done, and save if that is due.  The parameters are the next point.
 
         Parameters
         ----------
@@ -121,7 +121,7 @@ class RunFiles:
         if reason != "signal":
             way_on = ""
         elif self._run.speaks:
-            log.inform(f"stopped after evaluation {self._optimizer.clock}; {way_on}")
+            log.inform(f"stopped after step {self._optimizer.clock}; {way_on}")
         if self._record is not None:
             self._record.end(self._optimizer.clock, reason, way_on)
         note_run(stopped=reason == "signal")

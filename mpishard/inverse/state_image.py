@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import h5py
-import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.io import hdf5
@@ -94,7 +93,7 @@ def decode(data: bytes, method: Method, like: Array) -> tuple[Array, dict[str, A
                     "with which it was saved"
                 )
             values = {slot: _values(h5, f"slots/{slot}", like) for slot in slots}
-            return _on_device(point[()], like), values, metadata
+            return arrays.on_device_of(point[()], like), values, metadata
     except Exception as error:  # h5py raises errors of many kinds for invalid content
         raise ValueError(f"this state cannot be used: {str(error) or type(error).__name__}") from None
 
@@ -113,12 +112,4 @@ def _values(h5: h5py.File, path: str, like: Array) -> Array:
     dataset = hdf5.open_plain(h5[group], name)
     if (dataset.shape, dataset.dtype) != (like.shape, like.dtype):
         raise ValueError(f"{path} is {dataset.dtype} {dataset.shape}, not {like.dtype} {like.shape}")
-    return _on_device(dataset[()], like)
-
-
-def _on_device(values: np.ndarray, like: Array) -> Array:
-    if not arrays.is_device(like):
-        return values
-    target = arrays.empty(values.size, values.dtype, like=like)
-    arrays.copy_to_device(values, target)
-    return target
+    return arrays.on_device_of(dataset[()], like)

@@ -31,6 +31,13 @@ _REASONS = {
     "callback": "stopped by its callback",
     "seconds": "its time was over",
     "tolerance": "the gradient was within the tolerance",
+    "gradient": "the gradient was within gtol",
+    "decrease": "the loss decreased by less than ftol",
+    "step": "its steps were within xtol",
+    "iterations": "maxiter was reached",
+    "evaluations": "maxfun was reached",
+    "line search": "its line search found no lower loss",
+    "not finite": "the loss or the gradient was not finite",
     "closed": "its script closed the record",
 }
 

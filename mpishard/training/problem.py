@@ -54,7 +54,8 @@ class OptimizationProblem(Objective[P]):
     steps : int, optional
         Stop after this number of steps, including those before a checkpoint from which the run resumes.
     tolerance : float, optional
-        Stop when the 2-norm of the averaged gradient is at most this.
+        Stop when the 2-norm of the averaged gradient is at most this; with a method such as `LBFGS` the largest element
+        of the projected gradient.
     seconds : float, optional
         Stop after the step in which this time is over on any rank.
     seed : int
@@ -70,7 +71,8 @@ class OptimizationProblem(Objective[P]):
 
     Notes
     -----
-    At least one of `steps`, `tolerance` and `seconds` is needed, or a callback that stops the run.
+    At least one of `steps`, `tolerance` and `seconds` is needed, or a callback that stops the run.  A method may end
+    it before.
     """
 
     @classmethod

@@ -388,8 +388,9 @@ def test_the_record_has_iterations(mesh, tmp_path):
     result = optimizer_on(mesh).optimize(problem(steps=8), progress=False, record=record)
     record.close()
     mesh.world.barrier()
-    further = Run.read(folder).further
-    iterations, accepted = further["iteration"][1], further["accepted_loss"][1]
+    run = Run.read(folder)
+    iterations, accepted = run.metrics["iteration"], run.metrics["accepted_loss"]
+    assert not run.further
     assert len(iterations) == 8
     assert set(np.diff(iterations)) <= {0, 1}
     np.testing.assert_array_equal(accepted, np.minimum.accumulate(result.loss_history))
