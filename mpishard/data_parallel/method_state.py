@@ -108,6 +108,12 @@ class MethodState:
         self._whole.flat[...] = strategy.gather(minimizer.direction, "direction")
         return self._whole
 
+    def whole(self, vector: Array) -> Array:
+        """A vector of which this is this rank's part, as a new flat array like the parameters."""
+        strategy = self._on_rank.strategy
+        assert isinstance(strategy, ShardedState)
+        return strategy.gather(vector, "vectors")
+
     def publish(self, values: Array) -> None:
         """Make these elements of this rank the parameters, on all ranks."""
         strategy = self._on_rank.strategy
@@ -178,8 +184,8 @@ class MethodState:
 
     @property
     def versions(self) -> dict[str, int]:
-        """By slot of the method, the versions of its vectors (see `Minimizer`).  Not collective."""
-        return dict(zip(self._method.slots, self.minimizer.versions, strict=True))
+        """By slot of the method, the versions of its vectors, if there are any (see `Minimizer`).  Not collective."""
+        return dict(zip(self._method.slots, self.minimizer.versions, strict=False))
 
     def shards(self) -> tuple[Shard, ...]:
         """Nothing: the vectors are the slots of the method, and the point is the parameters.  Not collective."""

@@ -13,6 +13,7 @@ import pytest
 import mpishard
 from mpishard import FlatParameters, OptimizeResult, ParameterSpec, ReverseCommunication, minimize
 from mpishard.inverse.bounds import pair_of_bounds
+from mpishard.inverse.elastic_options import elastic_options
 from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Progress, Wanted
@@ -374,6 +375,26 @@ def test_a_part_of_split_parameters_needs_a_mesh():
     part = FlatParameters([ParameterSpec("field", (5, 4), tensor_dim=0)], np.float64, place=place)
     with pytest.raises(ValueError, match="x0 is split over tensor=2 and pipeline=1 ranks.*give the mesh of its place"):
         minimize(lambda p: (0.0, p.flat), part)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"samples": 3}, ValueError, "samples= .*needs elastic=True.*reduction='sum'"),
+        ({"elastic": True}, ValueError, "give mesh="),
+        ({"elastic": 2}, TypeError, "elastic=2 must be True, or a dictionary"),
+        ({"elastic": {"scaling": "linear"}, "mesh": 3}, ValueError, "elastic= has no option 'scaling'; its options"),
+        ({"elastic": True, "mesh": 3, "reduction": "sum"}, ValueError, "give samples=N"),
+        ({"elastic": True, "mesh": 3, "samples": 0}, ValueError, "samples=0"),
+    ],
+)
+def test_arguments_of_elastic_runs(change, error, words):
+    elastic, samples, reduction, mesh = (change.get(name) for name in ("elastic", "samples", "reduction", "mesh"))
+    with pytest.raises(error, match=words):
+        elastic_options(elastic or False, samples, reduction, mesh)
+    if "mesh" not in change:
+        with pytest.raises(error, match=words):
+            minimize(lambda x: (x @ x, 2 * x), np.ones(2), **change)
 
 
 def test_the_table(capsys):
