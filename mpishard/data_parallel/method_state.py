@@ -21,7 +21,7 @@ from mpishard.minimizers.elements import preconditioned
 from mpishard.minimizers.limits import tell_of_projection
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Wanted
-from mpishard.minimizers.rehearsal import check_metadata
+from mpishard.minimizers.rehearsal import ELEMENTS, check_metadata
 from mpishard.minimizers.stopping import lifted
 from mpishard.parameters.flat import FlatParameters
 
@@ -36,7 +36,7 @@ def _divide(gradient, /, divisor):  # type: ignore[no-untyped-def]
 
 
 _METADATA = "minimizer.json"
-_ELEMENTS, _BATCHES = "elements", "batches"  # in the metadata
+_BATCHES = "batches"  # in the metadata
 _ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")
 
 
@@ -196,13 +196,7 @@ class MethodState:
         if not isinstance(facts.get(_METADATA), Mapping):
             raise ValueError(f"the state has no {_METADATA}: it is not of a run by {type(self._method).__name__}")
         self.batches_in(facts)
-        if facts[_METADATA].get(_ELEMENTS, self._elements) != self._elements:
-            raise ValueError(
-                "the state is of a run with other bounds, fixed elements, inner_product or preconditioner, which what "
-                f"{type(self._method).__name__} has learned depends on; give those, or leave its state and take the "
-                "parameters alone as a start"
-            )
-        check_metadata(self._method, facts[_METADATA])
+        check_metadata(self._method, facts[_METADATA], self._elements)
 
     def batches_in(self, facts: Mapping[str, Any]) -> int:
         """What `batches` is in these facts; ValueError if it is invalid.  Not collective."""
@@ -234,7 +228,7 @@ class MethodState:
         """All but the vectors.  Not collective."""
         if self._minimizer is None:
             return {}
-        return {**self._minimizer.to_metadata(), _ELEMENTS: self._elements, _BATCHES: self.batches}
+        return {**self._minimizer.to_metadata(), ELEMENTS: self._elements, _BATCHES: self.batches}
 
     @property
     def _elements(self) -> str:
