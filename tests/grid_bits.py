@@ -5,7 +5,8 @@ ZeRO stage, with and without sequence parallelism, recomputation and tied tables
 parameters and optimizer slots, gathered to whole tensors, and one of the losses, must be the same in all of them.
 `tests/mpi/test_same_bits.py` runs a part of it.
 
-Cases are sub-meshes of one world, and run side by side in as many groups as fit.  `--break` changes one thing in all
+Cases are sub-meshes of one world, and run side by side in as many groups as fit.  Where ranks share cores, take the
+variables of `setup.cfg` that make waiting ranks yield.  `--break` changes one thing in all
 cases but the first, which must show; `--first-difference` names the step, and the tensors, that differ first.
 """
 
@@ -95,8 +96,8 @@ class BitsCase:
 
     @property
     def layers(self) -> int:
-        """8, but every stage needs one."""
-        return 8 if self.pipeline * self.chunks <= 8 else 16
+        """Every stage needs one."""
+        return next(layers for layers in (4, 8, 16) if self.pipeline * self.chunks <= layers)
 
     @property
     def model(self) -> tuple[Any, ...]:
@@ -175,7 +176,7 @@ def train(
         case.seed,
         mesh=mesh,
         tied=case.tied,
-        **({"shards": shape.shards} if shape.shards > 1 else {}),
+        shards=shape.shards,
         sequence_parallel=case.sequence_parallel,
         recompute=case.recompute,
         schedule=case.schedule,
