@@ -7,6 +7,7 @@ imported when the first CuPy array appears, and not before.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ class Kernel:
         The formula's name.
     arrays, scalars, written : tuple of str
         Names of its array parameters, of its scalar parameters, and of the arrays it changes.
+    largest : tuple of str
+        Names of what the largest absolute values are returned of.
     c_body : str
         The formula in C for one element of type ``T``: arrays are lvalues ``array_NAME``, scalars ``NAME_``.
     """
@@ -38,6 +41,7 @@ class Kernel:
         self.arrays: tuple[str, ...] = translated.arrays
         self.scalars: tuple[str, ...] = translated.scalars
         self.written: tuple[str, ...] = translated.written
+        self.largest: tuple[str, ...] = translated.largest
         self.c_body: str = translated.c_body
         self._host = HostFunction(translated.as_function())
         self._device: Any = None
@@ -45,11 +49,16 @@ class Kernel:
     def __repr__(self) -> str:
         return f"Kernel({self.name}: {', '.join(self.arrays)} / {', '.join(self.scalars)})"
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: Any) -> list[float]:
         """Apply the formula to arrays (1-D, contiguous, of one size, dtype and device), then scalars.
 
         Scalars are rounded to the arrays' dtype.  The bits of a result do not depend on the slice.
-        On a device the kernel is queued on the current stream.
+        On a device the kernel is queued on the current stream.  An array that is only written may be of bool.
+
+        Returns
+        -------
+        list of float
+            The largest absolute values that the formula asks for; infinite if one is infinite or NaN.
 
         Raises
         ------
@@ -68,35 +77,44 @@ class Kernel:
             if type(array) is not type(first) and _backend(array) is not backend:
                 kinds = f"{self.arrays[0]} is a {_kind(first)} but {name} is a {_kind(array)}"
                 raise TypeError(f"{self.name}: arrays must all be in one kind of memory, but {kinds}")
-            if array.dtype != first.dtype or array.dtype not in (np.float32, np.float64):
+            is_mask = array.dtype == np.bool_ and name in self.written
+            if not is_mask and (array.dtype != first.dtype or array.dtype not in (np.float32, np.float64)):
                 dtypes = f"{self.arrays[0]} is {first.dtype} and {name} is {array.dtype}"
                 raise TypeError(f"{self.name}: arrays must all be float32 or all float64, but {dtypes}")
             if array.ndim != 1 or array.size != first.size or not array.flags.c_contiguous:
                 shapes = f"{self.arrays[0]} has shape {first.shape} and {name} has shape {array.shape}"
                 gaps = "" if array.flags.c_contiguous else " with gaps in memory"
                 raise ValueError(f"{self.name}: arrays must be flat, contiguous, of one size, but {shapes}{gaps}")
-        if first.size:
-            backend.launch(self, arrays, tuple(map(float, scalars)))
+        if not first.size:
+            return [0.0] * len(self.largest)
+        tops = backend.launch(self, arrays, tuple(map(float, scalars)))
+        return [top if math.isfinite(top) else math.inf for top in tops]
 
     def expect(self, dtype: np.dtype) -> None:
         """Announce a call with NumPy arrays of this dtype (see `HostFunction.expect`)."""
         self._host.expect([np.empty(0, dtype) for _ in self.arrays], [0.0 for _ in self.scalars])
 
-    def on_host(self, arrays: Sequence[np.ndarray], scalars: Sequence[float]) -> None:
-        """Run the Numba loop on NumPy arrays that were checked."""
+    def on_host(self, arrays: Sequence[np.ndarray], scalars: Sequence[float]) -> list[float]:
+        """Run the Numba loop on NumPy arrays that were checked; returns the largest absolute values."""
         for name, array in zip(self.arrays, arrays, strict=True):
             if name in self.written and not array.flags.writeable:
                 raise ValueError(f"{self.name} changes {name}, but that array is read-only")
-        self._host(arrays, scalars)
+        arrays = [array.view(np.uint8) if array.dtype == np.bool_ else array for array in arrays]
+        tops = self._host(arrays, scalars)
+        return np.array(tops, np.int64).view(np.float64).tolist() if self.largest else []
 
-    def on_cupy(self, cupy: Any, arrays: Sequence[Any], scalars: Sequence[float]) -> None:
-        """Queue a ``cupy.ElementwiseKernel`` of the same formula."""
+    def on_cupy(self, cupy: Any, arrays: Sequence[Any], scalars: Sequence[float]) -> list[float]:
+        """Queue a ``cupy.ElementwiseKernel`` of the same formula; returns the largest absolute values."""
+        tops = [cupy.empty_like(arrays[0]) for _ in self.largest]
         if self._device is None:
             read = [name for name in self.arrays if name not in self.written]
+            kinds = {name: "bool" if a.dtype == np.bool_ else "T" for name, a in zip(self.arrays, arrays, strict=True)}
+            found = [f"array_largest{number}" for number in range(len(tops))]
+            absolute = [f"{each} = fabs({name}_);" for each, name in zip(found, self.largest, strict=True)]
             self._device = cupy.ElementwiseKernel(
                 ", ".join([*(f"T array_{name}" for name in read), *(f"T {name}_" for name in self.scalars)]),
-                ", ".join(f"T array_{name}" for name in self.written),
-                self.c_body,
+                ", ".join([*(f"{kinds[name]} array_{name}" for name in self.written), *(f"T {each}" for each in found)]),
+                "\n".join([self.c_body, *absolute]),
                 f"mpishard_{self.name}",
                 # Contracting a * b + c would give other bits than the host.
                 options=("--fmad=false",),
@@ -105,7 +123,8 @@ class Kernel:
         named = dict(zip(self.arrays, arrays, strict=True))
         real = arrays[0].dtype.type
         inputs = [array for name, array in named.items() if name not in self.written]
-        self._device(*inputs, *map(real, scalars), *(named[name] for name in self.written))
+        self._device(*inputs, *map(real, scalars), *(named[name] for name in self.written), *tops)
+        return [float(top.max()) for top in tops]
 
 
 def elementwise(formula: Callable[..., Any]) -> Kernel:
@@ -114,7 +133,7 @@ def elementwise(formula: Callable[..., Any]) -> Kernel:
     The formula reads like a function of one element.  Parameters before the ``/`` are arrays, those after it
     are scalars; it returns the names of the arrays it changes.  It consists of assignments of arithmetic,
     conditional expressions and calls of ``sqrt``, ``abs``, ``exp``, ``log``, ``tanh``, ``copysign``, ``min``
-    and ``max``::
+    and ``max``.  It may return ``largest(name)``, too: the largest absolute value of all elements' `name`::
 
         @elementwise
         def descend(p, g, /, lr):
@@ -160,8 +179,8 @@ class Backend:
     def overlap(self, one: Array, other: Array) -> bool:
         return np.may_share_memory(one, other)
 
-    def launch(self, kernel: Kernel, arrays: Sequence[Array], scalars: Sequence[float]) -> None:
-        kernel.on_host(arrays, scalars)
+    def launch(self, kernel: Kernel, arrays: Sequence[Array], scalars: Sequence[float]) -> list[float]:
+        return kernel.on_host(arrays, scalars)
 
 
 class _CuPy(Backend):
@@ -204,9 +223,9 @@ class _CuPy(Backend):
     def overlap(self, one: Array, other: Array) -> bool:
         return runs_overlap(one.data.ptr, one.nbytes, other.data.ptr, other.nbytes)
 
-    def launch(self, kernel: Kernel, arrays: Sequence[Array], scalars: Sequence[float]) -> None:
+    def launch(self, kernel: Kernel, arrays: Sequence[Array], scalars: Sequence[float]) -> list[float]:
         with arrays[0].device:
-            kernel.on_cupy(self.module, arrays, scalars)
+            return kernel.on_cupy(self.module, arrays, scalars)
 
 
 _backends: dict[type, Backend | None] = {np.ndarray: Backend()}

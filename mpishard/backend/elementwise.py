@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
+
 FUNCTIONS = {"sqrt": 1, "abs": 1, "exp": 1, "log": 1, "tanh": 1, "copysign": 2, "min": 2, "max": 2}
 _OPERATORS: dict[type, str] = {
     ast.Add: "+",
@@ -53,10 +55,13 @@ class Formula(ast.NodeTransformer):
         body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
         if not self.arrays or not body or not isinstance(body[-1], ast.Return):
             self._refuse(tree, "arrays before a `/` and end by returning the arrays that it changes")
-        self.written: tuple[str, ...] = self._returned(body[-1])
+        self.written, self.largest = self._returned(body[-1])
         statements = [self._statement(node) for node in body[:-1]]
         self.loop: str = self._loop([ast.unparse(node) for node in statements])
         self.c_body: str = self._c_body(statements)
+        for name in self.largest:
+            if name not in self._known:
+                self._refuse(body[-1], f"names in largest() that it has assigned; `{name}` is none")
 
     def _refuse(self, node: ast.AST, wanted: str) -> NoReturn:
         code = self.function.__code__
@@ -70,13 +75,22 @@ class Formula(ast.NodeTransformer):
         if name.startswith("_") or name.endswith("_") or name in (*FUNCTIONS, "range"):
             self._refuse(node, "names that neither begin nor end with an underscore nor name a function")
 
-    def _returned(self, node: ast.stmt) -> tuple[str, ...]:
+    def _returned(self, node: ast.stmt) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The arrays that are changed, and the names of which the largest absolute values are wanted."""
         value = node.value if isinstance(node, ast.Return) else None
-        items = value.elts if isinstance(value, ast.Tuple) else [value]
-        names = tuple(item.id for item in items if isinstance(item, ast.Name) and item.id in self.arrays)
-        if len(names) != len(items) or len(set(names)) != len(names):
-            self._refuse(node, "a return of the names of arrays, each once")
-        return names
+        names: list[str] = []
+        largest: list[str] = []
+        for item in value.elts if isinstance(value, ast.Tuple) else [value]:
+            match item:
+                case ast.Name(id=name) if name in self.arrays:
+                    names.append(name)
+                case ast.Call(func=ast.Name(id="largest"), args=[ast.Name(id=name)], keywords=[]):
+                    largest.append(name)
+                case _:
+                    self._refuse(node, "a return of the names of arrays, each once, and of largest(name)")
+        if len(set(names)) != len(names):
+            self._refuse(node, "a return of the names of arrays, each once, and of largest(name)")
+        return tuple(names), tuple(largest)
 
     # Checks, and rewrites into the subset common to both translations.
 
@@ -154,6 +168,14 @@ class Formula(ast.NodeTransformer):
             *(f"        {statement}" for statement in statements),
             *(f"        _{name}[__i] = {name}" for name in self.written),
         ]
+        if self.largest:
+            # Without their sign, floating-point numbers order like the integers of the same bits, NaN on top.
+            at = next(number for number, line in enumerate(lines) if "range(" in line)
+            for number, name in enumerate(self.largest):
+                lines.insert(at, f"    __top{number} = __int64(0)")
+                lines.append(f"        __bits{number} = __float64({name}).view(__int64) & __int64({2**63 - 1})")
+                lines.append(f"        __top{number} = max(__top{number}, __bits{number})")
+            lines.append(f"    return ({''.join(f'__top{number}, ' for number in range(len(self.largest)))})")
         return "\n".join(lines) + "\n"
 
     def _c_body(self, statements: Sequence[ast.Assign]) -> str:
@@ -189,6 +211,7 @@ class Formula(ast.NodeTransformer):
         # A cached function is rebuilt in the module it names, which must be one that any process can import.
         code = self.function.__code__
         namespace: dict[str, Any] = {"__name__": __name__}
+        namespace |= {"__int64": np.int64, "__float64": np.float64}
         namespace |= {name: getattr(math, name) for name in FUNCTIONS if hasattr(math, name)}
         exec(compile("\n" * (code.co_firstlineno - 1) + self.loop, code.co_filename, "exec"), namespace)
         function = namespace[self.name]
