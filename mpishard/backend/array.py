@@ -113,7 +113,9 @@ class Kernel:
             absolute = [f"{each} = fabs({name}_);" for each, name in zip(found, self.largest, strict=True)]
             self._device = cupy.ElementwiseKernel(
                 ", ".join([*(f"T array_{name}" for name in read), *(f"T {name}_" for name in self.scalars)]),
-                ", ".join([*(f"{kinds[name]} array_{name}" for name in self.written), *(f"T {each}" for each in found)]),
+                ", ".join(
+                    [*(f"{kinds[name]} array_{name}" for name in self.written), *(f"T {name}" for name in found)]
+                ),
                 "\n".join([self.c_body, *absolute]),
                 f"mpishard_{self.name}",
                 # Contracting a * b + c would give other bits than the host.
@@ -150,6 +152,22 @@ def elementwise(formula: Callable[..., Any]) -> Kernel:
         At definition, if the formula has anything else; the message names the line.
     """
     return Kernel(formula)
+
+
+def largest(name: float) -> float:
+    """In what an element-wise formula returns: see `elementwise`.
+
+    Parameters
+    ----------
+    name : float
+        An array, or something that the formula has assigned.
+
+    Returns
+    -------
+    float
+        Its absolute value, as of an array of one element.
+    """
+    return abs(name)
 
 
 class Backend:

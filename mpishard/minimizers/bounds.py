@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend.array import elementwise, empty, to_host
+from mpishard.backend.array import elementwise, empty, largest, to_host
+from mpishard.minimizers.lbfgs_formulas import advance
 from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.space import Space
 
@@ -52,29 +53,49 @@ def keep_free(h, x, lower, upper, /, reach):
 
 
 @elementwise
-def move_held(h, x, lower, upper, /, reach):
-    """The step to the bound where an element is held, else 0."""
+def divide(work, d, free, x, h, lower, upper, /, reach):
+    """Which elements are free; ``h`` where they are, else 0; the step to the bound where an element is held, else 0."""
     end = x - reach * h
-    h = (lower - x if end <= lower else 0.0) if h > 0.0 else ((upper - x if end >= upper else 0.0) if h < 0.0 else 0.0)
-    return h
+    free = (0.0 if end <= lower else 1.0) if h > 0.0 else ((0.0 if end >= upper else 1.0) if h < 0.0 else 1.0)
+    free = free if lower < upper else 0.0
+    work = h if free > 0.0 else 0.0
+    d = 0.0 if free > 0.0 else (lower - x if h > 0.0 else (upper - x if h < 0.0 else 0.0))
+    return work, d, free
 
 
 @elementwise
 def cut(d, x, h, lower, upper, /, reach, factor):
-    """The step ``P(x + factor d) - x`` of free elements; of others that to the bound."""
+    """The step ``P(x + factor d) - x`` of free elements; of others that to the bound.
+
+    The second of the largest numbers is one over the step length at which the first element meets its bound.
+    """
     end = x - reach * h
     d = factor * d
     d = lower - x if x + d <= lower else (upper - x if x + d >= upper else d)
     d = (lower - x if end <= lower else d) if h > 0.0 else ((upper - x if end >= upper else d) if h < 0.0 else d)
     d = d if lower < upper else 0.0
-    return d
+    close = d / (upper - x) if d > 0.0 else (d / (lower - x) if d < 0.0 else 0.0)
+    return d, largest(d), largest(close)
 
 
 @elementwise
-def closeness(out, x, d, lower, upper, /):
-    """One over the step length at which an element meets its bound, 0 if it never does."""
-    out = d / (upper - x) if d > 0.0 else (d / (lower - x) if d < 0.0 else 0.0)
-    return out
+def arrive(base, h, x, g, lower, upper, /):
+    """Copy ``x`` and ``g``; measure ``x - P(x - g)``, and g where no bound holds an element."""
+    base = x
+    h = g
+    projected = x - lower if x - g < lower else (x - upper if x - g > upper else g)
+    kept = (0.0 if x <= lower else g) if g > 0.0 else ((0.0 if x >= upper else g) if g < 0.0 else g)
+    kept = kept if lower < upper else 0.0
+    return base, h, largest(projected), largest(kept)
+
+
+@elementwise
+def advance_inside(x, base, d, lower, upper, /, step):
+    """``x = P(base + step d)``."""
+    x = base + step * d
+    x = lower if x < lower else x
+    x = upper if x > upper else x
+    return x
 
 
 class Bounds:
@@ -116,6 +137,13 @@ class Bounds:
         """Move each element between its bounds, in place."""
         if self.any:
             clip(point, self.lower, self.upper)
+
+    def advance(self, point: Array, base: Array, direction: Array, step: float) -> None:
+        """``P(base + step direction)``, written to the point."""
+        if self.any:
+            advance_inside(point, base, direction, self.lower, self.upper, step)
+        else:
+            advance(point, base, direction, step)
 
     def moving(self, gradient: Array) -> Array:
         """The gradient with 0 at fixed elements: itself, or working memory that the next call overwrites."""

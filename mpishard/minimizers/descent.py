@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mpishard.minimizers.bounds import Bounds
-from mpishard.minimizers.lbfgs_formulas import advance
 from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.line_search.search import LineSearch, LineSearchState, Verdict
 from mpishard.minimizers.method import Method
@@ -188,11 +187,9 @@ class Descent(Minimizer):
 
         Without a value before, only a small gradient is convergence; and `failure` is why it ends otherwise.
         """
-        self.base[:] = self.point
-        self.base_gradient[:] = gradient
         self.note_written(_BASE, _GRADIENT, _DIRECTION)  # the direction: `_measure` and `_set_out` write there
         self._gradient_top = top
-        base_top, riesz_top, projected_top = self._measure()
+        base_top, riesz_top, projected_top = self._move_base(gradient)
         started = self._search is not None
         self.progress = replace(
             self.progress,
@@ -212,6 +209,12 @@ class Descent(Minimizer):
             self.point[:] = self.base
         else:
             self._set_out()
+
+    def _move_base(self, gradient: Array) -> tuple[float, float, float]:
+        """The point becomes the base; returns the numbers of `_measure`."""
+        self.base[:] = self.point
+        self.base_gradient[:] = gradient
+        return self._measure()
 
     def _measure(self) -> tuple[float, float, float]:
         """The largest elements of the base, of its gradient, and of its projected gradient."""
@@ -246,8 +249,7 @@ class Descent(Minimizer):
         self._end("line search" if in_range else out_of_range(self.progress))
 
     def _go_to(self, step: float) -> None:
-        advance(self.point, self.base, self._direction, step)
-        self.bounds.project(self.point)
+        self.bounds.advance(self.point, self.base, self._direction, step)
 
     def _end(self, reason: str) -> None:
         """The last iterate is the result; where there is none, the start."""

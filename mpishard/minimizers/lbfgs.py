@@ -125,6 +125,7 @@ class QuasiNewton(Descent):
         super().__init__(method, method.search, space, vectors, point, limits)
         self.history = self._make_history(space, vectors[len(SLOTS) :])
         self._root = None if limits.scaling is None else module_of(limits.scaling).sqrt(limits.scaling)
+        self._pair_tops: list[float] = []  # of this rank's new pair, where they are known
         self._weighted_top = 0.0  # largest element of the gradient in scaled variables
 
     def _make_history(self, space: Space, rows: Array) -> History:
@@ -159,17 +160,19 @@ class QuasiNewton(Descent):
     def _learn(self, gradient: Array, step: float, slope: float, slope_before: float) -> None:
         curvature, modelled = step * (slope - slope_before), -step * step * slope_before
         powell = self.method.damping == "powell"
+        self._pair_tops = []
         if not powell and curvature <= self.space.epsilon * -step * slope_before:
             return
         s, y = self.history.open()
         self.note_written(*(len(SLOTS) + row for row in self.history.opened_rows))
         if self._root is None:
-            formulas.pair(s, y, self.point, gradient, self.base, self.base_gradient)
+            self._pair_tops = formulas.pair(s, y, self.point, gradient, self.base, self.base_gradient)
         else:
             formulas.scaled_pair(s, y, self.point, gradient, self.base, self.base_gradient, self._root)
         if powell and curvature < _LEAST_CURVATURE * modelled:
             # The direction is minus the inverse Hessian times the gradient: so the model's Hessian times s is -step
             # times the gradient.
+            self._pair_tops = []
             part = (1.0 - _LEAST_CURVATURE) * modelled / (modelled - curvature)
             if self._root is None:
                 formulas.damp(y, s, self.base_gradient, part, step)
@@ -206,9 +209,14 @@ class QuasiNewton(Descent):
             raise ValueError(f"precondition must be positive definite, but g'P g = {-slope:g} for the gradient g")
         return top, slope, self._first_step(slope, square), math.inf
 
+    @property
+    def _has_scale(self) -> bool:
+        """Whether the length of the direction means something."""
+        return len(self.history) > 0 or self.method.initial_scaling is not None
+
     def _first_step(self, slope: float, square: float) -> float:
         """1, once the length of the direction means something; before it, a direction of length 1 is tried."""
-        if len(self.history) or self.method.initial_scaling is not None:
+        if self._has_scale:
             return 1.0
         if self._root is not None or self.limits.precondition is not None:
             square = -slope  # the square of the length in scaled variables

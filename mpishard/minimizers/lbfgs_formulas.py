@@ -4,7 +4,7 @@
 ``r`` is the root of the scaling: with it pairs are kept in variables that are divided by it.
 """
 
-from mpishard.backend.array import elementwise
+from mpishard.backend.array import elementwise, largest
 
 
 @elementwise
@@ -12,7 +12,7 @@ def pair(s, y, x, g, b, h, /):
     """Step and change of the gradient, from the base ``b`` with gradient ``h`` to ``x`` with ``g``."""
     s = x - b
     y = g - h
-    return s, y
+    return s, y, largest(s), largest(y)
 
 
 @elementwise

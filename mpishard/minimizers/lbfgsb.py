@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpishard.minimizers.bounds import closeness, cut, keep_free, mark_free, move_held
+import numpy as np
+
+from mpishard.backend.array import empty
+from mpishard.minimizers.bounds import arrive, cut, divide, keep_free
 from mpishard.minimizers.lbfgs import LBFGS, QuasiNewton
 from mpishard.minimizers.lbfgs_formulas import unweigh, weigh
 from mpishard.minimizers.limits import Limits
@@ -115,6 +118,16 @@ class BoundedQuasiNewton(QuasiNewton):
     def _make_history(self, space: Space, rows: Array) -> ReducedHistory:
         return ReducedHistory(space, rows)
 
+    def _move_base(self, gradient: Array) -> tuple[float, float, float]:
+        learned = len(self.history.opened) == len(self._pair_tops)
+        if self.method.xtol or self.limits.weights is not None or self._root is not None or not learned:
+            return super()._move_base(gradient)
+        lower, upper = self.bounds.lower, self.bounds.upper
+        tops = arrive(self.base, self.base_gradient, self.point, gradient, lower, upper)
+        projected_top, weighted_top, *of_pair = self.space.maxima(*tops, *self._pair_tops)
+        self._measured([*of_pair, weighted_top])
+        return 0.0, self._gradient_top, projected_top
+
     def _to_measure(self) -> tuple[Array, ...]:
         return (*self.history.opened, self._weighted_gradient())
 
@@ -127,6 +140,10 @@ class BoundedQuasiNewton(QuasiNewton):
         """The gradient of elements that no bound holds in place, in scaled variables, in the memory of the point."""
         keep_free(self._descent(self.point), self.base, self.bounds.lower, self.bounds.upper, 0.0)
         return self._scaled(self.point)
+
+    def _steepest(self, out: Array) -> Array:
+        """As `_descent`; `out` is working memory that is not always used, and the result is only read."""
+        return self.base_gradient if self._root is None else self._descent(out)
 
     def _descent(self, out: Array) -> Array:
         """What steepest descent in scaled variables subtracts from the base, for a step of length 1; this is `out`."""
@@ -145,32 +162,31 @@ class BoundedQuasiNewton(QuasiNewton):
     def _turn(self) -> tuple[float, float, float, float]:
         d, work, reach = self._direction, self.point, self.history.reach
         sides = self.bounds.lower, self.bounds.upper
-        mark_free(d, self.base, self._descent(work), *sides, reach)
-        free = d > 0
-        move_held(self._descent(d), self.base, *sides, reach)
-        keep_free(self._descent(work), self.base, *sides, reach)
+        free = empty(d.size, np.bool_, like=d)
+        divide(work, d, free, self.base, self._steepest(work), *sides, reach)
         # A step to the bound may be twice as long as what leads there, by rounding.
         tops = self._weighted_top, 2 * reach * self._weighted_top
         gamma, of_s, of_y, product = self.history.reduced_times(
             free, self._scaled(work), self._scaled(d), tops, self.method.initial_scaling
         )
-        del free
-        slope, factor = math.nan, 1.0
+        slope, factor, square_of_free = math.nan, 1.0, math.nan
         for _ in range(_HALVINGS):
-            self._weigh_free(work)
             self.history.combine(of_s, of_y, work, -gamma, d)
             if self._root is not None:
                 weigh(d, d, self._root)
-            cut(d, self.base, self._descent(work), *sides, reach, factor)
-            closeness(work, self.base, d, *sides)
-            top, closest = self.space.largest(d, work)
-            pairs, limits = [(self.base_gradient, d), (d, d)], [self._gradient_top * top, top * top]
-            if closest >= 1:
+            top, closest = self.space.maxima(*cut(d, self.base, self._steepest(work), *sides, reach, factor))
+            if self._root is not None:
                 self._weigh_free(work)
+            pairs, limits = [(self.base_gradient, d)], [self._gradient_top * top]
+            if not self._has_scale:
+                pairs, limits = [*pairs, (d, d)], [*limits, top * top]
+            if closest >= 1 and math.isnan(square_of_free):
                 pairs, limits = [*pairs, (work, work)], [*limits, self._weighted_top * self._weighted_top]
-            slope, square, *of_gradient = self.space.dots(pairs, limits)
+            slope, *squares = self.space.dots(pairs, limits)
+            square = math.nan if self._has_scale else squares.pop(0)
+            square_of_free = squares[0] if squares else square_of_free
             # The slope along the step that is not cut follows from its coefficients.
-            uncut = product - gamma * of_gradient[0] if of_gradient else math.inf
+            uncut = product - gamma * square_of_free if closest >= 1 else math.inf
             if not slope >= 0 and not slope > _LEAST_DESCENT * factor * uncut:
                 break
             factor /= 2

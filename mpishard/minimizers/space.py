@@ -75,7 +75,11 @@ class Space(ABC):
 
     def largest(self, *vectors: Array) -> list[float]:
         """The largest absolute value of each vector; infinite if an element is NaN or infinite.  One all-reduce."""
-        tops = np.array([self._largest(vector) for vector in vectors], np.float64)
+        return self.maxima(*map(self._largest, vectors))
+
+    def maxima(self, *numbers: float) -> list[float]:
+        """The largest of each number over the ranks, of numbers other than NaN.  One all-reduce."""
+        tops = np.array(numbers, np.float64)
         self.maximize(tops)
         return [float(top) for top in tops]
 
