@@ -54,7 +54,7 @@ def inner(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @before_compiling
 def _define_prefetch() -> None:
-    from llvmlite import ir  # type: ignore[import-untyped]
+    from llvmlite import ir
     from numba.core import cgutils, types
     from numba.extending import intrinsic, overload
 
