@@ -9,7 +9,7 @@ from mpishard.parameters.gradient_buckets import Run
 
 
 def bucket_layout(
-    parameters: FlatParameters, *, compressed: bool, by_unit: bool = False
+    parameters: FlatParameters, *, compressed: bool, by_unit: bool = False, ties_apart: bool = False
 ) -> tuple[list[Run], list[int]]:
     """Runs of tensors that no bucket may span, and the sizes of tensors that decide where buckets are cut.
 
@@ -21,9 +21,12 @@ def bucket_layout(
         every tensor rank, or none is.
     by_unit : bool
         Whether to cut buckets at the units of ``parameters.units``.
+    ties_apart : bool
+        As for `TensorLayout.gradient_runs`.
     """
     apart = compressed and parameters.place.tensor_size > 1
     # With an uneven cut, slices differ in size between tensor ranks.  Tensor ranks sum partial gradients bucket by
     # bucket and need the same cuts, so that all of them use the sizes of tensor rank 0.
     first = replace(parameters.place, tensor_rank=0).holding(parameters.specs)
-    return parameters.layout.gradient_runs(by_unit=by_unit, copies_apart=apart), [piece.size for piece in first]
+    runs = parameters.layout.gradient_runs(by_unit=by_unit, copies_apart=apart, ties_apart=ties_apart)
+    return runs, [piece.size for piece in first]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Unpack, overload
 
 from mpishard.backend import array as arrays
@@ -135,6 +136,13 @@ class ShardedModel:
             The sum over this data rank's samples, not over the data axis.
         """
         return self.model.loss_and_gradient(*batch)
+
+    @property
+    def losses_and_gradient(self) -> Callable[[Sequence[tuple[Any, ...]]], Sequence[float]]:
+        """That of the model (`mpishard.parameters.model.PipelinedModel`); AttributeError if it has none."""
+        model: Any = self.model
+        found: Callable[[Sequence[tuple[Any, ...]]], Sequence[float]] = model.losses_and_gradient
+        return found
 
     def synchronize_gradients(self) -> None:
         """Sum the gradients over the data axis; `step` of an optimizer does this by itself.  Collective.

@@ -57,8 +57,12 @@ class DataParallel(Strategy):
         return self.axis.start_all_reduce(gradient, label="gradients")
 
     def target(self, bucket: Bucket, gradient: Array) -> Array:
-        start, stop = self.ownership.counted[bucket.index]
-        return gradient[start - bucket.start : stop - bucket.start]
+        pieces = self._counts[bucket.index]
+        start = sum(pieces[: self.axis.rank])
+        return gradient[start : start + pieces[self.axis.rank]]
+
+    def owned(self, bucket: Bucket) -> Array:
+        return self.target(bucket, self.reducer.memory.of_bucket(bucket))
 
     def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
         """Wait for the sums of buckets, and write each whole sum into its gradient."""
@@ -66,8 +70,20 @@ class DataParallel(Strategy):
         if self.hierarchical is not None:
             self.hierarchical.finish(arrived, compresses=self.compresses)
         elif self.ordered is not None or (self.compressed is not None and self.compresses):
-            for gather in [self._start_gather(bucket, gradient) for bucket, gradient, _ in arrived]:
-                gather.wait()
+            self._gather([(bucket, gradient) for bucket, gradient, _ in arrived if not self._waits_for_uses(bucket)])
+
+    def add_uses(self) -> None:
+        super().add_uses()
+        memory = self.reducer.memory
+        self._gather([(bucket, memory.of_bucket(bucket)) for bucket in self.buckets if self._waits_for_uses(bucket)])
+
+    def _waits_for_uses(self, bucket: Bucket) -> bool:
+        """Whether the uses of a tied tensor are added in this bucket, or from it, before it is gathered."""
+        return self.uses is not None and (bucket.second_use or bucket.index in self.uses.incomplete)
+
+    def _gather(self, sums: Sequence[tuple[Bucket, Array]]) -> None:
+        for gather in [self._start_gather(bucket, gradient) for bucket, gradient in sums]:
+            gather.wait()
 
     def _start_gather(self, bucket: Bucket, gradient: Array) -> Transfer:
         pieces = self._counts[bucket.index]
@@ -101,11 +117,11 @@ class ShardedState(Strategy):
     def target(self, bucket: Bucket, gradient: Array) -> Array:
         return gradient[: self._counts[bucket.index][self.axis.rank]]
 
+    def owned(self, bucket: Bucket) -> Array:
+        return self.target(bucket, self.reducer.memory.of_bucket(bucket))
+
     def gradients(self) -> list[Array]:
-        return [
-            self.reducer.memory.of_bucket(bucket)[: pieces[self.axis.rank]]
-            for bucket, pieces in zip(self.buckets, self._counts, strict=True)
-        ]
+        return [self.owned(bucket) for bucket in self.buckets]
 
     def publish_parameters(self) -> None:
         self._gather(self.parameters.flat, "parameters")
@@ -129,7 +145,7 @@ class ShardedState(Strategy):
         """All-gather a flat array in which each data rank has filled its own ranges."""
         pending = [
             self.axis.start_all_gather(flat[bucket.start : bucket.stop], counts=pieces, label=label)
-            for bucket, pieces in zip(self.buckets, self._counts, strict=True)
+            for bucket, pieces in zip(self.buckets, self._counts, strict=False)
         ]
         for gathered in pending:
             gathered.wait()
@@ -144,9 +160,17 @@ class ShardedGradients(ShardedState):
         super().__init__(config, parameters)
         self._shard = arrays.zeros(self.ownership.size, parameters.dtype, like=parameters.like)
         self._summed: set[int] = set()
+        # By bucket of a second use: this rank's part of its sum.
+        self._second: dict[int, Array] = {}
+        for bucket in () if self.uses is None else self.uses.buckets:
+            size = self._counts[bucket.index][self.axis.rank]
+            self._second[bucket.index] = arrays.zeros(size, parameters.dtype, like=parameters.like)
 
     def target(self, bucket: Bucket, gradient: Array) -> Array:
-        return super().target(bucket, gradient) if self.ordered is None else self.gradients()[bucket.index]
+        return super().target(bucket, gradient) if self.ordered is None else self.owned(bucket)
+
+    def owned(self, bucket: Bucket) -> Array:
+        return self._second[bucket.index] if bucket.second_use else self.gradients()[bucket.index]
 
     def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
         """Wait for the sums of buckets, and add this rank's part of each to those of earlier micro-batches."""
@@ -170,7 +194,7 @@ class ShardedGradients(ShardedState):
 
     @property
     def gradient_bytes(self) -> int:
-        return int(self._shard.nbytes) + super().gradient_bytes
+        return int(self._shard.nbytes + sum(part.nbytes for part in self._second.values())) + super().gradient_bytes
 
 
 class ShardedParameters(ShardedGradients):

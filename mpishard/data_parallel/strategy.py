@@ -7,8 +7,9 @@ the strategy how.  It only sums gradients; the optimizer divides.  The stages ar
 (2020), section 5.
 
 Order of summation: first the micro-batches, in the gradient buffer; then the copies of a tensor within one data
-coordinate (`TensorCopies`); then the data axis.  With `reproducible`, the copies come first; `OrderedSums` then sums
-over micro-batches and the data axis along the tree of `mpishard.reduction.tree_sum`.
+coordinate (`TensorCopies`); then the data axis.  With `reproducible`, the copies on the tensor axis come first;
+`OrderedSums` then sums over micro-batches and the data axis along the tree of `mpishard.reduction.tree_sum`; the uses
+of a tied tensor come last (`TiedUses`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.owned_ranges import OwnedRanges
 from mpishard.data_parallel.tensor_copies import TensorCopies
+from mpishard.data_parallel.tied_uses import TiedUses
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.run_state import GRADIENT_ERRORS
 from mpishard.parameters.bucket_sums import Transfer
@@ -57,6 +59,8 @@ class Strategy(ABC):
         Sums over the data axis along a fixed tree over the step's micro-batches; None unless `reproducible`.
     compressed : CompressedSums or None
         Sums gradients over the data axis in compressed form; None without compression.
+    uses : TiedUses or None
+        Adds the uses of tied tensors; None unless `reproducible`.
     compresses : bool
         Whether the gradients of this step are compressed.
     team : Axis or ModelParallelGroup
@@ -84,20 +88,26 @@ class Strategy(ABC):
         TensorCopies(mesh, parameters).spread()
         self.attach(parameters)
         compressed = config.compressor is not None
-        runs, sizes = bucket_layout(parameters, compressed=compressed, by_unit=self.shards_parameters)
+        runs, sizes = bucket_layout(
+            parameters, compressed=compressed, by_unit=self.shards_parameters, ties_apart=config.reproducible
+        )
         self.buckets: tuple[Bucket, ...] = make_buckets(
             parameters.pieces, config.minimum_parameter_group_size, runs, sizes
         )
+        self._counts = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets]
+        self.uses: TiedUses | None = None
+        if config.reproducible:
+            self.uses = TiedUses(parameters, self.buckets, self._counts, self.axis.rank)
+            self._counts += self.uses.counts
         self.reducer: GradientReducer = GradientReducer(
             parameters.pieces,
-            self.buckets,
+            (*self.buckets, *(() if self.uses is None else self.uses.buckets)),
             parameters.like,
             self,
             on_demand=self.gradients_on_demand,
             overlap=config.overlap_communication,
             reproducible=config.reproducible,
         )
-        self._counts = [counts(split(bucket.size, self.axis.size)) for bucket in self.buckets]
         self.ownership: OwnedRanges = self._make_ownership(parameters, self._shares())
         self.compresses = True
         self.compressed: CompressedSums | None = self._make_compressed(config, parameters)
@@ -105,7 +115,7 @@ class Strategy(ABC):
     def _shares(self) -> list[Range]:
         """This rank's even share of each bucket, as ranges of the flat parameters."""
         shares = []
-        for bucket, pieces in zip(self.buckets, self._counts, strict=True):
+        for bucket, pieces in zip(self.buckets, self._counts, strict=False):
             start = bucket.start + sum(pieces[: self.axis.rank])
             shares.append((start, start + pieces[self.axis.rank]))
         return shares
@@ -133,7 +143,10 @@ class Strategy(ABC):
         self.copies: TensorCopies = TensorCopies(self.mesh, parameters)
 
     def sum_copies(self, bucket: Bucket, gradient: Array) -> None:
-        """Sum a bucket's gradient over the copies of its tensors within one data coordinate."""
+        """Sum a bucket's gradient over the copies of its tensors within one data coordinate.
+
+        With `reproducible` no bucket is tied here: the uses of a tied tensor are added by `add_uses`.
+        """
         self.copies.sum(bucket, gradient)
 
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
@@ -157,6 +170,15 @@ class Strategy(ABC):
         """Wait for the sums of buckets.  Here the results stay in the gradient buffer."""
         for _, _, transfer in started:
             transfer.wait()
+
+    def add_uses(self) -> None:
+        """Add the gradients of the uses of tied tensors, after all sums of a reproducible step."""
+        assert self.uses is not None
+        self.uses.add(self.owned, self.copies)
+
+    @abstractmethod
+    def owned(self, bucket: Bucket) -> Array:
+        """This rank's part of the sum of a bucket, also of one of a second use."""
 
     def reset(self) -> None:
         """Forget the sums of this step.  Not collective."""

@@ -12,6 +12,7 @@ from mpishard.layout.local_layout import Piece
 from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_buckets import Bucket
+from mpishard.reduction.ordered import OrderedSums
 
 Array = Any
 
@@ -57,6 +58,16 @@ class TensorCopies:
             name = self._tensors[bucket.first][1].name
             if name in self._ties:
                 self._ties[name][0].all_reduce(gradient, label="gradients")
+
+    def sum_tie(self, name: str, gradient: Array) -> None:
+        """Sum the gradient of a tied tensor, or a part of it, over its stages in place, in the order of the stages."""
+        if name not in self._ties:
+            return
+        axis = self._ties[name][0]
+        if axis.size == 2:  # one order only
+            axis.all_reduce(gradient, label="gradients")
+        else:
+            OrderedSums(axis, gradient).all_reduce(gradient)
 
     def _sum_partial(self, bucket: Bucket, gradient: Array) -> None:
         runs: list[tuple[int, int]] = []

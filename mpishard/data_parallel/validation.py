@@ -28,11 +28,6 @@ Array = Any
 
 def check_configuration(what: str, config: ShardingConfiguration, strategy: type[Strategy]) -> None:
     """Raise ValueError unless the strategy has all that the configuration asks for; `what` names the optimizer."""
-    if config.reproducible and strategy.gradients_on_demand and config.mesh.pipeline.size > 1:
-        raise ValueError(
-            f"reproducible=True with {what} is for meshes without pipeline ranks, whose micro-batches cannot be told "
-            "apart; use ZeRO-1 or DDP there"
-        )
     if config.compressor is not None and strategy.shards_parameters:
         raise ValueError(
             f"gradient compression is for DDP, ZeRO-1 and ZeRO-2, not for {what}, which sends parameters most of the "

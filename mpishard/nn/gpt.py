@@ -191,6 +191,29 @@ class GPT:
         with np.errstate(**self._expected):
             return self.pipeline.train(self._inputs.micro_batches(tokens, targets, self.microbatches))
 
+    def losses_and_gradient(self, batches: Sequence[tuple[Array, Array]]) -> list[float]:
+        """Like `loss_and_gradient` for several batches, each of which is one micro-batch of the pipeline.
+
+        With ``reproducible=True`` a training loop calls this: `microbatches` cuts no batch then.
+
+        Parameters
+        ----------
+        batches : sequence of (tokens, targets)
+            At least one; the arguments of `loss_and_gradient` for each.
+
+        Returns
+        -------
+        list of float
+            The loss of each batch.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `loss_and_gradient`.
+        """
+        with np.errstate(**self._expected):
+            return self.pipeline.train_each(self._inputs.each_batch(batches))
+
     def loss(self, tokens: Array, targets: Array) -> float:
         """Summed loss of a batch, without gradients.
 

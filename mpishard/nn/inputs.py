@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,18 +41,37 @@ class Inputs:
 
     def micro_batches(self, tokens: Array, targets: Array, count: int) -> list[Batch]:
         """A batch, cut into `count` micro-batches; TypeError or ValueError if it is none."""
-        if np.shape(tokens) != np.shape(targets):
-            raise ValueError(f"tokens have shape {np.shape(tokens)}, but targets {np.shape(targets)}")
-        tokens_n, targets_n = self.checked("tokens", tokens), self.checked("targets", targets)
+        ((tokens_n, targets_n),) = self._pairs([(tokens, targets)])
         size, length = np.shape(tokens)
         cuts = [length * cut for cut in split(size, count)]
+        return [Batch(tokens_n[first:last], targets_n[first:last], length) for first, last in pairwise(cuts)]
+
+    def each_batch(self, batches: Sequence[tuple[Array, Array]]) -> list[Batch]:
+        """Several batches, each as one micro-batch; TypeError or ValueError if one is none."""
+        pairs = self._pairs(batches)
         return [
-            Batch(tokens_n[first:last], targets_n[first:last], length)
-            for first, last in zip(cuts[:-1], cuts[1:], strict=True)
+            Batch(tokens_n, targets_n, np.shape(tokens)[1])
+            for (tokens_n, targets_n), (tokens, _) in zip(pairs, batches, strict=True)
         ]
 
     def checked(self, what: str, tokens: Array) -> Array:
         """`tokens` as a flat int64 array where the model computes; TypeError or ValueError if they are not valid."""
+        return self._moved_each(what, [self._valid(what, tokens)])[0]
+
+    def _pairs(self, batches: Sequence[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
+        """Tokens and targets of batches, checked, as flat arrays where the model computes."""
+        valid: list[tuple[np.ndarray, np.ndarray]] = []
+        for tokens, targets in batches:
+            if np.shape(tokens) != np.shape(targets):
+                raise ValueError(f"tokens have shape {np.shape(tokens)}, but targets {np.shape(targets)}")
+            valid.append((self._valid("tokens", tokens), self._valid("targets", targets)))
+        moved = [
+            self._moved_each(what, [pair[index] for pair in valid]) for index, what in enumerate(("tokens", "targets"))
+        ]
+        return list(zip(*moved, strict=True))
+
+    def _valid(self, what: str, tokens: Array) -> np.ndarray:
+        """`tokens` on the host; TypeError or ValueError if they are not valid."""
         vocabulary_size, context_length = self._architecture.vocabulary_size, self._architecture.context_length
         tokens = np.asarray(to_host(tokens) if is_array(tokens) else tokens)
         if tokens.dtype.kind not in "iu":
@@ -69,10 +90,18 @@ class Inputs:
                 f"{what} range from {low} to {high}, but the model's vocabulary_size is {vocabulary_size}: "
                 f"valid tokens are 0 to {vocabulary_size - 1}"
             )
-        flat = self._host(what, (tokens.size,), np.int64)
-        flat.reshape(tokens.shape)[...] = tokens
-        if self._moved is None:
-            return flat
-        moved = self._moved(what, flat.shape, flat.dtype)
-        copy_to_device(flat, moved)
-        return moved
+        return tokens
+
+    def _moved_each(self, what: str, parts: Sequence[np.ndarray]) -> list[Array]:
+        """Arrays as flat int64 arrays where the model computes, end to end in memory that is used again."""
+        cuts = [0]
+        for part in parts:
+            cuts.append(cuts[-1] + part.size)
+        flat: Array = self._host(what, (cuts[-1],), np.int64)
+        for part, (first, last) in zip(parts, pairwise(cuts), strict=True):
+            flat[first:last].reshape(part.shape)[...] = part
+        if self._moved is not None:
+            moved = self._moved(what, flat.shape, flat.dtype)
+            copy_to_device(flat, moved)
+            flat = moved
+        return [flat[first:last] for first, last in pairwise(cuts)]

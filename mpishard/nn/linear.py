@@ -48,6 +48,8 @@ class Linear(Layer):
 
     # The dimensions of the weight.
     _inputs_dim, _outputs_dim = 0, 1
+    # Whether another layer may use the weight too, before this one.
+    _second_use = False
 
     def __init__(
         self,
@@ -299,7 +301,7 @@ class Linear(Layer):
         if self.split == 1:
             # Only the own rows are kept, or sequence parallelism would save no memory here.
             x_ni = self._all_rows(x_ni, work)
-        view, accumulate = self.parameters.gradient(self.weight_name)
+        view, accumulate = self.parameters.gradient(self.weight_name, self._second_use)
         views = self._cut(view, self._split_dim)
         inputs, outputs = self._inputs_apart(x_ni), self._outputs_apart(dy_no)
         for index, part in enumerate(views):
@@ -383,6 +385,7 @@ class TiedLinear(Linear):
     """
 
     _inputs_dim, _outputs_dim = 1, 0
+    _second_use = True
 
     def __init__(self, name: str, weight_name: str, inputs: int, outputs: int, *, scale: float = 0.02) -> None:
         super().__init__(name, inputs, outputs, scale=scale, bias=False, split=1)

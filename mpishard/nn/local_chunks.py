@@ -90,6 +90,8 @@ class LocalChunks:
                 unit.initialize(seed)
                 if isinstance(unit, OutputHead):
                     unit.shares_table(place.runs(0))
+                    if architecture.tied and place.runs(0):
+                        self.parameters.second_uses[unit.head.weight_name] = stage
             self.chunks.append(Chunk(stage, units, self.parameters, tensor, self.scratch, self._keeping))
         self.blocks: list[Block] = [unit for chunk in self.chunks for unit in chunk.units if isinstance(unit, Block)]
 

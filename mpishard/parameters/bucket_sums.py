@@ -19,7 +19,7 @@ class BucketSums(Protocol):
     """
 
     def sum_copies(self, bucket: Bucket, gradient: Array) -> None:
-        """Add the terms of the other ranks of this model replica to a gradient."""
+        """Add the terms of the other ranks of this model replica to a gradient; in a reproducible run without ties."""
 
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
         """Start the sum of a bucket over the data axis; None if there is nothing to wait for.
@@ -29,6 +29,9 @@ class BucketSums(Protocol):
 
     def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
         """Wait for sums, given as ``(bucket, gradient, start(bucket, gradient))``, and store their results."""
+
+    def add_uses(self) -> None:
+        """Add the gradients of the uses of tied tensors, after all sums of a reproducible step."""
 
     def reset(self) -> None:
         """Forget the sums of this step; the next gradients belong to another."""

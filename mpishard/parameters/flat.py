@@ -59,6 +59,9 @@ class FlatParameters:
         An empty array of the parameters' dtype and device.
     dtype : dtype
     gradients : GradientReducer
+    second_uses : dict of str to int
+        Tied tensors with two uses on this rank, and the virtual stage of the second one, which asks for its gradient by
+        ``gradient(name, second=True)``.  A model sets it; reproducible runs keep the two apart.
     lent : bool
         Whether the flat buffer is the caller's, so that it must stay whole.
     loss_scale : float
@@ -162,6 +165,7 @@ class FlatParameters:
         self.pieces: LocalLayout = layout.pieces
         self.units: list[tuple[int, int]] = layout.units
         self.size: int = layout.size
+        self.second_uses: dict[str, int] = {}
         self.lent = False
         self.loss_scale: float = 1.0
         self.layout_dependence: str = ""
@@ -370,7 +374,7 @@ class FlatParameters:
         self.sharded.gather(flat)
         return flat
 
-    def gradient(self, name: str) -> tuple[Array, bool]:
+    def gradient(self, name: str, second: bool = False) -> tuple[Array, bool]:
         """The memory for the gradient of a tensor in a backward pass.
 
         Ask again in every pass: under ZeRO-2 the memory changes.
@@ -379,6 +383,8 @@ class FlatParameters:
         ----------
         name : str
             A tensor that is held here.
+        second : bool
+            Whether it is the second use of the tensor on this rank, see `second_uses`.
 
         Returns
         -------
@@ -386,7 +392,7 @@ class FlatParameters:
             A view of the shape of the slice, and whether to add to it.  If False, it holds garbage and must be
             overwritten.
         """
-        return self.gradients.gradient(name)
+        return self.gradients.gradient(name, second)
 
     finished = renamed_method("FlatParameters", "finished", "mark_ready")
     gradient_runs = renamed_method("FlatParameters", "gradient_runs", "layout.gradient_runs")

@@ -64,7 +64,8 @@ def make_runs(tensors: Iterable[tuple[int, object, bool]]) -> list[Run]:
 class Bucket:
     """Tensors `first` to `last` (exclusive) of a model: elements ``[start, stop)`` of its flat buffer.
 
-    `virtual_stage` and `tied` are those of its `Run`.
+    `virtual_stage` and `tied` are those of its `Run`.  With `second_use` it is the second gradient of one tensor, which
+    has another place in memory than the range of the tensor.
 
     Parameters
     ----------
@@ -78,6 +79,8 @@ class Bucket:
         The one that has its tensors.
     tied : bool
         Whether it is one tied tensor.
+    second_use : bool
+        Whether it has the gradient of the second use of its tensor, kept apart from that of the first.
     """
 
     index: int
@@ -87,11 +90,51 @@ class Bucket:
     stop: int
     virtual_stage: int = 0
     tied: bool = False
+    second_use: bool = False
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return self.stop - self.start
+
+
+def names_in(bucket: Bucket, pieces: Sequence[Piece]) -> list[str]:
+    """The names under which a reducer has the gradients of a bucket; that of a second use is no tensor's name.
+
+    Not collective.
+
+    Parameters
+    ----------
+    bucket : Bucket
+        One of a model.
+    pieces : sequence of Piece
+        All tensors of it in flat order.
+
+    Returns
+    -------
+    list of str
+        In the order of the tensors.
+    """
+    names = [piece.name for piece in pieces[bucket.first : bucket.last]]
+    return [second_use(name) for name in names] if bucket.second_use else names
+
+
+def second_use(name: str) -> str:
+    """The name of the gradient of a tensor's second use.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        Of the tensor.
+
+    Returns
+    -------
+    str
+        One that no tensor can have.
+    """
+    return f"{name}\0second use"
 
 
 def make_buckets(

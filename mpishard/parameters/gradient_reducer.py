@@ -11,12 +11,16 @@ memory from one micro-batch to the next (ZeRO-2 and 3), so each micro-batch is s
 pipeline: more micro-batches of the virtual stage follow in this backward pass.  Without `on_demand` a bucket is summed
 once in a step: in the last pass, after the last micro-batch of its virtual stage.  A tied tensor is always summed at
 the end of the last pass.
+
+In a reproducible run each rank's micro-batches are terms of a sum in a fixed order.  `keep_apart` says how many there
+are: backward passes, or micro-batches of each virtual stage in one pass.  A term that is complete becomes a partial
+sum of its order, and the last one is reduced with them.  With `on_demand` each term is reduced by itself.  The uses of
+a tied tensor are sums of their own, added once at the end; so no order waits for another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from mpishard.backend import array as arrays
@@ -24,36 +28,13 @@ from mpishard.layout.local_layout import Piece
 from mpishard.parameters.accumulation import Accumulation
 from mpishard.parameters.bucket_memory import BucketMemory
 from mpishard.parameters.bucket_sums import BucketSums, Inspector, Transfer
-from mpishard.parameters.gradient_buckets import Bucket
+from mpishard.parameters.gradient_buckets import Bucket, second_use
 from mpishard.parameters.gradient_phase import TRANSITIONS, GradientPhase
+from mpishard.parameters.no_sync import NoSync
 from mpishard.parameters.partial_sums import PartialSums
 from mpishard.parameters.ready_tracker import BucketOrder, ReadyTracker
 
 Array = Any
-
-
-class _NoSync:
-    """The context of `GradientReducer.no_sync`."""
-
-    def __init__(self, reducer: GradientReducer) -> None:
-        self._reducer = reducer
-        self._before: list[bool] = []
-
-    def __enter__(self) -> None:
-        if self._reducer.phase is not GradientPhase.ACCUMULATING:
-            raise RuntimeError(
-                "the gradients of this step are being reduced, so that no_sync() comes too late for another backward "
-                "pass; call step() or reset_gradients() before"
-            )
-        self._before.append(self._reducer.is_last_pass)
-        self._reducer.is_last_pass = False
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                self._reducer._end_pass(False)
-        finally:
-            self._reducer.is_last_pass = self._before.pop()
 
 
 class GradientReducer:
@@ -70,7 +51,7 @@ class GradientReducer:
     pieces : sequence of Piece
         Tensors in flat order.
     buckets : sequence of Bucket
-        They cover the pieces.
+        They cover the pieces; those of second uses follow.
     like : array
         An array of the dtype and device that the gradients shall have.
     sums : BucketSums, optional
@@ -82,15 +63,13 @@ class GradientReducer:
     overlap : bool
         False: wait for each sum as soon as it has started.
     reproducible : bool
-        Whether micro-batches may be kept apart as partial sums.  A gradient is then reduced within the replica before
-        it is added to another.
+        Whether micro-batches may be kept apart as partial sums.  A gradient is then reduced over tensor ranks before it
+        is added to another.
 
     Attributes
     ----------
     phase : GradientPhase
     memory : BucketMemory
-    partials : PartialSums or None
-        None unless `reproducible`.
     is_last_pass : bool
         Whether no other backward pass follows in this step.  False within `no_sync`; else as
         `auto_sync_gradients` says, and True in the steps of a training loop.
@@ -112,8 +91,6 @@ class GradientReducer:
     ) -> None:
         self.buckets: tuple[Bucket, ...] = tuple(buckets)
         self.on_demand = on_demand
-        self.partials: PartialSums | None = PartialSums() if reproducible else None
-        self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self.partials)
         self.phase: GradientPhase = GradientPhase.ACCUMULATING
         self.inspector: Inspector | None = None
         self.is_last_pass: bool = sums is not None
@@ -121,6 +98,20 @@ class GradientReducer:
         self._sums = sums
         self._overlap = overlap
         self._tracker = ReadyTracker(pieces, buckets)
+        self._second: dict[str, str] = {
+            piece.name: second_use(piece.name)
+            for bucket in self.buckets
+            if bucket.second_use
+            for piece in pieces[bucket.first : bucket.last]
+        }
+        self._partials: list[PartialSums] = []  # by bucket
+        if reproducible:
+            for order in sorted(self._tracker.orders, key=lambda order: order.first):
+                covered = self.buckets[order.first : order.last + 1]
+                self._partials += [PartialSums(covered[0].start, covered[-1].stop, like)] * len(covered)
+        self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self._partials)
+        self._merges: tuple[int, ...] = ()  # of the terms of this step
+        self._terms_in_pass = False
         self._pending: list[tuple[Bucket, Array, Transfer]] = []
 
     # -- what is known ----------------------------------------------------------------------------------------------
@@ -147,13 +138,15 @@ class GradientReducer:
 
     # -- backward passes --------------------------------------------------------------------------------------------
 
-    def gradient(self, name: str) -> tuple[Array, bool]:
+    def gradient(self, name: str, second: bool = False) -> tuple[Array, bool]:
         """The memory for the gradient of tensor `name`, and whether to add to it (else: overwrite its content).
 
         Parameters
         ----------
         name : str
             Of the tensor.
+        second : bool
+            Whether to ask for that of its second use on this rank, where that is kept apart.
 
         Returns
         -------
@@ -165,7 +158,10 @@ class GradientReducer:
         RuntimeError
             If its gradient is reduced already.
         """
-        index, order = self._tracker.places[name]
+        key = self._second.get(name, name) if second else name
+        if self.memory.early.writing:
+            return self.memory.view(key)
+        index, order = self._tracker.places[key]
         if self.on_demand and order.next < order.first and not self.is_last_pass:
             self._begin(order)  # the last pass has reduced all buckets, and this is another
         if self.phase is GradientPhase.REDUCED or index > order.next:
@@ -173,7 +169,7 @@ class GradientReducer:
                 f"the gradient of {name!r} is reduced already, so another backward pass cannot add to it; call step() "
                 "or reset_gradients() in between, or set auto_sync_gradients=False to accumulate over several passes"
             )
-        return self.memory.view(name)
+        return self.memory.view(key)
 
     def __getitem__(self, name: str) -> Array:
         """The gradient of tensor `name`, for ``gradients[name] += ...``; zeros where nothing was added yet."""
@@ -209,7 +205,7 @@ class GradientReducer:
             while self._tracker.is_complete(order):
                 self._reduce(order)
 
-    def no_sync(self) -> _NoSync:
+    def no_sync(self) -> NoSync:
         """A context for a backward pass that is not the last one of the step.
 
         Its gradients stay local where memory is kept.  Where memory is on demand (ZeRO-2 and 3) they are summed across
@@ -226,7 +222,8 @@ class GradientReducer:
         RuntimeError
             At the entry, if the last pass has begun to reduce.
         """
-        return _NoSync(self)  # a new one: kept here, it would keep the memory of the gradients until a collection
+        # A new one: kept here, it would keep the memory of the gradients until a collection.
+        return NoSync(self._begin_without_sync, self._end_without_sync)
 
     def begin_virtual_stage(self, virtual_stage: int, last: bool) -> None:
         """Begin a micro-batch's backward pass of a virtual stage; `last`: no other follows in this pass.
@@ -238,6 +235,7 @@ class GradientReducer:
         last : bool
             As above.
         """
+        self.memory.take_early(virtual_stage)
         for order in self._tracker.orders:
             if order.virtual_stage == virtual_stage:
                 order.more = not last
@@ -253,6 +251,8 @@ class GradientReducer:
         for order in reversed(self._tracker.orders):
             if order.virtual_stage != virtual_stage or order.tied:
                 continue
+            if self._terms_in_pass and order.more:
+                self._keep_term(order)
             if self.on_demand or (self.is_last_pass and not order.more):
                 self._reduce_rest(order)
             if self.on_demand and order.more:
@@ -271,6 +271,8 @@ class GradientReducer:
         if self.phase is not GradientPhase.REDUCED:
             self._end_pass(True)
             self._wait_all()
+            if self._partials and self._sums is not None:
+                self._sums.add_uses()
             self._enter(GradientPhase.REDUCED)
 
     def abandon(self) -> None:
@@ -284,10 +286,9 @@ class GradientReducer:
         self._wait_all()
         for order in self._tracker.orders:
             self._tracker.begin(order)
-            order.more = False
+            order.more, order.pushed = False, 0
         self.memory.forget()
-        if self.partials is not None:
-            self.partials.forget()
+        self._merges, self._terms_in_pass = (), False
         self.accumulation.forget()
         self._enter(GradientPhase.ACCUMULATING)
         if self._sums is not None:
@@ -297,33 +298,55 @@ class GradientReducer:
 
     # -- micro-batches that are kept apart --------------------------------------------------------------------------
 
-    def push_partial(self, tree_merges: int) -> None:
-        """Within `no_sync`: complete a micro-batch's gradient, and push it as a partial sum of its own.
+    def keep_apart(self, tree_merges: Sequence[int], *, in_pass: bool = False) -> None:
+        """Keep the gradients of this step's micro-batches apart, as terms of a sum in a fixed order.
 
-        The next micro-batch starts a gradient of its own.  Collective as `BucketSums.sum_copies` is.  Not
-        for memory on demand.
-
-        Parameters
-        ----------
-        tree_merges : int
-            How many of the newest partial sums are popped and added, the newest first.
-        """
-        for bucket in reversed(self.buckets):
-            gradient = self.memory.zero_missing(bucket)
-            if self._sums is not None:
-                self._sums.sum_copies(bucket, gradient)
-        self.memory.push_flat(tree_merges)
-
-    def merge_newest(self, tree_merges: int) -> None:
-        """Add the `tree_merges` newest partial sums to the gradient of the last micro-batch, before it is reduced.
+        Only for reproducible runs, before the first backward pass of a step.
 
         Parameters
         ----------
-        tree_merges : int
-            How many.
+        tree_merges : sequence of int
+            For each micro-batch of this rank, how many of the partial sums before it are added to it, the newest first;
+            ``[0]`` if it has none.  Empty where each micro-batch is reduced by itself, on demand.
+        in_pass : bool
+            False: each backward pass is a micro-batch.  True: one pass has all of them, one by one in each virtual
+            stage.
         """
-        assert self.partials is not None
-        self.partials.newest = tree_merges
+        assert self._partials
+        self._merges = tuple(tree_merges)
+        self._terms_in_pass = in_pass
+
+    def push_external(self, flat: Array) -> Array:
+        """Keep a micro-batch apart whose gradient is the caller's array; not collective.
+
+        Parameters
+        ----------
+        flat : 1-D array
+            This rank's whole gradient of the micro-batch; it is the reducer's from now on.
+
+        Returns
+        -------
+        1-D array
+            Uninitialised memory for the next one.
+        """
+        (order,) = self._tracker.orders
+        order.pushed += 1
+        return self.memory.push_external(flat, self._merges[order.pushed - 1])
+
+    def begin_input_gradient(self, virtual_stage: int) -> None:
+        """Begin a micro-batch's input gradient, whose weight gradient comes later; not collective.
+
+        Parameters
+        ----------
+        virtual_stage : int
+            Its number.
+        """
+        if self._terms_in_pass:
+            self.memory.early.begin(virtual_stage)
+
+    def end_input_gradient(self) -> None:
+        """End a micro-batch's input gradient; not collective."""
+        self.memory.early.end()
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -331,6 +354,22 @@ class GradientReducer:
         if phase is not self.phase:
             assert (self.phase, phase) in TRANSITIONS, f"{self.phase} to {phase}"
             self.phase = phase
+
+    def _begin_without_sync(self) -> bool:
+        if self.phase is not GradientPhase.ACCUMULATING:
+            raise RuntimeError(
+                "the gradients of this step are being reduced, so that no_sync() comes too late for another backward "
+                "pass; call step() or reset_gradients() before"
+            )
+        was_last, self.is_last_pass = self.is_last_pass, False
+        return was_last
+
+    def _end_without_sync(self, complete: bool, was_last: bool) -> None:
+        try:
+            if complete:
+                self._end_pass(False)
+        finally:
+            self.is_last_pass = was_last
 
     def _end_pass(self, last: bool) -> None:
         if self.phase is GradientPhase.REDUCED:
@@ -344,7 +383,29 @@ class GradientReducer:
                 self._reduce_rest(order)
                 self._begin(order)
             else:
+                if self._merges and not self._terms_in_pass:
+                    self._keep_term(order)
                 self._tracker.end(order)
+
+    def _keep_term(self, order: BucketOrder) -> None:
+        """Make a complete micro-batch a partial sum of its own; the next one starts a gradient of its own."""
+        if not self._merges:
+            return
+        self._check_terms(order.pushed + 1 < len(self._merges))
+        buckets = self.buckets[order.first : order.last + 1]
+        for bucket in reversed(buckets):
+            gradient = self.memory.zero_missing(bucket)
+            if self._sums is not None:
+                self._sums.sum_copies(bucket, gradient)
+        self.memory.push(buckets, self._merges[order.pushed])
+        order.pushed += 1
+
+    def _check_terms(self, as_many: bool) -> None:
+        if not as_many:
+            raise RuntimeError(
+                f"with reproducible=True this backward pass has {len(self._merges)} micro-batches to keep apart, but "
+                "the model has made another number of them; losses_and_gradient makes one of each batch that it gets"
+            )
 
     def _wait_all(self) -> None:
         """Wait until no sum is under way."""
@@ -364,14 +425,17 @@ class GradientReducer:
 
     def _reduce(self, order: BucketOrder) -> None:
         """Complete the next bucket of an order, and start its sum over ranks."""
-        bucket, sums, partials = self.buckets[order.next], self._sums, self.partials
+        bucket, sums = self.buckets[order.next], self._sums
         gradient = self.memory.zero_missing(bucket)
         earlier: Sequence[Array] = ()
-        if partials is not None:
+        if self._partials:
             if sums is not None:
                 sums.sum_copies(bucket, gradient)
-            partials.add_newest(bucket, gradient)
-            earlier = partials.earlier(bucket)
+            if self._merges:
+                self._check_terms(order.pushed + 1 == len(self._merges))
+                partials, newest = self._partials[bucket.index], self._merges[-1]
+                partials.add_newest(bucket, gradient, newest)
+                earlier = partials.earlier(bucket, newest)
         order.next -= 1
         if self.phase is GradientPhase.ACCUMULATING and self.is_last_pass:
             self._enter(GradientPhase.REDUCING)
@@ -383,7 +447,7 @@ class GradientReducer:
             return
         if self.on_demand:
             self._wait_all()  # ZeRO-2 saves memory by having few buckets at a time
-        if partials is None:
+        if not self._partials:
             sums.sum_copies(bucket, gradient)
         for _, _, transfer in self._pending:
             transfer.test()  # MPI moves data only while it is called

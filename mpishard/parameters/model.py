@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from mpishard.parameters.flat import FlatParameters
 
@@ -25,4 +25,32 @@ class Model(Protocol):
     @property
     def loss_and_gradient(self) -> Callable[..., float]:
         """The function of a batch."""
+        ...
+
+
+class PipelinedModel(Protocol):
+    """A model that takes several micro-batches in one call, and keeps them apart, as a pipeline does.
+
+    With ``reproducible=True`` a training loop then passes all micro-batches of a rank through the pipeline together.  A
+    model without this method is called once a micro-batch.
+
+    No method is collective, except as a model says of its own.
+    """
+
+    def losses_and_gradient(self, batches: Sequence[tuple[Any, ...]]) -> Sequence[float]:
+        """The losses of several batches; each batch is one micro-batch of each virtual stage.
+
+        In the backward pass each virtual stage calls ``parameters.gradients.begin_virtual_stage`` and
+        `end_virtual_stage` for each of them, in their order, as `mpishard.pipeline.runtime.Pipeline.train_each` does.
+
+        Parameters
+        ----------
+        batches : sequence of tuples
+            The arguments of ``loss_and_gradient`` for each.
+
+        Returns
+        -------
+        sequence of float
+            The loss of each, summed over its samples.
+        """
         ...

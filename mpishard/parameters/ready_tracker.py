@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpishard.layout.local_layout import Piece
-from mpishard.parameters.gradient_buckets import Bucket
+from mpishard.parameters.gradient_buckets import Bucket, names_in
 
 
 @dataclass
 class BucketOrder:
     """Buckets `first` to `last` of one virtual stage, reduced in turn, the last one first; `next` is the next one.
 
-    A tied tensor is an order by itself.  `more`: more micro-batches of the stage follow in this backward pass; how it
-    differs from the reducer's `is_last_pass` is said in `mpishard.parameters.gradient_reducer`.
+    `apart`: a tied tensor and a second use are an order by themselves.  `more`: more micro-batches of the stage follow
+    in this backward pass; how it differs from the reducer's `is_last_pass` is said in
+    `mpishard.parameters.gradient_reducer`.  `pushed`: micro-batches of this step that are partial sums.
     """
 
     virtual_stage: int
@@ -23,6 +24,8 @@ class BucketOrder:
     last: int
     next: int
     more: bool = False
+    pushed: int = 0
+    apart: bool = False
 
 
 class ReadyTracker:
@@ -37,9 +40,9 @@ class ReadyTracker:
     Attributes
     ----------
     orders : list of BucketOrder
-        In flat order; end a pass in the reverse order.
+        In flat order, a second use before its virtual stage; end a pass in the reverse order.
     places : dict
-        By the name of a tensor: the index of its bucket, and the order of that.
+        By the name of a tensor or second use: the index of its bucket, and the order of that.
     """
 
     def __init__(self, pieces: Sequence[Piece], buckets: Sequence[Bucket]) -> None:
@@ -47,13 +50,17 @@ class ReadyTracker:
         self.places: dict[str, tuple[int, BucketOrder]] = {}
         self._tensors = [bucket.last - bucket.first for bucket in buckets]
         self._ready: list[set[str]] = [set() for _ in buckets]
-        for bucket in buckets:
+        # A second use is no part of a run: nothing says when it is complete but the end of its virtual stage.
+        for bucket in sorted(buckets, key=lambda bucket: not bucket.second_use):
             order = self.orders[-1] if self.orders else None
-            if order is None or bucket.tied or order.tied or order.virtual_stage != bucket.virtual_stage:
+            apart = bucket.tied or bucket.second_use
+            if order is None or apart or order.apart or order.virtual_stage != bucket.virtual_stage:
                 order = BucketOrder(bucket.virtual_stage, bucket.tied, bucket.index, bucket.index, bucket.index)
+                order.apart = apart
                 self.orders.append(order)
             order.last = order.next = bucket.index
-            self.places.update({piece.name: (bucket.index, order) for piece in pieces[bucket.first : bucket.last]})
+            self.places.update(dict.fromkeys(names_in(bucket, pieces), (bucket.index, order)))
+        self.orders.sort(key=lambda order: order.virtual_stage)  # as they are, but for second uses
 
     @property
     def begun(self) -> bool:

@@ -69,7 +69,9 @@ class TensorLayout:
         first = next((spec.name for spec in self.specs), "none")
         return f"{len(self.specs)} tensors of {size} {dtype} values, first {first!r}"
 
-    def gradient_runs(self, *, by_unit: bool = False, copies_apart: bool = False) -> list[Run]:
+    def gradient_runs(
+        self, *, by_unit: bool = False, copies_apart: bool = False, ties_apart: bool = False
+    ) -> list[Run]:
         """Runs of pieces whose gradients are complete at different times; no bucket may span two runs.
 
         The tensors of one stage are a run, or with `by_unit` those of one unit.  A tied tensor is a run of its own,
@@ -82,6 +84,9 @@ class TensorLayout:
             Whether runs end at units, and not only at stages.
         copies_apart : bool
             Whether runs end between split and replicated tensors.
+        ties_apart : bool
+            Whether the gradient of a tied tensor is that of its use on this rank, to which the other uses are added at
+            the end of the step.  It then belongs to the virtual stage that uses it here, and waits for no other.
 
         Returns
         -------
@@ -92,7 +97,13 @@ class TensorLayout:
         def key(spec: ParameterSpec) -> object:
             return self.unit_of[spec.name] if by_unit else spec.stage, copies_apart and spec.tensor_dim is None
 
-        return make_runs((spec.stage, key(spec), bool(spec.copies)) for spec in self.local)
+        if not ties_apart:
+            return make_runs((spec.stage, key(spec), bool(spec.copies)) for spec in self.local)
+        tensors: list[tuple[int, object, bool]] = []
+        for spec in self.local:
+            here = min(stage for stage in (spec.stage, *spec.copies) if self.place.runs(stage))
+            tensors.append((here, spec.name if spec.copies else key(spec), False))
+        return make_runs(tensors)
 
 
 def _runs_of_units(specs: Sequence[ParameterSpec], units: Sequence[Sequence[str]] | None) -> list[tuple[int, int]]:

@@ -54,8 +54,8 @@ class Handover(Protocol):
     def finish(self) -> None:
         """Wait for the messages that are not those of a flight."""
 
-    def share(self, loss: float) -> float:
-        """The loss of the last stage, on all ranks."""
+    def share(self, losses: np.ndarray) -> np.ndarray:
+        """The losses of the last stage, on all ranks."""
 
     def send_output(self, output: Array, stage: int, microbatch: int, flight: Flight) -> None:
         """Hand the output of a stage to the next one; it must stay as it is until the flight is over."""
@@ -82,8 +82,8 @@ class WithinRank:
     def finish(self) -> None:
         pass
 
-    def share(self, loss: float) -> float:
-        return loss
+    def share(self, losses: np.ndarray) -> np.ndarray:
+        return losses
 
     def send_output(self, output: Array, stage: int, microbatch: int, flight: Flight) -> None:
         self._handed[stage, microbatch] = output
@@ -134,9 +134,8 @@ class Messages:
         for send in self._gradient_sends.values():
             send.wait()
 
-    def share(self, loss: float) -> float:
-        total = np.array([loss])
-        return float(self._axis.broadcast(total, root=self._axis.size - 1, label="loss")[0])
+    def share(self, losses: np.ndarray) -> np.ndarray:
+        return self._axis.broadcast(losses, root=self._axis.size - 1, label="loss")
 
     def send_output(self, output: Array, stage: int, microbatch: int, flight: Flight) -> None:
         staged = output

@@ -113,7 +113,7 @@ class Pipeline:
         self._handover: Handover = WithinRank()
         if axis.size > 1:
             self._handover = Messages(axis, self.virtual_stages, self.wire_dtype)
-        self._loss = 0.0
+        self._losses: dict[int, float] = {}  # by micro-batch, on the last stage
         self._unfinished = False
 
     def train(self, batches: Sequence[Batch]) -> float:
@@ -129,6 +129,28 @@ class Pipeline:
         float
             Their summed loss, the same on all stages.
         """
+        self._train(batches)
+        return self._loss_sum()
+
+    def train_each(self, batches: Sequence[Batch]) -> list[float]:
+        """Like `train`, with the loss of each micro-batch.
+
+        Parameters
+        ----------
+        batches : sequence of Batch
+            As for `train`.
+
+        Returns
+        -------
+        list of float
+            In their order, the same on all stages.
+        """
+        self._train(batches)
+        losses = np.array([self._losses.get(number, 0.0) for number in range(len(batches))], np.float64)
+        found: list[float] = self._handover.share(losses).tolist()
+        return found
+
+    def _train(self, batches: Sequence[Batch]) -> None:
         schedule = self._schedule(self.schedule, len(batches))
         program = schedule.programs[self.axis.rank]
         ends = {action.chunk: index for index, action in enumerate(program) if action.kind in "BW"}
@@ -140,7 +162,9 @@ class Pipeline:
             if action.kind == "F":
                 self._forward(action, batch)
             elif action.kind == "I":
+                gradients.begin_input_gradient(chunk.virtual_stage)
                 self._backward(action, batch, chunk.input_gradient)
+                gradients.end_input_gradient()
             else:
                 gradients.begin_virtual_stage(chunk.virtual_stage, index == ends[action.chunk])
                 if action.kind == "B":
@@ -151,7 +175,7 @@ class Pipeline:
                 gradients.end_virtual_stage(chunk.virtual_stage)
             self.executed.append(Executed(action, start, time.perf_counter()))
             self.axis.ledger.note(f"{action.kind}{action.microbatch} stage {chunk.virtual_stage}", action.kind, start)
-        return self._finish()
+        self._finish()
 
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """Forward of the micro-batches.
@@ -171,7 +195,8 @@ class Pipeline:
         for action in program:
             self._forward(action, batches[action.microbatch])
             self._release(action)
-        return self._finish()
+        self._finish()
+        return self._loss_sum()
 
     def infer(self, batch: Batch) -> Array | None:
         """Forward of one batch.
@@ -192,7 +217,7 @@ class Pipeline:
             action = Action("F", 0, number)
             prediction = self._forward(action, batch, infer=True)
             self._release(action)
-        self._finish(broadcast_loss=False)
+        self._finish()
         return prediction if self.axis.rank == self.axis.size - 1 else None
 
     def _schedule(self, name: str, microbatches: int) -> Schedule:
@@ -210,7 +235,7 @@ class Pipeline:
         self._unfinished = True
         self.executed = []
         self.peak_in_flight = 0
-        self._loss = 0.0
+        self._losses = {}
 
     def _give_up(self) -> None:
         """Take back all memory after an exception, if no message of the old call can reach a new one."""
@@ -222,13 +247,19 @@ class Pipeline:
             for flight in idle:
                 flight.abandon()
 
-    def _finish(self, broadcast_loss: bool = True) -> float:
+    def _finish(self) -> None:
         self._handover.finish()
         for idle in self._idle:
             for flight in idle:
                 flight.wait()
         self._unfinished = False
-        return self._handover.share(self._loss) if broadcast_loss else self._loss
+
+    def _loss_sum(self) -> float:
+        """The loss of all micro-batches, on all stages."""
+        total = 0.0
+        for loss in self._losses.values():  # one by one: the `sum` of Python 3.12 rounds in another way
+            total += loss
+        return float(self._handover.share(np.array([total]))[0])
 
     def _forward(self, action: Action, batch: Batch, infer: bool = False) -> Array:
         chunk = self.chunks[action.chunk]
@@ -242,7 +273,7 @@ class Pipeline:
         output = (chunk.infer if infer else chunk.forward)(x, flight.work, batch)
         if chunk.virtual_stage == self.virtual_stages - 1:
             if not infer:
-                self._loss += output
+                self._losses[action.microbatch] = output
         else:
             self._handover.send_output(output, chunk.virtual_stage, action.microbatch, flight)
         return output

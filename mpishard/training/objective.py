@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypedDict
 
@@ -53,6 +53,8 @@ class Objective(Generic[P]):
         What checkpoints keep besides.
     product : callable, optional
         Hessian times a vector.
+    several : callable, optional
+        The function for several micro-batches in one call.
 
     Raises
     ------
@@ -73,12 +75,14 @@ class Objective(Generic[P]):
     tokens_per_sample: int = field(default=1, kw_only=True)
     facts: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     product: Callable[[Any, Any, np.ndarray, Any], object] | None = field(default=None, kw_only=True)
+    several: Callable[[Any, Sequence[np.ndarray], Any], Sequence[float]] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(f"function must be callable, got {type(self.function).__name__}")
-        if not (self.product is None or callable(self.product)):
-            raise TypeError(f"product must be callable, got {type(self.product).__name__}")
+        for name in ("product", "several"):
+            if not (getattr(self, name) is None or callable(getattr(self, name))):
+                raise TypeError(f"{name} must be callable, got {type(getattr(self, name)).__name__}")
         start: Any = self.start
         if not isinstance(start, FlatParameters):
             check_flat("start", start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
@@ -68,6 +68,12 @@ class OptimizationProblem(Objective[P]):
         ``product(parameters, direction, samples, products)``: ADD the Hessian of the summed loss of these samples, or
         their Gauss-Newton matrix, times `direction` into `products`, as `function` does with gradients.  `direction` is
         like the parameters.  Only `TruncatedNewton` needs it.
+    several : callable, optional
+        ``several(parameters, micro_batches, gradients) -> losses``: as `function`, for a list of micro-batches, each an
+        array of sample indices, which may be empty; return the loss of each.  A run with ``reproducible=True`` calls
+        this in place of `function`: on a pipeline with all micro-batches of a rank, which pass through it together,
+        else with one.  The function must mark each in the gradients, as `mpishard.pipeline.runtime.Pipeline` does, and
+        must not cut them further.  `for_model` makes it of a model's `losses_and_gradient`.
 
     Notes
     -----
@@ -91,7 +97,8 @@ class OptimizationProblem(Objective[P]):
         Parameters
         ----------
         model : model
-            An object with ``parameters``, a FlatParameters, and ``loss_and_gradient``, such as `mpishard.nn.GPT`.
+            An object with ``parameters``, a FlatParameters, and ``loss_and_gradient``, such as `mpishard.nn.GPT`; it
+            may also have ``losses_and_gradient``, see `mpishard.parameters.model.PipelinedModel`.
         batch : callable
             ``batch(samples)`` returns the arguments of ``model.loss_and_gradient`` for these samples.
         samples, batch_size : int
@@ -114,8 +121,13 @@ class OptimizationProblem(Objective[P]):
                 del facts["shards"]  # so that earlier versions, which have no such field, read the file too
             own = {"model.json": facts}
 
+        losses_and_gradient: Any = getattr(model, "losses_and_gradient", None)
+
         def function(parameters: Any, samples: np.ndarray, gradients: Any) -> float:
             return model.loss_and_gradient(*batch(samples))
+
+        def several(parameters: Any, micro_batches: Sequence[np.ndarray], gradients: Any) -> Sequence[float]:
+            return losses_and_gradient([batch(samples) for samples in micro_batches])
 
         return OptimizationProblem(
             function,
@@ -123,6 +135,7 @@ class OptimizationProblem(Objective[P]):
             samples,
             batch_size,
             facts={**own, **(facts or {})},
+            several=None if losses_and_gradient is None else several,
             **options,
         )
 

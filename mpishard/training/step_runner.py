@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -183,6 +184,8 @@ class StepRunner:
         """
         micro = micro_batches(batch, self.problem.micro_batch_size)
         in_turns = self.of_model and self.reducer.on_demand
+        # A pipeline is filled by all micro-batches of this rank in one pass.
+        at_once = self._takes_several and self.optimizer.mesh.pipeline.size > 1
         cuts = None if self.costs is None else self.costs.cuts(self.axis.size)
         ordered.assignment = assignment = TermAssignment(len(micro), self.axis.size, in_turns, cuts)
         own = assignment.terms(self.axis.rank)
@@ -191,16 +194,18 @@ class StepRunner:
         losses = np.zeros(len(micro))
         if self.costs is not None:
             self.costs.begin(len(micro))
+        self.reducer.keep_apart([] if in_turns else tree_merges, in_pass=at_once)
+        if at_once:
+            mine = [micro[number] for number in own] + [batch[:0]] * (rounds - len(own))
+            losses[own] = self._call(mine)[: len(own)]
+            return losses
         for number in range(rounds - 1):
             with self._another_follows:
                 if not self.of_model:
                     self._gradients[...] = 0
                 losses[own[number]] = self._term(own[number], micro)
                 if not self.of_model:
-                    self._gradients = self.reducer.memory.push_external(self._gradients, tree_merges[number])
-                elif not in_turns:
-                    self.reducer.push_partial(tree_merges[number])
-        self.reducer.merge_newest(tree_merges[-1])
+                    self._gradients = self.reducer.push_external(self._gradients)
         if not self.of_model:
             self._gradients[...] = 0
         if len(own) == rounds:
@@ -216,23 +221,39 @@ class StepRunner:
         with self.costs.timed(number):
             return self._forward_backward(micro[number])
 
+    @property
+    def _takes_several(self) -> bool:
+        """Whether the model takes several micro-batches in one call and cuts none of them."""
+        return self.of_model and self.problem.several is not None and self._direction is None
+
     def _forward_backward(self, samples: np.ndarray) -> float:
         """Forward and backward of one micro-batch; returns its summed loss."""
         if not len(samples) and not self.together:
             return 0.0
-        look = Untouched(self.parameters, samples) if self._looks and len(samples) else None
+        return self._call([samples])[0]
+
+    def _call(self, micro_batches: list[np.ndarray]) -> list[float]:
+        """Call the function for micro-batches: for one, unless it takes several; returns their summed losses."""
+        looks = [Untouched(self.parameters, samples) for samples in micro_batches if self._looks and len(samples)]
         began = time.perf_counter()
+        losses: Sequence[Any] = [0.0]
         if self._direction is not None:
             assert self.problem.product is not None
             direction = self._direction if self.of_model else self._direction.flat
-            self.problem.product(self.values, direction, samples, self._gradients)
-            loss: Any = 0.0
+            self.problem.product(self.values, direction, micro_batches[0], self._gradients)
+        elif self.ordered is not None and self._takes_several:
+            assert self.problem.several is not None
+            losses = self.problem.several(self.values, micro_batches, self._gradients)
         else:
-            loss = self.problem.function(self.values, samples, self._gradients)
-        self.optimizer.mesh.ledger.note(f"{len(samples)} samples", "function", began)
-        if look is not None:
+            losses = [self.problem.function(self.values, micro_batches[0], self._gradients)]
+        self.optimizer.mesh.ledger.note(f"{sum(map(len, micro_batches))} samples", "function", began)
+        for look in looks:
             self.misuse = self.misuse or look.problem()
             self._looks = self.optimizer.mesh.debug
+        return [self._checked(loss, samples) for loss, samples in zip(losses, micro_batches, strict=True)]
+
+    def _checked(self, loss: Any, samples: np.ndarray) -> float:
+        """The loss of a micro-batch that the function has returned, as a number."""
         try:
             loss = returned(loss)
         except (TypeError, ValueError, RuntimeError):  # PyTorch raises RuntimeError for a tensor of several elements
@@ -240,7 +261,8 @@ class StepRunner:
             raise TypeError(f"the function must return the summed loss as one number, got {what}") from None
         if not math.isfinite(loss) and not self.nonfinite_loss:
             self.nonfinite_loss = f"{loss} of {_listed(samples)}"
-        return loss
+        number: float = loss
+        return number
 
 
 def _listed(samples: np.ndarray) -> str:
