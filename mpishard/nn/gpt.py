@@ -141,6 +141,8 @@ class GPT:
         self.parameters: FlatParameters = self._local.parameters
         if precision.wire_dtype is not None:
             self.parameters.layout_dependence = "wire_dtype, which rounds where stages meet"
+        elif precision.storage_dtype is not None and axis.size * pipeline.chunks > 1:
+            self.parameters.layout_dependence = "storage_dtype, which rounds what blocks hand on within a stage"
         self.chunks: list[Chunk] = self._local.chunks
         self.blocks: list[Block] = self._local.blocks
         self.pipeline: Pipeline = Pipeline(

@@ -25,7 +25,8 @@ class PipelineOptions:
         Model chunks of a pipeline rank, for the interleaved schedule.
     microbatches : int, optional
         Number of micro-batches into which a batch is cut along its first dimension; some may be empty.  Default: 1; on
-        a pipeline 4 times the number of its ranks.
+        a pipeline 4 times the number of its ranks.  A training loop with ``reproducible=True`` cuts batches by itself,
+        in the same way on every mesh, and leaves this out.
     stage_costs : "measured" or sequence of float, optional
         The times of the `Architecture.units` by which the model is cut into stages, given or measured on the mesh's
         first rank.  Default: blocks evenly.
