@@ -34,7 +34,7 @@ class RegularizationTerm(ABC):
     Parameters
     ----------
     weight : float or array
-        Multiplies the density, if it is an array cell by cell; not negative.
+        Multiplies the density, if it is an array cell by cell; finite and not negative.
     spacing : float or sequence of float
         Between cells, in each dimension.  A density is multiplied by the product, the volume of a cell.
     reference : array, optional
@@ -47,7 +47,8 @@ class RegularizationTerm(ABC):
         Of the field, in functions of a FlatParameters; default: its only tensor.
     mesh : Mesh, optional
         The field is cut along its first dimension over the tensor axis, a slab a rank.  Methods are collective over
-        this axis then, arrays are parts of this rank, and the value is that of the whole field, on every rank.
+        this axis then, as is making a term with an array of weights; arrays are parts of this rank, and the value is
+        that of the whole field, on every rank.
     exchange : callable, optional
         For a field that is cut in another way along its first dimension: ``exchange(slab) -> (before, after)`` returns
         the neighbours' `halo` rows next to this slab, None where there is none.  The value is that of the slab.
@@ -74,6 +75,19 @@ class RegularizationTerm(ABC):
         object.__setattr__(self, "spacing", tuple(number("spacing", step, above=0) for step in steps))
         if self.mesh is not None and (self.exchange is not None or not isinstance(self.mesh, Mesh)):
             raise TypeError(f"mesh={shown(self.mesh)} must be a Mesh, and be given without exchange")
+        if np.ndim(self.weight):
+            smallest, largest = _range(self.weight)
+            problem = (
+                None
+                if 0 <= smallest <= largest < np.inf
+                else (ValueError(f"weight is from {smallest:g} to {largest:g}, and must be finite and not negative"))
+            )
+            self._axis.raise_if_any(problem)
+
+    @property
+    def _axis(self) -> Axis:
+        """Along which the field is cut."""
+        return Axis.single() if self.mesh is None else self.mesh.tensor
 
     @property
     @abstractmethod
@@ -153,9 +167,11 @@ class RegularizationTerm(ABC):
 
     def _sum(self, densities: Array, cells: _Cells) -> float:
         """The integral over the cells, the same bits whoever holds which cells."""
-        axis = Axis.single() if self.mesh is None else self.mesh.tensor
+        axis = self._axis
         flat = densities.reshape(-1)
-        largest = float(flat.max()) if flat.size else 0.0
+        largest = _range(flat)[1]
+        # A maximum over ranks may lose a NaN, but not infinity; the sum is NaN for both.
+        largest = largest if np.isfinite(largest) else np.inf
         (top,) = axis.all_reduce(np.array([largest]), op="max", label="control").tolist()
         ones = arrays.module_of(flat).ones_like(flat)
         words = exact_dot.dot_words(flat, ones, top, [(0, flat.size)])
@@ -313,7 +329,8 @@ class SmoothedTotalVariation(RegularizationTerm):
         return np.sqrt(_squares(differences, differences) + self.epsilon * self.epsilon)
 
     def _density(self, differences: list[Array]) -> Array:
-        return self._length(differences) - self.epsilon
+        # The root less epsilon, without cancellation where the differences are small.
+        return _squares(differences, differences) / (self._length(differences) + self.epsilon)
 
     def _slopes(self, differences: list[Array]) -> list[Array]:
         length = self._length(differences)
@@ -323,6 +340,12 @@ class SmoothedTotalVariation(RegularizationTerm):
         length = self._length(differences)
         along = _squares(differences, moved) / (length * length)
         return [(other - each * along) / length for each, other in zip(differences, moved, strict=True)]
+
+
+def _range(values: Array) -> tuple[float, float]:
+    """The smallest and the largest value, NaN if there is one; zeros if there are none."""
+    values = values if hasattr(values, "min") else np.asarray(values)
+    return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
 
 
 def _squares(ones: list[Array], others: list[Array]) -> Array:

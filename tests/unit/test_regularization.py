@@ -158,11 +158,30 @@ def test_terms_of_named_tensors() -> None:
         mpishard.regularized(lambda p: (0.0, np.zeros(23)), Tikhonov())(parameters)
 
 
+def test_small_differences_keep_their_digits_in_total_variation() -> None:
+    x, epsilon = np.array([0.0, 1e-9, 0.0]), 1.0
+    value, _ = SmoothedTotalVariation(epsilon=epsilon).value_and_gradient(x)
+    assert value == pytest.approx(1e-18, rel=1e-12)
+    assert SmoothedTotalVariation(epsilon=1e-3).value_and_gradient(x * 1e9)[0] == pytest.approx(1.998001, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_nan(bad: float) -> None:
+    x = np.ones((5, 6))
+    x[2, 3] = bad
+    for term in terms((5, 6)):
+        with np.errstate(invalid="ignore"):
+            assert np.isnan(term.value_and_gradient(x)[0])
+
+
 def test_bad_input() -> None:
     x = np.zeros((4, 5))
     for call, message in (
         (lambda: Tikhonov(order=3), "order=3"),
         (lambda: Tikhonov(weight=-1), "weight=-1"),
+        (lambda: Tikhonov(weight=np.array([1.0, -2.0])), "weight is from -2 to 1"),
+        (lambda: Tikhonov(weight=np.array([1.0, np.nan])), "weight is from nan to nan"),
+        (lambda: Tikhonov(weight=[1.0, np.inf]), "weight is from 1 to inf"),
         (lambda: Tikhonov(spacing=(1, 0)), "spacing=0"),
         (lambda: SmoothedTotalVariation(epsilon=0), "epsilon=0"),
         (lambda: Tikhonov(spacing=(1, 1, 1)).value_and_gradient(x), "3 numbers"),
