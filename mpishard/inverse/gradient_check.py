@@ -211,12 +211,13 @@ def _check(line: Line, row: list[float], with_product: bool, alike: bool) -> Gra
     pairs = [(here.gradient, each.step) for each in points]
     rises = line.dots(*pairs)
     sizes = line.dots(*((np.abs(gradient), np.abs(step)) for gradient, step in pairs))
-    (derivative, squares) = line.dots((here.gradient, line.d), ((here.gradient * line.x) ** 2, np.ones(line.x.size)))
+    (derivative,) = line.dots((here.gradient, line.d))
     values = [each.value for each in points]
     precision = _precision([here.value, *values], line.dtype)
     noise = _noise(line, here, precision)
     if precision > np.finfo(line.dtype).eps:  # the function rounds x
-        noise += precision * squares**0.5
+        change = np.abs(here.gradient * line.x)
+        noise += precision * line.dots((change, change))[0] ** 0.5
     rounding = [noise + precision * size for size in sizes]
     left = [value - here.value - rise for value, rise in zip(values, rises, strict=True)]
     name = "|f(x + h d) - f(x) - h g'd|"

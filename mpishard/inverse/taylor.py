@@ -117,13 +117,17 @@ def _has_lower_order(h: np.ndarray, ratios: np.ndarray, rounding: np.ndarray) ->
     The order alone may not show it, where the wrong part of a term and the next term have different signs.  Fits
     a + b h + c h^2 by least squares, weighted by rounding errors, and asks whether a is significant.
     """
-    if len(h) < 5 or not rounding.all():
+    if len(h) < 5 or not (rounding.all() and np.isfinite(rounding).all()):
         return False
-    relative = h / h[0]
-    columns = np.stack([np.ones_like(h), relative, relative**2], axis=1) / rounding[:, None]
+    relative, weights = (
+        h / h[0],
+        rounding.min() / rounding,
+    )  # in units of the smallest error, so that squares are numbers
+    columns = np.stack([np.ones_like(h), relative, relative**2], axis=1) * weights[:, None]
+    wanted = ratios / rounding
     inverse = np.linalg.inv(columns.T @ columns)
-    fit = inverse @ (columns.T @ (ratios / rounding))
-    misfit = columns @ fit - ratios / rounding
+    fit = inverse @ (columns.T @ wanted)
+    misfit = columns @ fit - wanted
     deviation = (inverse[0, 0] * max(1.0, float(misfit @ misfit) / (len(h) - 3))) ** 0.5
     return bool(abs(fit[0]) > _SIGNIFICANT * deviation)
 

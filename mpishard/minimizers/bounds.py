@@ -99,7 +99,7 @@ def advance_inside(x, base, d, lower, upper, /, step):
 
 
 class Bounds:
-    """The bounds of this rank's elements, and which elements are fixed.
+    """The bounds of this rank's elements, and which elements are fixed: these keep their values, also out of bounds.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ class Bounds:
     Attributes
     ----------
     lower, upper : 1-D array
-        Infinite where there is no bound; None if there are none at all.
+        Infinite where there is no bound, or the element is fixed; None if there are none at all.
     """
 
     def __init__(self, limits: Limits, space: Space) -> None:
@@ -164,11 +164,16 @@ class Bounds:
             return 0, 0
         low: Array = self.lower > -np.inf
         high: Array = self.upper < np.inf
-        return int(to_host((low | high).sum())), low.size - int(to_host((low & high).sum()))
+        both = low & high
+        if self.fixed is not None:
+            both = both | self.fixed
+        return int(to_host((low | high).sum())), low.size - int(to_host(both.sum()))
 
-    @staticmethod
-    def _whole(bound: Array | None, without: float, space: Space) -> Array:
-        if bound is None:
-            bound = empty(space.size, space.like.dtype, space.like)
-            bound[:] = without
-        return bound
+    def _whole(self, bound: Array | None, without: float, space: Space) -> Array:
+        if bound is not None and self.fixed is None:
+            return bound
+        whole = empty(space.size, space.like.dtype, space.like)
+        whole[:] = without if bound is None else bound
+        if self.fixed is not None:
+            whole[self.fixed] = without
+        return whole

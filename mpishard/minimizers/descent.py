@@ -22,6 +22,7 @@ from mpishard.minimizers.space import Space
 from mpishard.minimizers.stopping import LARGEST_PRODUCT, converged, exhausted, out_of_range
 
 Array = Any
+_RESOLVED, _NOISE = 4, 1000  # units in the last place of a value
 SLOTS = ("base", "base_gradient", "direction")
 _BASE, _GRADIENT, _DIRECTION = range(len(SLOTS))
 
@@ -258,9 +259,13 @@ class Descent(Minimizer):
 
 
 def _is_rounding(search: LineSearchState, value: float, epsilon: float) -> bool:
-    """Whether the decrease that was expected of the first step, and the change of the value, are of rounding only."""
-    start, noise = search.start, 4 * epsilon * abs(search.start.value)
-    return search.evaluations == 0 and -start.slope * search.step <= noise and abs(value - start.value) <= noise
+    """Whether rounding hides the decrease that was expected of the first step.
+
+    A value has errors of some units in its last place, but of many more where it is a sum of larger terms.
+    """
+    start, unit = search.start, epsilon * abs(search.start.value)
+    hidden = search.evaluations == 0 and -start.slope * search.step <= _RESOLVED * unit
+    return hidden and abs(value - start.value) <= _NOISE * unit
 
 
 def _failure(search: LineSearchState) -> str:

@@ -81,7 +81,7 @@ def whole_bounds(
     Raises
     ------
     ValueError, TypeError
-        If they are of another form or size, or cross.
+        If they are of another form or size, or leave no number between them.
     """
     if isinstance(bounds, Mapping):
         for name, pair in bounds.items():
@@ -92,14 +92,14 @@ def whole_bounds(
         raise ValueError(f"bounds must be a pair (lower, upper), or such pairs by tensor name, got {shown(bounds)}")
     lower = whole_elements("lower bounds", bounds[0], specs, dtype, missing=-np.inf)
     upper = whole_elements("upper bounds", bounds[1], specs, dtype, missing=np.inf)
-    if lower is not None and upper is not None:
-        crossed = np.flatnonzero(lower > upper)
-        if len(crossed):
-            where, low, high = element_name(int(crossed[0]), specs), lower[crossed[0]], upper[crossed[0]]
-            raise ValueError(
-                f"the bounds of {len(crossed)} elements cross: {where} has the lower bound {low:g} and the upper bound "
-                f"{high:g}; give bounds with lower <= upper"
-            )
+    low, high = np.broadcast_arrays(-np.inf if lower is None else lower, np.inf if upper is None else upper)
+    crossed = np.flatnonzero((low > high) | (low == np.inf) | (high == -np.inf))
+    if len(crossed):
+        first = int(crossed[0])
+        raise ValueError(
+            f"the bounds of {len(crossed)} elements cross: {element_name(first, specs)} has the lower bound "
+            f"{low[first]:g} and the upper bound {high[first]:g}; give bounds with lower <= upper"
+        )
     return lower, upper
 
 

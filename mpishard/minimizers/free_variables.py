@@ -32,16 +32,9 @@ class FreeVariables:
     ----------
     weights : 1-D array or None
         The root of p, 0 at elements that are fixed or held; None if all are free and p is 1.
-
-    Raises
-    ------
-    ValueError
-        If the limits have both a diagonal and a callable.
     """
 
     def __init__(self, limits: Limits, bounds: Bounds, like: Array) -> None:
-        if limits.scaling is not None and limits.precondition is not None:
-            raise ValueError("a scaling and a precondition were given; leave one of them out")
         self._precondition = limits.precondition
         self._bounds = bounds
         module = module_of(like)

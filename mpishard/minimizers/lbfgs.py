@@ -96,10 +96,7 @@ class LBFGS(Method):
         return _SEARCHES[self.line_search](maxls=self.maxls)
 
     def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> QuasiNewton:
-        if limits.lower is not None or limits.upper is not None:
-            raise ValueError("LBFGS takes no bounds; use LBFGSB")
-        if limits.scaling is not None and limits.precondition is not None:
-            raise ValueError("a scaling and a precondition were given; leave one of them out")
+        limits.expect_no_bounds("LBFGS")
         return QuasiNewton(self, space, vectors, point, limits)
 
 

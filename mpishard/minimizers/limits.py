@@ -28,6 +28,11 @@ class Limits:
     precondition : callable, optional
         ``precondition(vector) -> vector``, of this rank's elements, collective: such an initial inverse Hessian that is
         no diagonal.  Symmetric and positive definite.
+
+    Raises
+    ------
+    ValueError
+        If there are both a scaling and a precondition.
     """
 
     lower: Array | None = None
@@ -36,6 +41,26 @@ class Limits:
     weights: Array | None = None
     scaling: Array | None = None
     precondition: Callable[[Array], Array] | None = None
+
+    def __post_init__(self) -> None:
+        if self.scaling is not None and self.precondition is not None:
+            raise ValueError("a scaling and a precondition were given; leave one of them out")
+
+    def expect_no_bounds(self, method: str) -> None:
+        """Refuse bounds, for a method without them.
+
+        Parameters
+        ----------
+        method : str
+            Its name.
+
+        Raises
+        ------
+        ValueError
+            If there are any.
+        """
+        if self.lower is not None or self.upper is not None:
+            raise ValueError(f"{method} takes no bounds; use LBFGSB, or fix elements")
 
 
 def tell_of_projection(moved: int) -> None:

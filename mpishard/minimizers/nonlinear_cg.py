@@ -95,10 +95,7 @@ class NonlinearCG(Method):
         return kind(maxls=self.maxls, **options)
 
     def make(self, space: Space, vectors: Array, point: Array, limits: Limits) -> ConjugateGradients:
-        if limits.lower is not None or limits.upper is not None:
-            raise ValueError("NonlinearCG takes no bounds; use LBFGSB, or fix elements")
-        if limits.scaling is not None and limits.precondition is not None:
-            raise ValueError("a scaling and a precondition were given; leave one of them out")
+        limits.expect_no_bounds("NonlinearCG")
         return ConjugateGradients(self, space, vectors, point, limits)
 
 

@@ -45,6 +45,9 @@ def test_an_element_is_named_by_its_tensor():
 
 WRONG = {
     "crossed": (lambda: whole_bounds((1.0, {"b": 0.5}), SPECS, REAL), r"the bounds of 4 elements cross: element \(0\)"),
+    "infinite": (lambda: whole_bounds((INF, INF), SPECS, REAL), "10 elements cross: .* lower bound inf and the upper"),
+    "no lower": (lambda: whole_bounds(({"b": INF}, None), SPECS, REAL), r"4 elements cross: element \(0\) of 'b'"),
+    "below": (lambda: whole_bounds((None, -INF), SPECS, REAL), "10 elements cross"),
     "nan": (lambda: whole_bounds((np.full(10, np.nan), None), SPECS, REAL), "contain NaN"),
     "no pair": (lambda: whole_bounds((1.0,), SPECS, REAL), "must be a pair"),
     "no pair by name": (lambda: whole_bounds({"a": 1.0}, SPECS, REAL), "bounds of 'a' must be a pair"),

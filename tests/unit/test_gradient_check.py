@@ -233,3 +233,12 @@ def test_adjoints(dtype: type, close: float, capsys: pytest.CaptureFixture[str])
         assert not mpishard.check_adjoint(forward, wrong, x, y, disp=False)
     with pytest.raises(ValueError, match="adjoint gives shape"):
         mpishard.check_adjoint(forward, lambda y: y, x, y, disp=False)
+
+
+@pytest.mark.parametrize("scale", [1e300, 1e200, 1e-200, 1e-300])
+def test_values_near_the_ends_of_float64(scale):
+    def function(x, factor=1.0):
+        return scale * float((x**4).sum()), factor * scale * 4 * x**3
+
+    assert mpishard.check_gradient(function, np.ones(3), disp=False)
+    assert not mpishard.check_gradient(lambda x: function(x, 1.001), np.ones(3), disp=False)

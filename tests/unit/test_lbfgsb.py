@@ -13,7 +13,9 @@ from mpishard.minimizers import small
 from mpishard.minimizers.lbfgs import LBFGS
 from mpishard.minimizers.lbfgsb import LBFGSB
 from mpishard.minimizers.limits import Limits
+from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Wanted
+from mpishard.minimizers.newton import TruncatedNewton
 from mpishard.minimizers.space import LocalSpace
 
 Function = Callable[[np.ndarray], tuple[float, np.ndarray]]
@@ -62,7 +64,7 @@ def case(name: str) -> tuple[Function, np.ndarray, Limits]:
 CASES = ["obstacle", "box", "scaled", "fixed", "alternate"]
 
 
-def begun(method: LBFGS, x0: Any, limits: Limits) -> Minimizer:
+def begun(method: Method, x0: Any, limits: Limits) -> Minimizer:
     point = np.array(x0, np.float64)
     vectors = np.zeros((len(method.slots), point.size))
     minimizer = method.make(LocalSpace(point.size, point), vectors, point, limits)
@@ -73,11 +75,12 @@ def begun(method: LBFGS, x0: Any, limits: Limits) -> Minimizer:
 def finish(minimizer: Minimizer, function: Function, *, kill: bool = False) -> tuple[Minimizer, list[bytes]]:
     """Minimise; `kill` makes it anew after each evaluation, from copies and from the metadata as text."""
     trace, limits = [], minimizer.limits
+    moves = slice(None) if limits.fixed is None else ~limits.fixed
     while minimizer.wanted is not Wanted.NOTHING:
         value, gradient = function(minimizer.point)
         trace.append(minimizer.point.tobytes())
-        assert limits.lower is None or (minimizer.point >= limits.lower).all()
-        assert limits.upper is None or (minimizer.point <= limits.upper).all()
+        assert limits.lower is None or (minimizer.point >= limits.lower)[moves].all()
+        assert limits.upper is None or (minimizer.point <= limits.upper)[moves].all()
         minimizer.tell(value, gradient)
         if kill:
             vectors, point, metadata = minimizer.vectors.copy(), minimizer.point.copy(), minimizer.to_metadata()
@@ -163,6 +166,19 @@ def test_start_outside_of_the_bounds_is_projected_and_counted() -> None:
     assert minimizer.begin() == 2
     np.testing.assert_array_equal(point, [1, 0, -1])
     np.testing.assert_array_equal(minimizer.best, point)
+
+
+@pytest.mark.parametrize("method", [LBFGSB(), TruncatedNewton()], ids=repr)
+def test_fixed_elements_keep_their_value_out_of_bounds(method: Any) -> None:
+    start, fixed = np.array([5.0, 5.0, -5.0, 0.5]), np.array([True, False, True, False])
+    minimizer = begun(method, start, Limits(np.zeros(4), np.ones(4), fixed=fixed))
+    np.testing.assert_array_equal(minimizer.point, [5, 1, -5, 0.5])
+    while minimizer.wanted is not Wanted.NOTHING:
+        if minimizer.wanted is Wanted.PRODUCT:
+            minimizer.tell_product(2 * minimizer.direction)
+        else:
+            minimizer.tell(float(((minimizer.point - 0.25) ** 2).sum()), 2 * (minimizer.point - 0.25))
+    np.testing.assert_allclose(minimizer.point, [5, 0.25, -5, 0.25], atol=1e-5)
 
 
 def test_awkward_bounds() -> None:
