@@ -11,7 +11,9 @@ import numpy as np
 import threadpoolctl
 
 import mpishard.backend.blas_threads
+import mpishard.nn.slices
 import mpishard.training.step_runner
+from mpishard.nn.slices import Slices
 
 
 @contextlib.contextmanager
@@ -46,4 +48,35 @@ def _threads(stack: contextlib.ExitStack) -> None:
     stack.enter_context(mock.patch.object(mpishard.backend.blas_threads, "matmul", np.matmul))
 
 
-BREAKS: dict[str, Callable[[contextlib.ExitStack], None]] = {"tree": _tree, "threads": _threads}
+def _slices(stack: contextlib.ExitStack) -> None:
+    """Slices, and blocks of rows, are added one after the other where a rank has all of a tree."""
+    merges = mpishard.nn.slices._merges
+
+    def one_by_one(start: int, stop: int, total: int) -> Any:
+        along_the_tree = merges(start, stop, total)
+        count = stop - start
+        return [0, *[1] * (count - 1)] if sum(along_the_tree) == count - 1 else along_the_tree
+
+    stack.enter_context(mock.patch.object(mpishard.nn.slices, "_merges", one_by_one))
+
+
+def _block(stack: contextlib.ExitStack) -> None:
+    """The first block of rows ends a row earlier."""
+    row_blocks = Slices.row_blocks
+
+    def cut_earlier(self: Slices, rows: int, splits_rows: bool) -> list[slice]:
+        blocks = row_blocks(self, rows, splits_rows)
+        if len(blocks) > 1 and blocks[0].stop > blocks[0].start:
+            cut = blocks[0].stop - 1
+            blocks[:2] = [slice(blocks[0].start, cut), slice(cut, blocks[1].stop)]
+        return blocks
+
+    stack.enter_context(mock.patch.object(Slices, "row_blocks", cut_earlier))
+
+
+BREAKS: dict[str, Callable[[contextlib.ExitStack], None]] = {
+    "tree": _tree,
+    "slices": _slices,
+    "block": _block,
+    "threads": _threads,
+}

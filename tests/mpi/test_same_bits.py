@@ -1,0 +1,64 @@
+"""The same bits in every layout: a part of the grid in `tests/grid_bits.py`, the same one on every run."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import breaks
+import grid_bits
+import pytest
+from mpi4py import MPI
+
+import mpishard
+from mpishard.pipeline.schedule import SCHEDULES
+
+SIZE = MPI.COMM_WORLD.size
+SHAPE = "6" if SIZE % 3 == 0 else "8" if SIZE == 8 else "4"
+KNOWN = {}
+STEPS = 4  # the last batch of an epoch is shorter
+
+
+def some(ranks):
+    """Every pair of settings at least once, in as few cases as a greedy choice finds."""
+    untied = list(grid_bits.bits_cases(ranks, SHAPE))
+    candidates = [replace(case, tied=tied) for case in untied for tied in (False, True)]
+    left, chosen = {pair for case in candidates for pair in pairs(case)}, []
+    while left:
+        chosen.append(max(candidates, key=lambda case: len(pairs(case) & left)))
+        left -= pairs(chosen[-1])
+    return chosen
+
+
+def pairs(case):
+    names = ("zero", "schedule", "sequence_parallel", "recompute", "tied")
+    settings = [("sizes", (case.data, case.tensor, case.pipeline)), *((name, getattr(case, name)) for name in names)]
+    return set(itertools.combinations(settings, 2))
+
+
+def expected(case, comm):
+    """The digests of one rank, computed once for each model."""
+    if case.model not in KNOWN:
+        KNOWN[case.model] = comm.bcast(grid_bits.run_alone(case, STEPS) if comm.rank == 0 else None)
+    return KNOWN[case.model]
+
+
+@pytest.mark.every_variant
+@pytest.mark.filterwarnings("ignore:.*micro-batches for .* pipeline stages")
+@pytest.mark.parametrize("case", some(SIZE), ids=str)
+def test_a_layout_has_the_bits_of_one_rank(case, comm):
+    with mpishard.Mesh(comm, **case.sizes) as mesh:
+        assert grid_bits.run(case, mesh, steps=STEPS) == expected(case, comm)
+
+
+@pytest.mark.parametrize("what", [name for name in breaks.BREAKS if name != "threads"])
+def test_the_comparison_can_fail(what, comm):
+    """With another tree over micro-batches or slices, or another block of rows; threads show in larger products."""
+    case = grid_bits.BitsCase(SHAPE, data=comm.size, recompute=True)
+    unbroken = expected(case, comm)
+    with mpishard.Mesh(comm) as mesh, breaks.broken(what):
+        assert grid_bits.run(case, mesh, steps=STEPS) != unbroken
+
+
+def test_the_grid_has_every_schedule():
+    assert {case.schedule for case in grid_bits.bits_cases(2, "4")} == set(SCHEDULES)
