@@ -16,11 +16,11 @@ from mpishard.comm.axis import Axis
 from mpishard.nn import slices as slices_module
 from mpishard.nn.slices import Slices
 
-# 13 tokens leave uneven slices, some of which have none at 12 shards; 3 * 7 and 2 * 5 rows uneven blocks.
-VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 13, 8, 48, 2, 12
+# 13 tokens leave uneven slices, some of which have none at 24 shards; 3 * 7 and 2 * 5 rows uneven blocks.
+VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 13, 8, 48, 2, 24
 BATCHES = [(3, 7), (2, 5), (1, 1)]
 # Numbers of shards by the number of ranks: the bits of each on one rank are those of the others.
-SHARDS = {1: (2, 4, 6, 12), 2: (2, 4, 6, 12), 3: (6, 12), 4: (4, 12)}
+SHARDS = {1: (4, 6, 8, 24), 2: (4, 6, 24), 3: (6, 24), 4: (4, 24), 8: (8, 24)}
 Bits = dict[str, Any]
 
 
@@ -106,10 +106,17 @@ def test_bits_are_those_of_one_rank(mesh, comm, tied, sequence_parallel):
 
 
 @pytest.mark.parametrize(
-    "options", [dict(recompute=True), dict(microbatches=2), dict(dtype=np.float64), dict(vocabulary_size=3)]
+    "options",
+    [
+        dict(recompute=True),
+        dict(microbatches=2),
+        dict(dtype=np.float64),
+        dict(vocabulary_size=3),
+        dict(storage_dtype=np.float16),
+    ],
 )
 def test_options_change_no_bit(mesh, comm, options):
-    """Each with rows split: what is recomputed, micro-batches of which one is empty, and ranks without vocabulary."""
+    """Each with rows split: what is recomputed or rounded, a micro-batch of none, and ranks without vocabulary."""
     shards = shards_of(comm)[-1]
     others = {name: value for name, value in options.items() if name != "recompute"}
     found = train(mesh, shards=shards, sequence_parallel=True, **options)
