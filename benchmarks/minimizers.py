@@ -6,8 +6,9 @@ the same points, with the same history and the same tolerances, which mean the s
 projected gradient, and the decrease of an iteration relative to the value or 1.
 
 A final value is as good as SciPy's if it is at most 1e-8 of it, or of 1, above; where methods end in different local
-minima, it is marked.  Two sums of evaluations are compared: of all problems, and of those that end in the same
-minimum.  Counts do not depend on the machine, except for rounding in NumPy's sums.
+minima, it is marked.  Two sums of evaluations are compared: of all problems, and of those that end in the same minimum.
+Then they run with gtol 1e-9 and ftol 0, and the final values are compared with the minima that
+are known, relative to those that are not 0.  Counts do not depend on the machine, except for rounding in NumPy's sums.
 """
 
 from __future__ import annotations
@@ -100,6 +101,19 @@ def compare(title: str, problems: Sequence[Any], run: Callable[[Any], Outcome], 
     return not worse and ratio <= 1.25
 
 
+def check_values(title: str, problems: Sequence[Any], run: Callable[[Any], Outcome]) -> bool:
+    """Print how far final values are from the nearest known minima; whether all are within 1e-8."""
+    errors = {}
+    for problem in problems:
+        value = run(problem).value
+        known = minimum_of(problem, value)
+        errors[problem.name] = abs(value - known) / (abs(known) or 1.0)
+    worse = [f"{name} ({error:.1e})" for name, error in errors.items() if not error <= 1e-8]
+    largest = max(errors.values())
+    print(f"{title}: the largest error of {len(errors)} is {largest:.1e}; above 1e-8: {', '.join(worse) or 'none'}")
+    return not worse
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--history", type=int, default=10, help="pairs that are kept")
@@ -129,6 +143,15 @@ def main() -> None:
         if not given.quick:
             compare("NonlinearCG", free, lambda problem: ours(NonlinearCG(**tolerances), problem), theirs)
             compare("TruncatedNewton", free, lambda problem: ours(TruncatedNewton(**tolerances), problem), theirs)
+        print("\nFinal values with gtol 1e-9 and ftol 0, relative to minima that are not 0")
+        tight: dict[str, Any] = dict(gtol=1e-9, ftol=0.0, maxfun=MOST, maxiter=MOST)
+        check_values("SciPy", [*free, *BOUNDED], lambda problem: of_scipy(problem, given.history, 1e-9, 0.0))
+        lbfgs, lbfgsb = (method(history=given.history, **tight) for method in (LBFGS, LBFGSB))
+        good &= check_values("LBFGS", free, lambda problem: ours(lbfgs, problem))
+        good &= check_values("LBFGSB", [*free, *BOUNDED], lambda problem: ours(lbfgsb, problem))
+        if not given.quick:
+            newton = TruncatedNewton(**tight)
+            check_values("TruncatedNewton", [*free, *BOUNDED], lambda problem: ours(newton, problem))
     print(f"\nL-BFGS as good as SciPy's to 1e-8, within 1.25 of its evaluations: {'yes' if good else 'NO'}")
     sys.exit(0 if good else 1)
 

@@ -76,8 +76,8 @@ def of_the_set(problem: problems.Problem) -> tuple[Problem, Limits]:
 
 
 def excess(problem: problems.Problem, value: float) -> float:
-    """By how much a value is off the nearest local minimum that is known."""
-    return min(abs(value - known) / max(1.0, abs(known)) for known in (problem.minimum, *problem.others))
+    """By how much a value is off the nearest local minimum that is known, relative to it if it is not 0."""
+    return min(abs(value - known) / (abs(known) or 1.0) for known in (problem.minimum, *problem.others))
 
 
 def everywhere(size: int, dtype: type = np.float64, bounded: bool = False) -> Limits:

@@ -10,7 +10,7 @@ import pytest
 import standin
 from bounded_problems import BOUNDED
 from mgh import PROBLEMS
-from minimizer_runs import check_ranks, minimized, of_the_set, rosenbrock
+from minimizer_runs import check_ranks, excess, minimized, of_the_set, rosenbrock
 from problems import Problem
 
 from mpishard.backend import array as arrays
@@ -20,7 +20,7 @@ from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.minimizer import Wanted
 from mpishard.minimizers.space import LocalSpace
 
-OPTIONS: dict[str, Any] = {"gtol": 1e-8, "ftol": 1e-15, "maxiter": 3000, "maxfun": 3000}
+OPTIONS: dict[str, Any] = {"gtol": 1e-9, "ftol": 0.0, "maxiter": 3000, "maxfun": 3000}
 
 
 @pytest.mark.parametrize(("problems", "method"), [(PROBLEMS, LBFGS), (BOUNDED, LBFGSB)], ids=["free", "bounded"])
@@ -41,7 +41,7 @@ def test_as_good_as_scipy_in_as_many_evaluations(problems: Sequence[Problem], me
             minimizer = minimized(method(**OPTIONS), of_the_set(problem)[0], limits)
         value = minimizer.progress.value
         ours, theirs = ours + minimizer.progress.evaluations, theirs + expected.nfev
-        if value > expected.fun + 1e-8 * max(abs(expected.fun), 1e-8):
+        if value > expected.fun + 1e-8 * max(abs(expected.fun), 1e-8) or excess(problem, value) > 1e-8:
             worse.append(f"{problem.name}: {value:.9g} after SciPy's {expected.fun:.9g}")
         if problem.lower is not None:
             assert ((minimizer.point >= problem.lower) & (minimizer.point <= problem.upper)).all()
