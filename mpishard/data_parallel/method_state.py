@@ -89,8 +89,15 @@ class MethodState:
         return gradient
 
     def own_part(self, flat: Array) -> Array:
-        """This rank's elements of a flat array like the parameters, until the next call.  Not collective."""
+        """This rank's elements of a flat array like the parameters, until the next call: maybe the array itself.
+
+        Not collective.
+        """
         ownership, gradient = self._on_rank.strategy.ownership, self._gradient
+        starts, stops = ([own[side] for own in ownership.own] for side in (0, 1))
+        is_plain = flat.flags.c_contiguous and getattr(flat.flags, "writeable", True)
+        if is_plain and [*starts, flat.size] == [0, *stops]:  # all, in their order
+            return flat
         for part, (start, stop) in zip(ownership.state_views(gradient), ownership.own, strict=True):
             part[...] = flat[start:stop]
         return gradient

@@ -48,6 +48,12 @@ class TensorCopies:
         """Whether there are copies within one data coordinate: on the tensor axis, or as ties."""
         return bool(self._ties) or self._mesh.tensor.size > 1
 
+    @property
+    def sums(self) -> bool:
+        """Whether `sum` changes any gradient.  Not collective, and the same on all ranks of the tensor axis."""
+        partial = self._mesh.tensor.size > 1 and any(spec.partial for spec, _ in self._tensors)
+        return bool(self._ties) or partial
+
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def sum(self, bucket: Bucket, gradient: Array) -> None:
