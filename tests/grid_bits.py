@@ -102,12 +102,15 @@ class BitsCase:
     @property
     def model(self) -> tuple[Any, ...]:
         """All cases with this value train the same model."""
-        return self.shape, self.layers, self.tied, self.seed, self.dtype, self.storage
+        return self.shape, self.layers, self.tied, self.seed, self.dtype, self.storage, self.alone.recompute
 
     @property
     def alone(self) -> BitsCase:
-        """The same training on one rank; its schedule gives it as many layers."""
-        return BitsCase(self.shape, tied=self.tied, seed=self.seed, dtype=self.dtype, storage=self.storage)
+        """The same training on one rank.  What is computed again is what was stored, but for rounding in storage."""
+        again = self.recompute and bool(self.storage)
+        return BitsCase(
+            self.shape, recompute=again, tied=self.tied, seed=self.seed, dtype=self.dtype, storage=self.storage
+        )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -395,11 +398,12 @@ def table(outcomes: list[Outcome], known: Mapping[Any, Digests]) -> str:
     for (shape, _, size), counts in sorted(by_mesh.items(), key=lambda item: (item[0][0], item[0][1])):
         numbers = counts["equal"], counts["differs"], counts["refused"]
         lines.append(f"{shape:8s}{size:26s}{counts.total():7d}" + "".join(map("{:{}d}".format, numbers, (7, 8, 9))))
-    lines.append(f"{'model':44s}{'parameters and slots':26s}losses")
+    lines.append(f"{'model':54s}{'parameters and slots':26s}losses")
     for model, (state, losses) in sorted(known.items(), key=str):
-        shape, layers, tied, seed, dtype, storage = model
-        kind = f"{shape}, {layers} layers, {'tied' if tied else 'untied'}, seed {seed}, {dtype} {storage}".strip()
-        lines.append(f"{kind:44s}{state[:24]:26s}{losses[:24]}")
+        shape, layers, tied, seed, dtype, storage, again = model
+        kind = f"{shape}, {layers} layers, {'tied' if tied else 'untied'}, seed {seed}, {dtype}"
+        kind += f", {storage}" * bool(storage) + ", again" * again
+        lines.append(f"{kind:54s}{state[:24]:26s}{losses[:24]}")
     return "\n".join(lines)
 
 

@@ -62,3 +62,19 @@ def test_the_comparison_can_fail(what, comm):
 
 def test_the_grid_has_every_schedule():
     assert {case.schedule for case in grid_bits.bits_cases(2, "4")} == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_half_precision_storage_rounds_in_the_same_places(axis, recompute, comm):
+    """In the layouts that have it: not with several stages, which do not store what they hand on."""
+    case = grid_bits.BitsCase(SHAPE, recompute=recompute, storage="float16", **{axis: comm.size})
+    with mpishard.Mesh(comm, **case.sizes) as mesh:
+        assert grid_bits.run(case, mesh, steps=STEPS) == expected(case, comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_stages_that_round_elsewhere_are_refused(comm):
+    case = grid_bits.BitsCase(SHAPE, storage="float16", pipeline=comm.size)
+    with mpishard.Mesh(comm, **case.sizes) as mesh, pytest.raises(ValueError, match="this model has storage_dtype"):
+        grid_bits.run(case, mesh, steps=STEPS)
