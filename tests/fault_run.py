@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 STEPS, SAVE_EVERY = 9, 4
+# The meshes of 4, 3, 2 and 1 ranks of a run that moves.
+MESHES = [{"tensor": 2, "pipeline": 2, "data": 1}, {"data": 3}, {"pipeline": 2, "data": 1}, {}]
 SHRUNK_AFTER, GROWN_AFTER = 2, 4
 # Seconds after which a stopped process counts as dead.
 FAILURE_TIMEOUT = 0.7
@@ -45,7 +47,8 @@ class Case:
 
     `processes` are there at the start, and up to `workers` replicas of the model train, of tensor x pipeline processes
     each; with `spawns` the run begins with fewer, and with `respawn` others are spawned for the dead.  `lost`: that it
-    must end, since nobody is left who has some state, or who could learn of a death.
+    must end, since nobody is left who has some state, or who could learn of a death.  `moves`: the survivors take the
+    mesh for their number, and a worker is one process.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Case:
     spawns: bool = False
     respawn: bool = False
     lost: bool = False
+    moves: bool = False
 
     @classmethod
     def read(cls, text: str) -> Case:
@@ -127,11 +131,15 @@ def run(case: Case, folder: Path) -> None:
     resizes = any(fault.phase == "resize" for fault in case.faults)
 
     with mpishard.Mesh(tensor=case.tensor, pipeline=case.pipeline) as mesh:
-        model = nn.GPT(11, 8, 16, 2, 2, np.float32, mesh=mesh, microbatches=case.pipeline)
+        models: list[Any] = []
         config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=0.5, reproducible=True)
         inner = strategy(mpishard.AdamW(lr=0.01), config)
         elastic = mpishard.ElasticOptimizer(
-            inner, max_workers=case.workers, failure_timeout=FAILURE_TIMEOUT, respawn=case.respawn
+            inner,
+            max_workers=case.workers,
+            failure_timeout=FAILURE_TIMEOUT,
+            respawn=case.respawn,
+            layouts=MESHES if case.moves else None,
         )
         hits: list[Callable[[str], None]] = []
         recruitments: list[SpawnRequest] = []
@@ -171,18 +179,34 @@ def run(case: Case, folder: Path) -> None:
             hits[0]("here")
 
         options = {"samples": 45, "batch_size": 16, "tokens_per_sample": 8, "steps": STEPS}
-        problem = mpishard.OptimizationProblem.for_model(model, batch, micro_batch_size=2 * case.pipeline, **options)
+
+        def problem(mesh: Any) -> Any:
+            dtype, stages = np.float64 if case.moves else np.float32, mesh.pipeline.size
+            shards = 2 if case.moves else 1
+            models[:] = [nn.GPT(11, 8, 16, 2, 2, dtype, mesh=mesh, microbatches=stages, shards=shards)]
+            size = 4 if case.moves else 2 * case.pipeline
+            return mpishard.OptimizationProblem.for_model(models[0], batch, micro_batch_size=size, **options)
+
         with Checkpoints(folder / "checkpoints", mesh, every=SAVE_EVERY) as checkpoints:
             hits.append(strike(case, me, notes, mesh, checkpoints, lambda: inner.clock + 1))
             callback = grow if case.spawns or case.respawn else resize if resizes else None
             record = mpishard.RunRecord(folder, mesh)
+            given: Any = problem if case.moves else problem(mesh)
             result = elastic.optimize(
-                problem, callback=callback, progress=False, checkpoints=checkpoints, resume=True, record=record
+                given, callback=callback, progress=False, checkpoints=checkpoints, resume=True, record=record
             )
-        full = mpishard.as_distributed(model, mesh).gather_full_parameters()
+        full, losses = mpishard.as_distributed(models[0], mesh).gather_full_parameters(), result.loss_history
+        if case.moves:  # to the last digits: the reference takes its micro-batches as it likes
+            alone = mpishard.Mesh(MPI.COMM_SELF)
+            one = strategy(mpishard.AdamW(lr=0.01), mpishard.ShardingConfiguration(alone, max_gradient_norm=0.5))
+            hits.clear()
+            expected = one.optimize(problem(alone), progress=False)
+            close = np.allclose(full, expected.parameters.gather(), 1e-12, 1e-12)
+            full = np.array([close and np.allclose(losses, expected.loss_history, 1e-12)])
+            losses = np.zeros(STEPS)
         found = {
             "parameters": hashlib.sha256(full.tobytes()).hexdigest(),
-            "losses": hashlib.sha256(result.loss_history.tobytes()).hexdigest(),
+            "losses": hashlib.sha256(losses.tobytes()).hexdigest(),
             "steps": result.steps,
             "samples": result.samples,
         }
@@ -268,7 +292,7 @@ def strike(
     within(mesh.data, "start_all_to_all", "reduction")
     within(mesh.data, "start_all_gather", "all-gather")
     within(update, "apply_rule", "update")
-    within(mesh.data, "start_send", "buddy", lambda label="", **_: label == "buddy")
+    within(mesh.world if case.moves else mesh.data, "start_send", "buddy", lambda label="", **_: label == "buddy")
     before(agreements.Agreements, "agree_as_workers", "agreement")
     before(transactions.Transactions, "commit", "committed")
     # An exception in the writing of files is the disk's and no fault of the process.
@@ -311,6 +335,8 @@ def strike(
 
 def workers_of(case: Case) -> list[int]:
     """The processes of the start that train: tensor ranks are numbered fastest, then replicas, then stages."""
+    if case.moves:
+        return list(range(case.processes))
     replicas = case.processes // (case.tensor * case.pipeline)
     return [number for number in range(case.processes) if number // case.tensor % replicas < case.workers]
 

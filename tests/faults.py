@@ -131,7 +131,27 @@ def single(victim: str, phase: str, kind: str, layout: str) -> Case | None:
 
 def grid() -> list[Case]:
     cases = itertools.starmap(single, itertools.product(VICTIMS, PHASES, KINDS, LAYOUTS))
-    return [case for case in cases if case is not None]
+    moves = itertools.starmap(moving, itertools.product(VICTIMS, PHASES, KINDS))
+    return [case for case in (*cases, *moves) if case is not None]
+
+
+def moving(victim: str, phase: str, kind: str) -> Case | None:
+    """A case in which four processes of one replica go on as three; None where there is no such thing."""
+    case = Case(f"{victim} {phase} {kind} moves", "ZeRO1", (), 2, 2, 4, 4, moves=True)
+    if phase in ("reduction", "all-gather") or phase in RECRUITING[:-1] or victim == "spare":
+        return None  # there is one data rank, and no spare
+    who = {"first": 0, "middle": 1, "last": 3, "spawned": SPAWNED}[victim]
+    if victim == "spawned" or phase in RECRUITING:
+        if phase not in ("update", "joined", "agreement", "resize") or (victim == "spawned" and kind == "stop"):
+            return None
+        case = replace(case, tensor=1, pipeline=1, processes=3, spawns=True)
+        who = min(who, 2)
+    at = 0 if phase == "resize" or phase in RECRUITING else 4
+    if phase == "heal":
+        # First dies one that is neither the victim's buddy nor its neighbour: then each copy has a holder.
+        return replace(case, faults=(Fault((who + 2) % 4, "forward", "kill"), Fault(who, phase, kind, 0)))
+    fault = Fault(who, "save", kind, fault_run.STEPS + 1) if phase == "last-save" else Fault(who, phase, kind, at)
+    return replace(case, faults=(fault,))
 
 
 def several(layout: str) -> list[Case]:
@@ -155,6 +175,9 @@ def several(layout: str) -> list[Case]:
 
 def results_of(case: Case) -> int:
     """How many processes have the result: all survivors that are in a whole replica."""
+    if case.moves:
+        comes = case.spawns and not any(fault.phase in RECRUITING for fault in case.faults)
+        return case.processes + comes - sum(comes or fault.victim != SPAWNED for fault in case.faults)
     if case.respawn:
         return case.workers * case.tensor * case.pipeline
     places = Counter[int]()
@@ -210,16 +233,21 @@ def _alive(folder: str) -> list[int]:
     return found
 
 
-def expected(launch: Sequence[str], tensor: int = 1, pipeline: int = 1) -> dict[str, Any]:
+def expected(launch: Sequence[str], tensor: int = 1, pipeline: int = 1, moves: bool = False) -> dict[str, Any]:
     """Of a run of one replica, without faults."""
     with _folder() as folder:
         ranks = tensor * pipeline
-        case = Case("alone", "DDP", (), tensor, pipeline, 1, ranks)
+        case = Case("alone", "DDP", (), tensor, pipeline, ranks if moves else 1, ranks, moves=moves)
         output, _ = execute([*launch, "-n", str(ranks), *_command(case, folder, TIME_LIMIT)], TIME_LIMIT)
         found = _results(folder)
         if len(found) != ranks or any(each != found[0] for each in found):
             raise RuntimeError(f"the run without faults failed:\n{output}")
         return found[0]
+
+
+def reference_of(case: Case) -> tuple[int, int, bool]:
+    """The arguments of `expected` for the run that a case is compared with."""
+    return (1, 1, True) if case.moves else (case.tensor, case.pipeline, False)
 
 
 def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: float = TIME_LIMIT) -> Ended:
@@ -267,15 +295,14 @@ def _run_all(cases: Iterable[Case], launch: Sequence[str], limit: float, jobs: i
         for line in file.read_text().splitlines():
             fields = json.loads(line)
             known[fields["case"]] = fields
-    references: dict[tuple[int, int], dict[str, Any]] = {}
+    references: dict[tuple[int, int, bool], dict[str, Any]] = {}
     todo = [case for case in cases if case.name not in known]
     for case in todo:
-        mesh = case.tensor, case.pipeline
-        if mesh not in references:
-            references[mesh] = expected(launch, *mesh)
+        if reference_of(case) not in references:
+            references[reference_of(case)] = expected(launch, *reference_of(case))
 
     def carry_out(case: Case) -> Ended:
-        ended = run(case, launch, references[case.tensor, case.pipeline], limit)
+        ended = run(case, launch, references[reference_of(case)], limit)
         verdict = ended.problem or ("ends and says why" if case.lost else "bit-equal")
         if ended.how == "done":
             verdict += ", but the launcher does not end"
@@ -309,7 +336,9 @@ def table(all_ended: Sequence[Ended]) -> str:
             if len(each) == 4:
                 tried[each[rows], each[columns]] += 1
                 good[each[rows], each[columns]] += not ended.problem
-        across = [name for name in ((), PHASES, (), tuple(LAYOUTS))[columns] if any(key[1] == name for key in tried)]
+        across = [
+            name for name in ((), PHASES, (), (*LAYOUTS, "moves"))[columns] if any(key[1] == name for key in tried)
+        ]
         if not across:
             continue
         lines.append(" " * 12 + "".join(f"{name:>11s}" for name in across))
@@ -333,7 +362,7 @@ def main() -> int:
     parser.add_argument("--victim", choices=VICTIMS, action="append")
     parser.add_argument("--phase", choices=PHASES, action="append")
     parser.add_argument("--kind", choices=KINDS, action="append")
-    parser.add_argument("--layout", choices=LAYOUTS, action="append")
+    parser.add_argument("--layout", choices=[*LAYOUTS, "moves"], action="append")
     parser.add_argument("--several", action="store_true", help="the cases with more than one failure instead")
     parser.add_argument("--sample", type=int, help="so many of the cases only")
     parser.add_argument("--seed", type=int, default=0)

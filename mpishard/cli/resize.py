@@ -1,4 +1,4 @@
-"""``mpishard resize``: request another number of workers for a run in progress."""
+"""``mpishard resize``: request another number of workers, or another mesh, for a run in progress."""
 
 from __future__ import annotations
 
@@ -8,22 +8,35 @@ from typing import Annotated
 import typer
 
 from mpishard.elastic.control import request_resize
+from mpishard.elastic.mesh_choice import MeshSizes
 
 
 def resize(
     run: Annotated[Path, typer.Argument(metavar="FOLDER", help="That of its checkpoints, or ElasticOptimizer's own.")],
-    workers: Annotated[int, typer.Argument(min=1, help="How many shall train.")],
+    workers: Annotated[int | None, typer.Argument(min=1, help="How many shall train.")] = None,
+    mesh: Annotated[str | None, typer.Option(help="Instead: sizes such as data=2,tensor=2.")] = None,
     wait: Annotated[float, typer.Option(min=0, help="Most seconds until the run has taken it over.")] = 60.0,
 ) -> None:
-    """Let a run that goes on have another number of workers.
+    """Let a run that goes on have another number of workers, or another mesh.
 
     \b
     mpishard resize checkpoints/ 4
+    mpishard resize checkpoints/ --mesh data=2,tensor=2
 
-    Only the user who started the run can.  The run takes the request over between two steps.
+    Only the user who started the run can.  The run takes the request over between two steps.  A mesh is for runs with
+    ElasticOptimizer(..., layouts=...), whose workers are ranks.
     """
-    answer = request_resize(run, workers, wait)
+    if (workers is None) == (mesh is None):
+        raise ValueError("give the number of workers, or --mesh with the sizes of a mesh")
+    sizes = None if mesh is None else MeshSizes.parse(mesh)
+    wanted = sizes.ranks if sizes is not None else workers
+    answer = request_resize(run, sizes or wanted or 0, wait)
     text = f"{run}: {answer.before} -> {answer.after} workers after step {answer.step}"
-    if answer.after != workers:
-        text += f"; there are not processes enough for {workers}, and no more could be spawned: see what the run prints"
+    if answer.mesh:
+        text += f", mesh {answer.mesh}"
+    if answer.after != wanted or (sizes is not None and answer.mesh != str(sizes)):
+        text += (
+            f"; there are not processes enough for {sizes or wanted}, and no more could be spawned: see what the run"
+        )
+        text += " prints"
     typer.echo(text)

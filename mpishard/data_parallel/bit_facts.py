@@ -69,6 +69,7 @@ class BitFacts:
         """
         if config.reproducible:
             fix_blas_threads()  # a mesh created after the optimizer has changed their number
+        before = self.own.get("shards")
         self.own |= {
             **arithmetic(),
             "arrays": arrays.module_of(parameters.like).__name__,
@@ -76,6 +77,8 @@ class BitFacts:
             "shards": _shards(parameters),
         }
         self.agree(config, world)
+        if config.reproducible and before not in (None, self.own["shards"]):  # another mesh
+            self._change(f"the bits change with the mesh: shards was {before} and is {self.own['shards']}", world.rank)
         if config.reproducible and parameters.layout_dependence:
             self._change(f"the bits depend on the layout: the model has {parameters.layout_dependence}", world.rank)
 
@@ -89,7 +92,7 @@ class BitFacts:
         """
         self.own["micro_batch_size"] = "a 16th of the batch" if size is None else str(size)
 
-    def agree(self, config: ShardingConfiguration, ranks: Axis) -> None:
+    def agree(self, config: ShardingConfiguration, ranks: Axis, *, places: bool = True) -> None:
         """Compare the facts of ranks of a reproducible run.
 
         Collective over the ranks.
@@ -100,6 +103,8 @@ class BitFacts:
             Of the optimizer.
         ranks : Axis
             Those that take part in the run, or are about to.
+        places : bool
+            Whether all have one mesh.
 
         Raises
         ------
@@ -108,10 +113,11 @@ class BitFacts:
         """
         if not config.reproducible:
             return
+        own = self.own if places else self.own | {"shards": self.own["shards"].partition(" on ")[0]}
         if not config.allow_different_bits:
-            agree_on_settings(ranks, self.own, what=_PROMISE, way_out=f"use nodes of one kind; {_WAY_ON}")
-        elif len(set(ranks.allgather_object(fingerprint(self.own)))) > 1:
-            self._change(str(differing(ranks, self.own, _PROMISE, "the bits depend on the layout")), ranks.rank)
+            agree_on_settings(ranks, own, what=_PROMISE, way_out=f"use nodes of one kind; {_WAY_ON}")
+        elif len(set(ranks.allgather_object(fingerprint(own)))) > 1:
+            self._change(str(differing(ranks, own, _PROMISE, "the bits depend on the layout")), ranks.rank)
 
     @property
     def facts(self) -> dict[str, Any]:

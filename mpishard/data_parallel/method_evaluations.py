@@ -64,7 +64,7 @@ class MethodEvaluations:
         1-D array
             As long as the parameters.
         """
-        return self._strategy.gather(vector, "vectors")
+        return self._state.whole(vector)
 
     def own_part(self, flat: Array) -> Array:
         """This rank's part of a vector that every rank has.  Not collective.

@@ -21,7 +21,7 @@ from mpishard.minimizers.elements import preconditioned
 from mpishard.minimizers.limits import tell_of_projection
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Wanted
-from mpishard.minimizers.rehearsal import check_metadata
+from mpishard.minimizers.rehearsal import ELEMENTS, check_metadata
 from mpishard.minimizers.stopping import lifted
 from mpishard.parameters.flat import FlatParameters
 
@@ -36,7 +36,7 @@ def _divide(gradient, /, divisor):  # type: ignore[no-untyped-def]
 
 
 _METADATA = "minimizer.json"
-_ELEMENTS, _BATCHES = "elements", "batches"  # in the metadata
+_BATCHES = "batches"  # in the metadata
 _ABOUT_ELEMENTS = ("bounds", "fixed", "inner_product", "preconditioner")
 
 
@@ -115,6 +115,12 @@ class MethodState:
         self._whole.flat[...] = strategy.gather(minimizer.direction, "direction")
         return self._whole
 
+    def whole(self, vector: Array) -> Array:
+        """A vector of which this is this rank's part, as a new flat array like the parameters."""
+        strategy = self._on_rank.strategy
+        assert isinstance(strategy, ShardedState)
+        return strategy.gather(vector, "vectors")
+
     def publish(self, values: Array) -> None:
         """Make these elements of this rank the parameters, on all ranks."""
         strategy = self._on_rank.strategy
@@ -185,8 +191,8 @@ class MethodState:
 
     @property
     def versions(self) -> dict[str, int]:
-        """By slot of the method, the versions of its vectors (see `Minimizer`).  Not collective."""
-        return dict(zip(self._method.slots, self.minimizer.versions, strict=True))
+        """By slot of the method, the versions of its vectors, if there are any (see `Minimizer`).  Not collective."""
+        return dict(zip(self._method.slots, self.minimizer.versions, strict=False))
 
     def shards(self) -> tuple[Shard, ...]:
         """Nothing: the vectors are the slots of the method, and the point is the parameters.  Not collective."""
@@ -197,13 +203,7 @@ class MethodState:
         if not isinstance(facts.get(_METADATA), Mapping):
             raise ValueError(f"the state has no {_METADATA}: it is not of a run by {type(self._method).__name__}")
         self.batches_in(facts)
-        if facts[_METADATA].get(_ELEMENTS, self._elements) != self._elements:
-            raise ValueError(
-                "the state is of a run with other bounds, fixed elements, inner_product or preconditioner, which what "
-                f"{type(self._method).__name__} has learned depends on; give those, or leave its state and take the "
-                "parameters alone as a start"
-            )
-        check_metadata(self._method, facts[_METADATA])
+        check_metadata(self._method, facts[_METADATA], self._elements)
 
     def batches_in(self, facts: Mapping[str, Any]) -> int:
         """What `batches` is in these facts; ValueError if it is invalid.  Not collective."""
@@ -235,7 +235,7 @@ class MethodState:
         """All but the vectors.  Not collective."""
         if self._minimizer is None:
             return {}
-        return {**self._minimizer.to_metadata(), _ELEMENTS: self._elements, _BATCHES: self.batches}
+        return {**self._minimizer.to_metadata(), ELEMENTS: self._elements, _BATCHES: self.batches}
 
     @property
     def _elements(self) -> str:

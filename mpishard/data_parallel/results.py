@@ -72,8 +72,8 @@ class OptimizationResult(Generic[P]):
     stop_reason : str
         ``"steps"``, ``"tolerance"``, ``"seconds"`` or ``"callback"``; ``"signal"`` after Ctrl-C, and in an elastic run
         also after other signals.  With a method also its own: ``"gradient"``, ``"decrease"`` and ``"step"`` where it
-        has converged, ``"iterations"`` and ``"evaluations"`` at its limits, ``"line search"`` and ``"not finite"``
-        where it cannot go on.
+        has converged, ``"iterations"`` and ``"evaluations"`` at its limits, ``"line search"``, ``"unbounded"``,
+        ``"range"`` and ``"not finite"`` where it cannot go on.
     communication : dict
         Communication of this rank over all axes since the mesh was made: calls, bytes sent and seconds, by kind.
     """

@@ -2,9 +2,9 @@
 
 The folder ``control`` in the run's folder is made when the run begins and removed when it ends.  The run writes the
 file ``run`` there: its limits, its workers, and its answer to the last request.  To request another number of workers,
-write the file ``request``.  The run looks for it between steps and removes it with its answer.  Anybody who may write
-into the run's folder can replace the control folder, so its owner and mode are checked at each use.  Nothing here needs
-MPI.
+or a mesh, write the file ``request``.  The run looks for it between steps and removes it with its answer.  Anybody who
+may write into the run's folder can replace the control folder, so its owner and mode are checked at each use.  Nothing
+here needs MPI.
 """
 
 from __future__ import annotations
@@ -13,38 +13,51 @@ import contextlib
 import os
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.io import log
 from mpishard.io.atomic_json import read_note, remove_notes, write_note
 from mpishard.io.files import NotPrivateError, opened, warn_of_writers
 
 _POLL_S = 0.2
 _WAIT_POLL_S = 0.05
+FIXED = "the run keeps the tensor and pipeline sizes of its mesh; ElasticOptimizer(..., layouts=...) may change them"
+# What a request asks for: so many workers, or a mesh.
+Wanted = int | MeshSizes
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to the request `id`: the workers before and after, or why the request was refused."""
+    """The answer to the request `id`: the workers before and after, or why the request was refused.
+
+    `mesh`: the mesh after it, of a run that may change it.
+    """
 
     id: str
     before: int
     after: int
     step: int
     refused: str = ""
+    mesh: str = ""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """State of a run as its file shows it; `taken`: id of the accepted request that still waits for workers to join."""
+    """State of a run as its file shows it.
+
+    `taken`: id of the accepted request that still waits for workers to join; `mesh`: of a run that may change it.
+    """
 
     min_workers: int
     max_workers: int
     workers: int
     answer: Answer | None = None
     taken: str = ""
+    mesh: str = ""
 
 
 class ControlFolder:
@@ -93,8 +106,8 @@ class ControlFolder:
         return read_note(self.path / name, private=True)
 
     @property
-    def request(self) -> tuple[str, int | None] | None:
-        """Id and number of workers of the present request, None without one; an unreadable request has no number."""
+    def request(self) -> tuple[str, Wanted | None] | None:
+        """Id of the present request and what it wants, None without one; an unreadable request wants nothing."""
         try:
             found = self._read("request")
         except NotPrivateError:
@@ -105,7 +118,11 @@ class ControlFolder:
             return None
         if not isinstance(found, dict) or type(found.get("workers")) is not int:
             return "", None
-        return str(found.get("id")), found["workers"]
+        try:
+            mesh = MeshSizes.parse(str(found["mesh"])) if found.get("mesh") else None
+        except ValueError:
+            return "", None
+        return str(found.get("id")), mesh or found["workers"]
 
     def take_back(self, id: str) -> None:
         """Remove the request `id`, unless another one has replaced it."""
@@ -132,10 +149,19 @@ class Control:
     folder : ControlFolder
     min_workers, max_workers : int
         Limits of a request.
+    refuse : callable
+        Why the run cannot have a mesh; empty if it can.
     """
 
-    def __init__(self, folder: ControlFolder, min_workers: int, max_workers: int) -> None:
+    def __init__(
+        self,
+        folder: ControlFolder,
+        min_workers: int,
+        max_workers: int,
+        refuse: Callable[[MeshSizes], str] = lambda sizes: FIXED,
+    ) -> None:
         self._folder = folder
+        self._refuse = refuse
         self._limits = min_workers, max_workers
         self._standing: Standing | None = None
         # Id of the request that the run has accepted, and the number of workers at that time.
@@ -143,8 +169,8 @@ class Control:
         self._next = 0.0
         self._exchanged = False  # whether a warning about a replaced folder was given
 
-    def poll(self, workers: int, step: int, waits: bool = False) -> int | None:
-        """Write how many workers there are after this step, and return the number of a new request, else None.
+    def poll(self, workers: int, step: int, waits: bool = False, mesh: str = "") -> Wanted | None:
+        """Write how many workers there are after this step, and return what a new request wants, else None.
 
         A poll that returns a request does not answer it.  A later poll does, when the run has had its chance to change
         and waits for no more workers (`waits`).  If another request comes while it waits, that one replaces the first.
@@ -155,7 +181,7 @@ class Control:
             return None
         self._next = now + _POLL_S
         try:
-            return self._poll(workers, step, waits)
+            return self._poll(workers, step, waits, mesh)
         except OSError:  # a shared disk may fail for a while, and the owner may remove the folder
             return None
         except NotPrivateError as error:
@@ -164,42 +190,47 @@ class Control:
             self._exchanged = True
             return None
 
-    def _poll(self, workers: int, step: int, waits: bool) -> int | None:
+    def _poll(self, workers: int, step: int, waits: bool, mesh: str) -> Wanted | None:
         known = self._standing
         answer = None if known is None else known.answer
-        wanted: int | None = None
+        wanted: Wanted | None = None
         request = self._folder.request
         if self._taken is not None and not (waits and request is not None and request[0] != self._taken[0]):
             id, before = self._taken
             if not waits:
-                answer, self._taken = Answer(id, before, workers, step), None
+                answer, self._taken = Answer(id, before, workers, step, mesh=mesh), None
                 self._folder.take_back(id)
         elif request is not None:
             id, wanted = request
             if answer is not None and answer.id == id:  # the request was answered, but could not be removed then
                 self._folder.take_back(id)
                 wanted = None
-            elif wanted is None or not self._limits[0] <= wanted <= self._limits[1]:
-                refused = (
-                    f"{wanted} workers are outside of min_workers={self._limits[0]} to max_workers={self._limits[1]}"
-                )
+            elif refused := self._why_not(wanted):
                 answer, wanted = Answer(id, workers, workers, step, refused), None
                 self._folder.take_back(id)
             else:
                 self._taken = id, workers
-        standing = Standing(*self._limits, workers, answer, "" if self._taken is None else self._taken[0])
+        taken = "" if self._taken is None else self._taken[0]
+        standing = Standing(*self._limits, workers, answer, taken, mesh)
         if standing != known:
             self._folder.write("run", asdict(standing))
             self._standing = standing
         return wanted
+
+    def _why_not(self, wanted: Wanted | None) -> str:
+        """Why the run refuses a request; empty if it does not."""
+        workers = wanted.ranks if isinstance(wanted, MeshSizes) else wanted
+        if workers is None or not self._limits[0] <= workers <= self._limits[1]:
+            return f"{workers} workers are outside of min_workers={self._limits[0]} to max_workers={self._limits[1]}"
+        return self._refuse(wanted) if isinstance(wanted, MeshSizes) else ""
 
     def close(self) -> None:
         """Remove the folder, at the end of the run."""
         self._folder.remove()
 
 
-def request_resize(run: Path, workers: int, wait: float) -> Answer:
-    """Request another number of workers from the run in a folder.
+def request_resize(run: Path, wanted: Wanted, wait: float) -> Answer:
+    """Request another number of workers, or a mesh, from the run in a folder.
 
     Not collective: one process outside of the run calls it.
 
@@ -207,8 +238,8 @@ def request_resize(run: Path, workers: int, wait: float) -> Answer:
     ----------
     run : path
         The folder of the run.
-    workers : int
-        The wanted number.
+    wanted : int or MeshSizes
+        The number of workers, or the mesh.
     wait : float
         Longest time in seconds until the run answers; it does so between two steps.
 
@@ -222,7 +253,7 @@ def request_resize(run: Path, workers: int, wait: float) -> Answer:
     FileNotFoundError
         If no run is there.
     ValueError
-        If the folder is another user's, or the run cannot have so many workers.
+        If the folder is another user's, or the run cannot have so many workers, or this mesh.
     TimeoutError
         If the run has not accepted the request in time, which is then taken back.  Or if it has, and the workers that
         it needs have not joined yet.
@@ -236,13 +267,16 @@ def request_resize(run: Path, workers: int, wait: float) -> Answer:
             "ElasticOptimizer(..., folder=...)"
         ) from None
     standing = folder.standing
+    mesh, workers = (wanted, wanted.ranks) if isinstance(wanted, MeshSizes) else (None, wanted)
+    if mesh is not None and standing is not None and not standing.mesh:
+        raise ValueError(f"the run in {run} has refused: {FIXED}")
     if standing is not None and not standing.min_workers <= workers <= standing.max_workers:
         raise ValueError(
             f"{workers} workers are outside of min_workers={standing.min_workers} to "
             f"max_workers={standing.max_workers} of the run in {run}"
         )
     id = uuid.uuid4().hex
-    folder.write("request", {"id": id, "workers": workers})
+    folder.write("request", {"id": id, "workers": workers} | ({} if mesh is None else {"mesh": str(mesh)}))
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         if not folder.path.exists():

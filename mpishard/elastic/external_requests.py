@@ -9,9 +9,10 @@ from types import TracebackType
 
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.elastic.control import Control, ControlFolder
+from mpishard.elastic.control import FIXED, Control, ControlFolder, Wanted
 from mpishard.elastic.discovery import Discovery
 from mpishard.elastic.membership import is_joining
+from mpishard.elastic.mesh_choice import MeshChoice
 from mpishard.launch.leave_signals import Signals
 
 
@@ -27,6 +28,8 @@ class Outside:
         Folder of the run, for requests from other shells.
     discover : callable or path or None
         See `Discovery`.
+    choice : MeshChoice, optional
+        Of a run that may change its mesh.
 
     Raises
     ------
@@ -41,6 +44,7 @@ class Outside:
         max_workers: int,
         folder: Path | None,
         discover: Callable[[], int] | str | os.PathLike[str] | None,
+        choice: MeshChoice | None = None,
     ) -> None:
         self.signals: Signals = Signals()
         self._axis = axis
@@ -55,7 +59,8 @@ class Outside:
                 except (ValueError, OSError) as error:
                     problem = error
             axis.raise_if_any(problem)
-            self._control = Control(control, min_workers, max_workers)
+            refuse = (lambda sizes: FIXED) if choice is None else choice.refuse
+            self._control = Control(control, min_workers, max_workers, refuse)
 
     def __enter__(self) -> Outside:
         self.signals.__enter__()
@@ -82,13 +87,13 @@ class Outside:
         if self._discovery is not None:
             self._discovery.known = number
 
-    def wanted(self, workers: int, step: int, waits: bool) -> int | None:
-        """The number of workers of a new request, None without one.  The first worker calls this after each step.
+    def wanted(self, workers: int, step: int, waits: bool, mesh: str = "") -> Wanted | None:
+        """What a new request wants, None without one.  The first worker calls this after each step.
 
-        `waits`: whether the run waits for workers to join.
+        `waits`: whether the run waits for workers to join; `mesh`: the present one, of a run that may change it.
         """
         found = None if self._discovery is None else self._discovery.news()
         if found is not None:
             found = min(max(found, self._limits[0]), self._limits[1])
-        asked = None if self._control is None else self._control.poll(workers, step, waits)
+        asked = None if self._control is None else self._control.poll(workers, step, waits, mesh)
         return found if asked is None else asked

@@ -34,7 +34,19 @@ class MeshSizes(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> MeshSizes:
-        """The sizes that a user gives by axis; an axis that is left out has size 1.
+        """The sizes that a user gives by axis.
+
+        Not collective.
+
+        Parameters
+        ----------
+        sizes : mapping of str to int
+            An axis that is left out has size 1.
+
+        Returns
+        -------
+        MeshSizes
+            All of them.
 
         Raises
         ------
@@ -45,7 +57,19 @@ class MeshSizes(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> MeshSizes:
-        """The sizes in a text such as ``data=2,tensor=2``; an axis that is left out has size 1.
+        """The sizes in a text.
+
+        Not collective.
+
+        Parameters
+        ----------
+        text : str
+            Such as ``data=2,tensor=2``; an axis that is left out has size 1.
+
+        Returns
+        -------
+        MeshSizes
+            All of them.
 
         Raises
         ------
@@ -71,6 +95,11 @@ class MeshChoice:
     min_ranks : int
         No mesh has fewer.
 
+    Attributes
+    ----------
+    why_not : callable
+        Why the model and the optimizer cannot have a mesh; empty if they can.
+
     Raises
     ------
     TypeError, ValueError
@@ -79,6 +108,7 @@ class MeshChoice:
 
     def __init__(self, layouts: Sequence[Sizes] | Callable[[int], Sizes | None], min_ranks: int) -> None:
         self.min_ranks = min_ranks
+        self.why_not: Callable[[MeshSizes], str] = lambda sizes: ""
         self._function: Callable[[int], Sizes | None] | None = None
         self._listed: list[dict[str, int]] = []
         if callable(layouts):
@@ -111,7 +141,7 @@ class MeshChoice:
         Raises
         ------
         TypeError, ValueError
-            If the function returns no valid sizes, or a mesh of more ranks.
+            If the function returns no valid sizes, a mesh of more ranks, or one that the model cannot have.
         """
         found = (sizes for sizes in self._candidates(ranks, batch_size) if sizes.ranks >= self.min_ranks)
         if self._function is not None:
@@ -134,14 +164,23 @@ class MeshChoice:
                     f"layouts({number}) returned {shown(returned)}, which needs more ranks, or more data ranks than "
                     f"batch_size={batch_size}; return a mesh of at most {number} ranks, or None"
                 )
+            if problem := self.why_not(sizes):
+                raise ValueError(f"layouts({number}) returned {shown(returned)}, but {problem}")
             yield sizes
 
     def refuse(self, sizes: MeshSizes) -> str:
-        """Why a mesh that was asked for by its sizes is none that the list has; empty if it may be taken."""
+        """Why the run does not take a mesh that was asked for by its sizes; empty if it does."""
         if self._function is not None or any(_has(entry, sizes) for entry in self._listed):
-            return ""
+            return self.why_not(sizes)
         listed = "; ".join(",".join(f"{name}={size}" for name, size in entry.items()) or "{}" for entry in self._listed)
         return f"{sizes} is none of the layouts of the run: {listed}"
+
+    def check(self) -> None:
+        """Raise ValueError if the list has a mesh that the model or the optimizer cannot have."""
+        for entry in self._listed:
+            sizes = MeshSizes(**{"data": 1, **entry})
+            if problem := self.why_not(sizes):
+                raise ValueError(f"layouts has {sizes}, but {problem}")
 
 
 def _checked(entry: Any) -> dict[str, int]:

@@ -22,6 +22,7 @@ from mpishard.elastic.external_requests import Outside
 from mpishard.elastic.loop import ElasticLoop
 from mpishard.elastic.membership import is_joining
 from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
+from mpishard.elastic.mesh_limits import MeshLimits
 from mpishard.elastic.parts import Elasticity
 from mpishard.elastic.stopped_processes import Watch
 from mpishard.elastic.worker_target import WorkerTarget
@@ -310,13 +311,13 @@ class ElasticOptimizer:
         own = {name: str(getattr(self, name)) for name in ("min_workers", "max_workers", "respawn", "scaling")}
         agree_on_settings(self.mesh.world, own)
         # With a batch that stays the same, more workers than samples would have nothing to do.
-        constant = self.scaling == "constant" and self._choice is None
+        constant = self.scaling == "constant" and self._choice is None and not problem.everywhere
         self._target.most = min(self.max_workers, problem.batch_size) if constant else self.max_workers
 
         with ExitStack() as stack:
             limits = self.min_workers, self._target.most
             folder = self._folder(checkpoints)
-            outside = stack.enter_context(Outside(self.mesh.world, *limits, folder, self.discover))
+            outside = stack.enter_context(Outside(self.mesh.world, *limits, folder, self.discover, self._choice))
             watch = Watch(self.failure_timeout)
             if heals_in_place():
                 stack.enter_context(watch)
@@ -352,6 +353,9 @@ class ElasticOptimizer:
         trained, made = self.optimizer.parameters, problem(self.mesh)
         if trained is not None and isinstance(made.start, FlatParameters):  # the call continues an earlier one
             made.start.held[...] = trained.held
+        if not is_joining():
+            self._choice.why_not = MeshLimits(self.optimizer, made)
+            self._choice.check()
         return problem, made
 
     def _folder(self, checkpoints: Checkpoints | None) -> Path | None:

@@ -152,7 +152,9 @@ class Resizing:
             way_out="the script must come to the same whenever it is started, also from what it reads, draws, or "
             "measures (stage_costs)",
         )
-        training.optimizer.state.binding.bits.agree(training.optimizer.config, self._parts.membership.axis)
+        training.optimizer.state.binding.bits.agree(
+            training.optimizer.config, self._parts.membership.axis, places=not chooses
+        )
 
     def _source(self) -> RunState | None:
         """What this process can give to the next workers; None if it has no state."""

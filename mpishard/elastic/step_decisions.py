@@ -75,8 +75,8 @@ class Decisions:
         world, settings = training.optimizer.mesh.world, training.optimizer.settings
         ready = 0
         if world.rank == 0:
-            there = None if self._workers is None else membership.roles.able
-            target.look_outside(outside, membership.roles.workers, self._transactions.status.committed_step, there)
+            mesh = () if self._workers is None else (membership.roles.able, str(self._workers.sizes))
+            target.look_outside(outside, membership.roles.workers, self._transactions.status.committed_step, *mesh)
             ready = self._recruiter.recruit()
         asked = outside.signals.report()
         awaited = not ready and self._recruiter.is_starting

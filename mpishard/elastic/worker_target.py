@@ -80,11 +80,13 @@ class WorkerTarget:
         if processes < self.agreed_size:
             self.agreed = (self.agreed // _NUMBER + 1) * _NUMBER + processes
 
-    def look_outside(self, outside: Outside, workers: int, step: int, there: int | None = None) -> None:
+    def look_outside(self, outside: Outside, workers: int, step: int, there: int = 0, mesh: str = "") -> None:
         """Make a request from outside of the script this rank's.  The first worker calls this after each step.
 
-        `there`: the workers that there could be, where not all of them fit into a mesh.
+        `there`, `mesh`: the workers that there could be, and the mesh, of a run that may change it.
         """
-        wanted = outside.wanted(workers, step, self.agreed_size > (workers if there is None else there))
-        if wanted is not None:
+        wanted = outside.wanted(workers, step, self.agreed_size > max(workers, there), mesh)
+        if isinstance(wanted, MeshSizes):
+            self.resize(wanted.ranks, wanted)
+        elif wanted is not None:
             self.resize(wanted)

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from mpishard.estimate.holdings import VirtualStage
 from mpishard.estimate.layouts import Layout
+from mpishard.layout.boxes import nested_split
 from mpishard.nn.architecture import Architecture
 from mpishard.nn.attention import BLOCK, GROUP_SCORES
+from mpishard.nn.slices import most_sums, nodes_by_rank, summed_by_mpi
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,26 @@ class Activations:
 
     def share(self, size: int) -> int:
         """The largest part that a tensor rank gets of `size` columns or rows."""
-        return -(-size // self.layout.tensor)
+        if self.architecture.shards == 1:
+            return -(-size // self.layout.tensor)
+        return nested_split(size, self.layout.tensor, self.architecture.shards)[1]
+
+    @property
+    def slices(self) -> int:
+        """Slices of a tensor rank, which it computes one by one."""
+        return max(1, self.architecture.shards // self.layout.tensor)
+
+    def of_sums(self, rows: int) -> int:
+        """Elements of memory for sums over slices, of a rank's and of those of other ranks."""
+        shards, ranks, width = self.architecture.shards, self.layout.tensor, self.architecture.width
+        if shards == 1:
+            return 0
+        needed = (most_sums(0, self.slices, shards) - 1) * rows * width
+        if ranks > 1 and not summed_by_mpi(shards, ranks):
+            mine, *others = (len(each) for each in nodes_by_rank(shards, ranks))
+            needed += sum(others) * self.share(rows * width) + (mine * rows * width if mine > 1 else 0)
+        blocks = self.slices if self.layout.sequence_parallel else shards
+        return needed + most_sums(0, blocks, shards) * 2 * width
 
     def own_rows(self, rows: int) -> int:
         """Rows that a rank holds between attention and MLP: a part of `rows` with sequence parallelism."""
@@ -92,20 +113,24 @@ class Activations:
         own = self.passed(rows)
         needed = 0
         if blocks:
-            heads = architecture.heads // self.layout.tensor
+            heads = architecture.heads // self.layout.tensor // self.slices
             group = min(heads, max(1, GROUP_SCORES // length**2))
             scores = group * length * (length + min(BLOCK, length))
-            gradients = rows * (self.share(4 * width) + 2 * width + 2 * self.share(width))
+            gradients = rows * (
+                self.share(4 * width) + 2 * width + self.share(width) + self.share(width) // self.slices
+            )
             needed += scores + gradients + rows * self.share(3 * width) + rows * heads + BLOCK
         if head:
-            needed += rows * width + own + (3 * rows if self.layout.tensor > 1 else 0)
+            needed += rows * width + own + (3 * rows if max(self.layout.tensor, architecture.shards) > 1 else 0)
         if self.layout.sequence_parallel:
             # Gathered activations with all rows, terms of sums over the ranks, and gradients of this rank's rows.
             needed += 2 * rows * width + (2 * blocks + head) * own
         if microbatches > 1:
-            needed += max(
-                blocks * width * self.share(4 * width), head * width * self.share(architecture.vocabulary_size)
+            hidden, vocabulary = (
+                self.share(size) if architecture.shards == 1 else -(-size // architecture.shards)
+                for size in (4 * width, architecture.vocabulary_size)
             )
+            needed += max(blocks * width * hidden, head * width * vocabulary)
         if self.layout.recompute and blocks:
             needed += self.of_block(rows)
-        return needed + rows
+        return needed + self.of_sums(rows) + rows

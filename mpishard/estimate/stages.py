@@ -10,7 +10,14 @@ from mpishard.estimate.holdings import Holding, VirtualStage, buckets_of, holdin
 from mpishard.estimate.layouts import Layout
 from mpishard.estimate.pipeline_time import peak_in_flight
 from mpishard.estimate.times import Times
-from mpishard.estimate.traffic import Sent, data_traffic, pipeline_traffic, replica_traffic, tensor_traffic
+from mpishard.estimate.traffic import (
+    Sent,
+    data_traffic,
+    pipeline_traffic,
+    replica_traffic,
+    row_sum_traffic,
+    tensor_traffic,
+)
 from mpishard.estimate.workload import BatchShape, Workload
 from mpishard.nn.architecture import Architecture
 
@@ -121,6 +128,7 @@ class Plan:
         sent = data_traffic(held, layout, microbatches, itemsize)
         sent += tensor_traffic(self.architecture, parts, layout, tokens, itemsize)
         sent += replica_traffic(held, layout, microbatches, itemsize)
+        sent += row_sum_traffic(self.architecture, parts, layout, microbatches, itemsize)
         sent += pipeline_traffic(self.architecture, parts, layout, rank, tokens, itemsize)
         return StageEstimate(
             rank,

@@ -126,7 +126,7 @@ class Times:
         layout, span = self.layout, self.layout.span("tensor")
         sent = tensor_traffic(self.architecture, (part,), layout, rows, self.itemsize)
         total = sum(sent.values()) / (layout.tensor * layout.data)
-        forward_calls, backward_calls = messages(part, layout)
+        forward_calls, backward_calls = messages(part, layout, self.architecture.shards)
         calls = forward_calls + backward_calls
         if not calls:
             return 0.0, 0.0

@@ -7,10 +7,12 @@ all-reduce of e elements sends 2 (n - 1) e, all-gather and reduce-scatter (n - 1
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 
 from mpishard.estimate.holdings import Holding, VirtualStage
 from mpishard.estimate.layouts import Layout
 from mpishard.nn.architecture import Architecture
+from mpishard.nn.slices import nodes_by_rank, summed_by_mpi
 
 Sent = Counter[tuple[str, str]]
 
@@ -46,25 +48,49 @@ def tensor_traffic(
 
     A block has two all-reduces forward and two backward (Shoeybi et al. 2019, section 3).  With sequence parallelism
     each of them is an all-gather and a reduce-scatter, and the inputs of two products are gathered once more for their
-    weight gradients (Korthikanti et al. 2022, section 4.2.2).
+    weight gradients (Korthikanti et al. 2022, section 4.2.2).  With several shards a rank sends as many partial sums as
+    its slices are nodes of the tree, where else it sends one term.
     """
     sent: Sent = Counter()
     ring = (layout.tensor - 1) * rows * layout.data * itemsize
     each = ring * architecture.width
+    terms = _partial_sums(architecture, layout)
     blocks = sum(part.blocks for part in parts)
     embeddings = sum(part.embeddings for part in parts)
     head = sum(part.head for part in parts)
     again = 2 if layout.recompute else 1
     if layout.sequence_parallel:
-        forward = again * 4 * blocks + embeddings + head
-        backward = 4 * blocks + embeddings + head
+        forward = again * 2 * blocks * (1 + terms) + embeddings + head
+        backward = 2 * blocks * (1 + terms) + embeddings + head * terms
         forward += 2 * blocks + head
     else:
-        forward = 2 * (again * 2 * blocks + embeddings)
-        backward = 2 * (2 * blocks + head)
+        forward = (1 + terms) * again * 2 * blocks + 2 * embeddings
+        backward = (1 + terms) * (2 * blocks + head)
     # The loss needs a maximum and two sums a token.
-    sent["tensor", "activations"] = each * forward + 2 * 3 * ring * head
-    sent["tensor", "activation gradients"] = each * backward
+    sent["tensor", "activations"] = int(each * forward + 2 * (1 + 1 + terms) * ring * head)
+    sent["tensor", "activation gradients"] = int(each * backward)
+    return sent
+
+
+def _partial_sums(architecture: Architecture, layout: Layout) -> Fraction:
+    """How many partial sums a tensor rank has of its slices, in the mean over the ranks."""
+    if architecture.shards == 1:
+        return Fraction(1)
+    return Fraction(sum(map(len, nodes_by_rank(architecture.shards, layout.tensor))), layout.tensor)
+
+
+def row_sum_traffic(
+    architecture: Architecture, parts: tuple[VirtualStage, ...], layout: Layout, microbatches: int, itemsize: int
+) -> Sent:
+    """Traffic of sums over rows, which a model of several shards takes in each micro-batch where rows are split.
+
+    They are the gradients of three norms' weights and biases and of two other biases a block or head.
+    """
+    sent: Sent = Counter()
+    if architecture.shards > 1 and layout.sequence_parallel:
+        widths = sum(6 * part.blocks + 2 * part.head for part in parts)
+        each = (layout.tensor - 1) * layout.data * itemsize * microbatches * widths * architecture.width
+        sent["tensor", "gradients"] = int(each * (1 + _partial_sums(architecture, layout)))
     return sent
 
 
@@ -100,11 +126,21 @@ def pipeline_traffic(
     return sent
 
 
-def messages(part: VirtualStage, layout: Layout) -> tuple[int, int]:
+def messages(part: VirtualStage, layout: Layout, shards: int = 1) -> tuple[int, int]:
     """Numbers of collectives on the tensor axis for one micro-batch in a part: forward, and backward."""
     again = 2 if layout.recompute else 1
     if layout.tensor == 1:
         return 0, 0
+    # An ordered sum takes two where each rank gets all of it.
+    calls = 1 if summed_by_mpi(shards, layout.tensor) else 2
+    if layout.sequence_parallel and shards > 1:
+        return 4 * part.blocks + part.embeddings + (2 + calls) * part.head, (
+            (2 + 4 * again + 4 * calls) * part.blocks + part.embeddings + (2 + calls) * part.head
+        )
+    if not layout.sequence_parallel and shards > 1:
+        return calls * 2 * part.blocks + part.embeddings + (1 + calls) * part.head, (
+            calls * (2 * again * part.blocks + part.head)
+        )
     if layout.sequence_parallel:
         return 4 * part.blocks + part.embeddings + 3 * part.head, (
             2 + 4 * again

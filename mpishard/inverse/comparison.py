@@ -109,7 +109,7 @@ class Comparison:
         )
 
 
-def differing(what: str, values: Sequence[str]) -> ValueError:
+def differing(what: str, values: Sequence[str], parts: str = "say reduction='sum'") -> ValueError:
     """The error of ranks that give different results for one point.
 
     Not collective.
@@ -120,6 +120,8 @@ def differing(what: str, values: Sequence[str]) -> ValueError:
         What differs, in the plural.
     values : sequence of str
         By rank.
+    parts : str
+        What to do if each rank gives its part of a sum.
 
     Returns
     -------
@@ -131,8 +133,8 @@ def differing(what: str, values: Sequence[str]) -> ValueError:
     same = [rank for rank, value in enumerate(values) if value == first]
     return ValueError(
         f"the function gives different {what} for one point: {first} on ranks {brief(same)} and {values[other]} on "
-        f"rank {other}.  If each rank gives its part of the sum, say reduction='sum'; else make it deterministic, the "
-        "same on all ranks"
+        f"rank {other}.  If each rank gives its part of the sum, {parts}; else make it deterministic, the same on all "
+        "ranks"
     )
 
 

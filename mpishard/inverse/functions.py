@@ -53,13 +53,15 @@ class Functions:
         self._hessp = hessp
         self._args = args if isinstance(args, tuple) else (args,)
 
-    def value_and_gradient(self, x: Any) -> tuple[float, Any]:
+    def value_and_gradient(self, x: Any, *samples: Any) -> tuple[float, Any]:
         """Value and gradient at a point.
 
         Parameters
         ----------
         x : array or FlatParameters
             The point.
+        *samples : ndarray
+            Those whose sum is wanted, where there are samples.
 
         Returns
         -------
@@ -71,9 +73,9 @@ class Functions:
         TypeError
             If `fun` returned something else.
         """
-        found = self._fun(x, *self._args)
+        found = self._fun(x, *samples, *self._args)
         if callable(self._jac):
-            gradient = self._jac(x, *self._args)
+            gradient = self._jac(x, *samples, *self._args)
         elif isinstance(found, tuple | list) and len(found) == 2:
             found, gradient = found
         else:
@@ -83,7 +85,7 @@ class Functions:
             )
         return number_of(found), gradient
 
-    def product(self, x: Any, direction: Any) -> Any:
+    def product(self, x: Any, direction: Any, *samples: Any) -> Any:
         """The Hessian at a point times a direction.
 
         Parameters
@@ -92,6 +94,8 @@ class Functions:
             The point.
         direction : 1-D array
             The direction.
+        *samples : ndarray
+            As for `value_and_gradient`.
 
         Returns
         -------
@@ -105,7 +109,7 @@ class Functions:
         """
         if self._hessp is None:
             raise ValueError("this method needs products with the Hessian: give hessp=function(x, direction, *args)")
-        return self._hessp(x, direction, *self._args)
+        return self._hessp(x, direction, *samples, *self._args)
 
 
 def number_of(value: Any) -> float:

@@ -85,7 +85,7 @@ class Part:
         named = isinstance(problem.start, FlatParameters)
         point = problem.start if named else FlatParameters.over(problem.start.copy())
         together = mesh is not None and data.size < mesh.size
-        terms = len(batch) * problem.tokens_per_sample
+        terms = problem.terms(len(batch))
 
         def call() -> tuple[Any, Any]:
             loss = 0.0

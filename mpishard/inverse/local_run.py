@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,7 +17,7 @@ from mpishard.minimizers.elements import preconditioned, whole_limits
 from mpishard.minimizers.limits import Limits, tell_of_projection
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer
-from mpishard.minimizers.rehearsal import check_metadata
+from mpishard.minimizers.rehearsal import ELEMENTS, check_metadata
 from mpishard.minimizers.space import LocalSpace
 from mpishard.minimizers.stopping import lifted
 
@@ -105,7 +106,7 @@ class LocalRun:
             type(self.method).__name__,
             self.minimizer.point,
             dict(zip(self.method.slots, self._rows, strict=True)),
-            self.minimizer.to_metadata(),
+            {**self.minimizer.to_metadata(), ELEMENTS: _hash(self._limits)},
         )
 
     def deserialize(self, data: bytes) -> None:
@@ -113,7 +114,7 @@ class LocalRun:
         from mpishard.inverse import state_image
 
         point, rows, metadata = state_image.decode(data, self.method, self.unknowns.flat)
-        check_metadata(self.method, metadata)
+        check_metadata(self.method, metadata, _hash(self._limits))
         self.minimizer.point[...] = point
         for slot, row in zip(self.method.slots, self._rows, strict=True):
             row[...] = rows[slot]
@@ -140,3 +141,11 @@ def _limits(method: Method, unknowns: Unknowns) -> Limits:
     lower, upper, fixed, weights, scaling = map(on_device, whole)
     function = partial(preconditioned, method.preconditioner) if callable(method.preconditioner) else None
     return Limits(lower, upper, fixed, weights, scaling, function)
+
+
+def _hash(limits: Limits) -> str:
+    """A hash of what is known of the elements; of a preconditioner that is a function, only that there is one."""
+    hasher = hashlib.blake2b(digest_size=8)
+    for known in (limits.lower, limits.upper, limits.fixed, limits.weights, limits.scaling):
+        hasher.update(b"none" if known is None else np.ascontiguousarray(arrays.to_host(known)).data)
+    return f"{hasher.hexdigest()}{' and a function' if limits.precondition else ''}"

@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpishard.arguments import no_others
+from mpishard.inverse.bounds import pair_of_bounds
+from mpishard.inverse.elastic_options import elastic_options
 from mpishard.inverse.functions import Callback, Functions
 from mpishard.inverse.methods import LoopOptions, make_method
 from mpishard.inverse.result import OptimizeResult
 from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
 from mpishard.inverse.table import Table
+from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ def minimize(
     *,
     mesh: Mesh | None = None,
     reduction: str | None = None,
+    samples: int | None = None,
+    elastic: bool | Mapping[str, Any] = False,
     checkpoints: Checkpoints | None = None,
     resume: bool = False,
     record: RunRecord | None = None,
@@ -87,6 +92,17 @@ def minimize(
         (``FlatParameters(specs, place=mesh.place)``), the gradient is that of the rank's slices, summed over the data
         axis; the value is treated as above, over all ranks.  Tensors that all ranks of the tensor axis hold whole need
         the same gradient on them, or ``partial=True`` in their spec, which sums it over that axis too.
+    samples : int, optional
+        With `elastic`: the function is a sum over so many samples, such as shots.  ``fun(x, samples, *args)`` returns
+        value and gradient summed over the samples whose numbers are in this int64 array; so do ``jac`` and
+        ``hessp(x, direction, samples, *args)``.  They are dealt out to the ranks by what they have cost, and again when
+        ranks come or go; a call gets one of them, or with more than 64 a 64th part.
+    elastic : bool or mapping
+        With a mesh: True, or a dictionary of the options ``min_workers``, ``max_workers``, ``folder``, ``discover``,
+        ``failure_timeout`` and ``respawn`` of `ElasticOptimizer`, makes a run that outlives its ranks, with the bits of
+        an undisturbed one.  Without `samples` each rank computes the whole function.  `callback` is called on all
+        ranks; an error in it, or in `fun` with samples, is the end of its rank alone.  ``maxtime`` ends the loop after
+        an evaluation.
     checkpoints : Checkpoints, optional
         With a mesh: save the minimisation there after every so many evaluations and Hessian products, also in the
         middle of a line search, and at the end.
@@ -104,7 +120,8 @@ def minimize(
     Returns
     -------
     OptimizeResult
-        With SciPy's fields and status numbers.  The same on all ranks, except for parts of what is split.
+        With SciPy's fields and status numbers.  The same on all ranks, except for parts of what is split; of an elastic
+        run on all ranks that live at its end.
 
     Raises
     ------
@@ -123,7 +140,8 @@ def minimize(
     array([0.5, 0. , 0. ])
     """
     problem: Exception | None = None
-    loop, watcher, functions = LoopOptions(), Callback(None), None
+    loop, watcher, functions, unknowns = LoopOptions(), Callback(None), None, None
+    workers: dict[str, Any] | None = None
     try:
         extra = dict(elements)
         known = {name: extra.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
@@ -132,7 +150,11 @@ def minimize(
             raise ValueError("checkpoints, resume and record are for a mesh; give mesh=mpishard.Mesh()")
         watcher = Callback(callback)
         functions = Functions(fun, jac, hessp, args)
-        method, loop = make_method(method, options, tol, **known)
+        workers, samples = elastic_options(elastic, samples, reduction, mesh)
+        if workers is not None:
+            unknowns = Unknowns(x0)
+            known["bounds"] = pair_of_bounds(bounds, unknowns.size)
+        chosen, loop = make_method(method, options, tol, **known)
     except (TypeError, ValueError) as error:
         problem = error
     if mesh is not None:
@@ -142,7 +164,12 @@ def minimize(
     if problem is not None:
         raise problem
     assert functions is not None
-    optimizer = ReverseCommunication(method, x0, bounds=bounds, mesh=mesh, reduction=reduction)
+    if unknowns is not None and workers is not None and mesh is not None:
+        from mpishard.inverse.elastic_minimization import ElasticMinimization
+
+        run = ElasticMinimization(functions, unknowns, chosen, mesh, samples, workers, watcher, loop)
+        return run.run(checkpoints, resume, record)
+    optimizer = ReverseCommunication(chosen, x0, bounds=bounds, mesh=mesh, reduction=reduction)
     files: RunFiles | None = None
     if mesh is not None:
         from mpishard.inverse.run_files import RunFiles

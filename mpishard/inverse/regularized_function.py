@@ -29,7 +29,7 @@ def regularized(
     Parameters
     ----------
     function : callable
-        As `minimize` takes it, ``function(x) -> (value, gradient)``; or as an OptimizationProblem does,
+        As `minimize` takes it, ``function(x)`` or ``function(x, samples)``; or as an OptimizationProblem does,
         ``function(parameters, samples, gradients) -> loss``: to the loss and gradient of each sample every term is
         added, so that the mean over samples has it once, along with them in every order.
     terms : RegularizationTerm or sequence of them
@@ -66,8 +66,10 @@ def regularized(
     if summed and mesh is not None and mesh.data.rank:
         return function
 
-    def plain(x: Any) -> tuple[float, Array]:
-        value, given = function(x)
+    def plain(x: Any, *samples: np.ndarray) -> tuple[float, Any]:
+        value, given = function(x, *samples)
+        if samples and 0 not in samples[0]:
+            return value, given
         unknowns = Unknowns(x)
         gradient = unknowns.vector("the gradient", given).copy()
         for term in chosen:
@@ -93,7 +95,7 @@ def regularized(
         return loss
 
     def with_terms(x: Any, *rest: Any) -> Any:
-        return of_samples(x, *rest) if rest else plain(x)
+        return plain(x, *rest) if len(rest) < 2 else of_samples(x, *rest)
 
     return with_terms
 

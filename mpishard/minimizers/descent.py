@@ -53,6 +53,7 @@ class Descent(Minimizer):
         self, method: Method, line_search: LineSearch[Any], space: Space, vectors: Array, point: Array, limits: Limits
     ) -> None:
         super().__init__(method.slots, space, vectors, point, limits)
+        self.versions = [0] * len(method.slots)
         self.method = method
         self.line_search = line_search
         self.bounds = Bounds(limits, space)

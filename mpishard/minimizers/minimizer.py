@@ -79,7 +79,8 @@ class Minimizer(ABC):
         Why it has ended; empty until then.
     versions : list of int
         For each row of `vectors` a number that is raised when the row is written, the same on all ranks.  Who keeps
-        copies of the rows copies those again whose number has changed.
+        copies of the rows copies those again whose number has changed.  Empty, as at first, if the minimisation does
+        not say what it writes.
     """
 
     def __init__(self, slots: tuple[str, ...], space: Space, vectors: Array, point: Array, limits: Limits) -> None:
@@ -90,7 +91,7 @@ class Minimizer(ABC):
         self.progress: Progress = Progress()
         self.stop_reason: str = ""
         self.vectors = vectors
-        self.versions: list[int] = [0] * len(slots)
+        self.versions: list[int] = []
         self._slots = slots
 
     def row(self, slot: str) -> Array:

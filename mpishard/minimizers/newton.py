@@ -136,6 +136,7 @@ class TruncatedNewtonMinimizer(Minimizer):
 
     def __init__(self, method: TruncatedNewton, space: Space, vectors: Array, point: Array, limits: Limits) -> None:
         super().__init__(method.slots, space, vectors, point, limits)
+        self.versions = [0] * len(_SLOTS)
         self.method = method
         self.bounds = Bounds(limits, space)
         self.free = FreeVariables(limits, self.bounds, point)

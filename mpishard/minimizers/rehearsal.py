@@ -11,8 +11,10 @@ from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.space import LocalSpace
 
+ELEMENTS = "elements"  # in the metadata: a hash of bounds, fixed elements, inner product and preconditioner
 
-def check_metadata(method: Method, metadata: Mapping[str, Any]) -> None:
+
+def check_metadata(method: Method, metadata: Mapping[str, Any], elements: str) -> None:
     """Raise unless a minimisation by the method can be restored from these numbers: one without elements tries it.
 
     Not collective.
@@ -22,13 +24,21 @@ def check_metadata(method: Method, metadata: Mapping[str, Any]) -> None:
     method : Method
         With the options of now.
     metadata : mapping
-        Of `Minimizer.to_metadata`, maybe by a method with other options.
+        Of `Minimizer.to_metadata`, maybe by a method with other options, with a hash of those about elements.
+    elements : str
+        The hash of now.
 
     Raises
     ------
     ValueError
         If something is missing or invalid, or the options do not fit; with both sides.
     """
+    if metadata.get(ELEMENTS, elements) != elements:
+        raise ValueError(
+            "the state is of a run with other bounds, fixed elements, inner_product or preconditioner, which what "
+            f"{type(method).__name__} has learned depends on; give those, or leave its state and take the parameters "
+            "alone as a start"
+        )
     nothing = np.zeros(0)
     minimizer = method.make(LocalSpace(0, nothing), np.zeros((len(method.slots), 0)), nothing, Limits())
     try:

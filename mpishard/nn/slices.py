@@ -59,11 +59,9 @@ class Slices:
         self.own: range = range(axis.rank * each, (axis.rank + 1) * each)
         self._axis = axis
         self._scratch = scratch
-        self._nodes = [nodes(rank * each, (rank + 1) * each, self.total) for rank in range(axis.size)]
-        # The sum of two numbers has the same bits in both orders.
-        two = axis.size == 2 and all(len(each) == 1 for each in self._nodes)
+        self._nodes = nodes_by_rank(self.total, axis.size)
         self._times = tree_merges([node for theirs in self._nodes for node in theirs], self.total)
-        self._by_mpi = exact or two or not self.ordered
+        self._by_mpi = exact or summed_by_mpi(shards, axis.size)
 
     # -- slices of arrays -------------------------------------------------------------------------------------------
 
@@ -268,6 +266,67 @@ class Slices:
         if self._scratch is None:
             self._scratch = Pool.like(like)
         return self._scratch(name, (size,), like.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def nodes_by_rank(total: int, ranks: int) -> Sequence[Sequence[Node]]:
+    """The nodes that each rank adds up, of the tree over `total` slices.  Not collective.
+
+    Parameters
+    ----------
+    total : int
+        A multiple of `ranks`.
+    ranks : int
+        Size of the tensor axis.
+
+    Returns
+    -------
+    sequence of sequences of Node
+        By rank, ascending.
+    """
+    each = total // ranks
+    return [nodes(rank * each, (rank + 1) * each, total) for rank in range(ranks)]
+
+
+def summed_by_mpi(shards: int, ranks: int) -> bool:
+    """Whether MPI may take the sums over ranks: the order is free, or there are two terms.  Not collective.
+
+    Parameters
+    ----------
+    shards : int
+        Of the model.
+    ranks : int
+        Size of the tensor axis.
+
+    Returns
+    -------
+    bool
+        The sum of two numbers has the same bits in both orders.
+    """
+    return shards == 1 or (ranks == 2 and all(len(each) == 1 for each in nodes_by_rank(shards, ranks)))
+
+
+def most_sums(start: int, stop: int, total: int) -> int:
+    """The largest number of sums that `Slices.add` keeps at a time for a run of slices.  Not collective.
+
+    Parameters
+    ----------
+    start, stop : int
+        The run.
+    total : int
+        Slices of the tree.
+
+    Returns
+    -------
+    int
+        At least 1.
+    """
+    depth = most = 0
+    for times in _merges(start, stop, total):
+        depth += 1
+        most = max(most, depth)
+        depth -= times
+    return most
 
 
 @functools.lru_cache(maxsize=256)

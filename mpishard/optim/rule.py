@@ -22,12 +22,16 @@ from mpishard.backend.array import Kernel
 
 Array = Any
 LearningRate = float | Callable[[int], float]
+_AT_LEAST_0 = ("momentum", "dampening", "weight_decay", "eps", "lr_decay", "initial_accumulator_value")
 _ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True)
 class Rule(ABC):
     """Base of the update rules.
+
+    The hyper-parameters of a rule are its fields.  Those of type float must be finite, those of type bool flags;
+    for some names the check knows more.
 
     Parameters
     ----------
@@ -47,18 +51,21 @@ class Rule(ABC):
         if not callable(self.lr):
             self._check("lr")
         for field in fields(self):
-            if field.name in ("momentum", "dampening", "weight_decay", "eps", "lr_decay", "initial_accumulator_value"):
+            kind = getattr(field.type, "__name__", field.type)  # a name where annotations are postponed
+            if field.name in _AT_LEAST_0:
                 self._check(field.name)
-            elif field.name in ("nesterov", "amsgrad", "centered"):
-                what = f"{type(self).__name__}: {field.name}"
-                object.__setattr__(self, field.name, flag(what, getattr(self, field.name)))
             elif field.name == "alpha":
                 self._check("alpha", below=1.0)
             elif field.name == "betas":
                 self._check_betas(getattr(self, field.name))
+            elif kind == "float":  # of a rule of the user's own
+                self._check(field.name, least=None)
+            elif kind == "bool":
+                what = f"{type(self).__name__}: {field.name}"
+                object.__setattr__(self, field.name, flag(what, getattr(self, field.name)))
 
-    def _check(self, name: str, below: float | None = None) -> None:
-        value = number(f"{type(self).__name__}: {name}", getattr(self, name), least=0, below=below)
+    def _check(self, name: str, least: float | None = 0, below: float | None = None) -> None:
+        value = number(f"{type(self).__name__}: {name}", getattr(self, name), least=least, below=below)
         object.__setattr__(self, name, value)
 
     def _check_betas(self, betas: Any) -> None:

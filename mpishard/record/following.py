@@ -37,6 +37,8 @@ _REASONS = {
     "iterations": "maxiter was reached",
     "evaluations": "maxfun was reached",
     "line search": "its line search found no lower loss",
+    "unbounded": "the loss fell without limit",
+    "range": "the square of the gradient was out of range",
     "not finite": "the loss or the gradient was not finite",
     "closed": "its script closed the record",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypedDict
+from typing import Any, ClassVar, Generic, TypedDict
 
 import numpy as np
 
@@ -56,11 +56,21 @@ class Objective(Generic[P]):
     several : callable, optional
         The function for several micro-batches in one call.
 
+    Attributes
+    ----------
+    averages : bool
+        Whether the mean of all terms is minimised; if not, their sum.  Of the class, as the next one.
+    everywhere : bool
+        Whether ranks without a sample call the function too, with none.  There may be fewer samples than ranks then.
+
     Raises
     ------
     TypeError, ValueError
         If a value is invalid.
     """
+
+    averages: ClassVar[bool] = True
+    everywhere: ClassVar[bool] = False
 
     # More fields than other classes: this is the one value that groups them, by the names that users write.
     function: Callable[[Any, np.ndarray, Any], float]
@@ -101,6 +111,23 @@ class Objective(Generic[P]):
                 f"batch_size={self.batch_size} is more than samples={self.samples}, and a step takes each sample once; "
                 f"batch_size={self.samples} takes all of them in every step"
             )
+
+    def terms(self, samples: int) -> int:
+        """By what the sums over so many samples are divided.
+
+        Not collective.
+
+        Parameters
+        ----------
+        samples : int
+            Of all ranks.
+
+        Returns
+        -------
+        int
+            The number of their terms, or 1.
+        """
+        return samples * self.tokens_per_sample if self.averages else 1
 
     @property
     def settings(self) -> dict[str, Any]:

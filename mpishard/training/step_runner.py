@@ -110,13 +110,11 @@ class StepRunner:
         split = self.parameters.sharded is not None or optimizer.mesh.data.size < optimizer.mesh.size
         # If other ranks wait for this rank inside the model, it must run the model even without samples: they need its
         # part of the model, or they reduce after each micro-batch that the model makes.
-        self.together = split or (self.of_model and self.reducer.on_demand)
+        self.together = split or (self.of_model and self.reducer.on_demand) or self.problem.everywhere
         # Steps that repeat the same samples deal them out by what they cost; ranks that meet anew know no costs.
         full = self.problem.batch_size == self.problem.samples
         repeats, alone = isinstance(optimizer.rule, Method) and full, optimizer.mesh.data.size == optimizer.mesh.size
-        self.costs = (
-            TermCosts() if repeats and alone and self.ordered is not None and not self.reducer.on_demand else None
-        )
+        self.costs = TermCosts() if repeats and alone and self.ordered is not None and not self.together else None
         if isinstance(optimizer.minimizer, Descent):
             optimizer.minimizer.renews = not full
         self._gradients = self.reducer
@@ -148,7 +146,7 @@ class StepRunner:
         # Ranks without samples start their reductions here; the others have started theirs in the backward pass.  No
         # other collective may come before.
         self.reducer.end_pass()
-        return losses, len(batch) * self.problem.tokens_per_sample
+        return losses, self.problem.terms(len(batch))
 
     def sums_of(self, *parts: np.ndarray) -> tuple[list[float], list[np.ndarray]]:
         """The summed loss of each part's samples on this rank alone, and the accumulated gradient after each part.

@@ -56,6 +56,60 @@ def test_one_fails_who_came_for_another():
     outlives(faults.several("ZeRO2")[RESPAWNED])
 
 
+def test_minimize_goes_on_with_the_same_bits(tmp_path):
+    """A rank is shot within an evaluation, then one in the callback of an iteration, each with 1/N of the vectors."""
+    script = """
+import os, signal, sys
+import numpy as np
+from mpi4py import MPI
+import mpishard
+
+rows = np.random.default_rng(5).standard_normal((40, 101))
+targets = rows @ np.linspace(-2, 2, 101)
+calls, deadly = [0], None
+
+def shoot(where, number):
+    if (where, MPI.COMM_WORLD.rank, number) == deadly:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def part(x, samples):
+    calls[0] += 1
+    shoot("evaluation", calls[0])
+    residual = rows[samples] @ x - targets[samples]
+    bend = np.tanh(residual)
+    return 0.5 * residual @ residual + bend.sum(), rows[samples].T @ (residual + 1 - bend * bend)
+
+def whole(x):
+    return part(x, np.arange(40))
+
+def callback(intermediate_result):
+    shoot("callback", intermediate_result.nit)
+
+def minimized(mesh, function, samples):
+    options = {"maxiter": 12, "gtol": 0, "ftol": 0}
+    found = mpishard.minimize(
+        function, np.zeros(101), bounds=(-1, 0.6), callback=callback, mesh=mesh, samples=samples, options=options,
+        elastic={"respawn": False})
+    return found.x.tobytes(), found.jac.tobytes(), found.fun, found.nfev, found.message
+
+cases = [(part, 40, ("evaluation", 1, 60)), (whole, None, ("callback", 0, 5))]
+with mpishard.Mesh(MPI.COMM_SELF) as alone:
+    expected = [minimized(alone, function, samples) for function, samples, _ in cases]
+with mpishard.Mesh() as mesh:
+    for (function, samples, deadly), undisturbed in zip(cases, expected, strict=True):
+        calls[0] = 0
+        same = mesh.world.allgather_object(minimized(mesh, function, samples) == undisturbed)
+        if mesh.rank == 0:
+            with open(sys.argv[1], "a") as file:
+                print(same, file=file)
+"""
+    report = tmp_path / "report"
+    words = [*LAUNCH, "-n", "4", sys.executable, "-c", script, str(report)]
+    output, _ = faults.execute(words, 100, lambda: report.exists() and len(report.read_text().splitlines()) == 2)
+    assert report.exists(), output
+    assert report.read_text() == "[True, True, True]\n[True, True]\n", output
+
+
 def test_an_error_of_mpi_that_tells_of_no_death_ends_the_run(tmp_path):
     script = """
 import numpy as np

@@ -307,7 +307,6 @@ def test_the_copies_of_the_state_go_with_the_run(mesh):
         gc.enable()
 
 
-@pytest.mark.every_variant
 def test_what_a_method_has_not_written_is_not_copied_again(mesh, monkeypatch):
     """Yet after each evaluation, also one that was taken back, the buddies have the neighbour's whole state."""
     history, again, commit, compute = 4, set(), Transactions.commit, Transactions.compute

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 from steps import STRATEGIES
 
-from mpishard import AdamW, DDPOptimizer, ElasticOptimizer, Mesh, OptimizationProblem, ShardingConfiguration, nn
+from mpishard import (
+    AdamW,
+    DDPOptimizer,
+    ElasticOptimizer,
+    Mesh,
+    OptimizationProblem,
+    ShardingConfiguration,
+    ZeRO1Optimizer,
+    nn,
+)
+from mpishard.checkpoint import Checkpoints
+from mpishard.elastic import control
+from mpishard.elastic.control import ControlFolder
+from mpishard.elastic.mesh_choice import MeshSizes
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
 STEPS = 8
@@ -95,3 +110,113 @@ def test_a_run_takes_one_mesh_after_the_other(comm, strategy, expected):
             assert noted[step] == {name: size for name, size in now.items() if size > 1}
         assert (step in noted) == (comm.rank < ranks_of(now))
         now = wanted.get(step, now)
+
+
+def test_a_mesh_is_asked_for_from_another_shell(comm, expected, tmp_path, monkeypatch):
+    """And a number of workers, which takes the first mesh of the list that has so many ranks."""
+    if comm.size < 3:
+        pytest.skip("too few ranks for two meshes")
+    monkeypatch.setattr(control, "_POLL_S", 0.0)
+    folder, noted, answers = ControlFolder(Path(comm.bcast(str(tmp_path)))), {}, []
+    wanted = {2: {"workers": 2, "mesh": "tensor=2"}, 4: {"workers": 1}, 6: {"workers": 3, "mesh": "data=3"}}
+    with Mesh(comm) as mesh:
+        layouts = [{"tensor": 2, "pipeline": 2}, {"tensor": 2}, {}]
+        optimizer = ElasticOptimizer(inner(DDPOptimizer, mesh), layouts=layouts, folder=folder.path.parent)
+
+        def callback(state):
+            noted[state.step] = str(MeshSizes(**mesh.shape))
+            if mesh.rank == 0 and state.step in wanted:
+                folder.write("request", {"id": str(state.step), **wanted[state.step]})
+            if mesh.rank == 0 and folder.standing is not None:
+                answers.append(folder.standing.answer)
+
+        result = optimizer.optimize(problem, callback=callback, progress=False)
+        same(result, mesh, expected)
+    if comm.rank == 0:
+        first = f"data={comm.size}" if comm.size != 4 else "data=4"
+        assert [noted[step] for step in (1, 2, 3, 4, 7)] == [first, first, "tensor=2", "tensor=2", "data=3"]
+        assert noted[6] == "data=1"
+        given = {answer.id: (answer.before, answer.after, answer.mesh) for answer in answers if answer is not None}
+        assert given["2"] == (comm.size, 2, "tensor=2")
+        assert given["4"] == (2, 1, "data=1")
+
+
+def test_processes_beyond_the_best_mesh_are_spares(comm, expected):
+    """Until another number of ranks has a mesh for them."""
+    noted = {}
+    with Mesh(comm) as mesh:
+
+        def choice(ranks):
+            return {} if ranks == comm.size else {"data": max(1, ranks - 1)}
+
+        optimizer = ElasticOptimizer(inner(ZeRO1Optimizer, mesh), layouts=choice)
+
+        def callback(state):
+            noted[state.step] = mesh.size, optimizer.current_workers
+            if state.step == 3:
+                optimizer.resize(max(1, comm.size - 1))
+
+        result = optimizer.optimize(problem, callback=callback, progress=False)
+        same(result, mesh, expected)
+    few = max(1, comm.size - 2) if comm.size > 1 else 1
+    if comm.rank == 0:
+        assert [noted[step] for step in (3, 4, STEPS)] == [(comm.size,) * 2, (few,) * 2, (few,) * 2]
+    assert (4 in noted) == (comm.rank < few)
+
+
+def test_checkpoints_go_on_in_another_mesh(comm, expected, tmp_path):
+    folder = comm.bcast(str(tmp_path))
+    for last, sizes in ((5, {2: {"tensor": 2}, 4: {"data": comm.size}}), (STEPS, {6: {"pipeline": 2}})):
+        with Mesh(comm) as mesh:
+            optimizer = ElasticOptimizer(inner(ZeRO1Optimizer, mesh), layouts=ANY)
+
+            def callback(state, optimizer=optimizer, sizes=sizes):
+                if state.step in sizes and ranks_of(sizes[state.step]) <= comm.size:
+                    optimizer.resize(mesh=sizes[state.step])
+
+            with Checkpoints(folder, mesh, every=2) as checkpoints:
+                result = optimizer.optimize(
+                    lambda mesh, last=last: problem(mesh, last),
+                    callback=callback,
+                    progress=False,
+                    checkpoints=checkpoints,
+                    resume=True,
+                )
+            found = result.resumed_steps
+            if last == STEPS:
+                same(result, mesh, expected)
+    assert found == 5
+
+
+def test_another_call_goes_on(comm, expected):
+    with Mesh(comm) as mesh:
+        optimizer = ElasticOptimizer(inner(DDPOptimizer, mesh), layouts=[{"tensor": 2}, {}])
+        optimizer.optimize(lambda mesh: problem(mesh, 3), progress=False)
+        result = optimizer.optimize(lambda mesh: problem(mesh, 5), progress=False)
+        found = whole(result, mesh.world)
+    for name, values in expected[0].items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_refused(comm):
+    with Mesh(comm) as mesh:
+        made = inner(DDPOptimizer, mesh, reproducible=True)
+        with pytest.raises(ValueError, match="scaling='linear' follows the data ranks"):
+            ElasticOptimizer(made, layouts=[{}], scaling="linear")
+        fixed = ElasticOptimizer(made)
+        with pytest.raises(ValueError, match=r"resize\(mesh=...\) is for runs that may change their mesh"):
+            fixed.resize(mesh={"data": 1})
+        with pytest.raises(TypeError, match="but the mesh stays as it is"):
+            fixed.optimize(problem, progress=False)
+        elastic = ElasticOptimizer(made, layouts=[{"tensor": 2}, {}])
+        with pytest.raises(TypeError, match="give optimize a function that makes the model for a mesh"):
+            elastic.optimize(problem(mesh), progress=False)
+        with pytest.raises(ValueError, match="layouts has tensor=2, but with reproducible=True a model without shards"):
+            elastic.optimize(problem, progress=False)
+        three = ElasticOptimizer(made, layouts=[{"tensor": 3}, {}])
+        with pytest.raises(ValueError, match="layouts has tensor=3, but .* cannot be split over 3"):
+            three.optimize(lambda mesh: problem(mesh, shards=2), progress=False)
+        with pytest.raises(TypeError, match="a number of workers, or mesh=sizes"):
+            elastic.resize()
+        with pytest.raises(ValueError, match="data=2,pipeline=2 is none of the layouts of the run"):
+            elastic.resize(mesh={"data": 2, "pipeline": 2})

@@ -39,22 +39,28 @@ def shape(what: str, size: int) -> dict[str, int]:
         ("data", 3, {"tied": True}),
         ("tensor", 0, {}),
         ("tensor", 0, {"sequence_parallel": True, "recompute": True, "tied": True}),
+        ("tensor", 0, {"shards": 24, "microbatches": 2}),
+        ("tensor", 0, {"shards": 12, "sequence_parallel": True}),
+        ("data", 0, {"shards": 4}),
         ("pipeline", 0, {"schedule": "gpipe", "tied": True}),
         ("pipeline", 1, {"schedule": "1f1b", "recompute": True}),
         ("pipeline", 0, {"schedule": "zb-h1"}),
         ("all", 1, {"schedule": "interleaved", "chunks": 2, "sequence_parallel": True}),
         ("all", 2, {"schedule": "zb-h1", "tied": True}),
+        ("all", 2, {"schedule": "1f1b", "shards": 4, "sequence_parallel": True, "recompute": True}),
         ("all", 3, {"schedule": "1f1b", "sequence_parallel": True, "tied": True}),
     ],
 )
 def test_bytes_of_a_step(comm, what, zero_stage, options):
     sizes = shape(what, comm.size)
     model_options = dict(options)
-    tied = model_options.pop("tied", False)
+    architecture = {name: model_options.pop(name) for name in ("tied", "shards") if name in options}
+    if architecture.get("shards", comm.size) % sizes["tensor"]:
+        pytest.skip(f"{sizes['tensor']} tensor ranks cannot share {architecture['shards']} shards")
     with Mesh(comm, **sizes) as mesh:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            model = GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, tied=tied, mesh=mesh, **model_options)
+            model = GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh, **architecture, **model_options)
         config = ShardingConfiguration(mesh, minimum_parameter_group_size=2**13)
         optimizer = HybridShardedOptimizer(AdamW(lr=1e-3), config, zero_stage=zero_stage)
         tokens = np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, LENGTH))

@@ -478,6 +478,13 @@ def test_iterations_of_other_samples(mesh, tmp_path):
     np.testing.assert_array_equal(losses, alone.loss_history)
     assert samples == alone.samples
 
+    elastic = mpishard.ElasticOptimizer(optimizer_on(mesh), max_workers=mesh.size)
+    losses = []
+    for steps in (5, EVALUATIONS - 5):
+        result = elastic.optimize(of_batches(steps), progress=False, callback=lambda state: elastic.resize(1))
+        losses.extend(result.loss_history)
+    np.testing.assert_array_equal(losses, alone.loss_history)
+
 
 def test_an_iteration_sends_two_words_a_dot_product_and_one_iterate(mesh):
     """With m pairs: 1 product for the line search, 2 m for the pairs, 2 m for the Gram matrices, 2 for the slope."""

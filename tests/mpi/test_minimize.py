@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from pathlib import Path
 
@@ -264,6 +265,97 @@ def test_a_run_that_fails_resumes_with_the_evaluation_that_failed(mesh, same_on_
     if mesh.rank == 0:
         steps = Run.read(folder / "record").metrics["step"]
         assert steps[0] == 7 and steps[-1] == result.nfev
+
+
+ROWS = np.random.default_rng(1).standard_normal((70, SIZE))
+
+
+def of_samples(x, samples, scale=1.0):
+    residual = ROWS[samples] @ (scale * x) - ROWS[samples].sum(1)
+    bend = np.tanh(residual)
+    return 0.5 * residual @ residual + bend.sum(), scale * ROWS[samples].T @ (residual + 1 - bend * bend)
+
+
+def product_of_samples(x, d, samples, scale=1.0):
+    """The Gauss-Newton matrix of `of_samples` times a direction."""
+    return scale**2 * ROWS[samples].T @ (ROWS[samples] @ d)
+
+
+@pytest.mark.parametrize(("method", "options"), [METHODS[0], ("trust-ncg", {"hessp": product_of_samples})])
+def test_elastic_runs_have_the_bits_of_one_rank(comm, mesh, same_on_all, method, options):
+    def run(mesh, fun, elastic=True, **more):
+        points = []
+        given = {"method": method, "options": {"maxiter": 6}, "args": (2.0,), **options, **more}
+        result = minimize(fun, START, callback=points.append, mesh=mesh, elastic=elastic, **given)
+        assert len(points) == result.nit == 6 and np.array_equal(points[-1], result.x)
+        return points, result
+
+    def whole(x, scale):
+        return of_samples(x, np.arange(70), scale)
+
+    own = {"hessp": lambda x, d, scale: product_of_samples(x, d, np.arange(70), scale)} if "hessp" in options else {}
+    with mpishard.Mesh(comm.Split(comm.rank)) as alone:
+        for fun, more in ((of_samples, {"samples": 70}), (whole, own)):
+            points, result = run(mesh, fun, **more)
+            expected, found = run(alone, fun, **more)
+            assert np.array_equal(points, expected) and same_on_all(result.x)
+            assert all(np.array_equal(result[name], found[name]) for name in found)
+        plain = run(mesh, whole, elastic=False, **own)[1]
+        assert all(np.array_equal(result[name], plain[name]) for name in plain)
+
+
+def test_elastic_runs_of_a_start_with_names(mesh, same_on_all):
+    seen, target = [], {"a": np.arange(4.0).reshape(2, 2), "b": np.ones(3)}
+
+    def fun(p, samples):
+        residual = {name: len(samples) * (p[name] - target[name]) for name in target}
+        value = sum((residual[name] * (p[name] - target[name])).sum() for name in target) / 2
+        return value, residual
+
+    def callback(intermediate_result):
+        seen.append({name: intermediate_result.x[name].copy() for name in target})
+        return mesh.rank == mesh.size - 1
+
+    start = FlatParameters.of({"a": np.zeros((2, 2)), "b": np.zeros(3)})
+    smooth = mpishard.Tikhonov(weight=0.5, name="b")
+    result = minimize(
+        mpishard.regularized(fun, smooth),
+        start,
+        method="CG",
+        tol=0,
+        mesh=mesh,
+        samples=5,
+        elastic=True,
+        callback=callback,
+    )
+    assert result.x is start and (result.nit, result.status) == (1, 99)
+    assert all(np.array_equal(seen[0][name], start[name]) for name in target) and same_on_all(start["b"])
+    assert result.fun == pytest.approx(5 * fun(start, [0])[0] + smooth.value_and_gradient(start["b"])[0])
+
+
+def test_elastic_runs_are_saved_and_go_on(mesh, folder, same_on_all):
+    options = {"mesh": mesh, "samples": 70, "elastic": {"max_workers": max(1, mesh.size - 1)}, "bounds": (-1.5, 0.9)}
+    whole = minimize(of_samples, START, options={"maxiter": 8}, **options)
+    with mpishard.Checkpoints(folder, mesh, every=3) as checkpoints, mpishard.RunRecord(folder / "r", mesh) as record:
+        files = {"checkpoints": checkpoints, "resume": True, "record": record}
+        first = minimize(of_samples, START, callback=lambda x: True, **files, **options)
+        assert (first.nit, first.status) == (1, 99)
+        result = minimize(of_samples, np.zeros(SIZE), options={"maxiter": 8}, **files, **options)
+    assert all(np.array_equal(result[name], whole[name]) for name in whole) and same_on_all(result.x)
+    late = minimize(of_samples, START, options={"maxtime": 0.0}, **options)
+    assert (late.nfev, late.status) == (1, 1) and "maxtime" in late.message
+
+
+def test_elastic_runs_of_ranks_that_differ(mesh):
+    if mesh.size == 1 or os.environ.get("OMPI_MCA_mpi_ft_enable") == "1":
+        pytest.skip("one rank, or an error ends its process")
+    odd = mesh.rank == 1
+    for fun, words in (
+        (lambda x: (1.0 + odd, 2 * x), "different values for one point.* give samples=N"),
+        (lambda x: (1.0, 2 * x + odd), "different values of the gradient"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            minimize(fun, START, method="L-BFGS", mesh=mesh, elastic=True)
 
 
 def test_files_that_make_no_sense(mesh, folder):

@@ -16,6 +16,7 @@ from mpishard.cli.app import main
 from mpishard.elastic import control as controls
 from mpishard.elastic.control import Control, ControlFolder, request_resize
 from mpishard.elastic.discovery import Discovery, count_slots
+from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.elastic.stopped_processes import Peer, Watch, this_process
 from mpishard.io.files import NotPrivateError
 from mpishard.launch.leave_signals import Signals
@@ -320,3 +321,42 @@ class TestWatch:
             sleepers[0].send_signal(signal.SIGSTOP)
             time.sleep(0.6)
             assert sleepers[0].poll() is None
+
+
+def test_a_mesh_is_asked_for(folder):
+    """A run that may change its mesh, and takes whatever is asked for but tensor=3."""
+    end = threading.Event()
+
+    def go():
+        control = Control(folder, *LIMITS, lambda sizes: "no tensor=3" if sizes.tensor == 3 else "")
+        workers, mesh, step = 4, "data=4", 0
+        while not end.is_set():
+            step += 1
+            wanted = control.poll(workers, step, mesh=mesh)
+            if wanted is not None:
+                workers, mesh = wanted.ranks, str(wanted)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    until(lambda: folder.standing is not None)
+    run = folder.path.parent
+    try:
+        answer = request_resize(run, MeshSizes(1, 2, 3), 10.0)
+        assert (answer.before, answer.after, answer.mesh) == (4, 6, "tensor=2,pipeline=3")
+        with pytest.raises(ValueError, match="has refused: no tensor=3"):
+            request_resize(run, MeshSizes(1, 3), 10.0)
+        with pytest.raises(ValueError, match="8 workers are outside"):
+            request_resize(run, MeshSizes(8), 10.0)
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_a_mesh_is_asked_for_of_a_run_that_keeps_its_own(run, capsys):
+    with pytest.raises(ValueError, match=r"keeps the tensor and pipeline sizes .* ElasticOptimizer\(..., layouts="):
+        request_resize(run, MeshSizes(1, 2), 10.0)
+    assert main(["resize", str(run)]) == main(["resize", str(run), "3", "--mesh", "data=2"]) == 2
+    assert "give the number of workers, or --mesh" in capsys.readouterr().err
+    assert main(["resize", str(run), "--mesh", "2x2"]) == 2
+    assert "data=2,tensor=2" in capsys.readouterr().err

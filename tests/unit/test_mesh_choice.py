@@ -72,3 +72,18 @@ def test_sizes_as_text():
     for text in ("", "2x2", "data=0", "data=2,data=3", "tensor", "node=3", "data=-1"):
         with pytest.raises(ValueError, match="give sizes such as"):
             MeshSizes.parse(text)
+
+
+def test_meshes_that_the_model_cannot_have():
+    def why_not(sizes):
+        return "heads are odd" if sizes.tensor == 2 else ""
+
+    listed, function = MeshChoice([{}, {"tensor": 2}], 1), MeshChoice(lambda ranks: {"tensor": 2}, 1)
+    listed.check()
+    listed.why_not = function.why_not = why_not
+    with pytest.raises(ValueError, match="layouts has tensor=2, but heads are odd"):
+        listed.check()
+    function.check()
+    with pytest.raises(ValueError, match=r"layouts\(4\) returned .*, but heads are odd"):
+        function.best(4, 8)
+    assert [choice.refuse(MeshSizes(1, 2)) for choice in (listed, function)] == ["heads are odd"] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
 import numpy as np
@@ -377,6 +377,19 @@ def test_wrong_values_are_refused(make: Callable[[], Rule], message: str) -> Non
 def test_wrong_types_are_refused(make: Callable[[], Rule], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         make()
+
+
+def test_fields_of_a_rule_of_ones_own_are_checked_by_their_type() -> None:
+    @dataclass(frozen=True)
+    class Own(SGD):
+        pull: float = -0.5
+        warm: bool = False
+        note: str = ""
+
+    assert (Own(pull=3).pull, Own().pull) == (3.0, -0.5)
+    for values, error in (({"pull": math.nan}, ValueError), ({"pull": "1"}, TypeError), ({"warm": 1}, TypeError)):
+        with pytest.raises(error, match=f"Own: {next(iter(values))}="):
+            Own(**values)  # type: ignore[arg-type]
 
 
 def test_configuration_is_plain() -> None:

@@ -12,7 +12,7 @@ class Asks:
     def __init__(self, wanted):
         self._wanted = wanted
 
-    def wanted(self, workers, step, waits):
+    def wanted(self, workers, step, waits, mesh):
         self.heard = workers, step, waits
         return self._wanted
 

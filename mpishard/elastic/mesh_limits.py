@@ -1,0 +1,51 @@
+"""Which meshes the model and the optimizer of an elastic run can have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.elastic.mesh_choice import MeshSizes
+from mpishard.nn.architecture import Architecture
+from mpishard.parameters.flat import FlatParameters
+from mpishard.training.objective import Objective
+
+
+class MeshLimits:
+    """Says why a mesh cannot be had; called as `MeshChoice.why_not`.  Not collective.
+
+    Parameters
+    ----------
+    optimizer : ShardedOptimizer
+    problem : Objective
+        For the mesh that the optimizer has now.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, problem: Objective[Any]) -> None:
+        start, config = problem.start, optimizer.config
+        self._batch_size = problem.batch_size
+        self._is_model = isinstance(start, FlatParameters)
+        self._slices = max((spec.slices for spec in start.specs), default=1) if self._is_model else 1
+        self._tensor = config.mesh.tensor.size
+        self._same_bits = config.reproducible and not config.allow_different_bits
+        architecture = problem.facts.get("model.json")
+        self._architecture = None if architecture is None else Architecture(**architecture)
+
+    def __call__(self, sizes: MeshSizes) -> str:
+        """The reason, in words; empty if the mesh can be had."""
+        if sizes.data > self._batch_size:
+            return f"batch_size={self._batch_size} gives some of {sizes.data} data ranks no sample"
+        if not self._is_model and sizes.ranks > sizes.data:
+            return "a function of a flat array cannot be split over tensor or pipeline ranks"
+        if self._architecture is not None:
+            try:
+                self._architecture.check(sizes.tensor, sizes.pipeline)
+            except ValueError as error:
+                return str(error)
+        if self._same_bits and self._slices == 1 and sizes.tensor != self._tensor:
+            return (
+                f"with reproducible=True a model without shards keeps its tensor size of {self._tensor}, since "
+                f"{sizes.tensor} changes the bits: make it with shards=, a multiple of all tensor sizes, or give "
+                "ShardingConfiguration(..., allow_different_bits=True)"
+            )
+        return ""

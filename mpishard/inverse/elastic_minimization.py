@@ -1,0 +1,277 @@
+"""`minimize` as an elastic run: its function becomes an `OptimizationProblem`, and nothing here is about deaths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import xxhash
+
+from mpishard.backend import array as arrays
+from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.results import TrainingState
+from mpishard.elastic.optimizer import ElasticOptimizer
+from mpishard.inverse.comparison import differing
+from mpishard.inverse.functions import Callback, Functions
+from mpishard.inverse.methods import LoopOptions
+from mpishard.inverse.result import OptimizeResult, outcome
+from mpishard.inverse.table import Table
+from mpishard.inverse.unknowns import Unknowns
+from mpishard.minimizers.method import Method
+from mpishard.minimizers.minimizer import Minimizer
+from mpishard.parameters.flat import FlatParameters
+from mpishard.training import OptimizationProblem
+
+Array = Any
+# So many calls of the function an evaluation, whatever ranks there are: then the sums have the same bits on all.
+_CALLS = 64
+
+
+@dataclass(frozen=True)
+class SumOverSamples(OptimizationProblem[FlatParameters]):
+    """What is minimised is the sum of the losses of all samples, and not their mean.
+
+    Parameters
+    ----------
+    watched : bool
+        Whether iterates are gathered for a callback; processes that join must do the same.
+    """
+
+    averages: ClassVar[bool] = False
+    watched: bool = field(default=False, kw_only=True)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """See `Objective`."""
+        return {**super().settings, "callback": self.watched}
+
+
+class WholeFunction(SumOverSamples):
+    """One sample, the whole function: the ranks without it call the function too."""
+
+    everywhere: ClassVar[bool] = True
+
+
+class ElasticMinimization:
+    """A minimisation by ranks that come and go.  Collective over the mesh, its creation too.
+
+    Parameters
+    ----------
+    functions : Functions
+        Of the user.  With samples they take them as an argument after the point or the direction.
+    unknowns : Unknowns
+        The start.
+    method : Method
+        What minimises, with its bounds.
+    mesh : Mesh
+        The ranks.
+    samples : int or None
+        Of which the function is a sum; None: each rank computes the whole function.
+    options : dict
+        Of `ElasticOptimizer`.
+    callback : Callback
+        Called after iterations.
+    loop : LoopOptions
+        Time limit, and whether there is a table.
+
+    Raises
+    ------
+    ValueError, TypeError
+        On all ranks, if an option of any is invalid.
+    """
+
+    def __init__(
+        self,
+        functions: Functions,
+        unknowns: Unknowns,
+        method: Method,
+        mesh: Mesh,
+        samples: int | None,
+        options: dict[str, Any],
+        callback: Callback,
+        loop: LoopOptions,
+    ) -> None:
+        if mesh.size > mesh.data.size:
+            raise ValueError(
+                f"elastic= needs a mesh with a data axis alone, got {mesh.sizes}; where fields are cut over the tensor "
+                "axis, ElasticOptimizer(method, mesh).optimize(OptimizationProblem(...)) is elastic"
+            )
+        self._functions = functions
+        self._unknowns = unknowns
+        self._mesh = mesh
+        self._samples = samples
+        self._callback = callback
+        named = unknowns.parameters
+        self._parameters: FlatParameters = (
+            FlatParameters.over(unknowns.flat, unknowns.specs) if named is None else named
+        )
+        given = mesh.world.allgather_object((callback.is_given, loop.disp))
+        self._watched = any(watched for watched, _ in given)
+        self._table = Table(shown=any(disp for _, disp in given))
+        self._evaluations = 0  # of the last row
+        self._elastic = ElasticOptimizer(method, mesh, **options)
+        self._maxtime = loop.maxtime
+
+    def run(self, checkpoints: Any, resume: bool, record: Any) -> OptimizeResult:
+        """Take steps until the method, the callback or a signal ends the minimisation.
+
+        Parameters
+        ----------
+        checkpoints : Checkpoints or None
+            Where it is saved.
+        resume : bool
+            Whether it goes on from there.
+        record : RunRecord or None
+            Where its course is written.
+
+        Returns
+        -------
+        OptimizeResult
+            On all ranks that live at the end.
+        """
+        kind, count = (WholeFunction, 1) if self._samples is None else (SumOverSamples, self._samples)
+        problem = kind(  # not kept: it refers to this object
+            self._add_gradient,
+            self._parameters,
+            count,
+            count,
+            micro_batch_size=-(-count // _CALLS),
+            seconds=self._maxtime,
+            product=self._add_product,
+            watched=self._watched,
+        )
+        found = self._elastic.optimize(
+            problem,
+            callback=self._after_evaluation,
+            progress=False,
+            checkpoints=checkpoints,
+            resume=resume,
+            record=record,
+        )
+        minimizer, method = self._minimizer, self._elastic.optimizer.rule
+        assert isinstance(method, Method)
+        progress = minimizer.progress
+        gradient = self._whole(minimizer.row("base_gradient"))
+        if math.isnan(progress.value):
+            gradient[...] = math.nan
+        result = OptimizeResult(
+            x=self._unknowns.shown_to_user(),
+            fun=progress.value,
+            jac=gradient,
+            nit=progress.iterations,
+            nfev=progress.evaluations,
+            njev=progress.evaluations,
+            nhev=progress.products,
+            **outcome(found.stop_reason, method, progress),
+        )
+        if self._mesh.rank == 0:
+            self._table.end(result.message)
+        return result
+
+    # -- the problem --------------------------------------------------------------------------------------------------
+
+    def _add_gradient(self, parameters: FlatParameters, samples: np.ndarray, gradients: Any) -> float:
+        """The function of the problem."""
+        x = self._unknowns.shown_to_user()
+        if self._samples is not None:
+            value, gradient = self._functions.value_and_gradient(x, samples)
+            self._add(self._unknowns.vector("the gradient", gradient), gradients)
+            return value
+        vector, value, problem = None, math.nan, None
+        try:
+            value, gradient = self._functions.value_and_gradient(x)
+            vector = self._unknowns.vector("the gradient", gradient)
+        except Exception as error:  # of the user's function: all ranks must learn of it
+            problem = error
+        self._compare("the gradient", value, vector, problem)
+        if len(samples):
+            self._add(vector, gradients)
+        return value if len(samples) else 0.0
+
+    def _add_product(
+        self, parameters: FlatParameters, direction: FlatParameters, samples: np.ndarray, products: Any
+    ) -> None:
+        """The product of the problem."""
+        x, along = self._unknowns.shown_to_user(), direction.flat.copy()
+        if self._samples is not None:
+            product = self._functions.product(x, along, samples)
+            self._add(self._unknowns.vector("the Hessian product", product), products)
+            return
+        vector, problem = None, None
+        try:
+            vector = self._unknowns.vector("the Hessian product", self._functions.product(x, along))
+        except Exception as error:  # of the user's function: all ranks must learn of it
+            problem = error
+        self._compare("the Hessian product", 0.0, vector, problem)
+        if len(samples):
+            self._add(vector, products)
+
+    def _add(self, vector: Array, gradients: Any) -> None:
+        for piece in self._parameters.pieces:
+            gradients[piece.name] += vector[piece.start : piece.start + piece.size].reshape(piece.shape)
+
+    def _compare(self, what: str, value: float, vector: Array | None, problem: Exception | None) -> None:
+        """Raise on all ranks if the function has failed on one, or gives different results.
+
+        One of them counts.  Those who meet here may have joined at different times: all are compared each time.
+        """
+        digest = 0
+        if vector is not None:
+            digest = xxhash.xxh3_64_intdigest(np.ascontiguousarray(arrays.to_host(vector)).data) >> 2
+        bits = np.float64(math.nan if math.isnan(value) else value + 0.0).view(np.int64)  # one NaN, one zero
+        world = self._mesh.world
+        facts = np.empty(3 * world.size, np.int64)
+        own = np.array([problem is not None, bits, digest], np.int64)
+        failed, values, digests = world.all_gather(facts, own, [3] * world.size, label="control").reshape(-1, 3).T
+        if failed.any():
+            world.raise_together(problem)
+        if len(set(values.tolist())) > 1:
+            shown_values = np.ascontiguousarray(values).view(np.float64).tolist()
+            raise differing("values", list(map(repr, shown_values)), "give samples=N and fun(x, samples)")
+        if len(set(digests.tolist())) > 1:
+            hashes = [f"{each:x}" for each in digests.tolist()]
+            raise differing(f"values of {what} (here by their hashes)", hashes, "give samples=N and fun(x, samples)")
+
+    # -- after an evaluation ------------------------------------------------------------------------------------------
+
+    @property
+    def _minimizer(self) -> Minimizer:
+        minimizer = self._elastic.optimizer.minimizer
+        assert minimizer is not None
+        return minimizer
+
+    def _whole(self, vector: Array) -> Array:
+        """A vector of the minimisation as a new flat array like the parameters.  Collective over the workers."""
+        state = self._elastic.optimizer.state.method
+        assert state is not None
+        return state.whole(vector)
+
+    def _after_evaluation(self, state: TrainingState[Any]) -> bool:
+        """The callback of the run; whether it shall stop.  Collective over the workers."""
+        progress = self._minimizer.progress
+        is_row = progress.accepted or progress.evaluations == 1
+        if is_row and progress.evaluations > self._evaluations and self._mesh.rank == 0:
+            self._table.row(progress)
+        self._evaluations = progress.evaluations
+        if not (progress.accepted and self._watched):
+            return False
+        whole = self._whole(self._minimizer.best)
+
+        def make() -> OptimizeResult:
+            return OptimizeResult(
+                x=self._like_x0(whole), fun=progress.value, nit=progress.iterations, nfev=progress.evaluations
+            )
+
+        return self._callback(make)
+
+    def _like_x0(self, flat: Array) -> Any:
+        """An iterate as the user knows points; the parameters themselves are the next point already."""
+        if self._unknowns.parameters is None:
+            return flat
+        parameters = self._parameters
+        module = arrays.module_of(parameters.like)
+        shown_parameters = FlatParameters(parameters.specs, parameters.dtype, module=module, place=parameters.place)
+        shown_parameters.flat[...] = flat
+        return shown_parameters
