@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         ZeRO2Optimizer,
         ZeRO3Optimizer,
     )
+    from mpishard.elastic.auto_layouts import AutoLayouts
     from mpishard.elastic.optimizer import ElasticOptimizer
     from mpishard.inverse import (
         OptimizeResult,
@@ -68,6 +69,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AutoLayouts",
     "Axis",
     "Checkpoints",
     "CollectiveMismatchError",
@@ -130,6 +132,7 @@ _MODULES = {
     "data_parallel.models": "HybridShardedModel ShardedModel as_distributed as_distributed_for_high_bandwidth "
     "as_distributed_for_low_bandwidth",
     "data_parallel.optimizers": "DDPOptimizer HybridShardedOptimizer ZeRO1Optimizer ZeRO2Optimizer ZeRO3Optimizer",
+    "elastic.auto_layouts": "AutoLayouts",
     "elastic.optimizer": "ElasticOptimizer",
     "launch.leave_signals": "Signals",
     "inverse": "OptimizeResult ReverseCommunication SmoothedTotalVariation Tikhonov backward_in_time check_adjoint "

@@ -10,7 +10,7 @@ from mpishard.backend.random import permuted
 from mpishard.layout.boxes import split
 
 # Divides over 2, 4, 8 and 16 ranks, whole subtrees of the sum to each.
-_MICRO_BATCHES = 16
+MICRO_BATCHES = 16
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def micro_batches(batch: np.ndarray, micro_batch_size: int | None = None) -> lis
     """
     if micro_batch_size is not None:
         return [batch[start : start + micro_batch_size] for start in range(0, len(batch), micro_batch_size)]
-    cuts = split(len(batch), min(_MICRO_BATCHES, len(batch)))
+    cuts = split(len(batch), min(MICRO_BATCHES, len(batch)))
     return [batch[start:stop] for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
 
 

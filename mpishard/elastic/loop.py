@@ -17,12 +17,14 @@ from mpi4py import MPI
 from mpishard.backend.blas_threads import own_cores
 from mpishard.comm.abort import die, fail_alone
 from mpishard.comm.capabilities import heals_in_place
+from mpishard.comm.mesh import Mesh
 from mpishard.comm.supervisor_reports import finalize_in_time, give_up, leave_to_others, note_training
 from mpishard.data_parallel.results import OptimizationResult
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.elastic.agreements import Agreements
 from mpishard.elastic.healing import Healing
 from mpishard.elastic.membership import Membership, Order, is_joining
+from mpishard.elastic.mesh_choice import MeshChoice, MeshSizes
 from mpishard.elastic.parts import Elasticity, Parts
 from mpishard.elastic.phases import Event, Phase, next_phase
 from mpishard.elastic.recruiter import Recruiter
@@ -98,7 +100,8 @@ class ElasticLoop:
         target, outside = elasticity.target, elasticity.outside
         recruiter = Recruiter(membership, target, place, ElasticLoop.runs == 1, elasticity.respawn)
         workers = WorkerMesh(mesh, training.checkpoints)
-        workers.offered = mesh.size, target.agreed_mesh
+        if elasticity.choice is not None:
+            workers.offered = _first_offer(mesh, target.agreed_mesh, elasticity.choice, problem.batch_size)
         decisions = Decisions(
             training, membership, target, outside, recruiter, transactions, workers if chooses else None
         )
@@ -253,3 +256,23 @@ class ElasticLoop:
         """
         if self._parts.decisions.awaits_recruits and self._parts.workers.mesh.node.size > len(own_cores()):
             time.sleep(min(_GIVE_WAY * seconds, _GIVE_WAY_MOST_S))
+
+
+def _first_offer(
+    mesh: Mesh, wanted: MeshSizes | None, choice: MeshChoice, batch_size: int
+) -> tuple[int, MeshSizes | None]:
+    """For how many processes the mesh is the right one at the beginning: for none if it has to change.
+
+    Collective over the mesh.
+    """
+    if wanted is not None or is_joining():
+        return mesh.size, wanted
+    best, problem = None, None
+    if mesh.rank == 0:
+        try:
+            best = choice.best(mesh.size, batch_size)
+        except (TypeError, ValueError) as error:
+            problem = error
+    mesh.world.raise_if_any(problem)
+    stays = mesh.world.allgather_object(best == MeshSizes(**mesh.shape))[0]
+    return (mesh.size if stays else 0), None

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from mpishard.arguments import integer, shown
 
 Sizes = Mapping[str, int]
+# What a user may give; "auto" and AutoLayouts are the Any.
+Layouts = Sequence[Sizes] | Callable[[int], Sizes | None] | Any
 _AXES = ("data", "tensor", "pipeline")
 
 
@@ -90,7 +92,7 @@ class MeshChoice:
 
     Parameters
     ----------
-    layouts : sequence of mappings, or callable
+    layouts : sequence of mappings, callable, "auto" or AutoLayouts
         As the argument of `ElasticOptimizer`.
     min_ranks : int
         No mesh has fewer.
@@ -99,6 +101,8 @@ class MeshChoice:
     ----------
     why_not : callable
         Why the model and the optimizer cannot have a mesh; empty if they can.
+    auto : object
+        What makes the function once the problem is known, see `use`: "auto" or AutoLayouts; None without.
 
     Raises
     ------
@@ -106,12 +110,15 @@ class MeshChoice:
         If `layouts` is neither, or an entry has no valid sizes.
     """
 
-    def __init__(self, layouts: Sequence[Sizes] | Callable[[int], Sizes | None], min_ranks: int) -> None:
+    def __init__(self, layouts: Layouts, min_ranks: int) -> None:
         self.min_ranks = min_ranks
         self.why_not: Callable[[MeshSizes], str] = lambda sizes: ""
         self._function: Callable[[int], Sizes | None] | None = None
         self._listed: list[dict[str, int]] = []
-        if callable(layouts):
+        self.auto: Any = None
+        if layouts == "auto" or hasattr(layouts, "for_problem"):
+            self.auto = layouts
+        elif callable(layouts):
             self._function = layouts
         elif isinstance(layouts, list | tuple):
             self._listed = [_checked(entry) for entry in layouts]
@@ -119,7 +126,7 @@ class MeshChoice:
                 raise ValueError("layouts is empty: name at least one mesh, such as [{'tensor': 2}, {}]")
         else:
             raise TypeError(
-                f"layouts={shown(layouts)} must be a list of mesh sizes, or a function of a number of ranks"
+                f"layouts={shown(layouts)} must be a list of mesh sizes, a function of a number of ranks, or 'auto'"
             )
 
     def best(self, ranks: int, batch_size: int) -> MeshSizes | None:
@@ -168,9 +175,13 @@ class MeshChoice:
                 raise ValueError(f"layouts({number}) returned {shown(returned)}, but {problem}")
             yield sizes
 
+    def use(self, function: Callable[[int], Sizes | None]) -> None:
+        """Choose by a function from now on."""
+        self._function = function
+
     def refuse(self, sizes: MeshSizes) -> str:
         """Why the run does not take a mesh that was asked for by its sizes; empty if it does."""
-        if self._function is not None or any(_has(entry, sizes) for entry in self._listed):
+        if not self._listed or any(_has(entry, sizes) for entry in self._listed):
             return self.why_not(sizes)
         listed = "; ".join(",".join(f"{name}={size}" for name, size in entry.items()) or "{}" for entry in self._listed)
         return f"{sizes} is none of the layouts of the run: {listed}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpishard.arguments import flag, integer, number
 from mpishard.comm.capabilities import heals_in_place
@@ -35,6 +35,7 @@ from mpishard.training import OptimizationProblem, Scaling
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
+    from mpishard.elastic.auto_layouts import AutoLayouts
 
 
 class ElasticOptimizer:
@@ -73,14 +74,16 @@ class ElasticOptimizer:
         takes the next samples of the epoch, each sample once per epoch, and the last batch of an epoch may be shorter.
         Checkpoints store the position in the epoch; another run of the optimizer begins at the position that batches
         of `batch_size` would have reached.
-    layouts : sequence of mappings, or callable, optional
+    layouts : sequence of mappings, callable, AutoLayouts or "auto", optional
         Lets the run change its tensor and pipeline sizes too: which mesh a number of ranks takes.  A list of sizes such
         as ``[{"tensor": 2, "pipeline": 2}, {"tensor": 2}, {}]``, where data is as many as fit if it is left out: the
         run takes the entry with the most ranks, of several such the first.  Or a function ``layouts(ranks)`` that
-        returns the sizes of a mesh of at most so many ranks, or None if it has none.  `optimize` then takes a function
+        returns the sizes of a mesh of at most so many ranks, or None if it has none.  Or "auto", or an `AutoLayouts`:
+        the fastest that fits into memory, by `mpishard.estimate`.  `optimize` then takes a function
         that makes the problem for a mesh, and a worker is one process, so `min_workers`, `max_workers`, `resize` and
-        `current_workers` count ranks.  A mesh with tensor or pipeline ranks that `optimizer` was made with is the
-        layout of its number of ranks until another one is asked for.
+        `current_workers` count ranks.  If `optimizer` was made with a mesh of tensor or pipeline ranks, that is the
+        layout for its number of ranks until another one is asked for; a mesh of data ranks alone is changed before the
+        first step.
 
     Raises
     ------
@@ -130,7 +133,11 @@ class ElasticOptimizer:
         failure_timeout: float = 10.0,
         respawn: bool = True,
         scaling: Literal["constant", "linear", "square_root"] = "constant",
-        layouts: Sequence[Mapping[str, int]] | Callable[[int], Mapping[str, int] | None] | None = None,
+        layouts: Sequence[Mapping[str, int]]
+        | Callable[[int], Mapping[str, int] | None]
+        | AutoLayouts
+        | Literal["auto"]
+        | None = None,
     ) -> None:
         if isinstance(optimizer, Rule | Method):
             if config is None:
@@ -324,15 +331,18 @@ class ElasticOptimizer:
             elasticity = Elasticity(
                 self._target, outside, watch, self.respawn, self.scaling, choice=self._choice, build=build
             )
-            return problem.minimize(
+            loop: Any = problem.minimize(
                 self.optimizer,
                 callback=callback,
                 progress=progress,
                 checkpoints=checkpoints,
                 resume=resume,
                 record=record,
-                loop=partial(ElasticLoop, elasticity),
+                loop=partial(_Prepared, elasticity),
             )
+            del problem  # or the first model would stay in memory when the run has another mesh
+            result: OptimizationResult[P] = loop.run()
+            return result
 
     def _built(
         self, problem: OptimizationProblem[P] | Callable[[Mesh], OptimizationProblem[P]]
@@ -354,8 +364,13 @@ class ElasticOptimizer:
         if trained is not None and isinstance(made.start, FlatParameters):  # the call continues an earlier one
             made.start.held[...] = trained.held
         if not is_joining():
-            self._choice.why_not = MeshLimits(self.optimizer, made)
+            self._choice.why_not = why_not = MeshLimits(self.optimizer, made)
             self._choice.check()
+            if self._choice.auto is not None:
+                from mpishard.elastic.auto_layouts import AutoLayouts  # with the estimates
+
+                auto = AutoLayouts() if self._choice.auto == "auto" else self._choice.auto
+                self._choice.use(auto.for_problem(self.optimizer, made, why_not))
         return problem, made
 
     def _folder(self, checkpoints: Checkpoints | None) -> Path | None:
@@ -365,3 +380,13 @@ class ElasticOptimizer:
             return folder
         run = JobNotes.from_environment()
         return None if run is None else run.path
+
+
+class _Prepared:
+    """Gives the loop out instead of running it, so that no caller's frame keeps the problem."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._loop = ElasticLoop(*arguments)
+
+    def run(self) -> Any:
+        return self._loop

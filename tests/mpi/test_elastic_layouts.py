@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from steps import STRATEGIES
 
 from mpishard import (
     AdamW,
+    AutoLayouts,
     DDPOptimizer,
     ElasticOptimizer,
     Mesh,
@@ -23,6 +26,7 @@ from mpishard.checkpoint import Checkpoints
 from mpishard.elastic import control
 from mpishard.elastic.control import ControlFolder
 from mpishard.elastic.mesh_choice import MeshSizes
+from mpishard.launch.job_notes import RunLost
 
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
 STEPS = 8
@@ -133,7 +137,8 @@ def test_a_mesh_is_asked_for_from_another_shell(comm, expected, tmp_path, monkey
         result = optimizer.optimize(problem, callback=callback, progress=False)
         same(result, mesh, expected)
     if comm.rank == 0:
-        first = f"data={comm.size}" if comm.size != 4 else "data=4"
+        # It begins with the mesh of the list for its ranks.
+        first = {3: "data=3", 4: "tensor=2,pipeline=2"}.get(comm.size, f"data={comm.size // 4},tensor=2,pipeline=2")
         assert [noted[step] for step in (1, 2, 3, 4, 7)] == [first, first, "tensor=2", "tensor=2", "data=3"]
         assert noted[6] == "data=1"
         given = {answer.id: (answer.before, answer.after, answer.mesh) for answer in answers if answer is not None}
@@ -162,6 +167,56 @@ def test_processes_beyond_the_best_mesh_are_spares(comm, expected):
     if comm.rank == 0:
         assert [noted[step] for step in (3, 4, STEPS)] == [(comm.size,) * 2, (few,) * 2, (few,) * 2]
     assert (4 in noted) == (comm.rank < few)
+
+
+def test_the_best_by_an_estimate(comm, expected):
+    """The fastest of those that fit into memory; where none of all ranks does, none of fewer may."""
+    noted = {}
+    with Mesh(comm) as mesh:
+        auto = AutoLayouts(memory_limit=1e9)
+        optimizer = ElasticOptimizer(inner(DDPOptimizer, mesh), layouts=auto if comm.size % 2 else "auto")
+
+        def callback(state):
+            noted[state.step] = MeshSizes(**mesh.shape)
+
+        result = optimizer.optimize(problem, callback=callback, progress=False)
+        found = whole(result, mesh.world)
+        for name, values in expected[0].items():
+            np.testing.assert_allclose(found[name], values, rtol=1e-12, atol=1e-12)
+    assert len(set(noted.values())) == 1
+    assert noted[1].ranks <= comm.size
+
+
+def test_a_model_that_does_not_fit(comm):
+    with Mesh(comm) as mesh:
+        optimizer = ElasticOptimizer(inner(DDPOptimizer, mesh), layouts=AutoLayouts(memory_limit=1000))
+        with pytest.raises(RunLost, match=f"no layout fits {comm.size} ranks"):
+            optimizer.optimize(problem, progress=False)
+
+
+def test_the_model_of_an_earlier_mesh_leaves_memory(comm):
+    if comm.size == 1:
+        pytest.skip("one rank has one mesh")
+    made = []
+
+    def build(mesh):
+        found = problem(mesh, 4)
+        made.append(weakref.ref(found.start))
+        return found
+
+    with Mesh(comm) as mesh:
+        optimizer = ElasticOptimizer(inner(ZeRO1Optimizer, mesh), layouts=ANY)
+        alive = {}
+
+        def callback(state):
+            gc.collect()
+            alive[state.step] = [each() is not None for each in made]
+            if state.step == 2:
+                optimizer.resize(mesh={"tensor": 2})
+
+        optimizer.optimize(build, callback=callback, progress=False)
+    if comm.rank < 2:
+        assert alive == {1: [True], 2: [True], 3: [False, True], 4: [False, True]}
 
 
 def test_checkpoints_go_on_in_another_mesh(comm, expected, tmp_path):

@@ -19,10 +19,10 @@ FLOORS = [
     {"pipeline", "reduction"},
     {"nn", "data", "checkpoint", "record"},
     {"data_parallel"},
-    {"training"},
+    {"training", "estimate"},
     {"elastic"},
     {"inverse"},
-    {"environment", "estimate"},
+    {"environment"},
     {"cli"},
     {"__main__"},
 ]

@@ -44,7 +44,7 @@ def test_a_function_that_returns_more_than_there_is(returned):
     ("layouts", "error", "match"),
     [
         ([], ValueError, "empty"),
-        ("tensor=2", TypeError, "a list of mesh sizes, or a function"),
+        ("tensor=2", TypeError, "a list of mesh sizes, a function of a number of ranks, or"),
         ([{"tensr": 2}], TypeError, "sizes by axis"),
         ([(2, 2)], TypeError, "sizes by axis"),
         ([{"tensor": 0}], ValueError, "below 1"),
