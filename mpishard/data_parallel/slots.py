@@ -20,7 +20,20 @@ POINT = "point"
 
 
 def slot_names(rule: Rule | Method) -> tuple[str, ...]:
-    """The names of the state arrays of a rule, or of a method: its vectors, and the point that it wants evaluated."""
+    """The names of the state arrays of a rule, or of a method: its vectors, and the point that it wants evaluated.
+
+    Not collective.
+
+    Parameters
+    ----------
+    rule : Rule or Method
+        Of an optimizer.
+
+    Returns
+    -------
+    tuple of str
+        In the order of the arrays.
+    """
     return (*rule.slots, POINT) if isinstance(rule, Method) else rule.slots
 
 
