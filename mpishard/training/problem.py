@@ -116,10 +116,10 @@ class OptimizationProblem(Objective[P]):
         architecture = getattr(model, "architecture", None)
         own = {}
         if is_dataclass(architecture) and not isinstance(architecture, type):
-            facts = asdict(architecture)
-            if facts.get("shards") == 1:
-                del facts["shards"]  # so that earlier versions, which have no such field, read the file too
-            own = {"model.json": facts}
+            described = asdict(architecture)
+            if described.get("shards") == 1:
+                del described["shards"]  # so that earlier versions, which have no such field, read the file too
+            own = {"model.json": described}
 
         losses_and_gradient: Any = getattr(model, "losses_and_gradient", None)
 
