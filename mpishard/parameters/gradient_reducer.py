@@ -30,8 +30,8 @@ from mpishard.parameters.bucket_memory import BucketMemory
 from mpishard.parameters.bucket_sums import BucketSums, Inspector, Transfer
 from mpishard.parameters.gradient_buckets import Bucket, second_use
 from mpishard.parameters.gradient_phase import TRANSITIONS, GradientPhase
+from mpishard.parameters.kept_apart import KeptApart
 from mpishard.parameters.no_sync import NoSync
-from mpishard.parameters.partial_sums import PartialSums
 from mpishard.parameters.ready_tracker import BucketOrder, ReadyTracker
 
 Array = Any
@@ -104,14 +104,9 @@ class GradientReducer:
             if bucket.second_use
             for piece in pieces[bucket.first : bucket.last]
         }
-        self._partials: list[PartialSums] = []  # by bucket
-        if reproducible:
-            for order in sorted(self._tracker.orders, key=lambda order: order.first):
-                covered = self.buckets[order.first : order.last + 1]
-                self._partials += [PartialSums(covered[0].start, covered[-1].stop, like)] * len(covered)
-        self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self._partials)
-        self._merges: tuple[int, ...] = ()  # of the terms of this step
-        self._terms_in_pass = False
+        self._reproducible = reproducible
+        self._apart = KeptApart(self._tracker.orders if reproducible else (), self.buckets, like)
+        self.memory: BucketMemory = BucketMemory(pieces, buckets, like, on_demand, self._apart.partials)
         self._pending: list[tuple[Bucket, Array, Transfer]] = []
 
     # -- what is known ----------------------------------------------------------------------------------------------
@@ -251,8 +246,8 @@ class GradientReducer:
         for order in reversed(self._tracker.orders):
             if order.virtual_stage != virtual_stage or order.tied:
                 continue
-            if self._terms_in_pass and order.more:
-                self._keep_term(order)
+            if self._apart and self._apart.in_pass and order.more:
+                self._keep(order)
             if self.on_demand or (self.is_last_pass and not order.more):
                 self._reduce_rest(order)
             if self.on_demand and order.more:
@@ -271,7 +266,7 @@ class GradientReducer:
         if self.phase is not GradientPhase.REDUCED:
             self._end_pass(True)
             self._wait_all()
-            if self._partials and self._sums is not None:
+            if self._reproducible and self._sums is not None:
                 self._sums.add_uses()
             self._enter(GradientPhase.REDUCED)
 
@@ -288,7 +283,7 @@ class GradientReducer:
             self._tracker.begin(order)
             order.more, order.pushed = False, 0
         self.memory.forget()
-        self._merges, self._terms_in_pass = (), False
+        self._apart.forget()
         self.accumulation.forget()
         self._enter(GradientPhase.ACCUMULATING)
         if self._sums is not None:
@@ -312,9 +307,8 @@ class GradientReducer:
             False: each backward pass is a micro-batch.  True: one pass has all of them, one by one in each virtual
             stage.
         """
-        assert self._partials
-        self._merges = tuple(tree_merges)
-        self._terms_in_pass = in_pass
+        assert self._reproducible
+        self._apart.begin(tree_merges, in_pass)
 
     def push_external(self, flat: Array) -> Array:
         """Keep a micro-batch apart whose gradient is the caller's array; not collective.
@@ -330,8 +324,7 @@ class GradientReducer:
             Uninitialised memory for the next one.
         """
         (order,) = self._tracker.orders
-        order.pushed += 1
-        return self.memory.push_external(flat, self._merges[order.pushed - 1])
+        return self.memory.push_external(flat, self._apart.push(order))
 
     def begin_input_gradient(self, virtual_stage: int) -> None:
         """Begin a micro-batch's input gradient, whose weight gradient comes later; not collective.
@@ -341,7 +334,7 @@ class GradientReducer:
         virtual_stage : int
             Its number.
         """
-        if self._terms_in_pass:
+        if self._apart.in_pass:
             self.memory.early.begin(virtual_stage)
 
     def end_input_gradient(self) -> None:
@@ -383,29 +376,19 @@ class GradientReducer:
                 self._reduce_rest(order)
                 self._begin(order)
             else:
-                if self._merges and not self._terms_in_pass:
-                    self._keep_term(order)
+                if self._apart and not self._apart.in_pass:
+                    self._keep(order)
                 self._tracker.end(order)
 
-    def _keep_term(self, order: BucketOrder) -> None:
+    def _keep(self, order: BucketOrder) -> None:
         """Make a complete micro-batch a partial sum of its own; the next one starts a gradient of its own."""
-        if not self._merges:
-            return
-        self._check_terms(order.pushed + 1 < len(self._merges))
+        tree_merges = self._apart.push(order)
         buckets = self.buckets[order.first : order.last + 1]
         for bucket in reversed(buckets):
             gradient = self.memory.zero_missing(bucket)
             if self._sums is not None:
                 self._sums.sum_copies(bucket, gradient)
-        self.memory.push(buckets, self._merges[order.pushed])
-        order.pushed += 1
-
-    def _check_terms(self, as_many: bool) -> None:
-        if not as_many:
-            raise RuntimeError(
-                f"with reproducible=True this backward pass has {len(self._merges)} micro-batches to keep apart, but "
-                "the model has made another number of them; losses_and_gradient makes one of each batch that it gets"
-            )
+        self.memory.push(buckets, tree_merges)
 
     def _wait_all(self) -> None:
         """Wait until no sum is under way."""
@@ -428,14 +411,10 @@ class GradientReducer:
         bucket, sums = self.buckets[order.next], self._sums
         gradient = self.memory.zero_missing(bucket)
         earlier: Sequence[Array] = ()
-        if self._partials:
+        if self._reproducible:
             if sums is not None:
                 sums.sum_copies(bucket, gradient)
-            if self._merges:
-                self._check_terms(order.pushed + 1 == len(self._merges))
-                partials, newest = self._partials[bucket.index], self._merges[-1]
-                partials.add_newest(bucket, gradient, newest)
-                earlier = partials.earlier(bucket, newest)
+            earlier = self._apart.complete(order, bucket, gradient)
         order.next -= 1
         if self.phase is GradientPhase.ACCUMULATING and self.is_last_pass:
             self._enter(GradientPhase.REDUCING)
@@ -447,7 +426,7 @@ class GradientReducer:
             return
         if self.on_demand:
             self._wait_all()  # ZeRO-2 saves memory by having few buckets at a time
-        if not self._partials:
+        if not self._reproducible:
             sums.sum_copies(bucket, gradient)
         for _, _, transfer in self._pending:
             transfer.test()  # MPI moves data only while it is called

@@ -318,3 +318,16 @@ def test_bad_models(arguments, error, message):
 def test_bad_prompts(arguments, message):
     with pytest.raises(ValueError, match=message):
         model().generate(*arguments)
+
+
+def test_several_batches_are_one_micro_batch_each():
+    """Of other sizes and lengths, also an empty one; the number of micro-batches of the model is left out."""
+    gpt = nn.GPT(VOCABULARY, CONTEXT, WIDTH, 4, HEADS, np.float64, schedule="interleaved", chunks=2, microbatches=3)
+    batches = [batch(3, 5), batch(0, 2), batch(1, 7, seed=1)]
+    found = [run(gpt, *pair) for pair in batches]
+    gpt.parameters.gradients.reset()
+    assert gpt.losses_and_gradient(batches) == pytest.approx([loss for loss, _ in found], rel=1e-14)
+    total = sum(gradient for _, gradient in found)
+    np.testing.assert_allclose(gpt.parameters.gradients.flat, total, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="but targets"):
+        gpt.losses_and_gradient([batch(1, 2), (batch(1, 2)[0], batch(1, 3)[1])])
