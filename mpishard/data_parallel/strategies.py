@@ -121,7 +121,10 @@ class ShardedState(Strategy):
         return self.target(bucket, self.reducer.memory.of_bucket(bucket))
 
     def gradients(self) -> list[Array]:
-        return [self.owned(bucket) for bucket in self.buckets]
+        return [
+            self.reducer.memory.of_bucket(bucket)[: pieces[self.axis.rank]]
+            for bucket, pieces in zip(self.buckets, self._counts, strict=False)  # those of second uses follow
+        ]
 
     def publish_parameters(self) -> None:
         self._gather(self.parameters.flat, "parameters")
