@@ -120,14 +120,17 @@ class Reports:
                 self._run.note_aborted()
 
     def _follow(self) -> None:
-        """Report the current step, and end this process when its run is over."""
+        """Report the current step, and end this process when its run is over.
+
+        Another optimizer of the script may begin with step 1 again.
+        """
         noted = 0
         while not self._stop.wait(_POLL_S):
             step = _step()
             with contextlib.suppress(OSError):  # a shared disk may fail for a while
                 if self._run.is_over:  # this host was cut off, and the supervisor could not end the process
                     end_with_daemon()
-                if step > noted:
+                if step != noted:
                     noted = step
                     if self._speaks():
                         self._run.note_step(step)

@@ -45,8 +45,8 @@ class ProgressMonitor:
 
     Attributes
     ----------
-    step : int
-        The last noted step.
+    step, furthest : int
+        The last noted step, and the largest: a script may train more than once.
     started, has_ended : bool
         Whether all ranks have imported mpishard; whether the script has ended.
     half_started : bool
@@ -54,7 +54,7 @@ class ProgressMonitor:
     """
 
     def __init__(self, folder: JobNotes, limits: Limits) -> None:
-        self.step = 0
+        self.step = self.furthest = 0
         self.started = self.has_ended = False
         self.half_started = False
         self._folder = folder
@@ -117,6 +117,7 @@ class ProgressMonitor:
         elif died and training and self._step_to_pass is None:
             self._since, self._step_to_pass = now, step + 1
         self.step, self._heal, self._training = step, heal, training
+        self.furthest = max(self.furthest, step)
         if training is False:
             self._step_to_pass = None
         waits, patience = now - self._since, _STEPS * self._longest

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -133,7 +133,7 @@ class Supervisor:
             monitor = ProgressMonitor(folder, self.job.limits)
             silent = self._watch(process, start, folder, monitor, ended)
             ended = time.monotonic()
-            outcome = self._end_job(process, folder, monitor.half_started, bool(silent))
+            outcome = self._end_job(process, folder, monitor, bool(silent))
             folder = folder.next()  # processes that cannot be reached see this and end themselves
             asked = tuple(host for host in self.hosts if host not in silent)
             answering = sweep(asked, self.job.hosts.shell, self.job.hosts.probe_limit, "MPISHARD_RUN", str(folder.path))
@@ -147,7 +147,7 @@ class Supervisor:
         raise AssertionError("unreachable")
 
     def _end_job(
-        self, process: subprocess.Popen[bytes], folder: JobNotes, half_started: bool, lost: bool
+        self, process: subprocess.Popen[bytes], folder: JobNotes, monitor: ProgressMonitor, lost: bool
     ) -> JobOutcome:
         """End the job if it still runs; returns its outcome."""
         notes = folder.notes  # before the job is ended, since that may add notes of the ranks
@@ -158,7 +158,8 @@ class Supervisor:
         self._end_all()
         self._leftovers.remove(process.pid)
         stopped = self._stopped or next((number for number in self._signals if number in _STOP), 0)
-        return JobOutcome(code, notes, half_started, lost, stopped)
+        notes = replace(notes, step=max(notes.step, monitor.furthest))
+        return JobOutcome(code, notes, monitor.half_started, lost, stopped)
 
     def _start(self, start: Start, folder: JobNotes) -> subprocess.Popen[bytes]:
         job, elastic = self.job, self.job.policy.elastic

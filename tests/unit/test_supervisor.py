@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 import mpishard
+from mpishard.comm import supervisor_reports
 from mpishard.launch import progress_monitor
 from mpishard.launch.exit_code import _exit_code, _main_frame, _ran_to_its_end, _Unknown
 from mpishard.launch.hosts import Host, HostMonitor, Probe, check_shell, parse_hosts, sweep
@@ -386,6 +387,28 @@ def test_a_job_that_is_stuck(watched):
     folder.note_ended(Ended(0))
     assert watched(0) == "" and watched.monitor.has_ended and watched(5) == ""
     assert "launcher has not for 5 s" in watched(1)
+
+
+def test_a_script_that_trains_twice(watched):
+    folder, steps = watched.folder, iter([1, 1, 61, 61, 1, 3, 3])
+    folder.note_started()
+    reports, looks = object.__new__(supervisor_reports.Reports), []
+    reports._run, reports._is_first, reports.is_silent = folder, True, False
+
+    def wait(seconds):
+        looks.append(watched(1))
+        if len(looks) == 5:  # in the second run, before its first step is noted
+            folder.note_healed(3, 0)
+        reports.step = next(steps, None)
+        return reports.step is None
+
+    reports._stop = SimpleNamespace(wait=wait)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor_reports, "_step", lambda: reports.step)
+        patch.setattr(JobNotes, "is_over", False)
+        reports._follow()
+    assert watched(1000) == "" and not any(looks)
+    assert (watched.monitor.step, watched.monitor.furthest) == (3, 61)
 
 
 def test_an_elastic_run_that_takes_no_step(watched):
