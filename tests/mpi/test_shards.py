@@ -20,7 +20,7 @@ from mpishard.nn.slices import Slices
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 13, 8, 48, 2, 24
 BATCHES = [(3, 7), (2, 5), (1, 1)]
 # Numbers of shards by the number of ranks: the bits of each on one rank are those of the others.
-SHARDS = {1: (4, 6, 8, 24), 2: (4, 6, 24), 3: (6, 24), 4: (4, 24), 8: (8, 24)}
+SHARDS = {1: (6,), 2: (4, 6), 3: (6, 24), 4: (4, 24), 8: (8, 24)}
 Bits = dict[str, Any]
 
 
