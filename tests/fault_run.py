@@ -181,9 +181,8 @@ def run(case: Case, folder: Path) -> None:
         options = {"samples": 45, "batch_size": 16, "tokens_per_sample": 8, "steps": STEPS}
 
         def problem(mesh: Any) -> Any:
-            dtype, stages = np.float64 if case.moves else np.float32, mesh.pipeline.size
-            shards = 2 if case.moves else 1
-            models[:] = [nn.GPT(11, 8, 16, 2, 2, dtype, mesh=mesh, microbatches=stages, shards=shards)]
+            stages, shards = mesh.pipeline.size, 2 if case.moves else 1
+            models[:] = [nn.GPT(11, 8, 16, 2, 2, np.float32, mesh=mesh, microbatches=stages, shards=shards)]
             size = 4 if case.moves else 2 * case.pipeline
             return mpishard.OptimizationProblem.for_model(models[0], batch, micro_batch_size=size, **options)
 
@@ -196,14 +195,6 @@ def run(case: Case, folder: Path) -> None:
                 given, callback=callback, progress=False, checkpoints=checkpoints, resume=True, record=record
             )
         full, losses = mpishard.as_distributed(models[0], mesh).gather_full_parameters(), result.loss_history
-        if case.moves:  # to the last digits: the reference takes its micro-batches as it likes
-            alone = mpishard.Mesh(MPI.COMM_SELF)
-            one = strategy(mpishard.AdamW(lr=0.01), mpishard.ShardingConfiguration(alone, max_gradient_norm=0.5))
-            hits.clear()
-            expected = one.optimize(problem(alone), progress=False)
-            close = np.allclose(full, expected.parameters.gather(), 1e-12, 1e-12)
-            full = np.array([close and np.allclose(losses, expected.loss_history, 1e-12)])
-            losses = np.zeros(STEPS)
         found = {
             "parameters": hashlib.sha256(full.tobytes()).hexdigest(),
             "losses": hashlib.sha256(losses.tobytes()).hexdigest(),

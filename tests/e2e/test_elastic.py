@@ -30,22 +30,34 @@ SAMPLE = [
     ("first", "reported", "kill", "ZeRO1"),
     ("first", "last-save", "kill", "ZeRO1"),
 ]
+# The survivors of one replica of four processes take another mesh.
+MOVES = [
+    ("first", "forward", "kill"),
+    ("middle", "heal", "kill"),
+    ("last", "resize", "stop"),
+    ("spawned", "joined", "exception"),
+]
 AT_ONCE, NEIGHBOURS, RESPAWNED = 1, 2, 3
 
 
 @functools.cache
-def reference(tensor=1, pipeline=1):
-    return faults.expected(LAUNCH, tensor, pipeline)
+def reference(tensor=1, pipeline=1, moves=False):
+    return faults.expected(LAUNCH, tensor, pipeline, moves)
 
 
 def outlives(case):
-    ended = faults.run(case, LAUNCH, reference(case.tensor, case.pipeline))
+    ended = faults.run(case, LAUNCH, reference(*faults.reference_of(case)))
     assert not ended.problem, f"{case.name}: {ended.problem}\n{ended.output}"
 
 
 @pytest.mark.parametrize("parts", SAMPLE, ids=" ".join)
 def test_one_process_fails(parts):
     outlives(faults.single(*parts))
+
+
+@pytest.mark.parametrize("parts", MOVES, ids=" ".join)
+def test_the_others_take_another_mesh(parts):
+    outlives(faults.moving(*parts))
 
 
 def test_two_processes_fail_at_once():
