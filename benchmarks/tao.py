@@ -5,7 +5,10 @@
 The problem is Rosenbrock's function of pairs of unknowns, of which each rank has its own ones, in bounds that half of
 the unknowns end at; 30 iterations with a history of 10 from one start.  time: seconds an iteration on 2 ranks, beside
 the evaluations of the function, of which methods take different numbers; runs take turns, figures are medians.  memory:
-by how much the memory of a rank grows, on 1, 2, 4 and 8 ranks, in bytes an unknown.
+by how much the memory of a rank grows until the history is full, on 1, 2, 4 and 8 ranks, in bytes an unknown.
+
+mpishard's arrays are in small pages, as PETSc's are: on a virtual machine the first touch of each huge page may take
+milliseconds, in which its host finds memory.
 
 TAO's BLMVM and BQNLS, and SciPy's L-BFGS-B on the first rank with the point scattered and the gradient gathered for
 each evaluation, run in an environment of their own, since PETSc wants the MPI that it was built with.  COMMAND begins
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import children
+from tao_problem import HISTORY, ITERATIONS
 
 FOLDER = Path(__file__).resolve().parent
 PETSC = "/usr/bin/mpirun --oversubscribe -n {ranks} /usr/bin/python3"
@@ -33,10 +37,10 @@ RANKS = (1, 2, 4, 8)
 TIME_LIMIT = 1800
 
 
-def by_mpishard(unknowns: int) -> None:
+def by_mpishard(unknowns: int, iterations: int) -> None:
     """One run; on every rank."""
     import numpy as np
-    from tao_problem import HISTORY, ITERATIONS, LOWER, UPPER, Rosenbrock, peak_bytes, report, start
+    from tao_problem import LOWER, UPPER, Rosenbrock, peak_bytes, report, start
 
     import mpishard
 
@@ -61,21 +65,23 @@ def by_mpishard(unknowns: int) -> None:
         before = peak_bytes()
         mesh.world.barrier()
         began = time.perf_counter()
-        function, found = run(unknowns // 2, ITERATIONS)
+        function, found = run(unknowns // 2, iterations)
         seconds = time.perf_counter() - began
         most = mesh.world.all_reduce(np.array([peak_bytes() - before]), op="max")
         if mesh.rank == 0:
             report(function, seconds, found.nit, found.fun, int(most[0]))
 
 
-def measured(kind: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+def measured(kind: str, ranks: int, options: argparse.Namespace, iterations: int) -> dict[str, Any]:
     """One run of a kind, in processes of its own."""
+    size = str(options.unknowns)
     if kind == "mpishard":
-        command = children.mpirun(ranks, [sys.executable, __file__, "--rank", "--unknowns", str(options.unknowns)])
+        command = children.mpirun(ranks, [sys.executable, __file__, "--rank", str(iterations), "--unknowns", size])
     else:
         peer = shlex.split(options.petsc.format(ranks=ranks))
-        command = [*peer, str(FOLDER / "tao_petsc.py"), kind, str(options.unknowns)]
-    (text,) = children.run(f"{KINDS[kind]} on {ranks} ranks", [(command, {})], TIME_LIMIT)
+        command = [*peer, str(FOLDER / "tao_petsc.py"), kind, size, str(iterations)]
+    pages = {"NUMPY_MADVISE_HUGEPAGE": "0"}
+    (text,) = children.run(f"{KINDS[kind]} on {ranks} ranks", [(command, pages)], TIME_LIMIT)
     line = next(line for line in text.splitlines() if line.startswith("REPORT "))
     found: dict[str, Any] = json.loads(line.removeprefix("REPORT "))
     return found
@@ -85,7 +91,7 @@ def times(options: argparse.Namespace) -> None:
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in options.kinds}
     for _ in range(options.repeats):
         for kind, found in runs.items():
-            found.append(measured(kind, 2, options))
+            found.append(measured(kind, 2, options, ITERATIONS))
     print(f"{'2 ranks':22} {'beside the function':>20} {'function':>9} {'iterations':>11} {'calls':>6} {'value':>13}")
     for kind, found in runs.items():
         beside = [1e3 * (run["seconds"] - run["function"]) / run["iterations"] for run in found]
@@ -101,8 +107,11 @@ def times(options: argparse.Namespace) -> None:
 def memory(options: argparse.Namespace) -> None:
     print(f"{'bytes an unknown, a rank':26}" + "".join(f"{ranks:>7} ranks" for ranks in RANKS))
     for kind in options.kinds:
-        found = [measured(kind, ranks, options)["bytes"] / options.unknowns for ranks in RANKS]
-        print(f"{KINDS[kind]:26}" + "".join(f"{number:13.1f}" for number in found), flush=True)
+        print(f"{KINDS[kind]:26}", end="", flush=True)
+        for ranks in RANKS:  # each takes a while
+            found = measured(kind, ranks, options, HISTORY + 2)
+            print(f"{found['bytes'] / options.unknowns:13.1f}", end="", flush=True)
+        print()
 
 
 def main() -> None:
@@ -112,10 +121,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--petsc", default=PETSC, help="what runs a script in the environment of PETSc")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, metavar="ITERATIONS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        by_mpishard(options.unknowns)
+        by_mpishard(options.unknowns, options.rank)
         return
     parts = {"time": times, "memory": memory}
     if unknown := [part for part in options.parts if part not in parts]:

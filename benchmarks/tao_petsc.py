@@ -1,7 +1,7 @@
 """The problem of tao.py by PETSc's TAO, or by SciPy on the first rank with gathers and scatters around it.
 
-    mpirun -n 2 python3 benchmarks/tao_petsc.py blmvm|bqnls UNKNOWNS [PETSc options]
-    mpirun -n 2 python3 benchmarks/tao_petsc.py scipy UNKNOWNS
+    mpirun -n 2 python3 benchmarks/tao_petsc.py blmvm|bqnls UNKNOWNS ITERATIONS [PETSc options]
+    mpirun -n 2 python3 benchmarks/tao_petsc.py scipy UNKNOWNS ITERATIONS
 
 Needs petsc4py (Debian: python3-petsc4py), mpi4py and SciPy, and not mpishard.
 """
@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from tao_problem import HISTORY, ITERATIONS, LOWER, UPPER, Rosenbrock, peak_bytes, report, rows_of, start
+from tao_problem import HISTORY, LOWER, UPPER, Rosenbrock, peak_bytes, report, rows_of, start
 
 
-def by_tao(method: str, unknowns: int) -> None:
+def by_tao(method: str, unknowns: int, iterations: int) -> None:
     import petsc4py
 
     prefix = "tao_blmvm_" if method == "blmvm" else "tao_bqnk_"
-    petsc4py.init([sys.argv[0], f"-{prefix}mat_lmvm_num_vecs", str(HISTORY), *sys.argv[3:]])
+    petsc4py.init([sys.argv[0], f"-{prefix}mat_lmvm_num_vecs", str(HISTORY), *sys.argv[4:]])
     from petsc4py import PETSc
 
     comm = PETSc.COMM_WORLD
@@ -44,7 +44,7 @@ def by_tao(method: str, unknowns: int) -> None:
     tao.setType(method)
     tao.setObjectiveGradient(evaluate, x.duplicate())
     tao.setVariableBounds(lower, upper)
-    tao.setMaximumIterations(ITERATIONS)
+    tao.setMaximumIterations(iterations)
     tao.setTolerances(gatol=0, grtol=0, gttol=0)
     tao.setFromOptions()
     mpi.Barrier()
@@ -56,7 +56,7 @@ def by_tao(method: str, unknowns: int) -> None:
         report(function, seconds, tao.getIterationNumber(), tao.getObjectiveValue(), most)
 
 
-def by_scipy(unknowns: int) -> None:
+def by_scipy(unknowns: int, iterations: int) -> None:
     from scipy.optimize import Bounds, minimize
 
     mpi = MPI.COMM_WORLD
@@ -70,7 +70,7 @@ def by_scipy(unknowns: int) -> None:
         value = function(own, slope)
         return float(mpi.allreduce(value))
 
-    seconds, iterations, value = 0.0, 0, 0.0
+    seconds, taken, value = 0.0, 0, 0.0
     if mpi.rank == 0:
         whole = np.empty(unknowns)
         gradient = np.empty(unknowns)
@@ -83,11 +83,11 @@ def by_scipy(unknowns: int) -> None:
             mpi.Gatherv(slope, [gradient, counts], 0)
             return value, gradient
 
-        options = {"maxiter": ITERATIONS, "maxcor": HISTORY, "ftol": 0.0, "gtol": 0.0}
+        options = {"maxiter": iterations, "maxcor": HISTORY, "ftol": 0.0, "gtol": 0.0}
         box = Bounds(LOWER, UPPER)
         began = time.perf_counter()
         result = minimize(evaluate, whole, jac=True, method="L-BFGS-B", bounds=box, options=options)
-        seconds, iterations, value = time.perf_counter() - began, result.nit, result.fun
+        seconds, taken, value = time.perf_counter() - began, result.nit, result.fun
         mpi.bcast(False)
     else:
         mpi.Gatherv(own, None, 0)
@@ -97,11 +97,11 @@ def by_scipy(unknowns: int) -> None:
             mpi.Gatherv(slope, None, 0)
     most = mpi.allreduce(peak_bytes() - before, op=MPI.MAX)
     if mpi.rank == 0:
-        report(function, seconds, iterations, value, most)
+        report(function, seconds, taken, value, most)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "scipy":
-        by_scipy(int(sys.argv[2]))
+        by_scipy(*map(int, sys.argv[2:4]))
     else:
-        by_tao(sys.argv[1], int(sys.argv[2]))
+        by_tao(sys.argv[1], *map(int, sys.argv[2:4]))
