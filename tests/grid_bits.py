@@ -6,8 +6,9 @@ parameters and optimizer slots, gathered to whole tensors, and one of the losses
 `tests/mpi/test_same_bits.py` runs a part of it.
 
 Cases are sub-meshes of one world, and run side by side in as many groups as fit.  Where ranks share cores, take the
-variables of `setup.cfg` that make waiting ranks yield.  `--break` changes one thing in all
-cases but the first, which must show; `--first-difference` names the step, and the tensors, that differ first.
+variables of `setup.cfg` that make waiting ranks yield.  `--break` changes one thing in all cases but the first, which
+must show (threads in the shape 4-large only, whose products are large enough for two).  `--first-difference` names the
+step, and the tensors, that differ first.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ SHAPES = {
     "8": Shape(8, 8, 24),
     "4-wide": Shape(4, 4, 72, 53, 16),
     "1-wide": Shape(1, 4, 72, 53, 16),
+    "4-large": Shape(4, 8, 192, 97, 48),
     "6-wide": Shape(6, 12, 96, 53, 16),
     "1": Shape(1, 8, 24),
 }
