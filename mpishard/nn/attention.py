@@ -98,7 +98,7 @@ class CausalSelfAttention(Layer):
         mixed_nc = work.save(f"{self.role}.mixed", rows, width)
         logsum_lbht = work.save_statistics(f"{self.role}.logsum", shape[0], *shape[2:5])
         work.kept[self.role] = x_nc, heads_lsbhtd, mixed_nc, logsum_lbht
-        biases, apart = self.qkv.cut_bias(), self.tensor.slices.apart
+        apart, biases = self.tensor.slices.apart, self.tensor.slices.cut(self.qkv.bias, 3 * self.width, 0)
         qkv_lnd, mixed_lnc = apart(qkv_nd, 3 * self.width), apart(mixed_nc, self.width)
         for qkv, bias, heads, mixed, logsum in zip(qkv_lnd, biases, heads_lsbhtd, mixed_lnc, logsum_lbht, strict=True):
             self.ops.split_heads(qkv, bias, heads)

@@ -90,17 +90,6 @@ class Linear(Layer):
         """This rank's part of the bias."""
         return self.parameters[self.bias_name] if self.bias_name else None
 
-    def cut_bias(self) -> Sequence[Array]:
-        """The slices of this rank's part of the bias; all of it where outputs are not split.
-
-        Returns
-        -------
-        sequence of 1-D arrays
-            Views.
-        """
-        assert self.bias_name
-        return self._cut_bias(self.parameters[self.bias_name])
-
     @property
     def first_output(self) -> int:
         """Number of the first output that this rank computes."""
@@ -186,7 +175,7 @@ class Linear(Layer):
         work.kept[self.role] = x_ni
         y_no = self.product(x_ni, work)
         if self.bias_name:
-            biases = self.cut_bias()
+            biases = self._cut_bias(self.parameters[self.bias_name])
             residuals = (None,) * len(biases) if residual_no is None else self._outputs_apart(residual_no)
             for y, bias, residual in zip(self._outputs_apart(y_no), biases, residuals, strict=True):
                 if residual is None:
