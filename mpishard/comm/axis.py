@@ -28,6 +28,11 @@ def _known_kind(problem: Exception) -> str:
     return next((name for name in kinds if name in _KNOWN_ERRORS), kinds[0])
 
 
+def _text(problem: Exception) -> str:
+    """What other ranks say of the error: with its class, where theirs is another and its text alone may say little."""
+    return str(problem) if type(problem).__name__ in _KNOWN_ERRORS else f"{type(problem).__name__}: {problem}"
+
+
 def allgather_values(comm: MPI.Comm, value: Any) -> list[Any]:
     """The values of all ranks of `comm`, by rank; MPI.Exception if a rank has died (ULFM).  Collective."""
     try:
@@ -276,7 +281,7 @@ class Axis(Communicator):
         Exception
             As `raise_if_any`.
         """
-        problems = self.allgather_object(None if problem is None else (_known_kind(problem), str(problem)))
+        problems = self.allgather_object(None if problem is None else (_known_kind(problem), _text(problem)))
         if problem is not None:
             raise problem
         rank, (kind, text) = next((rank, known) for rank, known in enumerate(problems) if known is not None)

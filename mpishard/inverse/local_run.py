@@ -84,6 +84,12 @@ class LocalRun:
         self.value = value
         self.minimizer.tell(value, self.unknowns.vector("the gradient", gradient))
 
+    def value_of(self, value: float, gradient: Any, problem: Exception | None) -> float:
+        """See `Run`."""
+        self.raise_if_any(problem)
+        self.unknowns.vector("the gradient", gradient)
+        return value
+
     def tell_product(self, product: Any, problem: Exception | None) -> None:
         """See `Run`."""
         self.raise_if_any(problem)

@@ -131,6 +131,10 @@ class MeshRun:
         if self._sums and self.minimizer.stop_reason == "not finite":
             self.culprits = self._evaluations.culprits(value, flat)
 
+    def value_of(self, value: float, gradient: Any, problem: Exception | None) -> float:
+        """See `Run`."""
+        return self._agree(value, "the gradient", gradient, problem)[1]
+
     def tell_product(self, product: Any, problem: Exception | None) -> None:
         """See `Run`."""
         flat, _ = self._agree(0.0, "the Hessian product", product, problem)

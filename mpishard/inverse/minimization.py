@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -203,6 +204,7 @@ class _Loop:
         """Take steps until the method, the callback or a signal ends the minimisation."""
         optimizer = self._optimizer
         with optimizer.run.watching():
+            self._check_function()
             while (request := optimizer.ask()) is not None:
                 self._step(request)
         if self._files is not None:
@@ -210,6 +212,18 @@ class _Loop:
         result = optimizer.result
         self._table.end(result.message)
         return result
+
+    def _check_function(self) -> None:
+        """Raise on all ranks where the checkpoint that goes on is of another function."""
+        files, optimizer = self._files, self._optimizer
+        if files is None or not files.doubtful:
+            return
+        value, vector, problem = math.nan, None, None
+        try:
+            value, vector = self._functions.value_and_gradient(optimizer.result.x)
+        except Exception as error:  # of the user's function: all ranks must learn of it
+            problem = error
+        files.check_function(optimizer.run.value_of(value, vector, problem))
 
     def _step(self, request: EvaluationRequest) -> None:
         """Evaluate, and tell it."""

@@ -287,12 +287,17 @@ class ReverseCommunication:
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def serialize(self) -> bytes:
-        """Everything that it knows, the point included, as an HDF5 file image.
+        """Everything that it knows, the point included, as an HDF5 file image; without a mesh only.
 
         Returns
         -------
         bytes
-            For `deserialize`; the same on all ranks.
+            For `deserialize`.
+
+        Raises
+        ------
+        ValueError
+            With a mesh, where `save` writes a checkpoint.
         """
         return self._run.serialize()
 

@@ -60,6 +60,10 @@ class Run(Protocol):
         """
         ...
 
+    def value_of(self, value: float, gradient: Any, problem: Exception | None) -> float:
+        """The value of all ranks from what the user gave on each, checked as by `tell`, which is not told."""
+        ...
+
     def tell_product(self, product: Any, problem: Exception | None) -> None:
         """As `tell`, for a Hessian product."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mpishard.arguments import flag, shown
@@ -10,6 +11,10 @@ from mpishard.inverse.run import Run
 from mpishard.io import log
 from mpishard.launch.exit_code import note_run
 from mpishard.record import RunRecord
+
+_START = "start.json"  # the fact about the start
+# Values of one function at one point differ by less, relatively, where ranks sum in other orders.
+_SAME = 1e-6
 
 
 class RunFiles:
@@ -25,6 +30,11 @@ class RunFiles:
         Whether to continue from the newest checkpoint there.
     record : RunRecord or None
         Where its course is written.
+
+    Attributes
+    ----------
+    doubtful : bool
+        Whether the checkpoint may be of another function: the run had ended, or began elsewhere.
 
     Raises
     ------
@@ -44,6 +54,9 @@ class RunFiles:
         run.raise_if_any(self._problem())
         given = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
         self._optimizer.settings.agree({name: str(value) for name, value in given.items()})
+        self._start = self._norm_of_start()
+        self._value = math.nan  # at the best iterate of the checkpoint
+        self.doubtful: bool = False
         if checkpoints is not None:
             checkpoints.rehearse()
             if resume:
@@ -82,6 +95,38 @@ class RunFiles:
         if found is not None:
             state.report_changes(found.facts)
             state.restore(found.facts)
+            saved = found.facts["minimizer.json"]
+            self._value = float(saved["progress"]["value"])
+            begun = found.facts.get(_START, {}).get("norm", self._start)
+            self.doubtful = not math.isnan(self._value) and bool(saved["stop_reason"] or begun != self._start)
+
+    def _norm_of_start(self) -> float:
+        """The 2-norm of the start, by which one can be told from another on any ranks.  Collective over the mesh."""
+        minimizer = self._run.minimizer
+        (top,) = minimizer.space.largest(minimizer.point)
+        (square,) = minimizer.space.dots([(minimizer.point, minimizer.point)], [top * top])
+        return math.sqrt(square)
+
+    def check_function(self, value: float) -> None:
+        """Raise unless the minimisation that goes on is of the function at hand.  Not collective.
+
+        Parameters
+        ----------
+        value : float
+            Of the function at the best iterate of the checkpoint; the same on all ranks.
+
+        Raises
+        ------
+        ValueError
+            On all ranks.
+        """
+        saved = self._value
+        if not abs(value - saved) <= _SAME * max(abs(value), abs(saved)):
+            raise ValueError(
+                f"the checkpoint in {self._checkpoints.folder} is of another function: its best iterate had the value "
+                f"{saved:.12g}, and this function is {value:.12g} there; give each function a folder of its own, or "
+                "resume=False"
+            )
 
     def evaluated(self, goes_on: bool) -> None:
         """Note that an evaluation or a product is done, and save if that is due.  The parameters are the next point.
@@ -131,4 +176,4 @@ class RunFiles:
             self._record.flush()  # no later run repeats the evaluations before a checkpoint
         self._run.publish(self._run.minimizer.point)
         self._optimizer.state.consolidate()
-        self._checkpoints.save(self._optimizer.state.capture())
+        self._checkpoints.save(self._optimizer.state.capture().with_facts({_START: {"norm": self._start}}))

@@ -203,7 +203,7 @@ class QuasiNewton(Descent):
         (top,) = self.space.largest(d)
         slope, square = self.space.dots([(g, d), (d, d)], [self._gradient_top * top, top * top])
         if slope >= 0 and self.limits.precondition is not None and not len(self.history):
-            raise ValueError(f"precondition must be positive definite, but g'P g = {-slope:g} for the gradient g")
+            raise ValueError(f"preconditioner must be positive definite, but g'P g = {-slope:g} for the gradient g")
         return top, slope, self._first_step(slope, square), math.inf
 
     @property
@@ -251,7 +251,7 @@ class QuasiNewton(Descent):
         (top,) = self.space.largest(r)
         (product,) = self.space.dots([(y, r)], [y_top * top])
         if not product > 0:
-            raise ValueError(f"precondition must be positive definite, but y'P y = {product:g} for a vector y")
+            raise ValueError(f"preconditioner must be positive definite, but y'P y = {product:g} for a vector y")
         return self.history.curvature() / product
 
     def _precondition(self, vector: Array) -> Array:

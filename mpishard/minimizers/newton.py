@@ -274,7 +274,7 @@ class TruncatedNewtonMinimizer(Minimizer):
             self._gradient_square = self.cg.square()
             if self._gradient_square < 0:
                 square = f"g'P g = {self._gradient_square:g}"
-                raise ValueError(f"precondition must be positive definite, but {square} for the gradient g")
+                raise ValueError(f"preconditioner must be positive definite, but {square} for the gradient g")
             if not 0 < self._gradient_square < LARGEST_PRODUCT:
                 self.wanted, self.stop_reason = Wanted.NOTHING, out_of_range(self.progress)
                 return

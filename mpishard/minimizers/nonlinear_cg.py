@@ -186,7 +186,7 @@ class ConjugateGradients(Descent):
         if not self._beta:
             self._square = self._direction_square = -slope
             if slope > 0:
-                raise ValueError(f"precondition must be positive definite, but g'P g = {-slope:g} for the gradient g")
+                raise ValueError(f"preconditioner must be positive definite, but g'P g = {-slope:g} for the gradient g")
         first = self._first_step(slope, top, base_top) if slope < 0 else 1.0
         self._beta = self._decrease = 0.0
         return top, slope, first, math.inf

@@ -13,7 +13,7 @@ FAILURES = {
     "the function to rounding; mpishard.check_gradient compares them",
     "unbounded": "the value fell, and falls on as if it had no lower limit",
     "range": "the square of the gradient is too small or too large for a float64; scale the function",
-    "not finite": "the value or the gradient is NaN or infinite, also after shorter steps",
+    "not finite": "the value, the gradient or a Hessian product is NaN or infinite, also after shorter steps",
 }
 
 

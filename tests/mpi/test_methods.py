@@ -284,7 +284,7 @@ def test_what_a_method_cannot_have_is_refused(mesh, case):
 
 
 FAILURES = {
-    "not finite": (math.nan, "cannot go on: the value or the gradient is NaN or infinite.*'parameters' on rank 1"),
+    "not finite": (math.nan, "cannot go on: the value, the gradient or .* is NaN or infinite.*'parameters' on rank 1"),
     "line search": (-1.0, "cannot go on: the line search found no lower value.*mpishard.check_gradient"),
 }
 
@@ -307,6 +307,9 @@ def test_a_method_that_cannot_go_on_says_why_once(mesh, capsys, reason):
 
 
 def test_ranks_of_one_model_return_one_loss(comm):
+    if comm.size == 1:
+        pytest.skip("one rank returns one loss")
+
     def function(parameters, samples, gradients):
         view, _ = parameters.gradient("x")
         view[...] = parameters["x"]
@@ -315,8 +318,6 @@ def test_ranks_of_one_model_return_one_loss(comm):
     with mpishard.Mesh(comm, tensor=comm.size) as mesh:
         start = FlatParameters([ParameterSpec("x", (8,), tensor_dim=0)], np.float64, place=mesh.place)
         split = OptimizationProblem(function, start, 1, 1, steps=1)
-        if comm.size == 1:
-            return
         with pytest.raises(ValueError, match="mean loss of a step is 1 on rank 0 and 2 on rank 1"):
             mpishard.as_distributed(METHOD, mesh).optimize(split, progress=False)
 

@@ -116,7 +116,7 @@ def test_the_rank_whose_part_is_not_finite_is_named(mesh):
 
     message = minimize(part, START, mesh=mesh, reduction="sum").message
     found = f"NaN or infinite loss at step 1: nan on rank 0; also the gradient of 'x' on rank {last}"
-    assert message.startswith("failed: the value or the gradient is NaN") and message.endswith(found)
+    assert message.startswith("failed: the value, the gradient or a Hessian product is NaN") and message.endswith(found)
 
 
 @pytest.mark.parametrize(
@@ -255,16 +255,34 @@ def test_a_run_that_fails_resumes_with_the_evaluation_that_failed(mesh, same_on_
         fun = lambda x: (seen.append(x), rosenbrock(x))[1]  # noqa: E731
         del seen[6:]  # on ranks that did not fail, the seventh
         with mpishard.RunRecord(folder / "record", mesh) as record:
-            result = minimize(fun, np.zeros(SIZE), record=record, **files, **options)
+            result = minimize(fun, START, record=record, **files, **options)
         assert np.array_equal(seen, expected) and same_on_all(result.x)
         assert all(np.array_equal(result[name], whole[name]) for name in whole)
-        again = minimize(fun, START, **files, **options)
-        assert len(seen) == len(expected) and again.message == result.message and np.array_equal(again.x, result.x)
+        again = minimize(fun, START, **files, **options)  # it had ended: the function is compared at the end
+        assert np.array_equal(seen[len(expected) :], [result.x])
+        assert again.message == result.message and np.array_equal(again.x, result.x)
         more = minimize(fun, START, **files, **{**options, "options": {"maxiter": 8}})
-        assert more.nit == 8 and more.fun < result.fun and np.array_equal(seen[len(expected)], result.x)
+        assert more.nit == 8 and more.fun < result.fun
+        assert np.array_equal(seen[len(expected) + 1 : len(expected) + 3], [result.x, result.x])
     if mesh.rank == 0:
         steps = Run.read(folder / "record").metrics["step"]
         assert steps[0] == 7 and steps[-1] == result.nfev
+
+
+def test_a_checkpoint_of_another_function_is_refused(mesh, folder):
+    """As where the stages of an inversion share one folder."""
+    other = lambda x: (1.0 + rosenbrock(x)[0], rosenbrock(x)[1])  # noqa: E731
+    words = "is of another function: its best iterate had the value .* give each function a folder of its own"
+    with mpishard.Checkpoints(folder, mesh, every=2) as checkpoints:
+        files = {"mesh": mesh, "checkpoints": checkpoints, "resume": True, "method": "L-BFGS"}
+        first = minimize(rosenbrock, START, callback=lambda x: True, **files)
+        assert first.nit == 1
+        with pytest.raises(ValueError, match=words):  # it had not ended, but began elsewhere
+            minimize(other, np.zeros(SIZE), **files)
+        went_on = minimize(rosenbrock, np.zeros(SIZE), options={"maxiter": 5}, **files)
+        assert went_on.nit == 5
+        with pytest.raises(ValueError, match=words):  # it had ended
+            minimize(other, START, options={"maxiter": 5}, **files)
 
 
 ROWS = np.random.default_rng(1).standard_normal((70, SIZE))

@@ -218,7 +218,7 @@ def test_bad_limits_and_state() -> None:
         begun(LBFGS(), [1.0], Limits(lower=np.zeros(1)))
     with pytest.raises(ValueError, match="leave one of them out"):
         begun(LBFGS(), [1.0], Limits(scaling=np.ones(1), precondition=lambda vector: vector))
-    with pytest.raises(ValueError, match="precondition must be positive definite"):
+    with pytest.raises(ValueError, match="preconditioner must be positive definite"):
         minimized(LBFGS(), rosenbrock, start(), Limits(precondition=lambda vector: -vector))
     minimizer = begun(LBFGS(), start())
     with pytest.raises(ValueError, match="cannot be restored"):

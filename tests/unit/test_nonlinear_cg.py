@@ -176,7 +176,7 @@ def test_bad_options_are_refused() -> None:
         started(NonlinearCG(), np.ones(3), Limits(upper=np.zeros(3)))
     with pytest.raises(ValueError, match="leave one of them out"):
         started(NonlinearCG(), np.ones(3), Limits(scaling=np.ones(3), precondition=lambda vector: vector))
-    with pytest.raises(ValueError, match="precondition must be positive definite"):
+    with pytest.raises(ValueError, match="preconditioner must be positive definite"):
         minimized(rosenbrock(3), Limits(precondition=lambda vector: -vector))
     for options in ({"eta": 0.0}, {"restart": 0}, {"maxls": 0}, {"line_search": "golden"}):
         with pytest.raises(ValueError, match=next(iter(options))):
