@@ -209,10 +209,10 @@ class BitFacts:
 
 
 def _shards(parameters: FlatParameters) -> str:
-    """The slices over which a model is defined; without any its tensor ranks are."""
+    """The slices over which a model is defined; its tensor ranks, if MPI takes the sums over them."""
     shards = max((spec.slices for spec in parameters.specs), default=1)
     tensor = parameters.place.tensor_size
-    return str(shards) if shards > 1 or tensor == 1 else f"1 on {tensor} tensor ranks"
+    return f"1 on {tensor} tensor ranks" if parameters.sums_by_mpi and tensor > 1 else str(shards)
 
 
 def _was_reproducible(saved: Mapping[str, Any]) -> bool:

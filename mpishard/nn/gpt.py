@@ -144,6 +144,7 @@ class GPT:
                 warn_if_slow(precision.compute_dtype, module)
         self._local = LocalChunks(self.architecture, mesh, pipeline, precision, memory, seed, module)
         self.parameters: FlatParameters = self._local.parameters
+        self.parameters.sums_by_mpi = self.architecture.shards == 1
         if precision.wire_dtype is not None:
             self.parameters.layout_dependence = "wire_dtype, which rounds where stages meet"
         elif precision.storage_dtype is not None and axis.size * pipeline.chunks > 1:

@@ -70,6 +70,9 @@ class FlatParameters:
     layout_dependence : str
         What makes the bits of the model depend on the layout, in words, such as a rounding where stages meet; empty if
         nothing does.  The model sets it; ``reproducible=True`` refuses such a model.
+    sums_by_mpi : bool
+        Whether MPI takes the sums of the model over its tensor ranks, so that their number decides bits.  The model
+        sets it; a reproducible run then keeps this number.
 
     Raises
     ------
@@ -169,6 +172,7 @@ class FlatParameters:
         self.lent = False
         self.loss_scale: float = 1.0
         self.layout_dependence: str = ""
+        self.sums_by_mpi: bool = False
 
     def _bind(self, flat: Array | None, sharded: ShardedUnits | None) -> None:
         self._flat = flat

@@ -55,7 +55,14 @@ def test_shards_are_those_of_the_tensors_or_of_the_tensor_ranks(mesh):
     assert taken(mesh)[0].own["shards"] == "1"
     assert taken(mesh, sliced)[0].own["shards"] == "2"
     assert taken(mesh, sliced, of)[0].own["shards"] == "2"
-    assert taken(mesh, [ParameterSpec("a", (4, 6), tensor_dim=1)], of)[0].own["shards"] == "1 on 2 tensor ranks"
+    own_split = FlatParameters([ParameterSpec("a", (4, 6), tensor_dim=1)], place=of)
+    bits, config = BitFacts(), ShardingConfiguration(mesh, reproducible=True)
+    bits.take(own_split, config, mesh.world)
+    assert bits.own["shards"] == "1"  # what its sums depend on is the user's
+    own_split.sums_by_mpi = True
+    bits = BitFacts()
+    bits.take(own_split, config, mesh.world)
+    assert bits.own["shards"] == "1 on 2 tensor ranks"
 
 
 CHANGES = {
