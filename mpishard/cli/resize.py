@@ -29,14 +29,13 @@ def resize(
     if (workers is None) == (mesh is None):
         raise ValueError("give the number of workers, or --mesh with the sizes of a mesh")
     sizes = None if mesh is None else MeshSizes.parse(mesh)
-    wanted = sizes.ranks if sizes is not None else workers
-    answer = request_resize(run, sizes or wanted or 0, wait)
+    wanted = sizes or workers
+    assert wanted is not None
+    answer = request_resize(run, wanted, wait)
     text = f"{run}: {answer.before} -> {answer.after} workers after step {answer.step}"
     if answer.mesh:
         text += f", mesh {answer.mesh}"
-    if answer.after != wanted or (sizes is not None and answer.mesh != str(sizes)):
-        text += (
-            f"; there are not processes enough for {sizes or wanted}, and no more could be spawned: see what the run"
-        )
-        text += " prints"
+    has_it = answer.after == workers if sizes is None else answer.mesh == str(sizes)
+    if not has_it:
+        text += f"; there are not processes enough for {wanted}, and no more could be spawned: see what the run prints"
     typer.echo(text)

@@ -84,7 +84,7 @@ class MeshSizes(NamedTuple):
             if name not in _AXES or name in sizes or not size.isdecimal() or int(size) < 1:
                 raise ValueError(f"the mesh is {text!r}; give sizes such as data=2,tensor=2,pipeline=1")
             sizes[name] = int(size)
-        return cls(**{"data": 1, **sizes})
+        return cls.of(sizes)
 
 
 class MeshChoice:
@@ -189,7 +189,7 @@ class MeshChoice:
     def check(self) -> None:
         """Raise ValueError if the list has a mesh that the model or the optimizer cannot have."""
         for entry in self._listed:
-            sizes = MeshSizes(**{"data": 1, **entry})
+            sizes = MeshSizes.of(entry)
             if problem := self.why_not(sizes):
                 raise ValueError(f"layouts has {sizes}, but {problem}")
 
