@@ -23,6 +23,7 @@ import grid_bits
 import numpy as np
 from grid_cases import Case, cases
 from mpi4py import MPI
+from steps import STRATEGIES
 
 import mpishard
 from mpishard import nn
@@ -32,12 +33,6 @@ STEPS = 50
 VOCABULARY, LENGTH, WIDTH, SEED = 11, 5, 24, 3
 SAMPLES, BATCH = 45, 13
 TOKENS = np.random.default_rng(1).integers(0, VOCABULARY, (SAMPLES, LENGTH + 1))
-STRATEGIES = [
-    mpishard.DDPOptimizer,
-    mpishard.ZeRO1Optimizer,
-    mpishard.ZeRO2Optimizer,
-    mpishard.ZeRO3Optimizer,
-]
 # Adam divides by the size of the gradient, which magnifies rounding where that is tiny, or zero but for rounding as for
 # the bias of the attention keys; epsilon bounds by how much.  Under SGD there is no such place.
 RULES = {"sgd": mpishard.SGD(lr=0.1, momentum=0.9), "adamw": mpishard.AdamW(lr=1e-3, eps=1e-3)}

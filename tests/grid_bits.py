@@ -29,18 +29,13 @@ import breaks
 import numpy as np
 from grid_cases import SCHEDULES
 from mpi4py import MPI
+from steps import STRATEGIES
 
 import mpishard
 from mpishard import nn
 
 STEPS = 10
 SAMPLES, BATCH, MICRO_BATCH = 45, 13, 3  # batches of 13, 13, 13 and 6: of 5 micro-batches and of 2, the last one of 1
-STRATEGIES: list[Any] = [
-    mpishard.DDPOptimizer,
-    mpishard.ZeRO1Optimizer,
-    mpishard.ZeRO2Optimizer,
-    mpishard.ZeRO3Optimizer,
-]
 RULE, CLIP = mpishard.AdamW(lr=1e-2, eps=1e-8), 0.5
 # Without clipping, which carries a difference of one element into all others; the slot is the gradient after a step.
 GRADIENT_RULE = mpishard.SGD(lr=1e-2, momentum=0.5)

@@ -1,13 +1,18 @@
-"""The layouts that `grid.py` compares, and `bits.py` takes a sample of: names and numbers only, no mpishard."""
+"""The layouts that `grid.py` compares, and `bits.py` takes a sample of: names and numbers only, no mpishard.
+
+And which of many cases have every pair of their settings.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 RULES = ("sgd", "adamw")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,3 +70,13 @@ def cases(ranks: int) -> Iterator[Case]:
                 sequence_parallel=bool(sequence),
                 rule=RULES[sum(numbers) % 2],
             )
+
+
+def every_pair(candidates: Sequence[T], settings: Callable[[T], Mapping[str, Any]]) -> list[T]:
+    """Every pair of settings at least once, in as few of the candidates as a greedy choice finds."""
+    pairs = {case: set(itertools.combinations(settings(case).items(), 2)) for case in candidates}
+    left, chosen = set().union(*pairs.values()), []
+    while left:
+        chosen.append(max(candidates, key=lambda case: len(pairs[case] & left)))
+        left -= pairs[chosen[-1]]
+    return chosen

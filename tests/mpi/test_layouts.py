@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import grid
 import pytest
+from grid_cases import every_pair
 from mpi4py import MPI
 
 SIZE = MPI.COMM_WORLD.size
@@ -15,32 +14,19 @@ pytestmark = pytest.mark.every_variant if SIZE <= 4 else []
 STEPS = grid.STEPS if SIZE <= 4 else 10
 
 
-def some(ranks):
-    """Every pair of settings at least once, in as few cases as a greedy choice finds."""
-    left = {pair for case in grid.cases(ranks) for pair in pairs(case)}
-    chosen = []
-    candidates = list(grid.cases(ranks))
-    while left:
-        best = max(candidates, key=lambda case: len(pairs(case) & left))
-        chosen.append(best)
-        left -= pairs(best)
-    return chosen
+def settings(case):
+    return {
+        "sizes": (case.data, case.tensor, case.pipeline),
+        "zero": case.zero,
+        "schedule": case.schedule,
+        "micro-batches": case.microbatches - case.pipeline,
+        "tied": case.tied,
+        "sequence": case.sequence_parallel,
+        "rule": case.rule,
+    }
 
 
-def pairs(case):
-    settings = [
-        ("sizes", (case.data, case.tensor, case.pipeline)),
-        ("zero", case.zero),
-        ("schedule", case.schedule),
-        ("micro-batches", case.microbatches - case.pipeline),
-        ("tied", case.tied),
-        ("sequence", case.sequence_parallel),
-        ("rule", case.rule),
-    ]
-    return set(itertools.combinations(settings, 2))
-
-
-@pytest.mark.parametrize("case", some(SIZE), ids=str)
+@pytest.mark.parametrize("case", every_pair(list(grid.cases(SIZE)), settings), ids=str)
 def test_a_layout_trains_as_one_rank_does(case, comm):
     found = grid.errors(case, comm, STEPS)
     assert grid.passes(found), found

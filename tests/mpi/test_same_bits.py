@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import breaks
 import grid_bits
 import pytest
+from grid_cases import every_pair
 from mpi4py import MPI
 
 import mpishard
@@ -21,21 +21,13 @@ KNOWN = {}
 STEPS = 4  # the last batch of an epoch is shorter
 
 
-def some(ranks):
-    """Every pair of settings at least once, in as few cases as a greedy choice finds."""
-    untied = list(grid_bits.bits_cases(ranks, SHAPE))
-    candidates = [replace(case, tied=tied) for case in untied for tied in (False, True)]
-    left, chosen = {pair for case in candidates for pair in pairs(case)}, []
-    while left:
-        chosen.append(max(candidates, key=lambda case: len(pairs(case) & left)))
-        left -= pairs(chosen[-1])
-    return chosen
+UNTIED = list(grid_bits.bits_cases(SIZE, SHAPE))
+CASES = [replace(case, tied=tied) for case in UNTIED for tied in (False, True)]
 
 
-def pairs(case):
+def settings(case):
     names = ("zero", "schedule", "sequence_parallel", "recompute", "tied")
-    settings = [("sizes", (case.data, case.tensor, case.pipeline)), *((name, getattr(case, name)) for name in names)]
-    return set(itertools.combinations(settings, 2))
+    return {"sizes": (case.data, case.tensor, case.pipeline), **{name: getattr(case, name) for name in names}}
 
 
 def expected(case, comm):
@@ -46,7 +38,7 @@ def expected(case, comm):
 
 
 @pytest.mark.filterwarnings("ignore:.*micro-batches for .* pipeline stages")
-@pytest.mark.parametrize("case", some(SIZE), ids=str)
+@pytest.mark.parametrize("case", every_pair(CASES, settings), ids=str)
 def test_a_layout_has_the_bits_of_one_rank(case, comm):
     with mpishard.Mesh(comm, **case.sizes) as mesh:
         assert grid_bits.run(case, mesh, steps=STEPS) == expected(case, comm)
