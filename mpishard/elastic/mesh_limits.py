@@ -25,9 +25,9 @@ class MeshLimits:
         start, config = problem.start, optimizer.config
         self._batch_size = problem.batch_size
         self._is_model = isinstance(start, FlatParameters)
-        self._slices = max((spec.slices for spec in start.specs), default=1) if self._is_model else 1
         self._tensor = config.mesh.tensor.size
-        self._same_bits = config.reproducible and not config.allow_different_bits
+        same_bits = config.reproducible and not config.allow_different_bits
+        self._keeps_tensor = same_bits and isinstance(start, FlatParameters) and start.sums_by_mpi
         architecture = problem.facts.get("model.json")
         self._architecture = None if architecture is None else Architecture(**architecture)
 
@@ -42,7 +42,7 @@ class MeshLimits:
                 self._architecture.check(sizes.tensor, sizes.pipeline)
             except ValueError as error:
                 return str(error)
-        if self._same_bits and self._slices == 1 and sizes.tensor != self._tensor:
+        if self._keeps_tensor and sizes.tensor != self._tensor:
             return (
                 f"with reproducible=True a model without shards keeps its tensor size of {self._tensor}, since "
                 f"{sizes.tensor} changes the bits: make it with shards=, a multiple of all tensor sizes, or give "

@@ -9,10 +9,12 @@ import pytest
 import threadpoolctl
 
 import mpishard
-from mpishard import SGD, DDPOptimizer, Mesh, ShardingConfiguration, nn
+from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, ShardingConfiguration, nn
 from mpishard.backend.arithmetic import arithmetic
 from mpishard.data_parallel.agreement import fingerprint
 from mpishard.data_parallel.bit_facts import ARITHMETIC, DIFFERENT_BITS, BitFacts
+from mpishard.elastic.mesh_choice import MeshSizes
+from mpishard.elastic.mesh_limits import MeshLimits
 from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
@@ -63,6 +65,33 @@ def test_shards_are_those_of_the_tensors_or_of_the_tensor_ranks(mesh):
     bits = BitFacts()
     bits.take(own_split, config, mesh.world)
     assert bits.own["shards"] == "1 on 2 tensor ranks"
+
+
+@pytest.mark.parametrize(
+    ("sums_by_mpi", "options"),
+    [(False, {}), (True, {}), (True, {"reproducible": False}), (True, {"allow_different_bits": True})],
+)
+def test_an_elastic_run_has_the_tensor_sizes_from_which_a_checkpoint_can_go_on(mesh, sums_by_mpi, options):
+    found = []
+    for size in (1, 2):
+        place = ModelParallelRank(tensor_rank=0, tensor_size=size)
+        parameters = FlatParameters([ParameterSpec("a", (4, 6), tensor_dim=1)], place=place)
+        parameters.sums_by_mpi = sums_by_mpi
+        config = ShardingConfiguration(mesh, **({"reproducible": True} | options))
+        found.append((parameters, BitFacts(), config))
+        found[-1][1].take(parameters, config, mesh.world)
+    (parameters, bits, config), (_, other, _) = found
+    problem = OptimizationProblem(lambda *_: 0.0, parameters, 8, 8, steps=1)
+    why_not = MeshLimits(DDPOptimizer(SGD(0.1), config), problem)
+    assert why_not(MeshSizes(1)) == ""
+    refused = "with reproducible=True a model without shards keeps its tensor size of 1, since 2 changes the bits"
+    if sums_by_mpi and not options:
+        assert why_not(MeshSizes(1, tensor=2)).startswith(refused)
+        with pytest.raises(ValueError, match="but shards is 1 there and 1 on 2 tensor ranks here"):
+            other.check(saved(bits), config)
+    else:
+        assert why_not(MeshSizes(1, tensor=2)) == ""
+        other.check(saved(bits), config)
 
 
 CHANGES = {
