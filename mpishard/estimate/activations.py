@@ -36,14 +36,16 @@ class Activations:
 
     def share(self, size: int) -> int:
         """The largest part that a tensor rank gets of `size` columns or rows."""
-        if self.architecture.shards == 1:
-            return -(-size // self.layout.tensor)
         return nested_split(size, self.layout.tensor, self.architecture.shards)[1]
 
     @property
     def slices(self) -> int:
         """Slices of a tensor rank, which it computes one by one."""
         return max(1, self.architecture.shards // self.layout.tensor)
+
+    def slice_of(self, size: int) -> int:
+        """The largest of the slices into which all tensor ranks together cut `size` columns."""
+        return -(-size // (self.slices * self.layout.tensor))
 
     def of_sums(self, rows: int) -> int:
         """Elements of memory for sums over slices, of a rank's and of those of other ranks."""
@@ -113,12 +115,10 @@ class Activations:
         own = self.passed(rows)
         needed = 0
         if blocks:
-            heads = architecture.heads // self.layout.tensor // self.slices
+            heads = self.slice_of(architecture.heads)
             group = min(heads, max(1, GROUP_SCORES // length**2))
             scores = group * length * (length + min(BLOCK, length))
-            gradients = rows * (
-                self.share(4 * width) + 2 * width + self.share(width) + self.share(width) // self.slices
-            )
+            gradients = rows * (self.share(4 * width) + 2 * width + self.share(width) + self.slice_of(width))
             needed += scores + gradients + rows * self.share(3 * width) + rows * heads + BLOCK
         if head:
             needed += rows * width + own + (3 * rows if max(self.layout.tensor, architecture.shards) > 1 else 0)
@@ -126,10 +126,7 @@ class Activations:
             # Gathered activations with all rows, terms of sums over the ranks, and gradients of this rank's rows.
             needed += 2 * rows * width + (2 * blocks + head) * own
         if microbatches > 1:
-            hidden, vocabulary = (
-                self.share(size) if architecture.shards == 1 else -(-size // architecture.shards)
-                for size in (4 * width, architecture.vocabulary_size)
-            )
+            hidden, vocabulary = self.slice_of(4 * width), self.slice_of(architecture.vocabulary_size)
             needed += max(blocks * width * hidden, head * width * vocabulary)
         if self.layout.recompute and blocks:
             needed += self.of_block(rows)

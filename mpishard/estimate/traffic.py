@@ -84,7 +84,8 @@ def row_sum_traffic(
 ) -> Sent:
     """Traffic of sums over rows, which a model of several shards takes in each micro-batch where rows are split.
 
-    They are the gradients of three norms' weights and biases and of two other biases a block or head.
+    They are the gradients of the weights and biases of norms, two in a block and one in the head, and of two other
+    biases in a block.
     """
     sent: Sent = Counter()
     if architecture.shards > 1 and layout.sequence_parallel:
@@ -133,16 +134,11 @@ def messages(part: VirtualStage, layout: Layout, shards: int = 1) -> tuple[int, 
         return 0, 0
     # An ordered sum takes two where each rank gets all of it.
     calls = 1 if summed_by_mpi(shards, layout.tensor) else 2
-    if layout.sequence_parallel and shards > 1:
-        return 4 * part.blocks + part.embeddings + (2 + calls) * part.head, (
-            (2 + 4 * again + 4 * calls) * part.blocks + part.embeddings + (2 + calls) * part.head
-        )
-    if not layout.sequence_parallel and shards > 1:
-        return calls * 2 * part.blocks + part.embeddings + (1 + calls) * part.head, (
-            calls * (2 * again * part.blocks + part.head)
-        )
-    if layout.sequence_parallel:
-        return 4 * part.blocks + part.embeddings + 3 * part.head, (
-            2 + 4 * again
-        ) * part.blocks + part.embeddings + 2 * part.head
-    return 2 * part.blocks + part.embeddings + 2 * part.head, 2 * again * part.blocks + part.head
+    if not layout.sequence_parallel:
+        forward = 2 * calls * part.blocks + part.embeddings + (1 + calls) * part.head
+        return forward, calls * (2 * again * part.blocks + part.head)
+    # The sums of `row_sum_traffic`: four in a block, one in the head.
+    row_sums = calls if shards > 1 else 0
+    forward = 4 * part.blocks + part.embeddings + (2 + calls) * part.head
+    backward = (2 + 4 * again + 4 * row_sums) * part.blocks + part.embeddings + (2 + row_sums) * part.head
+    return forward, backward
