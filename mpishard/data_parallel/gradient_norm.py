@@ -108,7 +108,7 @@ class Inspection:
         self._team.all_reduce(squares, label="control")
         return exact_norm.norm(squares, top)
 
-    def culprits(self, step: int) -> str:
+    def culprits(self, step: int, what: str = "gradient") -> str:
         """A message that names the tensors and samples that were not finite, and their ranks.  Collective."""
         found = list(
             zip(self._team.members, self._team.allgather_object((self.nonfinite_loss, self._nonfinite)), strict=True)
@@ -117,8 +117,8 @@ class Inspection:
         tensors = [f"{name!r} on rank {rank}" for rank, (_, name) in found if name]
         if not losses:
             where = ", ".join(tensors) or "the sum over ranks overflowed, each rank's own was finite"
-            return f"NaN or infinite gradient at step {step}: {where}"
-        also = f"; also the gradient of {', '.join(tensors)}" if tensors else ""
+            return f"NaN or infinite {what} at step {step}: {where}"
+        also = f"; also the {what} of {', '.join(tensors)}" if tensors else ""
         return f"NaN or infinite loss at step {step}: {', '.join(losses)}{also}"
 
 

@@ -120,15 +120,17 @@ class MethodEvaluations:
         """
         tell_value(self._optimizer, self._optimizer.state.binding, self._state, value, gradient)
 
-    def culprits(self, value: float, flat: Array) -> str:
-        """Whose value or gradient is not finite.
+    def culprits(self, what: str, value: float, flat: Array) -> str:
+        """Whose value or vector is not finite.
 
         Parameters
         ----------
+        what : str
+            What the vector is.
         value : float
             This rank's term of the value.
         flat : 1-D array
-            That of the gradient, like the parameters.
+            That of the vector, like the parameters.
 
         Returns
         -------
@@ -139,7 +141,7 @@ class MethodEvaluations:
         inspection.nonfinite_loss = "" if math.isfinite(value) else str(value)
         for bucket in self._strategy.reducer.buckets:
             inspection.look(bucket, flat[bucket.start : bucket.start + bucket.size])
-        found = inspection.culprits(self._optimizer.clock)
+        found = inspection.culprits(self._optimizer.clock, what)
         inspection.forget()
         return found
 

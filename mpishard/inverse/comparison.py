@@ -1,7 +1,8 @@
-"""Which vectors of the user's ranks must have alike, and the error where they do not."""
+"""What the user's ranks must have alike, how they compare it, and the error where they do not."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +10,14 @@ import numpy as np
 import xxhash
 
 from mpishard.backend import array as arrays
+from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.local_layout import Piece
 from mpishard.layout.run_state import brief
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
+_PARTS = "say reduction='sum'"
 
 
 class Comparison:
@@ -59,7 +62,7 @@ class Comparison:
         """
         if not self._is_due or flat is None:
             return 0, 0
-        return 0 if self._sums else _hash(flat), _hash(*self._parts(flat))
+        return 0 if self._sums else digest(flat), digest(*self._parts(flat))
 
     def check(self, what: str, flat: Array, hashes: np.ndarray) -> None:
         """Raise ValueError on all ranks if two differ that must not.
@@ -86,7 +89,7 @@ class Comparison:
         own = (place["pipeline"], "slice", place["tensor"]), (place["pipeline"], "copies", place["data"])
         groups = world.allgather_object(own)
         if _first_pair([group for group, _ in groups], hashes[:, 0].tolist()) is not None:
-            raise differing(f"values of {what} (here by their hashes)", [f"{each:x}" for each in hashes[:, 0].tolist()])
+            raise _differing(f"values of {what}", hashes[:, 0])
         copies = [group for _, group in groups]
         if _first_pair(copies, hashes[:, 1].tolist()) is not None:
             raise self._of_copies(what, flat, copies)
@@ -97,7 +100,7 @@ class Comparison:
 
     def _of_copies(self, what: str, flat: Array, groups: Sequence[Any]) -> ValueError:
         """The error for a tensor that differs between tensor ranks.  Collective over the mesh."""
-        own = {piece.name: _hash(part) for piece, part in zip(self._replicas, self._parts(flat), strict=True)}
+        own = {piece.name: digest(part) for piece, part in zip(self._replicas, self._parts(flat), strict=True)}
         by_rank = self._mesh.world.allgather_object(own)
         names = dict.fromkeys(name for each in by_rank for name in each)
         pairs = ((name, _first_pair(groups, [each.get(name) for each in by_rank])) for name in names)
@@ -109,32 +112,75 @@ class Comparison:
         )
 
 
-def differing(what: str, values: Sequence[str], parts: str = "say reduction='sum'") -> ValueError:
-    """The error of ranks that give different results for one point.
+def exchange(
+    world: Axis, problem: Exception | None, value: float, numbers: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tell all ranks what came of an evaluation on each.  Collective over the axis, in one call.
+
+    Parameters
+    ----------
+    world : Axis
+        The ranks that evaluate.
+    problem : Exception or None
+        What the evaluation raised on this rank.
+    value : float
+        Of the function on this rank.
+    numbers : sequence of int
+        Further numbers, as many on each rank.
+
+    Returns
+    -------
+    (ndarray of float64, ndarray of int64)
+        The values by rank, with one NaN and one zero; and a row of the further numbers for each rank.
+
+    Raises
+    ------
+    Exception
+        On all ranks, if any has a problem.
+    """
+    bits = np.float64(math.nan if math.isnan(value) else value + 0.0).view(np.int64)
+    own = np.array([problem is not None, bits, *numbers], np.int64)
+    facts = np.empty(own.size * world.size, np.int64)
+    facts = world.all_gather(facts, own, [own.size] * world.size, label="control").reshape(-1, own.size)
+    if facts[:, 0].any():
+        world.raise_together(problem)
+    return np.ascontiguousarray(facts[:, 1]).view(np.float64), facts[:, 2:]
+
+
+def check_alike(what: str, by_rank: np.ndarray, parts: str = _PARTS) -> None:
+    """Raise ValueError if ranks have different results for one point.
 
     Not collective.
 
     Parameters
     ----------
     what : str
-        What differs, in the plural.
-    values : sequence of str
-        By rank.
+        What is compared, in the plural.
+    by_rank : ndarray, float64 or int64
+        Values from `exchange`, or hashes of vectors, the same on all ranks.
     parts : str
         What to do if each rank gives its part of a sum.
 
-    Returns
-    -------
+    Raises
+    ------
     ValueError
         The same on all ranks.
     """
+    if len(set(by_rank.view(np.int64).tolist())) > 1:
+        raise _differing(what, by_rank, parts)
+
+
+def _differing(what: str, by_rank: np.ndarray, parts: str = _PARTS) -> ValueError:
+    """The error of ranks that give different results for one point."""
+    hashed = by_rank.dtype == np.int64
+    values = [f"{each:x}" if hashed else repr(each) for each in by_rank.tolist()]
     first = values[0]
     other = next(rank for rank, value in enumerate(values) if value != first)
     same = [rank for rank, value in enumerate(values) if value == first]
     return ValueError(
-        f"the function gives different {what} for one point: {first} on ranks {brief(same)} and {values[other]} on "
-        f"rank {other}.  If each rank gives its part of the sum, {parts}; else make it deterministic, the same on all "
-        "ranks"
+        f"the function gives different {what}{' (here by their hashes)' * hashed} for one point: {first} on ranks "
+        f"{brief(same)} and {values[other]} on rank {other}.  If each rank gives its part of the sum, {parts}; else "
+        "make it deterministic, the same on all ranks"
     )
 
 
@@ -147,7 +193,21 @@ def _first_pair(groups: Sequence[Any], values: Sequence[Any]) -> tuple[int, int]
     return None
 
 
-def _hash(*vectors: Array) -> int:
+def digest(*vectors: Array) -> int:
+    """A hash of vectors that fits int64.
+
+    Not collective.
+
+    Parameters
+    ----------
+    *vectors : array
+        On the host or a device.
+
+    Returns
+    -------
+    int
+        At least 0.
+    """
     hasher = xxhash.xxh3_64()
     for vector in vectors:
         hasher.update(np.ascontiguousarray(arrays.to_host(vector)).data)

@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-import xxhash
 
 from mpishard.backend import array as arrays
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.results import TrainingState
 from mpishard.elastic.optimizer import ElasticOptimizer
-from mpishard.inverse.comparison import differing
+from mpishard.inverse.comparison import check_alike, digest, exchange
 from mpishard.inverse.functions import Callback, Functions
 from mpishard.inverse.methods import LoopOptions
-from mpishard.inverse.result import OptimizeResult, outcome
+from mpishard.inverse.result import OptimizeResult, result_of
 from mpishard.inverse.table import Table
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.method import Method
@@ -27,6 +26,7 @@ from mpishard.training import OptimizationProblem
 Array = Any
 # So many calls of the function an evaluation, whatever ranks there are: then the sums have the same bits on all.
 _CALLS = 64
+_PARTS = "give samples=N and fun(x, samples)"
 
 
 @dataclass(frozen=True)
@@ -152,20 +152,8 @@ class ElasticMinimization:
         )
         minimizer, method = self._minimizer, self._elastic.optimizer.rule
         assert isinstance(method, Method)
-        progress = minimizer.progress
         gradient = self._whole(minimizer.row("base_gradient"))
-        if math.isnan(progress.value):
-            gradient[...] = math.nan
-        result = OptimizeResult(
-            x=self._unknowns.shown_to_user(),
-            fun=progress.value,
-            jac=gradient,
-            nit=progress.iterations,
-            nfev=progress.evaluations,
-            njev=progress.evaluations,
-            nhev=progress.products,
-            **outcome(found.stop_reason, method, progress),
-        )
+        result = result_of(self._unknowns.shown_to_user(), gradient, found.stop_reason, method, minimizer.progress)
         if self._mesh.rank == 0:
             self._table.end(result.message)
         return result
@@ -217,22 +205,10 @@ class ElasticMinimization:
 
         One of them counts.  Those who meet here may have joined at different times: all are compared each time.
         """
-        digest = 0
-        if vector is not None:
-            digest = xxhash.xxh3_64_intdigest(np.ascontiguousarray(arrays.to_host(vector)).data) >> 2
-        bits = np.float64(math.nan if math.isnan(value) else value + 0.0).view(np.int64)  # one NaN, one zero
         world = self._mesh.world
-        facts = np.empty(3 * world.size, np.int64)
-        own = np.array([problem is not None, bits, digest], np.int64)
-        failed, values, digests = world.all_gather(facts, own, [3] * world.size, label="control").reshape(-1, 3).T
-        if failed.any():
-            world.raise_together(problem)
-        if len(set(values.tolist())) > 1:
-            shown_values = np.ascontiguousarray(values).view(np.float64).tolist()
-            raise differing("values", list(map(repr, shown_values)), "give samples=N and fun(x, samples)")
-        if len(set(digests.tolist())) > 1:
-            hashes = [f"{each:x}" for each in digests.tolist()]
-            raise differing(f"values of {what} (here by their hashes)", hashes, "give samples=N and fun(x, samples)")
+        values, hashes = exchange(world, problem, value, [0 if vector is None else digest(vector)])
+        check_alike("values", values, _PARTS)
+        check_alike(f"values of {what}", hashes[:, 0], _PARTS)
 
     # -- after an evaluation ------------------------------------------------------------------------------------------
 

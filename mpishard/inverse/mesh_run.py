@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import shown
+from mpishard.backend.exact_norm import largest
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.method_evaluations import MethodEvaluations
 from mpishard.data_parallel.optimizers import ZeRO1Optimizer
 from mpishard.data_parallel.validation import tell_of_other_starts
-from mpishard.inverse.comparison import Comparison, differing
+from mpishard.inverse.comparison import Comparison, check_alike, exchange
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.launch.ctrl_c import Interrupts
 from mpishard.minimizers.method import Method
@@ -128,8 +129,7 @@ class MeshRun:
         """See `Run`."""
         flat, self.value = self._agree(value, "the gradient", gradient, problem)
         self._evaluations.tell(self.value, self._own(flat))
-        if self._sums and self.minimizer.stop_reason == "not finite":
-            self.culprits = self._evaluations.culprits(value, flat)
+        self._look_for_culprits("gradient", value, flat)
 
     def value_of(self, value: float, gradient: Any, problem: Exception | None) -> float:
         """See `Run`."""
@@ -139,6 +139,14 @@ class MeshRun:
         """See `Run`."""
         flat, _ = self._agree(0.0, "the Hessian product", product, problem)
         self._evaluations.tell_product(self._own(flat))
+        self._look_for_culprits("Hessian product", 0.0, flat)
+
+    def _look_for_culprits(self, what: str, value: float, flat: Array) -> None:
+        """Where a number that is not finite has ended the run, find the ranks that gave it, unless all did."""
+        if self.minimizer.stop_reason == "not finite":
+            finite = math.isfinite(value) and math.isfinite(largest(flat))
+            if self._sums or (self.any(finite) and self.any(not finite)):
+                self.culprits = self._evaluations.culprits(what, value, flat)
 
     def _agree(self, value: float, what: str, given: Any, problem: Exception | None) -> tuple[Array, float]:
         """This rank's vector, and the value of all ranks; raises on all if any has a problem, or if they differ."""
@@ -148,23 +156,14 @@ class MeshRun:
                 flat = self.unknowns.vector(what, given)
             except (TypeError, ValueError) as error:
                 problem = error
-        value = math.nan if math.isnan(value) else value + 0.0  # one NaN, one zero
-        came = self._interrupts.came
-        own = [problem is not None, came, np.float64(value).view(np.int64), *self._comparison.hashes(flat)]
-        world = self.mesh.world
-        facts = np.empty(len(own) * world.size, np.int64)
-        facts = world.all_gather(facts, np.array(own, np.int64), [len(own)] * world.size, label="control")
-        facts = facts.reshape(-1, len(own))
-        failed, interrupted, values = facts[:, :3].T
-        self.interrupted = bool(interrupted.any())
-        if failed.any():
-            world.raise_together(problem)
+        numbers = [self._interrupts.came, *self._comparison.hashes(flat)]
+        values, facts = exchange(self.mesh.world, problem, value, numbers)
         assert flat is not None
-        found = np.ascontiguousarray(values).view(np.float64)
-        if not self._sums and len(set(values.tolist())) > 1:
-            raise differing("values", [repr(each) for each in found.tolist()])
-        self._comparison.check(what, flat, facts[:, 3:])
-        return flat, _sum(found.tolist()) if self._sums else value
+        self.interrupted = bool(facts[:, 0].any())
+        if not self._sums:
+            check_alike("values", values)
+        self._comparison.check(what, flat, facts[:, 1:])
+        return flat, _sum(values.tolist()) if self._sums else float(values[0])
 
     def _own(self, flat: Array) -> Array:
         """This rank's elements of a vector, which is the sum of those of all ranks if they give parts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mpishard.minimizers.method import Method
@@ -63,11 +64,19 @@ class OptimizeResult(dict[str, Any]):
         return "\n".join(f"{name:>{width}}: {value!r}" for name, value in self.items())
 
 
-def outcome(reason: str, method: Method, progress: Progress, culprits: str = "") -> dict[str, Any]:
-    """Status, success and message of a minimisation that has ended for this reason.
+def result_of(
+    x: Any, gradient: Any, reason: str, method: Method, progress: Progress, culprits: str = ""
+) -> OptimizeResult:
+    """The result of a minimisation that has ended for this reason.
+
+    Not collective.
 
     Parameters
     ----------
+    x : 1-D array or FlatParameters
+        The best iterate.
+    gradient : 1-D array
+        There; this function makes it NaN where no value was finite.
     reason : str
         Of `Minimizer.stop_reason`, or ``"callback"`` or ``"seconds"``; empty while it goes on.
     method : Method
@@ -79,10 +88,23 @@ def outcome(reason: str, method: Method, progress: Progress, culprits: str = "")
 
     Returns
     -------
-    dict
-        The items ``status``, ``success`` and ``message``.
+    OptimizeResult
+        With all of its fields.
     """
+    if math.isnan(progress.value):
+        gradient[...] = math.nan
     status, text = _OUTCOMES.get(reason, (2, f"failed: {reason}"))
     values = {name: getattr(method, name) for name in ("gtol", "ftol", "xtol", "maxiter", "maxfun")}
     message = text.format(projected_norm=progress.projected_norm, **values) + (f": {culprits}" if culprits else "")
-    return {"status": status, "success": status == 0, "message": message}
+    return OptimizeResult(
+        x=x,
+        fun=progress.value,
+        jac=gradient,
+        nit=progress.iterations,
+        nfev=progress.evaluations,
+        njev=progress.evaluations,
+        nhev=progress.products,
+        status=status,
+        success=status == 0,
+        message=message,
+    )

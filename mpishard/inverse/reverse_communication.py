@@ -13,7 +13,7 @@ from mpishard.inverse.bounds import pair_of_bounds
 from mpishard.inverse.functions import number_of
 from mpishard.inverse.local_run import LocalRun
 from mpishard.inverse.methods import make_method
-from mpishard.inverse.result import OptimizeResult, outcome
+from mpishard.inverse.result import OptimizeResult, result_of
 from mpishard.inverse.run import Run
 from mpishard.inverse.unknowns import Unknowns
 from mpishard.minimizers.method import Method
@@ -252,7 +252,6 @@ class ReverseCommunication:
         A FlatParameters then has its values; while a request waits for its answer, ``x`` is a copy.
         """
         run, minimizer = self._run, self._run.minimizer
-        progress = minimizer.progress
         if self._is_asked and not self.has_ended:
             x = run.unknowns.copy_of(run.whole(self._best))
         else:
@@ -260,18 +259,7 @@ class ReverseCommunication:
             self._is_published = False
             x = run.unknowns.shown_to_user()
         gradient = run.whole(minimizer.row("base_gradient")).copy()
-        if not self._has_iterate:
-            gradient[...] = math.nan
-        return OptimizeResult(
-            x=x,
-            fun=progress.value,
-            jac=gradient,
-            nit=progress.iterations,
-            nfev=progress.evaluations,
-            njev=progress.evaluations,
-            nhev=progress.products,
-            **outcome(self.stop_reason, run.method, progress, run.culprits),
-        )
+        return result_of(x, gradient, self.stop_reason, run.method, minimizer.progress, run.culprits)
 
     @property
     def _has_iterate(self) -> bool:

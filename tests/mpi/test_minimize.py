@@ -118,6 +118,25 @@ def test_the_rank_whose_part_is_not_finite_is_named(mesh):
     found = f"NaN or infinite loss at step 1: nan on rank 0; also the gradient of 'x' on rank {last}"
     assert message.startswith("failed: the value, the gradient or a Hessian product is NaN") and message.endswith(found)
 
+    points = []
+
+    def whole(x):
+        points.append(x)
+        value, gradient = rosenbrock(x)
+        return value, gradient * (math.inf if mesh.rank == last and len(points) > 1 else 1)
+
+    message = minimize(whole, START, mesh=mesh).message
+    found = f"NaN or infinite gradient at step {len(points)}: 'x' on rank {last}"
+    assert message.endswith(found) if mesh.size > 1 else message.endswith("also after shorter steps")
+
+    def product(x, d):
+        return d * (math.inf if mesh.rank == last else 1)
+
+    message = minimize(
+        lambda x: (x @ x, 2 * x), START, mesh=mesh, reduction="sum", hessp=product, method="trust-ncg"
+    ).message
+    assert message.endswith(f"NaN or infinite Hessian product at step 2: 'x' on rank {last}")
+
 
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
