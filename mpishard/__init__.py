@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from mpishard.launch.leave_signals import Signals
     from mpishard.layout.specs import ParameterSpec
     from mpishard.minimizers import LBFGS, LBFGSB, NonlinearCG, TruncatedNewton
-    from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop
+    from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, ParameterGroup, RMSprop
     from mpishard.optim.lr_schedules import constant, cosine, inverse_square_root, linear, warmup
     from mpishard.parameters.flat import FlatParameters
     from mpishard.record import RunRecord
@@ -85,6 +85,7 @@ __all__ = [
     "OptimizationProblem",
     "OptimizationResult",
     "OptimizeResult",
+    "ParameterGroup",
     "ParameterSpec",
     "RMSprop",
     "Request",
@@ -139,7 +140,7 @@ _MODULES = {
     "check_gradient minimize regularized",
     "layout.specs": "ParameterSpec",
     "minimizers": "LBFGS LBFGSB NonlinearCG TruncatedNewton",
-    "optim": "Adagrad Adam AdamW LAMB Lion RMSprop SGD",
+    "optim": "Adagrad Adam AdamW LAMB Lion ParameterGroup RMSprop SGD",
     "optim.lr_schedules": "constant cosine inverse_square_root linear warmup",
     "parameters.flat": "FlatParameters",
     "record": "RunRecord",

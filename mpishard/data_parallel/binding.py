@@ -14,6 +14,7 @@ from mpishard.data_parallel.rank_state import RankState
 from mpishard.data_parallel.settings import Configured, Settings
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.data_parallel.validation import check_layout, check_layout_dependence, check_reducer, check_same_model
+from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 
 
@@ -89,6 +90,8 @@ class Binding:
         optimizer, was = self._optimizer, self._on_rank
         check_layout(parameters, optimizer.config.mesh, optimizer.strategy)
         check_layout_dependence(parameters, optimizer.config)
+        if isinstance(optimizer.rule, Rule):
+            optimizer.rule.by_tensor([spec.name for spec in parameters.specs])  # raises for groups of another model
         if was is not None and was.parameters is not parameters:
             check_same_model(was.parameters, parameters, optimizer.strategy)
         if self._deserialized is not None:

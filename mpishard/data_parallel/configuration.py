@@ -29,6 +29,7 @@ class ConfigurationOptions(TypedDict, total=False):
     minimum_parameter_group_size: int
     overlap_communication: bool
     max_gradient_norm: float | None
+    max_gradient_value: float | None
     nonfinite_gradients: Literal["raise", "skip", "ignore"]
     loss_scale: float | Literal["dynamic"] | None
     reproducible: bool
@@ -60,6 +61,9 @@ class ShardingConfiguration:
         Reduce a bucket while the backward pass still computes the next ones.  Both settings give the same bits.
     max_gradient_norm : float, optional
         Scale the averaged gradient down to this global 2-norm where it is larger.
+    max_gradient_value : float, optional
+        Cut every element of the averaged gradient to at most this, and at least minus this.  Not together with
+        `max_gradient_norm`.
     nonfinite_gradients : {"raise", "skip", "ignore"}
         What all ranks do if a gradient is NaN or infinite on any rank, or in `optimize` a loss.  "raise": raise
         FloatingPointError with the tensor or samples, and the rank.  "skip": leave parameters and state unchanged and
@@ -118,6 +122,7 @@ class ShardingConfiguration:
     minimum_parameter_group_size: int = field(default=1024, kw_only=True)
     overlap_communication: bool = field(default=True, kw_only=True)
     max_gradient_norm: float | None = field(default=None, kw_only=True)
+    max_gradient_value: float | None = field(default=None, kw_only=True)
     nonfinite_gradients: Literal["raise", "skip", "ignore"] = field(default="raise", kw_only=True)
     loss_scale: float | Literal["dynamic"] | None = field(default=None, kw_only=True)
     reproducible: bool = field(default=False, kw_only=True)
@@ -139,6 +144,15 @@ class ShardingConfiguration:
         if norm is not None:  # an infinite one measures the norm and leaves gradients as they are
             norm = number("max_gradient_norm", norm, above=0, finite=False, otherwise="None for no clipping")
             object.__setattr__(self, "max_gradient_norm", norm)
+        value = self.max_gradient_value
+        if value is not None:
+            if norm is not None:
+                raise ValueError(
+                    f"max_gradient_norm={norm:g} clips by the norm of the gradient, max_gradient_value={value} by its "
+                    "elements; use one of the two"
+                )
+            value = number("max_gradient_value", value, above=0, otherwise="None for no clipping")
+            object.__setattr__(self, "max_gradient_value", value)
         if self.nonfinite_gradients not in NONFINITE:
             raise ValueError(f"nonfinite_gradients={self.nonfinite_gradients!r} must be one of {', '.join(NONFINITE)}")
         if self.allow_different_bits and not self.reproducible:

@@ -12,6 +12,7 @@ from mpishard.comm.axis import Axis
 from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.gradient_norm import Inspection
+from mpishard.data_parallel.rule_ranges import RuleRanges
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.slots import (
     fill_errors,
@@ -26,6 +27,7 @@ from mpishard.data_parallel.state_shards import shards
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import Shard
 from mpishard.minimizers import Method
+from mpishard.optim.formulas import clip_by_value
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
@@ -45,6 +47,8 @@ class RankState:
         With a method in place of a rule: the slots, one below the other, the point last.
     inspection : Inspection
         Checks the gradients.
+    rule_ranges : RuleRanges
+        Which elements the rule of which parameter group updates.
     """
 
     def __init__(self, optimizer: Configured, parameters: FlatParameters) -> None:
@@ -52,6 +56,7 @@ class RankState:
         config, rule = optimizer.config, optimizer.rule
         self.strategy: Strategy = optimizer.strategy.fitting(parameters)(config, parameters)
         self.inspection = Inspection(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
+        self.rule_ranges = RuleRanges(self.strategy.ownership, parameters.specs)
         size, like = self.strategy.ownership.size, parameters.like
         if isinstance(rule, Method):
             self.slot_rows: Array = make_rows(rule, size, parameters.dtype, like=like)
@@ -59,6 +64,8 @@ class RankState:
             return
         if not arrays.is_device(like):
             rule.kernel.expect(parameters.dtype)
+            if config.max_gradient_value is not None:
+                clip_by_value.expect(parameters.dtype)
             exact_norm.expect(parameters.dtype, config.max_gradient_norm is not None or rule.norm_based)
         self.slots = make_slots(rule, size, parameters.dtype, like=like)
 

@@ -25,6 +25,7 @@ from mpishard.optim import Rule
 from mpishard.parameters.flat import FlatParameters
 from mpishard.version import VERSION
 
+_CLIPPING = ("max_gradient_norm", "max_gradient_value")
 # The steps at which schedules are compared: all steps up to 10, then steps that grow by a factor of 1.2.
 _STEPS = sorted({*range(1, 11), *(int(1.2**power) for power in range(13, 76))})
 
@@ -134,12 +135,16 @@ def settings_of_rule(rule: Rule | Method, of: str = "") -> dict[str, str]:
 
 
 def changed_settings(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Descriptions of the settings of rules that differ between the facts of an optimizer and saved ones."""
+    """Descriptions of the settings of rules and of clipping that differ between the facts and saved ones."""
     changed = []
-    for of, name in (("", "rule.json"), ("outer ", "outer_rule.json")):
+    for of, name in (("", "rule.json"), ("outer ", "outer_rule.json"), ("", "sharding.json")):
         ours, theirs = facts.get(name), saved.get(name)
         if not (isinstance(ours, Mapping) and isinstance(theirs, Mapping)):
             continue
+        if name == "sharding.json":  # the rest is how a step is spread over ranks
+            ours, theirs = ({key: each[key] for key in _CLIPPING if key in each} for each in (ours, theirs))
+        else:
+            ours, theirs = ({"groups": "none", **each} for each in (ours, theirs))
         differ = [(key, value, theirs[key]) for key, value in ours.items() if key in theirs and theirs[key] != value]
         changed += [f"{of}{key}={value} in place of {brief(then)}" for key, value, then in differ]
     return changed

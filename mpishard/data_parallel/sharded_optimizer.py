@@ -111,6 +111,8 @@ class ShardedOptimizer:
                 "depends on what it has learned.  Make a new optimizer; deserialize(old.serialize()) goes on with "
                 "other options"
             )
+        if self.parameters is not None:
+            rule.by_tensor([spec.name for spec in self.parameters.specs])  # raises for groups of another model
         self._rule = rule
 
     @property

@@ -8,11 +8,13 @@ from typing import Any, Protocol, cast
 
 from mpishard.backend import array as arrays
 from mpishard.data_parallel.binding import Binding
+from mpishard.data_parallel.rank_state import RankState
 from mpishard.data_parallel.settings import Configured
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.data_parallel.trust_ratio_norms import norms
 from mpishard.data_parallel.validation import check_copies
 from mpishard.optim import Rule
+from mpishard.optim.formulas import clip_by_value
 
 Array = Any
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
@@ -71,8 +73,11 @@ def update(
             clip = min(1.0, config.max_gradient_norm / (counters.gradient_norm + _CLIP_EPSILON))
         counters.steps += 1
         config.mesh.ledger.step = counters.clock
-        slots = list(on_rank.slots.values())
-        apply_rule(rule.scaled(rate_factor), strategy, slots, counters.steps, divisor=divisor, clip=clip)
+        if config.max_gradient_value is not None:
+            for gradient in strategy.gradients():
+                clip_by_value(gradient, divisor, config.max_gradient_value)
+            divisor = 1.0
+        apply_rule(rule, on_rank, counters.steps, rate_factor=rate_factor, divisor=divisor, clip=clip)
         strategy.publish_parameters()
         strategy.keep_errors()
         counters.scaling.succeeded()
@@ -110,42 +115,38 @@ def _gradients_are_usable(optimizer: Configured, binding: Binding, divisor: floa
     return mode == "ignore"
 
 
-def apply_rule(
-    rule: Rule, strategy: Strategy, slots: Sequence[Array], step: int, *, divisor: float, clip: float
-) -> None:
+def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float, divisor: float, clip: float) -> None:
     """Apply the rule: take step `step` along the summed gradients; `divisor` and `clip` as for `Rule.update`.
 
     Collective over the strategy's team if the rule needs norms of whole tensors; otherwise not collective.
     """
+    strategy, slots = on_rank.strategy, on_rank.slots.values()
     owned, gradients = strategy.values(), strategy.gradients()
     views = [strategy.ownership.state_views(slot) for slot in slots]
     states = [list(parts) for parts in zip(*views, strict=True)] if views else [[] for _ in owned]
+    directions = None
     if rule.norm_based:
-        _apply_rule_by_norms(cast(NormBased, rule), strategy, owned, gradients, states, step, divisor, clip)
-        return
-    for values, gradient, state in zip(owned, gradients, states, strict=True):
-        if values.size:
-            rule.update(values, gradient, state, step, divisor=divisor, clip=clip)
+        directions = [arrays.empty(values.size, values.dtype, like=values) for values in owned]
+    for own_rule, number, start, stop in on_rank.rule_ranges.of(rule, rate_factor):
+        values, gradient = owned[number][start:stop], gradients[number][start:stop]
+        state = [part[start:stop] for part in states[number]]
+        if directions is None:
+            own_rule.update(values, gradient, state, step, divisor=divisor, clip=clip)
+        else:
+            out = directions[number][start:stop]
+            cast(NormBased, own_rule).direction(values, gradient, state, step, divisor=divisor, clip=clip, out=out)
+    if directions is not None:
+        rules = [each.scaled(rate_factor) for each in on_rank.rule_ranges.by_tensor(rule)]
+        _apply_by_norms([cast(NormBased, each) for each in rules], strategy, owned, directions, step)
 
 
-def _apply_rule_by_norms(
-    rule: NormBased,
-    strategy: Strategy,
-    owned: Sequence[Array],
-    gradients: Sequence[Array],
-    states: Sequence[Sequence[Array]],
-    step: int,
-    divisor: float,
-    clip: float,
+def _apply_by_norms(
+    rules: Sequence[NormBased], strategy: Strategy, owned: Sequence[Array], directions: Sequence[Array], step: int
 ) -> None:
     """Take a step that scales by the norms of whole tensors, of which this rank may own only parts."""
-    directions = [arrays.empty(values.size, values.dtype, like=values) for values in owned]
-    for values, gradient, state, out in zip(owned, gradients, states, directions, strict=True):
-        if values.size:
-            rule.direction(values, gradient, state, step, divisor=divisor, clip=clip, out=out)
     team, specs = strategy.team, strategy.parameters.specs
     before = norms(team, specs, strategy.ownership.counted_parts, owned)
     after = norms(team, specs, strategy.ownership.counted_parts, directions)
     for tensor, number, start, stop in strategy.ownership.owned_parts:
-        ratio = rule.trust_ratio(before[tensor], after[tensor])
-        rule.apply(owned[number][start:stop], directions[number][start:stop], step, ratio)
+        ratio = rules[tensor].trust_ratio(before[tensor], after[tensor])
+        rules[tensor].apply(owned[number][start:stop], directions[number][start:stop], step, ratio)

@@ -47,6 +47,7 @@ def check_method(what: str, method: Method, config: ShardingConfiguration, strat
     given = {
         "gradient compression": config.compressor is not None,
         "max_gradient_norm": config.max_gradient_norm is not None,
+        "max_gradient_value": config.max_gradient_value is not None,
         "loss_scale": config.loss_scale is not None,
         "auto_sync_gradients=False": not config.auto_sync_gradients,
         f"sync_every={config.sync_every}": config.sync_every > 1,

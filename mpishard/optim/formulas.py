@@ -130,3 +130,12 @@ def lamb_direction(
 def lamb_apply(p, u, /, step_size):
     p = p - step_size * u
     return p
+
+
+# Before a rule, with a divisor of 1 then: as torch.nn.utils.clip_grad_value_ of the averaged gradient.
+
+
+@elementwise
+def clip_by_value(g, /, divisor, most):
+    g = min(max(g / divisor, -most), most)
+    return g

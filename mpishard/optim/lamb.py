@@ -31,6 +31,8 @@ class LAMB(Rule):
         Added to the root of the second average before the division.
     weight_decay : float
         This many times the parameter is added to the direction, before it is scaled.
+    groups : sequence of ParameterGroup
+        Tensors with a weight decay or a learning rate of their own.
 
     Raises
     ------

@@ -14,11 +14,12 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from mpishard.arguments import flag, number, returned, shown
 from mpishard.backend.array import Kernel
+from mpishard.optim.parameter_groups import GroupValues, ParameterGroup, values_by_tensor
 
 Array = Any
 LearningRate = float | Callable[[int], float]
@@ -37,6 +38,9 @@ class Rule(ABC):
     ----------
     lr : float or callable
         Learning rate, or a function of the step (see `mpishard.optim.lr_schedules`).  Steps count from 1.
+    groups : sequence of ParameterGroup
+        Tensors that have a weight decay or a learning rate of their own.  Checked against the names of the tensors when
+        an optimizer gets its parameters.
 
     Raises
     ------
@@ -45,24 +49,34 @@ class Rule(ABC):
     """
 
     lr: LearningRate
+    groups: Sequence[ParameterGroup] = field(default=(), kw_only=True)
     norm_based: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not callable(self.lr):
             self._check("lr")
-        for field in fields(self):
-            kind = getattr(field.type, "__name__", field.type)  # a name where annotations are postponed
-            if field.name in _AT_LEAST_0:
-                self._check(field.name)
-            elif field.name == "alpha":
+        self._check_groups()
+        for each in fields(self):
+            kind = getattr(each.type, "__name__", each.type)  # a name where annotations are postponed
+            if each.name in _AT_LEAST_0:
+                self._check(each.name)
+            elif each.name == "alpha":
                 self._check("alpha", below=1.0)
-            elif field.name == "betas":
-                self._check_betas(getattr(self, field.name))
+            elif each.name == "betas":
+                self._check_betas(getattr(self, each.name))
             elif kind == "float":  # of a rule of the user's own
-                self._check(field.name, least=None)
+                self._check(each.name, least=None)
             elif kind == "bool":
-                what = f"{type(self).__name__}: {field.name}"
-                object.__setattr__(self, field.name, flag(what, getattr(self, field.name)))
+                what = f"{type(self).__name__}: {each.name}"
+                object.__setattr__(self, each.name, flag(what, getattr(self, each.name)))
+
+    def _check_groups(self) -> None:
+        given, what = self.groups, f"{type(self).__name__}: groups"
+        if not isinstance(given, Sequence) or not all(isinstance(group, ParameterGroup) for group in given):
+            raise TypeError(f"{what}={shown(given)} must be a list of ParameterGroup")
+        object.__setattr__(self, "groups", tuple(given))
+        if any(group.weight_decay is not None for group in given) and not hasattr(self, "weight_decay"):
+            raise ValueError(f"{what} give a weight_decay, which {type(self).__name__} has not; leave it out")
 
     def _check(self, name: str, least: float | None = 0, below: float | None = None) -> None:
         value = number(f"{type(self).__name__}: {name}", getattr(self, name), least=least, below=below)
@@ -154,7 +168,7 @@ class Rule(ABC):
         Parameters
         ----------
         factor : float
-            Positive; with 1 the result is this rule itself.
+            At least 0; with 1 the result is this rule itself.
 
         Returns
         -------
@@ -165,6 +179,32 @@ class Rule(ABC):
         if factor == 1:
             return self
         return replace(self, lr=(lambda step: factor * lr(step)) if callable(lr) else factor * lr)
+
+    def by_tensor(self, names: Sequence[str]) -> list[Rule]:
+        """The rule of each tensor: this one, with the values of the groups that the tensor is in.
+
+        Parameters
+        ----------
+        names : sequence of str
+            Of all tensors of a model.
+
+        Returns
+        -------
+        list of Rule
+            In the order of the names, one object for all tensors of the same values; of the same slots and formula.
+
+        Raises
+        ------
+        ValueError
+            If a pattern of a group matches no tensor, or two groups have different values for one.
+        """
+        known: dict[GroupValues, Rule] = {GroupValues(): self}
+        by_tensor = values_by_tensor(self.groups, names)
+        for values in by_tensor:
+            if values not in known:
+                own: dict[str, Any] = {} if values.weight_decay is None else {"weight_decay": values.weight_decay}
+                known[values] = replace(self, **own).scaled(values.lr_factor)
+        return [known[values] for values in by_tensor]
 
     def update(
         self,
@@ -211,13 +251,15 @@ class Rule(ABC):
         -------
         dict
             ``"rule"`` with the name of the class, and each hyper-parameter by its name; `betas` as ``"beta1"`` and
-            ``"beta2"``.
+            ``"beta2"``, the groups as a text, if there are any.
         """
         plain: dict[str, float | str | bool] = {"rule": type(self).__name__}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "betas":
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name == "betas":
                 plain["beta1"], plain["beta2"] = value
+            elif each.name == "groups":
+                plain |= {"groups": "; ".join(map(str, value))} if value else {}
             else:
-                plain[field.name] = _ADDRESS.sub("", repr(value)) if callable(value) else value
+                plain[each.name] = _ADDRESS.sub("", repr(value)) if callable(value) else value
         return plain

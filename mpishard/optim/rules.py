@@ -29,6 +29,8 @@ class SGD(Rule):
         This many times the parameter is added to the gradient.
     nesterov : bool
         Nesterov's momentum; needs a momentum above 0 and a dampening of 0.
+    groups : sequence of ParameterGroup
+        Tensors with a weight decay or a learning rate of their own.
 
     Raises
     ------
@@ -83,6 +85,8 @@ class Adam(Rule):
         This many times the parameter is added to the gradient.
     amsgrad : bool
         Divide by the largest second average so far; a third slot keeps it.
+    groups : sequence of ParameterGroup
+        Tensors with a weight decay or a learning rate of their own.
 
     Raises
     ------
@@ -130,6 +134,8 @@ class AdamW(Adam):
         A step multiplies the parameter by ``1 - lr * weight_decay`` first.
     amsgrad : bool
         Divide by the largest second average so far; a third slot keeps it.
+    groups : sequence of ParameterGroup
+        Tensors with a weight decay or a learning rate of their own.
 
     Raises
     ------
@@ -161,6 +167,8 @@ class RMSprop(Rule):
         At least 0.  With 0 there is no momentum buffer.
     centered : bool
         Divide by the root of the variance of the gradient; a further slot keeps its average.
+    groups : sequence of ParameterGroup
+        Tensors with a weight decay or a learning rate of their own.
 
     Raises
     ------
@@ -207,6 +215,8 @@ class Adagrad(Rule):
         The sum of squared gradients before the first step.
     eps : float
         Added to the root of the sum before the division.
+    groups : sequence of ParameterGroup
+        Tensors with a weight decay or a learning rate of their own.
 
     Raises
     ------
@@ -243,6 +253,8 @@ class Lion(Rule):
         least 0 and below 1.
     weight_decay : float
         A step multiplies the parameter by ``1 - lr * weight_decay`` first.
+    groups : sequence of ParameterGroup
+        Tensors with a weight decay or a learning rate of their own.
 
     Raises
     ------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from standin import DeviceArray
@@ -17,6 +19,7 @@ from mpishard import (
     AdamW,
     DDPOptimizer,
     Lion,
+    ParameterGroup,
     RMSprop,
     ShardingConfiguration,
     ZeRO1Optimizer,
@@ -56,6 +59,40 @@ def test_every_strategy_takes_the_averaged_step_to_the_last_bit(mesh, same_on_al
             result = train(strategy(rule, mesh), start(size, dtype))
             assert same_on_all(result)
             assert np.array_equal(result, reference(rule, size, mesh.size, dtype))
+
+
+GROUPS = [ParameterGroup("a", weight_decay=0.3), ParameterGroup(["b", "c", "d"], lr_factor=0.5)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_every_strategy_updates_parameter_groups_by_their_own_values(mesh, same_on_all, strategy, rule):
+    """Cuts of shards and of groups do not meet; the reference updates tensor by tensor."""
+    rule, expected, first = replace(rule, groups=GROUPS), start(40), 0
+    for spec, own in zip(SPECS, rule.by_tensor([spec.name for spec in SPECS]), strict=True):
+        part = slice(first, first := first + spec.size)
+        slots = [np.full(spec.size, rule.initial(slot), np.float32) for slot in rule.slots]
+        for step in range(3 if spec.size else 0):
+            total = gradients(step, mesh.size, 40).sum(0)[part]
+            own.update(expected[part], total, slots, step + 1, divisor=mesh.size)
+    parameters, optimizer = FlatParameters.over(start(40), SPECS), strategy(rule, mesh)
+    for step in range(3):
+        write_gradients(parameters, gradients(step, mesh.size, 40)[mesh.rank])
+        optimizer.step(parameters)
+    assert same_on_all(parameters.flat)
+    assert np.array_equal(parameters.flat, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_clipping_by_value(mesh, same_on_all, strategy):
+    most = 0.75
+    expected = start(57)
+    for step in range(3):
+        mean = np.clip(gradients(step, mesh.size, 57).sum(0) / np.float32(mesh.size), -most, most)
+        SGD(lr=0.1).update(expected, mean, [], step + 1)
+    result = train(strategy(SGD(lr=0.1), ShardingConfiguration(mesh, max_gradient_value=most)), start(57))
+    assert same_on_all(result)
+    assert np.array_equal(result, expected)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)

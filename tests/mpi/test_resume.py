@@ -78,6 +78,22 @@ def test_a_rule_with_other_numbers_is_reported(mesh, folder, capsys):
             optimizer.optimize(problem(steps), progress=False, checkpoints=checkpoints, resume=True)
         shown = message()
         assert shown == "" if mesh.rank or not expected else expected in shown
+    group = mpishard.ParameterGroup("*", weight_decay=0, lr_factor=2)
+    config = mpishard.ShardingConfiguration(mesh, max_gradient_value=3)
+    grouped = "groups=*: weight_decay=0.0 lr_factor=2.0"
+    clipped = "max_gradient_value=3.0 in place of None"
+    for optimizer, expected in (
+        (
+            DDPOptimizer(AdamW(lr=0.1, weight_decay=0.0, groups=[group]), config),
+            f"{grouped} in place of none, {clipped}",
+        ),
+        (DDPOptimizer(AdamW(lr=0.1, weight_decay=0.0), mesh), f"groups=none in place of {grouped[7:]}"),
+    ):
+        steps += 2
+        with Checkpoints(folder, mesh) as checkpoints:
+            optimizer.optimize(problem(steps), progress=False, checkpoints=checkpoints, resume=True)
+        shown = message()
+        assert mesh.rank or expected in shown
     other, flat = DDPOptimizer(AdamW(lr=0.3, weight_decay=0.0), mesh), np.zeros(5)
     for load in (
         lambda: mpishard.load_checkpoint(folder, flat, other),

@@ -75,6 +75,10 @@ def step(mesh, **options):
         (lambda mesh: ShardingConfiguration(mesh, max_gradient_norm="1"), "max_gradient_norm='1' must be a number"),
         (lambda mesh: ShardingConfiguration(mesh, max_gradient_norm=True), "max_gradient_norm=True must be a number"),
         (
+            lambda mesh: ShardingConfiguration(mesh, max_gradient_value="1"),
+            "max_gradient_value='1' must be a finite num",
+        ),
+        (
             lambda mesh: ShardingConfiguration(mesh, minimum_parameter_group_size=True),
             "group_size=True must be a",
         ),

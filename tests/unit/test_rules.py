@@ -13,7 +13,7 @@ import standin
 
 from mpishard.backend import array as arrays
 from mpishard.backend.exact_norm import norm_of
-from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, RMSprop, Rule
+from mpishard.optim import LAMB, SGD, Adagrad, Adam, AdamW, Lion, ParameterGroup, RMSprop, Rule
 from mpishard.optim.lr_schedules import cosine
 
 SIZE = 1003
@@ -95,13 +95,18 @@ def assert_close(path: np.ndarray, reference: np.ndarray, limit: float) -> None:
 # Against PyTorch.
 
 
+def numbers(rule: Rule) -> dict[str, Any]:
+    """What PyTorch's rule of the same name takes."""
+    return {name: value for name, value in vars(rule).items() if name != "groups"}
+
+
 @each_dtype
 @pytest.mark.parametrize("name", [name for name, (_, peer) in RULES.items() if peer])
 def test_rule_follows_torch(name: str, dtype: Any) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch, the reference, is not installed (extra: peers)")
     rule, peer = RULES[name]
     parameter = torch.nn.Parameter(torch.from_numpy(start(dtype)))
-    optimizer = getattr(torch.optim, peer)([parameter], **vars(rule))
+    optimizer = getattr(torch.optim, peer)([parameter], **numbers(rule))
     reference = np.empty((STEPS, SIZE), dtype)
     for step, gradient in enumerate(gradients(dtype)):
         parameter.grad = torch.from_numpy(gradient)
@@ -114,7 +119,29 @@ def test_rule_follows_torch(name: str, dtype: Any) -> None:
 def test_defaults_are_those_of_torch(kind: type[Rule]) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch, the reference, is not installed (extra: peers)")
     defaults = getattr(torch.optim, kind.__name__)([torch.nn.Parameter(torch.zeros(1))]).defaults
-    assert {name: defaults[name] for name in vars(kind())} == vars(kind())
+    assert {name: defaults[name] for name in numbers(kind())} == numbers(kind())
+
+
+def test_groups_are_those_of_torch() -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch, the reference, is not installed (extra: peers)")
+    rule = AdamW(
+        lr=0.01,
+        weight_decay=0.1,
+        groups=[ParameterGroup("*.bias", weight_decay=0), ParameterGroup("head.*", lr_factor=0.1)],
+    )
+    of_torch: list[dict[str, float]] = [{}, {"weight_decay": 0.0}, {"lr": 0.001}, {"lr": 0.001, "weight_decay": 0.0}]
+    parameters = [torch.nn.Parameter(torch.from_numpy(start(np.float64))) for _ in of_torch]
+    groups = [{"params": [own], **values} for own, values in zip(parameters, of_torch, strict=True)]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    rules = rule.by_tensor(["body.weight", "body.bias", "head.weight", "head.bias"])
+    ours = [run(each, np.float64) for each in rules]
+    for step, gradient in enumerate(gradients(np.float64)):
+        for own in parameters:
+            own.grad = torch.from_numpy(gradient)
+        optimizer.step()
+        if step in (0, 7, STEPS - 1):
+            for own, found in zip(parameters, ours, strict=True):
+                np.testing.assert_allclose(found[step], own.detach().numpy(), rtol=0, atol=1e-12)
 
 
 # Against transcriptions of the papers, line by line, in float64.

@@ -1,0 +1,67 @@
+"""Which rule updates which elements: the ranges that a rank owns, cut where the parameter group changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpishard.data_parallel.owned_ranges import OwnedRanges
+from mpishard.layout.specs import ParameterSpec
+from mpishard.optim import Rule
+
+Array = Any
+
+
+class RuleRange(NamedTuple):
+    """Elements ``[start, stop)`` of the owned range number `owned`, which `rule` updates."""
+
+    rule: Rule
+    owned: int
+    start: int
+    stop: int
+
+
+class RuleRanges:
+    """The owned ranges of a rank, with the rule of each.
+
+    Parameters
+    ----------
+    ownership : OwnedRanges
+    specs : sequence of ParameterSpec
+        All tensors of the model.
+    """
+
+    def __init__(self, ownership: OwnedRanges, specs: Sequence[ParameterSpec]) -> None:
+        self._ownership = ownership
+        self._names = [spec.name for spec in specs]
+        self._rule: Rule | None = None
+        self._by_tensor: list[Rule] = []
+        self._ranges: list[RuleRange] = []
+
+    def by_tensor(self, rule: Rule) -> list[Rule]:
+        """The rule of each tensor, by its number.  Not collective."""
+        if rule is not self._rule:
+            self._by_tensor = rule.by_tensor(self._names)
+            self._ranges = self._cut(rule)
+            self._rule = rule
+        return self._by_tensor
+
+    def of(self, rule: Rule, factor: float) -> list[RuleRange]:
+        """The ranges in their order, each with its rule; `factor` multiplies all learning rates.  Not collective."""
+        self.by_tensor(rule)
+        scaled = {id(each.rule): each.rule.scaled(factor) for each in self._ranges}
+        return [each._replace(rule=scaled[id(each.rule)]) for each in self._ranges]
+
+    def _cut(self, rule: Rule) -> list[RuleRange]:
+        if not rule.groups:
+            own = enumerate(self._ownership.own)
+            return [RuleRange(rule, number, 0, stop - start) for number, (start, stop) in own if stop > start]
+        ranges: list[RuleRange] = []
+        for tensor, owned, start, stop in self._ownership.owned_parts:
+            of_tensor = self._by_tensor[tensor]
+            last = ranges[-1] if ranges else None
+            if last is not None and (last.rule is of_tensor, last.owned, last.stop) == (True, owned, start):
+                ranges[-1] = last._replace(stop=stop)
+            else:
+                ranges.append(RuleRange(of_tensor, owned, start, stop))
+        return ranges
