@@ -318,7 +318,7 @@ class ElasticOptimizer:
         own = {name: str(getattr(self, name)) for name in ("min_workers", "max_workers", "respawn", "scaling")}
         agree_on_settings(self.mesh.world, own)
         # With a batch that stays the same, more workers than samples would have nothing to do.
-        constant = self.scaling == "constant" and self._choice is None and not problem.everywhere
+        constant = self.scaling == "constant" and self._choice is None and not problem.may_idle
         self._target.most = min(self.max_workers, problem.batch_size) if constant else self.max_workers
 
         with ExitStack() as stack:

@@ -40,6 +40,7 @@ class SumOverSamples(OptimizationProblem[FlatParameters]):
     """
 
     averages: ClassVar[bool] = False
+    may_idle: ClassVar[bool] = True
     watched: bool = field(default=False, kw_only=True)
 
     @property

@@ -223,7 +223,8 @@ def _check(line: Line, row: list[float], with_product: bool, alike: bool) -> Gra
     name = "|f(x + h d) - f(x) - h g'd|"
     tests = [taylor_test(name, 2, row, left, rises, rounding, precision)]
     if with_product:
-        tests += _product_tests(line, row, here, points, left, rounding, precision)
+        product = line.product(line.d)
+        tests += _product_tests(line, product, row, here, points, left, rounding, precision)
     quotient, verdict = float("nan"), ""
     if not tests[0].passed:
         quotient, verdict = _diagnosis(line, here, tests[0], derivative, values, noise, precision)
@@ -231,6 +232,7 @@ def _check(line: Line, row: list[float], with_product: bool, alike: bool) -> Gra
         verdict = "the gradient passes, but the Hessian product does not: " + " and ".join(
             f"{test.name} falls like h^{test.order:.2f}" for test in tests[1:] if not test.passed
         )
+        verdict += _asymmetry(line, product, precision)
     else:
         verdict = _praise(tests)
     passed = all(test.passed for test in tests)
@@ -239,6 +241,7 @@ def _check(line: Line, row: list[float], with_product: bool, alike: bool) -> Gra
 
 def _product_tests(
     line: Line,
+    product: np.ndarray,
     row: list[float],
     here: Evaluation,
     points: list[Evaluation],
@@ -247,7 +250,6 @@ def _product_tests(
     precision: float,
 ) -> list[TaylorTest]:
     """The remainder of the value with the second-order term, and that of the gradient along another direction."""
-    product = line.product()
     bent, slope, size = line.dots((product, line.d), (product, line.w), (np.abs(here.gradient), np.abs(line.w)))
     halves = [0.5 * h * h * bent for h in row]
     third = [rest - half for rest, half in zip(left, halves, strict=True)]
@@ -265,6 +267,15 @@ def _product_tests(
             precision,
         ),
     ]
+
+
+def _asymmetry(line: Line, product: np.ndarray, precision: float) -> str:
+    """Of a Hessian product that fails: that it is not symmetric, if so.  Collective."""
+    other = line.product(line.w)
+    one, two, size = line.dots((line.w, product), (line.d, other), (np.abs(line.w), np.abs(product)))
+    if abs(one - two) <= precision ** (1 / 3) * size:
+        return ""
+    return f"; it is not symmetric: w'(H d) = {one:.6g}, d'(H w) = {two:.6g}"
 
 
 def _precision(values: list[float], dtype: np.dtype) -> float:

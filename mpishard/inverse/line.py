@@ -193,12 +193,12 @@ class Line:
         total = part.values.all_reduce(np.array([value if part.value_counts else 0.0]), label="control")
         return Evaluation(float(total[0]), value, moved - self.x, gradient * self._counted)
 
-    def product(self) -> np.ndarray:
-        """This rank's terms of the Hessian at x times d."""
+    def product(self, direction: np.ndarray) -> np.ndarray:
+        """This rank's terms of the Hessian at x times a direction."""
         problem, product = None, np.zeros(self.x.size)
         try:
             assert self._part.product is not None
-            product = np.array(arrays.to_host(self._part.product(self.d)), np.float64)
+            product = np.array(arrays.to_host(self._part.product(direction)), np.float64)
         except Exception as error:
             problem = error
         self._part.world.raise_if_any(problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -18,8 +19,9 @@ _METHODS = {
     "Newton-CG": ("TruncatedNewton", ("gtol", "xtol")),
     "trust-ncg": ("TruncatedNewton", ("gtol",)),
 }
-# Methods that in SciPy do not stop for a small decrease.
-_WITHOUT_FTOL = {"cg", "newton-cg", "trust-ncg"}
+# Methods that in SciPy do not stop for a small decrease, take so many iterations for each unknown, and evaluate freely.
+_FREE = {"cg", "newton-cg", "trust-ncg"}
+_ITERATIONS = 200
 # SciPy's names of options that are called otherwise here.
 _RENAMED = {"maxcor": "history", "initial_trust_radius": "initial_radius", "max_trust_radius": "max_radius"}
 # Fields of methods that are arguments of `minimize`.
@@ -43,7 +45,7 @@ class LoopOptions:
 
 
 def make_method(
-    method: str | Method, options: Mapping[str, Any] | None, tol: float | None, **elements: Any
+    method: str | Method, options: Mapping[str, Any] | None, tol: float | None, size: int, **elements: Any
 ) -> tuple[Method, LoopOptions]:
     """A method with its options.
 
@@ -55,6 +57,8 @@ def make_method(
         By SciPy's names, or by those of the method's class.
     tol : float, optional
         The default of the tolerances that stop the method.
+    size : int
+        Number of unknowns, over all ranks.
     **elements
         ``bounds``, ``fixed``, ``inner_product``, ``preconditioner``; None leaves that of the method.
 
@@ -73,7 +77,9 @@ def make_method(
     if not isinstance(options, Mapping):
         raise TypeError(f"options={shown(options)} must be a dictionary of names and values")
     names = {field.name for field in fields(kind)}
-    given: dict[str, Any] = {"ftol": 0.0} if isinstance(method, str) and method.lower() in _WITHOUT_FTOL else {}
+    given: dict[str, Any] = {}
+    if isinstance(method, str) and method.lower() in _FREE:
+        given = {"ftol": 0.0, "maxiter": _ITERATIONS * size, "maxfun": sys.maxsize}
     if tol is not None:
         value = number("tol", tol, least=0)
         given |= {name: value for name in tolerances if name in names}

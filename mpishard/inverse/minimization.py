@@ -15,7 +15,7 @@ from mpishard.inverse.methods import LoopOptions, make_method
 from mpishard.inverse.result import OptimizeResult
 from mpishard.inverse.reverse_communication import EvaluationRequest, ReverseCommunication
 from mpishard.inverse.table import Table
-from mpishard.inverse.unknowns import Unknowns
+from mpishard.inverse.unknowns import Unknowns, size_of
 from mpishard.minimizers.method import Method
 
 if TYPE_CHECKING:
@@ -82,9 +82,9 @@ def minimize(
         Called after each iteration: ``callback(xk)``, or ``callback(intermediate_result=result)`` if its only parameter
         has that name.  Raising StopIteration or returning True stops, on a mesh on any rank.
     options : dict, optional
-        By SciPy's names: ``maxiter``, ``maxfun``, ``gtol``, ``ftol``, ``maxcor``, ``maxls`` and so on, as far as the
-        method has them.  ``disp=True`` shows a table with a line an iteration, ``maxtime=seconds`` ends the loop after
-        the iteration in which this time is over.
+        By SciPy's names and with its defaults: ``maxiter``, ``maxfun``, ``gtol``, ``ftol``, ``maxcor``, ``maxls`` and
+        so on, as far as the method has them.  ``disp=True`` shows a table with a line an iteration,
+        ``maxtime=seconds`` ends the loop after the iteration in which this time is over.
     mesh : Mesh, optional
         The ranks that minimise together.
     reduction : {None, "sum"}
@@ -97,7 +97,8 @@ def minimize(
         With `elastic`: the function is a sum over so many samples, such as shots.  ``fun(x, samples, *args)`` returns
         value and gradient summed over the samples whose numbers are in this int64 array; so do ``jac`` and
         ``hessp(x, direction, samples, *args)``.  They are dealt out to the ranks by what they have cost, and again when
-        ranks come or go; a call gets one of them, or with more than 64 a 64th part.
+        ranks come or go; a call gets one of them, or with more than 64 a 64th part;
+        with fewer samples than ranks some ranks have none to compute.
     elastic : bool or mapping
         With a mesh: True, or a dictionary of the options ``min_workers``, ``max_workers``, ``folder``, ``discover``,
         ``failure_timeout`` and ``respawn`` of `ElasticOptimizer`, makes a run that outlives its ranks, with the bits of
@@ -155,7 +156,7 @@ def minimize(
         if workers is not None:
             unknowns = Unknowns(x0)
             known["bounds"] = pair_of_bounds(bounds, unknowns.size)
-        chosen, loop = make_method(method, options, tol, **known)
+        chosen, loop = make_method(method, options, tol, size_of(x0), **known)
     except (TypeError, ValueError) as error:
         problem = error
     if mesh is not None:

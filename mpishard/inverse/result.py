@@ -23,6 +23,12 @@ _OUTCOMES = {
     "signal": (99, "stopped: Ctrl-C, or the end of the job"),
     "callback": (99, "stopped: the callback raised StopIteration or returned True"),
 }
+# Products of a Hessian, or of finite differences, are symmetric to this share of their size.
+_ASYMMETRIC = 1e-3
+_NOT_SYMMETRIC = (
+    "the Hessian products are not symmetric, a'(H b) and b'(H a) differ by {:.1g} of their size, which conjugate "
+    "gradients need; mpishard.check_gradient(fun, x, hessp=hessp) tests them"
+)
 
 
 class OptimizeResult(dict[str, Any]):
@@ -95,6 +101,8 @@ def result_of(
         gradient[...] = math.nan
     status, text = _OUTCOMES.get(reason, (2, f"failed: {reason}"))
     values = {name: getattr(method, name) for name in ("gtol", "ftol", "xtol", "maxiter", "maxfun")}
+    if progress.asymmetry > _ASYMMETRIC and reason != "gradient":
+        culprits += "; " * bool(culprits) + _NOT_SYMMETRIC.format(progress.asymmetry)
     message = text.format(projected_norm=progress.projected_norm, **values) + (f": {culprits}" if culprits else "")
     return OptimizeResult(
         x=x,

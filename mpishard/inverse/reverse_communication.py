@@ -15,7 +15,7 @@ from mpishard.inverse.local_run import LocalRun
 from mpishard.inverse.methods import make_method
 from mpishard.inverse.result import OptimizeResult, result_of
 from mpishard.inverse.run import Run
-from mpishard.inverse.unknowns import Unknowns
+from mpishard.inverse.unknowns import Unknowns, size_of
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Progress, Wanted
 
@@ -93,8 +93,8 @@ class ReverseCommunication:
             known = {name: elements.pop(name, None) for name in ("fixed", "inner_product", "preconditioner")}
             no_others("ReverseCommunication", elements)
             unknowns = Unknowns(x0)
-            pair = pair_of_bounds(bounds, sum(spec.size for spec in unknowns.specs))
-            chosen, _ = make_method(method, options, None, bounds=pair, **known)
+            size = size_of(x0)
+            chosen, _ = make_method(method, options, None, size, bounds=pair_of_bounds(bounds, size), **known)
         except (TypeError, ValueError) as error:
             problem = error
         self._run: Run

@@ -19,6 +19,22 @@ def has_names(x0: Any) -> bool:
     return hasattr(x0, "pieces") and hasattr(x0, "layout")
 
 
+def size_of(x0: Any) -> int:
+    """The number of unknowns of a start, over all ranks.  Not collective.
+
+    Parameters
+    ----------
+    x0 : array or FlatParameters
+        The start, maybe invalid.
+
+    Returns
+    -------
+    int
+        1 for what is no array.
+    """
+    return sum(spec.size for spec in x0.specs) if has_names(x0) else int(np.size(x0))
+
+
 class Unknowns:
     """The unknowns on this rank.  Not collective.
 

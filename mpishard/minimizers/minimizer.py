@@ -44,6 +44,8 @@ class Progress:
         Of the last accepted step, as a multiple of its direction.
     accepted : bool
         Whether the last call of `tell` has ended an iteration.
+    asymmetry : float
+        The most by which Hessian products ``a'(H b)`` and ``b'(H a)`` have differed, as a share of ``|a| |H b|``.
     """
 
     iterations: int = 0
@@ -54,6 +56,7 @@ class Progress:
     projected_norm: float = float("nan")
     step_length: float = 0.0
     accepted: bool = False
+    asymmetry: float = 0.0
 
 
 class Minimizer(ABC):

@@ -290,9 +290,13 @@ class TruncatedNewtonMinimizer(Minimizer):
         self.progress = replace(self.progress, products=self.progress.products + 1, accepted=False)
         if self._clipped:
             self._tell_clipped(product)
-        elif self.cg.tell_product(product):
             return
-        elif self.cg.state.ending == Ending.NOT_FINITE.value:
+        goes_on = self.cg.tell_product(product)
+        if self.cg.state.asymmetry > self.progress.asymmetry:
+            self.progress = replace(self.progress, asymmetry=self.cg.state.asymmetry)
+        if goes_on:
+            return
+        if self.cg.state.ending == Ending.NOT_FINITE.value:
             self._continue("not finite")
         elif self.cg.state.ending == Ending.RANGE.value:
             self._continue(out_of_range(self.progress))

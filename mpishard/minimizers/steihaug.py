@@ -12,6 +12,7 @@ from mpishard.minimizers.free_variables import FreeVariables
 from mpishard.minimizers.space import Space
 
 Array = Any
+_FELT = 1e-6  # a square of the residual below this share of the last one is of rounding errors
 
 
 class Ending(Enum):
@@ -48,6 +49,8 @@ class SteihaugState:
         By which the step decreases the quadratic model.
     products : int
         How many were told.
+    asymmetry : float
+        By how much the last product was not symmetric, as a share of its size.
     ending : str
         Why it has ended.
     """
@@ -62,6 +65,7 @@ class SteihaugState:
     direction_square: float = 0.0
     decrease: float = 0.0
     products: int = 0
+    asymmetry: float = 0.0
     ending: str = Ending.NONE.value
 
     @property
@@ -174,6 +178,7 @@ class SteihaugCG:
         if not math.isfinite(curvature):
             self.state = replace(state, ending=Ending.RANGE.value)
             return False
+        state = replace(state, asymmetry=self._asymmetry(state, curvature, mixed, square))
         length = state.residual_square / curvature if curvature else math.inf
         if state.radius == 0:
             state = replace(state, radius=min(_first_radius(length, state.direction_square), self.max_radius))
@@ -185,6 +190,17 @@ class SteihaugCG:
         cg_formulas.move(self.residual, product, length)
         state = replace(state, decrease=state.decrease + 0.5 * length * state.residual_square, step_square=step_square)
         return self._turn(state, length, 2 * length * mixed, length * length * square)
+
+    def _asymmetry(self, state: SteihaugState, curvature: float, mixed: float, square: float) -> float:
+        """How far the second product is from a symmetric one; 0 for others, and where rounding hides it."""
+        # The residual is the last direction times a number, less this one; with a symmetric matrix the last direction
+        # and this one are conjugate, so that only this one counts in the residual's product.
+        growth = state.direction_square - state.residual_square
+        if state.products != 2 or not self.free.diagonal or not growth > _FELT * state.residual_square > 0:
+            return 0.0
+        size = math.sqrt(state.residual_square) * math.sqrt(square)
+        found = abs(mixed + curvature) / size if size > 0 else 0.0
+        return min(1.0, found) if math.isfinite(found) else 0.0
 
     def _cut(self, state: SteihaugState, curvature: float) -> None:
         """Go along the direction to the boundary."""

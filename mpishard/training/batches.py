@@ -70,7 +70,7 @@ class Batches:
     def check(self, workers: int) -> None:
         """Raise ValueError if the batch of so many workers gives some of them no sample."""
         given = self.problem.batch_size
-        if self._scaling.batch_size(given, workers) < workers and not self.problem.everywhere:
+        if self._scaling.batch_size(given, workers) < workers and not self.problem.may_idle:
             raise ValueError(
                 f"batch_size={given} gives some of the {workers} data-parallel ranks no sample; "
                 f"use at least {workers}, or fewer ranks"

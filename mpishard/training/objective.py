@@ -60,8 +60,10 @@ class Objective(Generic[P]):
     ----------
     averages : bool
         Whether the mean of all terms is minimised; if not, their sum.  Of the class, as the next one.
+    may_idle : bool
+        Whether ranks may have no sample, where there are fewer samples than ranks.
     everywhere : bool
-        Whether ranks without a sample call the function too, with none.  There may be fewer samples than ranks then.
+        Whether these ranks call the function too, with none.
 
     Raises
     ------
@@ -70,6 +72,7 @@ class Objective(Generic[P]):
     """
 
     averages: ClassVar[bool] = True
+    may_idle: ClassVar[bool] = False
     everywhere: ClassVar[bool] = False
 
     # More fields than other classes: this is the one value that groups them, by the names that users write.

@@ -11,6 +11,7 @@ import numpy as np
 from mpishard.arguments import flag, shown
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.minimizers import Method
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.model import Model
 from mpishard.record import RunRecord
@@ -77,8 +78,8 @@ class OptimizationProblem(Objective[P]):
 
     Notes
     -----
-    At least one of `steps`, `tolerance` and `seconds` is needed, or a callback that stops the run.  A method may end
-    it before.
+    At least one of `steps`, `tolerance` and `seconds` is needed, or a callback that stops the run.  A method such as
+    `LBFGSB` needs none: it ends by its own limits and tolerances.
     """
 
     @classmethod
@@ -191,7 +192,8 @@ class OptimizationProblem(Objective[P]):
         self._agree_on_problem(optimizer, given, problem)
         watches = np.array([callback is not None or self.seconds is not None], np.int64)
         watching = bool(optimizer.world.all_reduce(watches, op="max", label="control")[0])
-        if self.steps is None and self.tolerance is None and not watching:
+        ends = isinstance(optimizer.rule, Method) or self.steps is not None or self.tolerance is not None
+        if not (ends or watching):
             raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
         options = RunOptions(callback, progress, watching, checkpoints, resume, record)
         result: OptimizationResult[P] = (loop or Loop)(self, optimizer, options).run()

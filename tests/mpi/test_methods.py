@@ -49,6 +49,11 @@ def alone():
         return optimizer_on(mesh).optimize(problem(), progress=False)
 
 
+def test_a_method_ends_by_itself(mesh):
+    result = optimizer_on(mesh, LBFGS(maxiter=2)).optimize(problem(None), progress=False)
+    assert result.stop_reason == "iterations"
+
+
 def assert_same(result, alone):
     np.testing.assert_array_equal(result.loss_history, alone.loss_history)
     np.testing.assert_array_equal(result.parameters, alone.parameters)

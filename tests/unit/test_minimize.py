@@ -14,6 +14,7 @@ import mpishard
 from mpishard import FlatParameters, OptimizeResult, ParameterSpec, ReverseCommunication, minimize
 from mpishard.inverse.bounds import pair_of_bounds
 from mpishard.inverse.elastic_options import elastic_options
+from mpishard.inverse.methods import make_method
 from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.minimizers.method import Method
 from mpishard.minimizers.minimizer import Minimizer, Progress, Wanted
@@ -450,6 +451,27 @@ def test_calls_of_scipy_work_as_they_are(method, options, bounds):
         assert np.allclose(ours.jac, theirs.jac, atol=1e-4)
         same = minimize(rosenbrock, np.full(8, -1.2), **{**call, "bounds": optimize.Bounds(-1.5, 0.8)})
         assert str(same) == str(ours)
+
+
+@pytest.mark.parametrize(("method", "limit"), [("CG", 600), ("trust-ncg", 600), ("L-BFGS-B", 15000)])
+def test_limits_are_those_of_scipy(method, limit):
+    """200 iterations for each unknown, and any number of evaluations; or a number of both."""
+    made, _ = make_method(method, None, None, 3)
+    assert (made.maxiter, made.maxfun) == (limit, 15000 if limit == 15000 else sys.maxsize)
+
+
+def test_products_that_are_not_symmetric_are_named():
+    twist = np.triu(np.ones((8, 8)))
+    found = minimize(
+        lambda x: (0.5 * x @ x - x.sum(), x - 1),
+        np.linspace(-3, 4, 8),
+        method="trust-ncg",
+        hessp=lambda x, p: 5 * twist @ p,
+        options={"maxiter": 3},
+    )
+    assert "not symmetric" in found.message and "check_gradient(fun, x, hessp=hessp)" in found.message
+    right = minimize(rosenbrock, np.full(8, -1.2), method="trust-ncg", hessp=curvature, options={"maxiter": 3})
+    assert "symmetric" not in right.message
 
 
 @pytest.mark.parametrize(
