@@ -113,7 +113,7 @@ def minimize(
         is none.  Limits on iterations and evaluations count those before it.
     record : RunRecord, optional
         With a mesh: write the course of the minimisation there, a step for each evaluation and each Hessian product,
-        for ``mpishard plot``.
+        for ``mpishard plot``.  Several calls in one script may share its folder: each counts on.  (Not elastic ones.)
     **elements
         ``fixed``: a mask of elements that keep their value.  ``inner_product``: positive weights, such as the diagonal
         of a mass matrix.  ``preconditioner``: a positive diagonal, or a function of a vector, instead of the inverse of

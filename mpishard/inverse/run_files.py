@@ -71,7 +71,9 @@ class RunFiles:
                     "parameters": sum(spec.size for spec in parameters.specs),
                     "dtype": str(parameters.dtype),
                     "resumed_steps": self._optimizer.clock,
-                }
+                    "checkpoints": None if checkpoints is None else str(checkpoints.folder),
+                },
+                stage=True,
             )
 
     def _problem(self) -> Exception | None:

@@ -32,7 +32,12 @@ def size_of(x0: Any) -> int:
     int
         1 for what is no array.
     """
-    return sum(spec.size for spec in x0.specs) if has_names(x0) else int(np.size(x0))
+    if has_names(x0):
+        return sum(spec.size for spec in x0.specs)
+    try:
+        return int(np.size(x0))
+    except ValueError:  # which `Unknowns` explains
+        return 1
 
 
 class Unknowns:

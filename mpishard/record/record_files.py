@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from mpishard.record.starts import plain, surroundings
 
 # Largest number of files of processes: a hundred thousand in a folder would burden a file system.
 _MOST_PROCESSES = 1024
+_IMPORTED = time.time()  # a start noted before is of another process, even of one with the same number
 
 
 class RecordFiles:
@@ -65,25 +67,31 @@ class RecordFiles:
         """Whether this process has files of its own."""
         return self._mesh.rank % -(-self._mesh.size // _MOST_PROCESSES) == 0
 
-    def open(self, facts: Mapping[str, Any], every: float) -> None:
+    def open(self, facts: Mapping[str, Any], every: float, *, stage: bool) -> int:
         """Make the folder, and note a start with its environment and `facts`.  Collective.
+
+        Returns the steps of the stages before, which are those of earlier starts of this process, if it is a `stage`.
 
         Raises
         ------
         OSError
             On every rank, if the folder cannot be made or written; not for a full disk.
         """
-        failed = None
+        failed, before = None, 0
         try:
             (self.folder / PROCESSES).mkdir(parents=True, exist_ok=True)
             if self._mesh.rank == 0:
                 warn_of_writers(self.folder)
+                if stage:
+                    before = self._steps_of_stages(facts)
+                    facts = {**facts, "steps_before": before}
                 starts = JsonLinesWriter(self.folder / STARTS)
-                starts.add({**surroundings(self._mesh), "every": every, **plain(facts)})
+                starts.add({**surroundings(self._mesh), "process": self.name, "every": every, **plain(facts)})
                 starts.close()
         except OSError as error:
             failed = (error.errno, error.strerror or str(error), str(error.filename or self.folder))
-        failures = self._mesh.world.allgather_object(failed)
+        gathered = self._mesh.world.allgather_object((failed, before))
+        failures, before = [each for each, _ in gathered], gathered[0][1]
         rank = next((rank for rank, each in enumerate(failures) if each is not None), None)
         if rank is not None:
             number, text, path = failures[rank]
@@ -96,6 +104,18 @@ class RecordFiles:
             if self._mesh.rank == 0:
                 log.warn(f"{what}; training goes on without")
         self._start = 0
+        return before
+
+    def _steps_of_stages(self, facts: Mapping[str, Any]) -> int:
+        """The steps of this process's stages before the one with these facts."""
+        starts, ends = (read_lines(self.folder / name)[0] for name in (STARTS, ENDS))
+        last = starts[-1] if starts else {}
+        own = last.get("process") == self.name and last.get("time", 0) >= _IMPORTED
+        if not own or not ends or ends[-1].get("start") != len(starts):
+            return 0  # another process, or one that failed, may have taken steps that this one repeats
+        if facts.get("resumed_steps") and facts.get("checkpoints") == last.get("checkpoints"):
+            return int(last.get("steps_before", 0))  # the same stage goes on
+        return int(ends[-1]["step"])
 
     def number_of_start(self) -> int:
         """The number of this start, from 1; read from the folder, so that a process that joined later has it too."""

@@ -33,8 +33,9 @@ class RunRecord:
     ``metrics.jsonl`` a line for each step, by the first rank; ``logged.jsonl`` the values given to `log`;
     ``processes/HOST-PID.jsonl`` lines of a process: times of its steps and their phases, and bytes sent by axis;
     ``ends.jsonl`` a line for each start that ended in order, with the last step and the reason.  Files are appended to,
-    so a run that is continued in the same folder has one record.  Of a step repeated from a checkpoint the last line
-    counts; ``start`` in it is the number of that start.  ``mpishard plot FOLDER`` draws it.
+    so a run that is continued in the same folder has one record, and so have several calls of `minimize` in one script.
+    Of a step repeated from a checkpoint the last line counts; ``start`` in it is the number of that start.
+    ``mpishard plot FOLDER`` draws it.
 
     Give it to ``optimizer.optimize(problem, record=...)``; in a loop of your own call `begin` once, `step` after every
     step, and `end`, or leave its ``with`` block.  Of all these only `begin` is collective.
@@ -92,6 +93,7 @@ class RunRecord:
         self._lock = threading.RLock()  # the thread that writes, and the one that trains
         self._goes_on = False  # whether the run has begun and not ended
         self._last_step = 0
+        self._before = 0  # steps of earlier stages
 
     @property
     def trace(self) -> tuple[int, int] | None:
@@ -112,13 +114,16 @@ class RunRecord:
             self.end(self._last_step, "closed")
         self.close()
 
-    def begin(self, facts: Mapping[str, Any] | None = None) -> None:
+    def begin(self, facts: Mapping[str, Any] | None = None, *, stage: bool = False) -> None:
         """Begin a run: make the folder, and note the environment of the run.  Collective.
 
         Parameters
         ----------
         facts : mapping, optional
             Settings to note beside it, by name.
+        stage : bool
+            Count its steps after those of the starts of this process that have ended in this folder: it is the next
+            stage of one run.  `minimize` says so.
 
         Raises
         ------
@@ -131,7 +136,7 @@ class RunRecord:
         self.mesh.world.raise_if_any(
             TypeError(f"facts={shown(facts)} must be a mapping, such as a dict") if wrong else None
         )
-        self._files.open(facts or {}, self.every)
+        self._before = self._files.open(facts or {}, self.every, stage=stage)
         self._last_step = 0
         self._goes_on = True
         self._metrics.begin()
@@ -172,7 +177,8 @@ class RunRecord:
         ValueError, TypeError
             If `log` would not accept the step or a value.
         """
-        self._last_step = step = integer("step", step, least=0)
+        self._last_step = integer("step", step, least=0)
+        step = self._before + self._last_step
         for name, value in metrics.items():
             if type(value) is not float:
                 _number(name, value)
@@ -206,7 +212,7 @@ class RunRecord:
         TypeError
             If the step is no whole number, or a value is no number.
         """
-        step = integer("step", step, least=0)
+        step = self._before + integer("step", step, least=0)
         if not values:
             raise ValueError(f"log was given no series for step {step}; name one, as in log({step}, accuracy=0.9)")
         if own := sorted(OWN & values.keys()):
@@ -246,7 +252,8 @@ class RunRecord:
         files = self._files
         if self.mesh.rank == 0 and not files.broken:
             clock = round(time.time(), 3)
-            line = {"step": integer("step", step, least=0), "start": files.number_of_start(), "time": clock}
+            number = self._before + integer("step", step, least=0)
+            line = {"step": number, "start": files.number_of_start(), "time": clock}
             files.end(line | {"reason": reason, "way_on": way_on})
         self._goes_on = False
 

@@ -15,6 +15,7 @@ import mpishard
 from mpishard import FlatParameters, ParameterSpec, ReverseCommunication, minimize
 from mpishard.backend import array as arrays
 from mpishard.record import Run
+from mpishard.record.reading import began_after
 
 SIZE = 13
 START = np.where(np.arange(SIZE) % 2, 1.0, -1.2)
@@ -393,6 +394,24 @@ def test_elastic_runs_of_ranks_that_differ(mesh):
     ):
         with pytest.raises(ValueError, match=words):
             minimize(fun, START, method="L-BFGS", mesh=mesh, elastic=True)
+
+
+def test_the_stages_of_a_script_have_one_record(mesh, folder):
+    """Each call of minimize counts on; one that resumes a checkpoint of the last goes on where that was."""
+    evaluations = []
+    for most, resume in ((3, False), (4, False), (6, True)):
+        with mpishard.Checkpoints(f"{folder}/{resume or most}", mesh) as checkpoints:
+            given = {"mesh": mesh, "checkpoints": checkpoints, "record": mpishard.RunRecord(f"{folder}/record", mesh)}
+            evaluations.append(minimize(rosenbrock, START, options={"maxiter": most}, resume=resume, **given).nfev)
+    with mpishard.Checkpoints(f"{folder}/True", mesh) as checkpoints:
+        record = mpishard.RunRecord(f"{folder}/record", mesh)
+        given = {"mesh": mesh, "checkpoints": checkpoints, "resume": True, "record": record}
+        evaluations.append(minimize(rosenbrock, START, options={"maxiter": 8}, **given).nfev - evaluations[-1])
+    mesh.world.barrier()
+    run = Run.read(f"{folder}/record")
+    assert run.metrics["step"].tolist() == list(range(1, sum(evaluations) + 1))
+    assert [began_after(start) for start in run.starts] == [0, *np.cumsum(evaluations)[:3].tolist()]
+    assert run.metrics["start"].tolist() == np.repeat([1, 2, 3, 4], evaluations).tolist()
 
 
 def test_files_that_make_no_sense(mesh, folder):
