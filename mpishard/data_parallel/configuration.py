@@ -74,16 +74,16 @@ class ShardingConfiguration:
         overflows on any rank, all ranks skip the step and the factor halves; after 2000 steps without an overflow it
         doubles.  `nonfinite_gradients` decides about overflows at a factor of 1.
     reproducible : bool
-        Sum gradients along a fixed binary tree over the step's micro-batches, which do not depend on the ranks.  A run
-        of `optimize` then gives the same bits, in parameters and losses, on any number of data and pipeline ranks,
-        under any schedule, DDP and ZeRO-1 to 3 and with any MPI, provided that its function gives the same bits for one
-        micro-batch.  For that, BLAS gets one thread per rank unless the environment says otherwise, and a problem
-        without ``micro_batch_size`` has 16 micro-batches.  A pipeline runs the micro-batches of its data rank; a model
-        of your own takes them together if it has `losses_and_gradient` (`mpishard.parameters.model.PipelinedModel`),
-        else one by one, and what it makes of one is added as it comes.  In a training loop of your own, `step` counts
-        each rank's gradient as one micro-batch, which gives the same bits on the same number of ranks, with any MPI.
-        With ``shards=1`` MPI does the sums over tensor ranks: they give the same bits for the same tensor size if that
-        MPI always adds in one order, as it must with two ranks.
+        A run of `optimize` gives the same bits, in parameters and losses, on any layout whose tensor size divides the
+        model's `shards`, with any MPI: gradients are summed along a fixed binary tree over the step's micro-batches,
+        which do not depend on the ranks.  The function must give the same bits for one micro-batch.  For that, BLAS
+        gets one thread per rank unless the environment says otherwise, and a problem without ``micro_batch_size`` has
+        16 micro-batches.  A pipeline runs the micro-batches of its data rank; a model of your own takes them together
+        if it has `losses_and_gradient` (`mpishard.parameters.model.PipelinedModel`), else one by one, and what it makes
+        of one is added as it comes.  In a training loop of your own, `step` counts each rank's gradient as one
+        micro-batch, which gives the same bits on the same number of ranks.  With ``shards=1`` MPI does the sums over
+        tensor ranks: they give the same bits for the same tensor size if that MPI always adds in one order, as it must
+        with two ranks.
     allow_different_bits : bool
         Let a reproducible run go on where its bits depend on more than the run: with ranks whose BLAS kernels differ,
         from a checkpoint made with other BLAS kernels or threads, libraries, shards or micro-batches, or with a model
