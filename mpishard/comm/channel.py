@@ -68,8 +68,8 @@ class Channel:
         self._unique_name = "" if self.matching is None else self.matching.name(comm)
 
     def free(self) -> None:
-        """Free the communicator.  Collective."""
-        if not self._is_self:
+        """Free the communicator, if this rank has one: a spare of an elastic run has none.  Collective."""
+        if not self._is_self and self.comm != MPI.COMM_NULL:
             self.comm.Free()
 
     def revoke(self) -> None:

@@ -10,6 +10,7 @@ import atexit
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from mpi4py import MPI
@@ -93,6 +94,7 @@ class ElasticLoop:
         place, number = (WHOLE, mesh.size) if chooses else (mesh.place, mesh.data.size)
         membership = Membership(mesh.world.comm, place, number)
         elasticity.watch.follow(membership.roles.peers)
+        training.held.meet = membership.fail
         reason, clock = training.reached_goal(), optimizer.clock
         agreements = Agreements(mesh, membership)
         status = RunStatus(clock, clock, reason, bool(reason))
@@ -125,12 +127,14 @@ class ElasticLoop:
         fail_alone(self._heals)
         leave_to_others(False)
         note_training(True, tells=membership.rank == 0)
-        atexit.register(self._leave)
+        # Not a method of the loop: after an error that the script catches, it would keep the state of the run.
+        leave = atexit.register(partial(_leave, membership)) if self._heals else None
         while self.phase is not Phase.ENDED:
             self.phase = next_phase(self.phase, self._take_turn())
         training.close()
         fail_alone(False)
-        atexit.unregister(self._leave)
+        if leave is not None:
+            atexit.unregister(leave)
         if Membership.lost:
             finalize_in_time()
         # After a death all report, since the first process may die before it has.
@@ -142,12 +146,6 @@ class ElasticLoop:
             raise SystemExit(0)
         by_user = self._parts.elasticity.outside.signals.by_user
         return training.result(self._parts.transactions.status.stop_reason, by_user)
-
-    def _leave(self) -> None:
-        """End a process whose script ends in the middle of the run; MPI_Finalize would wait for the others."""
-        if self._heals:
-            give_up()
-            die(f"mpishard: process {self._parts.membership.identity} leaves the run, its script has ended")
 
     # -- phases -----------------------------------------------------------------------------------------------------
 
@@ -186,6 +184,8 @@ class ElasticLoop:
     def _wait(self) -> Event:
         """Wait for an order."""
         self._order = self._parts.membership.wait_for_order()
+        if not self._order.workers:
+            self._parts.training.held.raise_over(self._parts.membership.axis)
         return Event.ORDERED
 
     def _resize(self) -> Event:
@@ -256,6 +256,12 @@ class ElasticLoop:
         """
         if self._parts.decisions.awaits_recruits and self._parts.workers.mesh.node.size > len(own_cores()):
             time.sleep(min(_GIVE_WAY * seconds, _GIVE_WAY_MOST_S))
+
+
+def _leave(membership: Membership) -> None:
+    """End a process whose script ends in the middle of the run; MPI_Finalize would wait for the others."""
+    give_up()
+    die(f"mpishard: process {membership.identity} leaves the run, its script has ended")
 
 
 def _first_offer(

@@ -69,7 +69,10 @@ def _shared_axis(comm: MPI.Intracomm) -> Axis:
 
 
 class Order(NamedTuple):
-    """The next number of workers, and how many spawned workers wait to be called in for it."""
+    """The next number of workers, and how many spawned workers wait to be called in for it.
+
+    No workers: the run fails by an error that all processes raise.
+    """
 
     workers: int
     recruits: int = 0
@@ -160,6 +163,12 @@ class Membership:
         numbers = np.array(order, np.int64)
         for spare in range(self.roles.working, self.roles.size):
             self.axis.send(numbers, self.roles.ranks[spare], _ORDER, label="control")
+
+    def fail(self) -> Axis:
+        """Order the spares to raise an error with the workers; returns the axis of all.  Not collective."""
+        if self.rank == 0:
+            self.order(Order(0))
+        return self.axis
 
     def wait_for_order(self) -> Order:
         """Sleep until rank 0 sends an order.  Called by spares; raises MPI.Exception if a process dies."""

@@ -77,7 +77,10 @@ class Loop:
         optimizer = training.optimizer
         self._requested = max(self._requested, request)
         if not outcome.synchronized:
-            return training.why_stop(StopRequest.NONE)
+            reason = training.why_stop(StopRequest.NONE)
+            if reason:  # the ranks meet no more in a step
+                training.held.raise_on_all()
+            return reason
         training.losses.reduce()
         if self._watching:
             self._requested = StopRequest.SIGNAL if self._interrupts.came else self._requested

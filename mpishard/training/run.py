@@ -6,6 +6,7 @@ import math
 import time
 from typing import Any, NamedTuple
 
+from mpishard.comm.held_error import HeldError
 from mpishard.data_parallel.results import OptimizationResult, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import tell_of_other_starts
@@ -70,6 +71,8 @@ class TrainingRun:
     ----------
     batches, runner, losses, checkpoints, report
         The parts of the run.
+    held : HeldError
+        An error of the user's function or callback on this rank, until all ranks raise it.
     """
 
     def __init__(
@@ -93,7 +96,8 @@ class TrainingRun:
             scaling,
             method=optimizer.rule if isinstance(optimizer.rule, Method) else None,
         )
-        self.runner = StepRunner(problem, optimizer, looks=begins or optimizer.mesh.debug)
+        self.held = HeldError(optimizer.mesh.world, transactional)
+        self.runner = StepRunner(problem, optimizer, begins or optimizer.mesh.debug, self.held)
         if begins:
             tell_of_other_starts(optimizer.mesh, self.runner.parameters)
         self.runner.attach()
@@ -137,7 +141,7 @@ class TrainingRun:
             raise ValueError(f"{problem.settings} for this mesh, {self.problem.settings} before; make them the same")
         self.problem = self.batches.problem = self.checkpoints.problem = problem
         self._stop = StopCondition(problem)
-        self.runner = StepRunner(problem, self.optimizer, looks=self.optimizer.mesh.debug)
+        self.runner = StepRunner(problem, self.optimizer, self.optimizer.mesh.debug, self.held)
 
     # -- progress ---------------------------------------------------------------------------------------------------
 
@@ -202,7 +206,11 @@ class TrainingRun:
         synchronized = self._transactional or optimizer.state.synchronizes_next_step
         costs = self.runner.costs
         if synchronized:
+            if self.held.error is not None:
+                losses[...] = math.nan  # tells the others
             loss = self.losses.mean_over_ranks(losses, count, None if costs is None else costs.seconds)
+            if math.isnan(loss) and not self.runner.together:
+                self._raise_held()
         else:
             loss = self.losses.mean_of_rank(losses, count)
         factor = self.batches.rate_factor
@@ -263,15 +271,19 @@ class TrainingRun:
         seconds = time.perf_counter() - self._began
         if self._callback is not None:
             norm, values = self.optimizer.gradient_norm, self.runner.values
-            if self._callback(
-                TrainingState(step, outcome.loss, outcome.learning_rate, norm, self.samples, seconds, values)
-            ):
-                return StopRequest.CALLBACK
+            state = TrainingState(step, outcome.loss, outcome.learning_rate, norm, self.samples, seconds, values)
+            with self.held.holding():
+                if self.held.error is None and self._callback(state):
+                    return StopRequest.CALLBACK
+            if self.held.error is not None:
+                return StopRequest.FAILED
         timed_out = self.problem.seconds is not None and seconds >= self.problem.seconds
         return StopRequest.SECONDS if timed_out else StopRequest.NONE
 
     def why_stop(self, request: int) -> str:
         """The reason to stop if `request` is the strongest of all ranks; empty if there is none.
+
+        Collective if that is FAILED: then all ranks raise the error.
 
         Parameters
         ----------
@@ -283,7 +295,17 @@ class TrainingRun:
         str
             As in `OptimizationResult.stop_reason`.
         """
+        if request == StopRequest.FAILED:
+            self._raise_held()
         return self._ended or self._stop.reason(request, len(self.losses), self.optimizer.gradient_norm)
+
+    def _raise_held(self) -> None:
+        """Raise an error that a rank holds on all ranks; return if none does.  Collective."""
+        try:
+            self.held.raise_on_all()
+        except BaseException:
+            self.runner.parameters.reset_gradients()  # waits for the sums under way
+            raise
 
     @property
     def _ended(self) -> str:

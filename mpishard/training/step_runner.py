@@ -14,6 +14,7 @@ from mpishard.arguments import returned
 from mpishard.backend import array as arrays
 from mpishard.backend.array import aligned_copy
 from mpishard.backend.blas_threads import fix_blas_threads
+from mpishard.comm.held_error import HeldError
 from mpishard.data.balance import TermCosts
 from mpishard.data.sampling import micro_batches, share
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
@@ -40,6 +41,8 @@ class StepRunner:
     looks : bool
         Whether to check the first call of the function for changes of inputs that it must only read; with ``debug`` of
         the mesh all calls are checked.
+    held : HeldError
+        Holds an error of the function, unless other ranks wait for this one inside the function.
 
     Attributes
     ----------
@@ -70,7 +73,7 @@ class StepRunner:
     # The function adds its gradient to this: the reducer, or a flat array if the function takes flat arrays.
     _gradients: Any
 
-    def __init__(self, problem: Objective[Any], optimizer: ShardedOptimizer, looks: bool) -> None:
+    def __init__(self, problem: Objective[Any], optimizer: ShardedOptimizer, looks: bool, held: HeldError) -> None:
         self.problem = problem
         self.optimizer = optimizer
         self.axis = optimizer.axis
@@ -89,6 +92,7 @@ class StepRunner:
                 "product=function(parameters, direction, samples, products)"
             )
         self._looks = looks
+        self._held = held
         self._direction: FlatParameters | None = None  # the factor of a Hessian product, if one is wanted
         self.misuse: Exception | None = None
         self.nonfinite_loss = ""
@@ -231,6 +235,13 @@ class StepRunner:
         return self._call([samples])[0]
 
     def _call(self, micro_batches: list[np.ndarray]) -> list[float]:
+        """The summed losses of micro-batches; 0 once the function has failed on this rank, which is told later."""
+        if self._held.error is None:
+            with self._held.holding(alone=not self.together):
+                return self._called(micro_batches)
+        return [0.0] * len(micro_batches)
+
+    def _called(self, micro_batches: list[np.ndarray]) -> list[float]:
         """Call the function for micro-batches: for one, unless it takes several; returns their summed losses."""
         looks = [Untouched(self.parameters, samples) for samples in micro_batches if self._looks and len(samples)]
         began = time.perf_counter()

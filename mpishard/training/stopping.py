@@ -16,6 +16,7 @@ class StopRequest(IntEnum):
     SECONDS = 1
     CALLBACK = 2
     SIGNAL = 3
+    FAILED = 4
 
 
 @dataclass(frozen=True)

@@ -307,6 +307,22 @@ def test_the_copies_of_the_state_go_with_the_run(mesh):
         gc.enable()
 
 
+def test_an_error_of_one_worker_reaches_the_spares(mesh):
+    if os.environ.get("OMPI_MCA_mpi_ft_enable") == "1":
+        pytest.skip("counts as a death")
+    optimizer = elastic(STRATEGIES[0], mesh, max_workers=mesh.size)
+
+    def callback(state):
+        if state.step == 1:
+            optimizer.resize(max(1, mesh.size - 1))
+        if state.step == 4 and own == 0:
+            raise LookupError("no data")
+
+    own = mesh.rank
+    with pytest.raises(LookupError if own == 0 else RuntimeError, match="no data"):
+        optimizer.optimize(own_problem(), callback=callback, progress=False)
+
+
 def test_what_a_method_has_not_written_is_not_copied_again(mesh, monkeypatch):
     """Yet after each evaluation, also one that was taken back, the buddies have the neighbour's whole state."""
     history, again, commit, compute = 4, set(), Transactions.commit, Transactions.compute

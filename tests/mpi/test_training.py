@@ -360,6 +360,66 @@ def test_one_rank_stops_all_of_any_mesh(comm, reason, ctrl_c):
                 assert result.steps == 2 or (reason == "seconds" and result.steps < 20)
 
 
+@pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
+@pytest.mark.parametrize("where", ["function", "callback", "exit"])
+def test_an_error_of_one_rank_is_raised_on_all(mesh, comm, where, elastic):
+    """A script that catches it can go on: no rank waits, and the parameters are those of the last step."""
+    if elastic and os.environ.get("OMPI_MCA_mpi_ft_enable") == "1":
+        pytest.skip("counts as a death")
+
+    def fail():
+        if mesh.rank == comm.size - 1 and len(seen) == 3:
+            raise SystemExit(3) if where == "exit" else LookupError("no data")
+
+    def function(parameters, samples, gradients):
+        if where != "callback":
+            fail()
+        return least_squares(parameters, samples, gradients)
+
+    def callback(state):
+        seen.append(state.parameters.copy())
+        if where == "callback":
+            fail()
+
+    seen = []
+    kind = mpishard.ElasticOptimizer if elastic else DDPOptimizer
+    optimizer = kind(SGD(lr=0.01), mesh)
+    task = replace(problem(), function=function)
+    raised = SystemExit if where == "exit" else LookupError if mesh.rank == comm.size - 1 else RuntimeError
+    with pytest.raises(raised) as error:
+        optimizer.optimize(task, callback=callback, progress=False)
+    if where == "exit":
+        assert error.value.code == 3
+    elif raised is RuntimeError:
+        assert f"rank {comm.size - 1} " in str(error.value) and "LookupError: no data" in str(error.value)
+    assert len(seen) == 3
+    again = optimizer.optimize(replace(problem(), start=seen[-1], steps=2), progress=False)
+    assert again.steps == 2 and len(set(comm.allgather(again.parameters.tobytes()))) == 1
+
+
+def test_an_error_between_synchronizations_is_raised_at_the_next(mesh, comm):
+    def function(parameters, samples, gradients):
+        if mesh.rank == comm.size - 1:
+            raise LookupError("no data")
+        return least_squares(parameters, samples, gradients)
+
+    for steps in (3, 12):
+        task = replace(problem(steps=steps), function=function)
+        with pytest.raises(LookupError if mesh.rank == comm.size - 1 else RuntimeError, match="no data"):
+            mpishard.LocalSGDOptimizer(SGD(lr=0.01), mesh).optimize(task, progress=False)
+
+
+def test_an_error_of_one_rank_in_a_model(mesh, comm):
+    def batch(samples):
+        if mesh.rank == comm.size - 1:
+            raise LookupError("no data")
+        return TOKENS[samples, :-1], TOKENS[samples, 1:]
+
+    task = OptimizationProblem.for_model(gpt(), batch, samples=45, batch_size=10, tokens_per_sample=8, steps=2)
+    with pytest.raises(LookupError if mesh.rank == comm.size - 1 else RuntimeError, match="no data"):
+        DDPOptimizer(SGD(lr=0.01), mesh).optimize(task, progress=False)
+
+
 def test_no_steps_at_all(mesh):
     result = DDPOptimizer(SGD(lr=0.1), mesh).optimize(problem(steps=0), progress=False)
     assert result.steps == result.samples == len(result.loss_history) == 0

@@ -1,0 +1,78 @@
+"""Errors of the user's code that wait until all ranks can raise them; and what a run that has failed leaves."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpishard
+from mpishard.comm.axis import Axis
+from mpishard.comm.held_error import HeldError
+from mpishard.elastic.loop import ElasticLoop
+
+
+class TwoRanks:
+    """The axis of rank 0 of two, of which the other has called ``sys.exit(3)``."""
+
+    rank, size = 0, 2
+
+    def raise_if_any(self, problem):
+        if problem is not None:
+            raise problem
+
+    def allgather_object(self, value):
+        return [value, 3]
+
+
+@pytest.mark.parametrize("error", [KeyError("no data"), SystemExit(3)], ids=["error", "exit"])
+def test_an_error_waits_for_the_others(error):
+    held = HeldError(TwoRanks(), transactional=False)
+    with held.holding():
+        raise error
+    assert held.error is error
+    with pytest.raises(type(error)) as raised:
+        held.raise_on_all()
+    assert raised.value is error and held.error is None
+
+
+def test_all_ranks_end_with_the_code_of_one(capfd):
+    with pytest.raises(SystemExit) as raised:
+        HeldError(TwoRanks(), transactional=False).raise_on_all()
+    assert raised.value.code == 3
+    assert "rank 1 called sys.exit in the run; all ranks end with its code 3" in capfd.readouterr().err
+
+
+def test_what_cannot_wait_is_raised_at_once(monkeypatch):
+    for error, alone in (
+        (KeyError("no data"), False),
+        (MPI.Exception(MPI.ERR_OTHER), True),
+        (KeyboardInterrupt(), True),
+    ):
+        held = HeldError(TwoRanks(), transactional=False)
+        with pytest.raises(type(error)), held.holding(alone):
+            raise error
+        assert held.error is None
+    held = HeldError(Axis.single(), transactional=False)
+    with pytest.raises(KeyError), held.holding():
+        raise KeyError("no data")
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    held = HeldError(TwoRanks(), transactional=True)
+    with pytest.raises(KeyError), held.holding():
+        raise KeyError("a death")
+
+
+def test_an_elastic_run_that_has_failed_is_not_kept():
+    def function(parameters, samples, gradients):
+        raise ArithmeticError("spoilt")
+
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        problem = mpishard.OptimizationProblem(function, np.zeros(3), samples=4, batch_size=4, steps=2)
+        optimizer = mpishard.ElasticOptimizer(mpishard.SGD(lr=0.1), mesh)
+        before = sum(isinstance(each, ElasticLoop) for each in gc.get_objects())
+        with pytest.raises(ArithmeticError):
+            optimizer.optimize(problem, progress=False)
+        gc.collect()
+        assert sum(isinstance(each, ElasticLoop) for each in gc.get_objects()) == before
