@@ -14,6 +14,7 @@ from mpishard.comm.channel import NOTHING
 from mpishard.comm.communicator import Communicator
 from mpishard.comm.ledger import Ledger
 from mpishard.deprecated import renamed_method
+from mpishard.io import log
 
 # The errors that `raise_if_any` can raise on a rank whose own check passed.
 _FILE_ERRORS = (OSError, PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
@@ -22,15 +23,22 @@ _KNOWN_ERRORS: dict[str, type[Exception]] = {
 }
 
 
-def _known_kind(problem: Exception) -> str:
+def _known_kind(problem: BaseException) -> str:
     """The name of the error's class, or of its nearest base class that other ranks can raise too."""
     kinds = [kind.__name__ for kind in type(problem).__mro__]
     return next((name for name in kinds if name in _KNOWN_ERRORS), kinds[0])
 
 
-def _text(problem: Exception) -> str:
+def _text(problem: BaseException) -> str:
     """What other ranks say of the error: with its class, where theirs is another and its text alone may say little."""
     return str(problem) if type(problem).__name__ in _KNOWN_ERRORS else f"{type(problem).__name__}: {problem}"
+
+
+def _exit_code(problem: BaseException) -> int | None:
+    """The exit code that ``sys.exit`` asked for; None for an error."""
+    if not isinstance(problem, SystemExit):
+        return None
+    return 0 if problem.code is None else problem.code & 0xFF if isinstance(problem.code, int) else 1
 
 
 def allgather_values(comm: MPI.Comm, value: Any) -> list[Any]:
@@ -249,7 +257,7 @@ class Axis(Communicator):
         ledger.enter(call, 0, ledger.spend(call, call[0]))
         return values
 
-    def raise_if_any(self, problem: Exception | None) -> None:
+    def raise_if_any(self, problem: BaseException | None) -> None:
         """Raise on all ranks if any rank has a problem.  Collective.
 
         No rank goes on while another raises, so no rank is left waiting.
@@ -263,12 +271,14 @@ class Axis(Communicator):
         ------
         Exception
             `problem`, or else that of the first rank with one, of the same class if that is a common one.
+        SystemExit
+            If the first rank with one has called ``sys.exit``: with the same code.
         """
         bad = np.array([problem is not None], np.int64)
         if self.all_reduce(bad, op="max", label="control")[0]:
             self.raise_together(problem)
 
-    def raise_together(self, problem: Exception | None) -> None:
+    def raise_together(self, problem: BaseException | None) -> None:
         """Raise on all ranks, which know that some rank has a problem: half of `raise_if_any`.  Collective.
 
         Parameters
@@ -281,8 +291,13 @@ class Axis(Communicator):
         Exception
             As `raise_if_any`.
         """
-        problems = self.allgather_object(None if problem is None else (_known_kind(problem), _text(problem)))
+        own = None if problem is None else (_known_kind(problem), _text(problem), _exit_code(problem))
+        problems = self.allgather_object(own)
+        rank, (kind, text, code) = next((rank, known) for rank, known in enumerate(problems) if known is not None)
+        if code is not None and self.rank == 0:
+            log.warn(f"rank {rank} called sys.exit in the run; all ranks end with its code {code}")
         if problem is not None:
             raise problem
-        rank, (kind, text) = next((rank, known) for rank, known in enumerate(problems) if known is not None)
+        if code is not None:
+            raise SystemExit(code)
         raise _KNOWN_ERRORS.get(kind, RuntimeError)(f"rank {rank} of axis {self.name!r}: {text}")

@@ -12,7 +12,6 @@ from mpi4py import MPI
 
 from mpishard.comm.axis import Axis
 from mpishard.comm.capabilities import heals_in_place
-from mpishard.io import log
 
 
 class HeldError:
@@ -70,7 +69,7 @@ class HeldError:
         Exception
             On a rank that has failed its own error, elsewhere one that names the first such rank and its error.
         SystemExit
-            If a rank called ``sys.exit``, and no rank has an error: all ranks end with its code.
+            If the first such rank has called ``sys.exit``: all ranks end with its code.
         """
         if self._world.size > 1:
             self.raise_over(self.meet())
@@ -86,18 +85,4 @@ class HeldError:
             As above.
         """
         error, self.error = self.error, None
-        axis.raise_if_any(error if isinstance(error, Exception) else None)
-        exits = axis.allgather_object(_exit_code(error))
-        rank = next((rank for rank, code in enumerate(exits) if code is not None), None)
-        if rank is None:
-            return
-        if axis.rank == 0:
-            log.warn(f"rank {rank} called sys.exit in the run; all ranks end with its code {exits[rank]}")
-        raise error if error is not None else SystemExit(exits[rank])
-
-
-def _exit_code(error: BaseException | None) -> int | None:
-    """The exit code that this SystemExit asks for; None for anything else."""
-    if not isinstance(error, SystemExit):
-        return None
-    return 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
+        axis.raise_if_any(error)

@@ -113,7 +113,7 @@ class Comparison:
 
 
 def exchange(
-    world: Axis, problem: Exception | None, value: float, numbers: Sequence[int]
+    world: Axis, problem: BaseException | None, value: float, numbers: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tell all ranks what came of an evaluation on each.  Collective over the axis, in one call.
 

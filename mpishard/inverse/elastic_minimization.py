@@ -172,7 +172,7 @@ class ElasticMinimization:
         try:
             value, gradient = self._functions.value_and_gradient(x)
             vector = self._unknowns.vector("the gradient", gradient)
-        except Exception as error:  # of the user's function: all ranks must learn of it
+        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
             problem = error
         self._compare("the gradient", value, vector, problem)
         if len(samples):
@@ -191,7 +191,7 @@ class ElasticMinimization:
         vector, problem = None, None
         try:
             vector = self._unknowns.vector("the Hessian product", self._functions.product(x, along))
-        except Exception as error:  # of the user's function: all ranks must learn of it
+        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
             problem = error
         self._compare("the Hessian product", 0.0, vector, problem)
         if len(samples):
@@ -201,7 +201,7 @@ class ElasticMinimization:
         for piece in self._parameters.pieces:
             gradients[piece.name] += vector[piece.start : piece.start + piece.size].reshape(piece.shape)
 
-    def _compare(self, what: str, value: float, vector: Array | None, problem: Exception | None) -> None:
+    def _compare(self, what: str, value: float, vector: Array | None, problem: BaseException | None) -> None:
         """Raise on all ranks if the function has failed on one, or gives different results.
 
         One of them counts.  Those who meet here may have joined at different times: all are compared each time.

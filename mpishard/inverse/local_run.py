@@ -76,7 +76,7 @@ class LocalRun:
         """See `Run`."""
         return vector
 
-    def tell(self, value: float, gradient: Any, problem: Exception | None) -> None:
+    def tell(self, value: float, gradient: Any, problem: BaseException | None) -> None:
         """See `Run`."""
         self.raise_if_any(problem)
         tell_of_projection(self._moved)  # not before: a state may take the place of the start
@@ -84,13 +84,13 @@ class LocalRun:
         self.value = value
         self.minimizer.tell(value, self.unknowns.vector("the gradient", gradient))
 
-    def value_of(self, value: float, gradient: Any, problem: Exception | None) -> float:
+    def value_of(self, value: float, gradient: Any, problem: BaseException | None) -> float:
         """See `Run`."""
         self.raise_if_any(problem)
         self.unknowns.vector("the gradient", gradient)
         return value
 
-    def tell_product(self, product: Any, problem: Exception | None) -> None:
+    def tell_product(self, product: Any, problem: BaseException | None) -> None:
         """See `Run`."""
         self.raise_if_any(problem)
         self.minimizer.tell_product(self.unknowns.vector("the Hessian product", product))
@@ -99,7 +99,7 @@ class LocalRun:
         """See `Run`."""
         return flag
 
-    def raise_if_any(self, problem: Exception | None) -> None:
+    def raise_if_any(self, problem: BaseException | None) -> None:
         """See `Run`."""
         if problem is not None:
             raise problem

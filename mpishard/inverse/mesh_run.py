@@ -125,17 +125,17 @@ class MeshRun:
 
     # -- an evaluation ------------------------------------------------------------------------------------------------
 
-    def tell(self, value: float, gradient: Any, problem: Exception | None) -> None:
+    def tell(self, value: float, gradient: Any, problem: BaseException | None) -> None:
         """See `Run`."""
         flat, self.value = self._agree(value, "the gradient", gradient, problem)
         self._evaluations.tell(self.value, self._own(flat))
         self._look_for_culprits("gradient", value, flat)
 
-    def value_of(self, value: float, gradient: Any, problem: Exception | None) -> float:
+    def value_of(self, value: float, gradient: Any, problem: BaseException | None) -> float:
         """See `Run`."""
         return self._agree(value, "the gradient", gradient, problem)[1]
 
-    def tell_product(self, product: Any, problem: Exception | None) -> None:
+    def tell_product(self, product: Any, problem: BaseException | None) -> None:
         """See `Run`."""
         flat, _ = self._agree(0.0, "the Hessian product", product, problem)
         self._evaluations.tell_product(self._own(flat))
@@ -148,7 +148,7 @@ class MeshRun:
             if self._sums or (self.any(finite) and self.any(not finite)):
                 self.culprits = self._evaluations.culprits(what, value, flat)
 
-    def _agree(self, value: float, what: str, given: Any, problem: Exception | None) -> tuple[Array, float]:
+    def _agree(self, value: float, what: str, given: Any, problem: BaseException | None) -> tuple[Array, float]:
         """This rank's vector, and the value of all ranks; raises on all if any has a problem, or if they differ."""
         flat = None
         if problem is None:
@@ -175,7 +175,7 @@ class MeshRun:
         """See `Run`."""
         return bool(self.mesh.world.all_reduce(np.array([flag], np.int64), op="max", label="control")[0])
 
-    def raise_if_any(self, problem: Exception | None) -> None:
+    def raise_if_any(self, problem: BaseException | None) -> None:
         """See `Run`."""
         self.mesh.world.raise_if_any(problem)
 

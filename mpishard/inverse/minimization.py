@@ -222,7 +222,7 @@ class _Loop:
         value, vector, problem = math.nan, None, None
         try:
             value, vector = self._functions.value_and_gradient(optimizer.result.x)
-        except Exception as error:  # of the user's function: all ranks must learn of it
+        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
             problem = error
         files.check_function(optimizer.run.value_of(value, vector, problem))
 
@@ -232,7 +232,7 @@ class _Loop:
         value, vector, problem = 0.0, None, None
         try:
             value, vector = self._evaluate(request)
-        except Exception as error:  # of the user's function: all ranks must learn of it
+        except (Exception, SystemExit) as error:  # of the user's function: all ranks must learn of it
             problem = error
         optimizer.tell_outcome(value, vector, problem)
         progress = optimizer.progress
@@ -255,11 +255,11 @@ class _Loop:
         if not self._watched:
             return
         optimizer, run = self._optimizer, self._optimizer.run
-        problem: Exception | None = None
+        problem: BaseException | None = None
         stops = False
         try:
             stops = self._callback(self._intermediate)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             problem = error
         run.raise_if_any(problem)
         if optimizer.has_ended:

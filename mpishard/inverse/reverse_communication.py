@@ -179,7 +179,7 @@ class ReverseCommunication:
         self._check_wanted(Wanted.PRODUCT, "a Hessian product")
         self.tell_outcome(0.0, product, None)
 
-    def tell_outcome(self, value: float, vector: Any, problem: Exception | None) -> None:
+    def tell_outcome(self, value: float, vector: Any, problem: BaseException | None) -> None:
         """As `tell` or `tell_product`, or the error that came instead of an answer; it is raised on all ranks.
 
         Parameters

@@ -53,18 +53,18 @@ class Run(Protocol):
         """A vector of the minimizer as an array like the unknowns of this rank; maybe not a copy."""
         ...
 
-    def tell(self, value: float, gradient: Any, problem: Exception | None) -> None:
+    def tell(self, value: float, gradient: Any, problem: BaseException | None) -> None:
         """Check what the user gave on every rank, bring it together, and tell the minimizer.
 
         Raises on all ranks if any has a problem.
         """
         ...
 
-    def value_of(self, value: float, gradient: Any, problem: Exception | None) -> float:
+    def value_of(self, value: float, gradient: Any, problem: BaseException | None) -> float:
         """The value of all ranks from what the user gave on each, checked as by `tell`, which is not told."""
         ...
 
-    def tell_product(self, product: Any, problem: Exception | None) -> None:
+    def tell_product(self, product: Any, problem: BaseException | None) -> None:
         """As `tell`, for a Hessian product."""
         ...
 
@@ -72,7 +72,7 @@ class Run(Protocol):
         """Whether the flag is set on any rank."""
         ...
 
-    def raise_if_any(self, problem: Exception | None) -> None:
+    def raise_if_any(self, problem: BaseException | None) -> None:
         """Raise on all ranks if any has a problem."""
         ...
 

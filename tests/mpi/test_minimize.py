@@ -342,6 +342,21 @@ def test_elastic_runs_have_the_bits_of_one_rank(comm, mesh, same_on_all, method,
         assert all(np.array_equal(result[name], plain[name]) for name in plain)
 
 
+@pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
+def test_all_ranks_end_with_the_code_of_one(mesh, elastic):
+    if elastic and os.environ.get("OMPI_MCA_mpi_ft_enable") == "1":
+        pytest.skip("counts as a death")
+
+    def fun(x):
+        if mesh.rank == mesh.size - 1 and (x != START).any():
+            raise SystemExit(3)
+        return float(x @ x), 2 * x
+
+    with pytest.raises(SystemExit) as raised:
+        minimize(fun, START, mesh=mesh, elastic=elastic)
+    assert raised.value.code == 3
+
+
 def test_elastic_runs_of_a_start_with_names(mesh, same_on_all):
     seen, target = [], {"a": np.arange(4.0).reshape(2, 2), "b": np.array([1.0, 2.0, 4.0])}
 
