@@ -127,7 +127,11 @@ def with_mpi(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "every_variant: part of every sample, since its variants follow the ranks")
+    config.addinivalue_line(
+        "markers",
+        "every_variant(short=True): part of every sample, since its variants follow the ranks; short=False: of all but"
+        " the short ones",
+    )
     if with_mpi(config):
         from mpi4py import MPI
 
@@ -151,20 +155,23 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = f"a sample of tests/mpi, another for each MPI and number of ranks; at {WHOLE} ranks they make up all of it"
     parser.addoption("--sample", action="store_true", help=text)
+    text = "fewer steps and combinations, as plain `tox` takes; `tox -e full` has all of them"
+    parser.addoption("--short", action="store_true", help=text)
 
 
-def chosen(items: list[pytest.Item], where: tuple[str, int]) -> set[str]:
+def chosen(items: list[pytest.Item], where: tuple[str, int], short: bool = False) -> set[str]:
     """The names of the sample that runs in one place: under an MPI, at a number of ranks.
 
     At `WHOLE` ranks every other variant of each test in ``tests/mpi``, the others under the other MPI.  Elsewhere half
     of the tests, and of each a share of the variants, at least one; other places have others.  Chosen by a hash of
     names, since a fixed stride would leave out whole values of a parameter.  Tests marked ``every_variant`` are part of
-    every sample.
+    every sample, those marked ``every_variant(short=False)`` of all but the short ones.
     """
     kept: set[str] = set()
     variants: dict[str, list[str]] = {}
     for item in items:
-        if HERE / "mpi" not in item.path.parents or item.get_closest_marker("every_variant"):
+        every = item.get_closest_marker("every_variant")
+        if HERE / "mpi" not in item.path.parents or (every and (not short or every.kwargs.get("short", True))):
             kept.add(item.nodeid)
         else:
             variants.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
@@ -185,7 +192,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if with_mpi(config) and config.getoption("--sample"):
         from mpi4py import MPI
 
-        kept = chosen(items, (MPI.get_vendor()[0], MPI.COMM_WORLD.size))
+        kept = chosen(items, (MPI.get_vendor()[0], MPI.COMM_WORLD.size), config.getoption("--short"))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
         items[:] = [item for item in items if item.nodeid in kept]
     for item in items:
@@ -193,6 +200,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.mpi)
         elif HERE / "e2e" in item.path.parents:
             item.add_marker(pytest.mark.mpi_skip)  # starts jobs of its own, which a rank must not
+
+
+@pytest.fixture(scope="session")
+def short(request: pytest.FixtureRequest) -> bool:
+    """Whether to take fewer steps and combinations: ``--short``."""
+    return bool(request.config.getoption("--short"))
 
 
 @pytest.fixture(scope="session")

@@ -52,14 +52,14 @@ class Run:
 
 
 @functools.cache
-def alone(heads: int, layers: int, tied: bool, rule: str) -> Run:
+def alone(heads: int, layers: int, tied: bool, rule: str, steps: int) -> Run:
     """The same training on one rank."""
     losses, norms, gradients, parameters = [], [], [], []
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
         model = nn.GPT(VOCABULARY, LENGTH, WIDTH, layers, heads, np.float64, SEED, tied=tied)
         optimizer = mpishard.DDPOptimizer(RULES[rule], mpishard.ShardingConfiguration(mesh, max_gradient_norm=CLIP))
         strategy = optimizer.bind(model.parameters)
-        for step in range(1, STEPS + 1):
+        for step in range(1, steps + 1):
             losses.append(loss_and_gradient(model, mesh, step))
             finish(strategy)
             gradients.append(np.concatenate(strategy.gradients()))
@@ -69,11 +69,11 @@ def alone(heads: int, layers: int, tied: bool, rule: str) -> Run:
         return Run(*map(np.array, (losses, norms, gradients, parameters)))
 
 
-def expected_of(case: Case, comm: MPI.Intracomm) -> Run:
+def expected_of(case: Case, comm: MPI.Intracomm, steps: int = STEPS) -> Run:
     """`alone`, computed on one rank and read by the others from files, of which the node keeps one copy."""
     path = None
     if comm.rank == 0:
-        key = case.heads, case.layers, case.tied, case.rule
+        key = case.heads, case.layers, case.tied, case.rule, steps
         path = Path(_folder(), "-".join(map(str, key)))
         if not path.exists():
             run = alone(*key)
@@ -131,7 +131,7 @@ class Worst(dict[str, float]):
 
 def errors(case: Case, comm: MPI.Intracomm, steps: int = STEPS) -> dict[str, float]:
     """Largest differences from the run on one rank, over all ranks and steps.  Collective over `comm`."""
-    expected = expected_of(case, comm)
+    expected = expected_of(case, comm, steps)
     worst = Worst.fromkeys(("loss", "gradient", "norm", "parameter"), 0.0)
     with mpishard.Mesh(comm, data=case.data, tensor=case.tensor, pipeline=case.pipeline) as mesh:
         with warnings.catch_warnings():

@@ -171,7 +171,8 @@ def moves_from(
     ``"bits"`` says on how many ranks anything differs from the run that stays, where the target is the same layout.
     """
     comm = world.world.comm
-    expected, last = grid.expected_of(layout, comm), BEFORE + after  # type: ignore[arg-type]
+    last = BEFORE + after
+    expected = grid.expected_of(layout, comm, last)  # type: ignore[arg-type]
     group = Group(comm, layout.ranks)
     source = group.session(layout, grid.SEED)
     found: list[tuple[str, dict[str, float]]] = []

@@ -22,7 +22,7 @@ from mpishard.layout.local_layout import ModelParallelRank
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 9))
 STEPS = 8
 SHAPES = [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
-pytestmark = [pytest.mark.every_variant, pytest.mark.mpi(min_size=3)]
+pytestmark = [pytest.mark.every_variant(short=False), pytest.mark.mpi(min_size=3)]
 
 
 def cell_of(shape):

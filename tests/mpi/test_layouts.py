@@ -11,7 +11,6 @@ SIZE = MPI.COMM_WORLD.size
 # Many ranks on few cores take long over a step, and each MPI takes others of these layouts there; `tests/grid.py` takes
 # all of them everywhere.
 pytestmark = pytest.mark.every_variant if SIZE <= 4 else []
-STEPS = grid.STEPS if SIZE <= 4 else 10
 
 
 def settings(case):
@@ -27,6 +26,6 @@ def settings(case):
 
 
 @pytest.mark.parametrize("case", every_pair(list(grid.cases(SIZE)), settings), ids=str)
-def test_a_layout_trains_as_one_rank_does(case, comm):
-    found = grid.errors(case, comm, STEPS)
+def test_a_layout_trains_as_one_rank_does(case, comm, short):
+    found = grid.errors(case, comm, 10 if short or SIZE > 4 else grid.STEPS)
     assert grid.passes(found), found

@@ -10,8 +10,6 @@ pytestmark = pytest.mark.every_variant
 SIZE = MPI.COMM_WORLD.size
 POSSIBLE = [layout for layout in moves.LAYOUTS if layout.ranks <= SIZE]
 LARGEST = max(POSSIBLE, key=lambda layout: (layout.ranks, layout.pipeline))
-# Many ranks on few cores take long over a step; `tests/moves.py` takes 20 everywhere.
-AFTER = 20 if SIZE <= 4 else 6
 
 
 @pytest.mark.parametrize("how", ["memory", "disk"])
@@ -20,9 +18,11 @@ AFTER = 20 if SIZE <= 4 else 6
     [(LARGEST, [LARGEST, POSSIBLE[0], POSSIBLE[len(POSSIBLE) // 2]]), (POSSIBLE[0], moves.tied([LARGEST]))],
     ids=["from most ranks", "from one rank, tied"],
 )
-def test_a_run_goes_on_in_another_layout(mesh, source, targets, how):
+def test_a_run_goes_on_in_another_layout(mesh, short, source, targets, how):
+    # Many ranks on few cores take long over a step; `tests/moves.py` takes 20 everywhere.
+    after = 6 if short or SIZE > 4 else 20
     source = moves.tied([source])[0] if targets[0].tied else source
-    for name, found in moves.moves_from(mesh, source, targets, [how], AFTER):
+    for name, found in moves.moves_from(mesh, source, targets, [how], after):
         assert moves.passes(found), (name, found)
 
 

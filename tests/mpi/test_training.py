@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -104,10 +105,16 @@ def gpt_problem(**options):
 
 
 @pytest.fixture(scope="module")
-def gpt_alone():
-    """Loss, parameters and last gradient by rule, of 50 steps on one rank; 4 steps an epoch, the last of 6 samples."""
+def gpt_steps(short):
+    return 10 if short else 50
+
+
+@pytest.fixture(scope="module")
+def gpt_alone(gpt_steps):
+    """Loss, parameters and last gradient by rule, on one rank; 4 steps an epoch, the last of 6 samples."""
+    problem = functools.partial(gpt_problem, steps=gpt_steps)
     return {
-        type(rule): alone(DDPOptimizer, rule, gpt_problem, max_gradient_norm=1.0)
+        type(rule): alone(DDPOptimizer, rule, problem, max_gradient_norm=1.0)
         for rule in (SGD(lr=0.3, momentum=0.9), AdamW(lr=3e-3))
     }
 
@@ -132,10 +139,10 @@ def exactly_zero_gradient(name, size):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rule", [SGD(lr=0.3, momentum=0.9), AdamW(lr=3e-3)], ids=["SGD", "AdamW"])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
-def test_gpt_equals_one_rank(mesh, gpt_alone, strategy, rule, micro_batch_size):
-    """Loss, gradients (through SGD's steps and the norm) and parameters, over 50 steps with ragged last batches."""
+def test_gpt_equals_one_rank(mesh, gpt_alone, gpt_steps, strategy, rule, micro_batch_size):
+    """Loss, gradients (through SGD's steps and the norm) and parameters, over epochs with ragged last batches."""
     config = ShardingConfiguration(mesh, max_gradient_norm=1.0)
-    task = gpt_problem(micro_batch_size=micro_batch_size)
+    task = gpt_problem(micro_batch_size=micro_batch_size, steps=gpt_steps)
     result = strategy(rule, config).optimize(task, progress=False)
     expected = gpt_alone[type(rule)]
     found = flat(result)
