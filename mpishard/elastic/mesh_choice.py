@@ -48,12 +48,14 @@ class MeshSizes(NamedTuple):
         Returns
         -------
         MeshSizes
-            All of them.
+            Of all axes.
 
         Raises
         ------
-        TypeError, ValueError
-            If they are no sizes.
+        TypeError
+            If an axis has another name, or a size is no integer.
+        ValueError
+            If a size is below 1; ``data=-1`` counts as left out.
         """
         return cls(**{"data": 1, **_checked(sizes)})
 
@@ -71,12 +73,12 @@ class MeshSizes(NamedTuple):
         Returns
         -------
         MeshSizes
-            All of them.
+            Of all axes.
 
         Raises
         ------
         ValueError
-            If the text has another form.
+            If the text has another form, names an axis twice, or has a size below 1.
         """
         sizes: dict[str, int] = {}
         for part in text.split(","):

@@ -9,7 +9,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def split(size: int, parts: int) -> list[int]:
-    """Offsets that cut elements into runs, the first ``size % parts`` of them one longer.
+    """Offsets that cut elements into runs as equal as can be: the first ``size % parts`` runs have one element more.
 
     Parameters
     ----------
@@ -36,10 +36,10 @@ def split(size: int, parts: int) -> list[int]:
 
 
 def nested_split(size: int, parts: int, slices: int = 1) -> list[int]:
-    """Offsets that cut elements into runs, each of which is a run of slices: of the `split` into `slices` of them.
+    """Offsets that cut elements into runs of whole slices: `split` makes the slices, each run has equally many.
 
-    So the cuts of two divisors of one number of slices fit into each other: a run of the finer cut lies in one run of
-    the coarser one, also where elements do not divide evenly.
+    For one number of slices all cuts nest, also where elements do not divide evenly: with 4 slices each quarter lies
+    in one half.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def nested_split(size: int, parts: int, slices: int = 1) -> list[int]:
     parts : int
         Number of runs, at least 1.
     slices : int
-        A multiple of `parts`; or 1: the runs are cut by `split`.
+        A multiple of `parts`.  Default: 1, for no slices; `split` makes the runs.
 
     Returns
     -------

@@ -20,7 +20,7 @@ from typing import Any
 from mpishard.comm.axis import Axis
 from mpishard.layout.boxes import counts, nested_split, split
 from mpishard.nn.workspace import Pool
-from mpishard.reduction.tree_sum import Node, add_by_tree, nodes, tree_merges
+from mpishard.reduction.tree_sum import Node, add_by_tree, nodes, sort_by_owner, tree_merges
 
 Array = Any
 
@@ -254,12 +254,7 @@ class Slices:
     def _pack(self, partial: Sequence[Array], pieces: Sequence[int]) -> Array:
         """The partial sums, sorted by owner, in one array."""
         block = self._memory("partial sums that leave", len(partial) * sum(pieces), partial[0])
-        start = offset = 0
-        for count in pieces:
-            for each in partial:
-                block[offset : offset + count] = each.reshape(-1)[start : start + count]
-                offset += count
-            start += count
+        sort_by_owner([each.reshape(-1) for each in partial], pieces, block)
         return block
 
     def _memory(self, name: str, size: int, like: Array) -> Array:

@@ -213,15 +213,12 @@ class FlatParameters:
     @functools.cached_property
     def fingerprint(self) -> int:
         """A hash of 62 bits of the specs, their order, and the dtype."""
-        text = repr((self.specs, self.dtype.name))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+        return _fingerprint(self.specs, self.dtype.name)
 
     @functools.cached_property
     def whole_fingerprint(self) -> int:
         """A hash of 62 bits of names, shapes and dtype of the whole model's tensors, the same on every mesh."""
-        tensors = sorted((spec.name, spec.shape) for spec in self.specs)
-        text = repr((tensors, self.dtype.name))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+        return _fingerprint(sorted((spec.name, spec.shape) for spec in self.specs), self.dtype.name)
 
     def digest(self) -> int:
         """A hash of 62 bits of the values held here.  Not collective.
@@ -420,3 +417,7 @@ class FlatParameters:
         Optimizers do this after each step.
         """
         self.gradients.reset()
+
+
+def _fingerprint(*facts: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little") >> 2

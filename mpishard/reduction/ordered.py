@@ -17,7 +17,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.request import ChainedRequest
 from mpishard.layout.boxes import counts, split
 from mpishard.parameters.gradient_buckets import Bucket
-from mpishard.reduction.tree_sum import Node, TermAssignment, add_by_tree, nodes, tree_merges
+from mpishard.reduction.tree_sum import Node, TermAssignment, add_by_tree, nodes, sort_by_owner, tree_merges
 
 Array = Any
 
@@ -180,12 +180,7 @@ class OrderedSums:
     def _pack(self, partial: Sequence[Array], pieces: Sequence[int]) -> Array:
         """The partial sums, sorted by owner, in one block."""
         block = self._take(len(partial) * sum(pieces))
-        start = offset = 0
-        for count in pieces:
-            for each in partial:
-                block[offset : offset + count] = each[start : start + count]
-                offset += count
-            start += count
+        sort_by_owner(partial, pieces, block)
         return block
 
     def _take(self, size: int) -> Array:

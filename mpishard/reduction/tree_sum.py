@@ -211,6 +211,26 @@ class TermAssignment:
         return nodes(start, min(start + self.ranks, self.total), self.total)
 
 
+def sort_by_owner(partial: Sequence[Array], pieces: Sequence[int], out: Array) -> None:
+    """Copy partial sums into one buffer, in which each owner's parts of all of them are one run.  Not collective.
+
+    Parameters
+    ----------
+    partial : sequence of 1-D arrays
+        Of ``sum(pieces)`` elements each.
+    pieces : sequence of int
+        Elements that each rank owns.
+    out : 1-D array
+        Its front is overwritten.
+    """
+    start = offset = 0
+    for count in pieces:
+        for each in partial:
+            out[offset : offset + count] = each[start : start + count]
+            offset += count
+        start += count
+
+
 def add_by_tree(own: Array, received: Array, starts: Sequence[int], times: Sequence[int], out: Array) -> None:
     """Add up rows of two flat buffers into `out`, in one pass over memory.  Not collective.
 
