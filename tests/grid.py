@@ -1,4 +1,4 @@
-"""mpirun -n 8 python tests/grid.py [--every K], or --bits for `tests/grid_bits.py`
+"""mpirun -n 8 python tests/grid.py [--every K], or --bits for `tests/grid_bits_run.py`
 
 Train one small GPT in every layout of 1, 2, 3, 4, 6 and 8 ranks, under every ZeRO stage and schedule, and compare it
 with the same run on one rank: losses, gradient norms, every gradient of every step and every parameter at the end.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import grid_bits
+import grid_bits_run
 import numpy as np
 from grid_cases import Case, cases
 from mpi4py import MPI
@@ -178,7 +178,7 @@ def passes(found: dict[str, float]) -> bool:
 
 def main() -> int:
     if "--bits" in sys.argv:
-        return grid_bits.main(sys.argv[1:])
+        return grid_bits_run.main(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, help="run each K-th case only (default all)")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 3, 4, 6, 8], help="numbers of ranks")
