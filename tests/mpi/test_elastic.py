@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import resource
@@ -65,6 +66,7 @@ def bits(result):
     return parameters.tobytes(), result.loss_history.tobytes(), result.samples, result.stop_reason
 
 
+@functools.cache
 def alone(make_problem):
     """The run of one rank that is not elastic."""
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
