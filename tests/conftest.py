@@ -165,17 +165,20 @@ def chosen(items: list[pytest.Item], where: tuple[str, int], short: bool = False
     At `WHOLE` ranks every other variant of each test in ``tests/mpi``, the others under the other MPI.  Elsewhere half
     of the tests, and of each a share of the variants, at least one; other places have others.  Chosen by a hash of
     names, since a fixed stride would leave out whole values of a parameter.  Tests marked ``every_variant`` are part of
-    every sample, those marked ``every_variant(short=False)`` of all but the short ones.
+    every sample, those marked ``every_variant(short=False)`` of all but the short ones.  What is `short` in one sample
+    runs whole in the other at `WHOLE` ranks.
     """
     kept: set[str] = set()
     variants: dict[str, list[str]] = {}
+    family, ranks = where
     for item in items:
+        whole = not short and ranks == WHOLE and "short" in getattr(item, "fixturenames", ())
         every = item.get_closest_marker("every_variant")
-        if HERE / "mpi" not in item.path.parents or (every and (not short or every.kwargs.get("short", True))):
+        every_variant = every is not None and (not short or every.kwargs.get("short", True))
+        if HERE / "mpi" not in item.path.parents or every_variant or whole:
             kept.add(item.nodeid)
         else:
             variants.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
-    family, ranks = where
     for test, names in variants.items():
         number = zlib.crc32(test.encode())
         if ranks == WHOLE:
