@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ html_show_sphinx = False
 
 # Types are in the docstrings, in words; signatures without them fit on a phone.
 autodoc_typehints = "none"
+autodoc_mock_imports = [] if importlib.util.find_spec("torch") else ["torch"]
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autosummary_generate = False

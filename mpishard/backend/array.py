@@ -309,6 +309,11 @@ def can_pin(nbytes: int = 2**20) -> bool:
     return True
 
 
+def device_module() -> Any:
+    """CuPy; ModuleNotFoundError where it is not installed."""
+    return _CuPy().module
+
+
 def module_of(a: Array) -> Any:
     """The module of the array `a`: ``numpy`` or ``cupy``."""
     return _backend(a).module

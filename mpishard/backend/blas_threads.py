@@ -132,6 +132,12 @@ def fix_blas_threads() -> None:
         threadpool_limits(1)
 
 
+def blas_threads() -> int | None:
+    """The threads that NumPy's OpenBLAS may use now; None if the user chose them, or with another BLAS."""
+    found = _openblas()
+    return None if found is None else found[0]()
+
+
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """``numpy.matmul``, with one thread for a small product, unless the user chose the number of threads.
 

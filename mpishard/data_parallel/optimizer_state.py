@@ -14,6 +14,7 @@ from mpishard.data_parallel.slots import slot_names
 from mpishard.data_parallel.validation import check_rule
 from mpishard.io import log
 from mpishard.layout.run_state import SLOT, RunState, names_fact, whole_fact
+from mpishard.parameters.carried_state import CarriedState
 from mpishard.parameters.flat import FlatParameters
 
 
@@ -53,6 +54,12 @@ class OptimizerState:
         """Batches of samples that its steps have had: one a step, of a method one an iteration.  Not collective."""
         return self.binding.counters.clock if self.method is None else self.method.batches
 
+    @property
+    def _carried(self) -> CarriedState | None:
+        """State that comes with the parameters; None before there are any."""
+        parameters = self.binding.parameters
+        return None if parameters is None else parameters.carried
+
     # -- saves and moves --------------------------------------------------------------------------------------------
 
     @property
@@ -71,7 +78,8 @@ class OptimizerState:
         }
         for each in self.binding.further:
             facts |= each.facts
-        return facts
+        carried = self._carried
+        return facts if carried is None else {**facts, **carried.facts}
 
     @property
     def needs_consolidation(self) -> bool:
@@ -96,6 +104,8 @@ class OptimizerState:
         self.resync()
         for each in self.binding.further:
             each.consolidate()
+        if self._carried is not None:
+            self._carried.synchronize(self._optimizer.config.mesh.data)
         compressed = self.binding.strategy.compressed if self.binding.is_bound else None
         if compressed is not None:
             problem = None
@@ -153,6 +163,8 @@ class OptimizerState:
         self.binding.bits.check(facts, self._optimizer.config)
         for each in self.binding.further:
             each.check(facts)
+        if self._carried is not None:
+            self._carried.check(facts)
 
     def batches_in(self, facts: Mapping[str, Any]) -> int:
         """What `batches` is in a state.
@@ -191,6 +203,8 @@ class OptimizerState:
         on_rank = self.binding.on_rank
         for each in self.binding.further:
             each.restore(facts)
+        if self._carried is not None:
+            self._carried.restore(facts)
         self.binding.counters.restore(facts)
         self.binding.bits.restore(facts)
         on_rank.resume(self.binding.counters, float(facts.get("loss_scale", 1.0)))

@@ -55,6 +55,7 @@ class RankState:
         self._optimizer = optimizer
         config, rule = optimizer.config, optimizer.rule
         self.strategy: Strategy = optimizer.strategy.fitting(parameters)(config, parameters)
+        self._spread_carried()
         self.inspection = Inspection(self.strategy, parameters, looks=config.nonfinite_gradients != "ignore")
         self.rule_ranges = RuleRanges(self.strategy.ownership, parameters.specs)
         size, like = self.strategy.ownership.size, parameters.like
@@ -92,8 +93,13 @@ class RankState:
     def spread(self) -> None:
         """Make all copies of parameters and slots equal.  Collective over the mesh."""
         self.strategy.copies.spread()
+        self._spread_carried()
         for slot in self.slots.values():
             self.strategy.resync(slot)
+
+    def _spread_carried(self) -> None:
+        if self.parameters.carried is not None:
+            self.parameters.carried.spread(self.strategy.axis)
 
     def resume(self, counters: Counters, loss_scale: float) -> None:
         """Prepare the next step after other parameters and state have replaced those of a step under way.

@@ -24,6 +24,8 @@ def checked_arguments(
     """The parameters by name, or None and the error in this rank's arguments.  Not collective."""
     try:
         named = _named(binding, parameters, gradients)
+        if named.carried is not None:
+            named.carried.check_intact()
         if gradients is not None:
             check_gradients(named, gradients)
         waiting = binding.is_bound and binding.strategy.reducer.accumulation.total is not None

@@ -83,6 +83,9 @@ def update(
         counters.scaling.succeeded()
     else:
         counters.skipped_steps += 1
+    carried = strategy.parameters.carried
+    if carried is not None and not strategy.workers_differ:
+        carried.synchronize(strategy.axis)
     on_rank.prepare_step(counters)
     strategy.reducer.reset()
     if config.mesh.debug and not strategy.workers_differ:

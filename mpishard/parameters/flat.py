@@ -15,6 +15,7 @@ from mpishard.deprecated import renamed_method
 from mpishard.layout.boxes import Box
 from mpishard.layout.local_layout import WHOLE, LocalLayout, ModelParallelRank
 from mpishard.layout.specs import ParameterSpec
+from mpishard.parameters.carried_state import CarriedState
 from mpishard.parameters.flat_arrays import check_flat, flat_of_tensors
 from mpishard.parameters.gradient_buckets import make_buckets
 from mpishard.parameters.gradient_reducer import GradientReducer
@@ -73,6 +74,8 @@ class FlatParameters:
     sums_by_mpi : bool
         Whether MPI takes the sums of the model over its tensor ranks, so that their number decides bits.  The model
         sets it; a reproducible run then keeps this number.
+    carried : CarriedState or None
+        State of the model besides the parameters, such as the buffers of a PyTorch module.  The model sets it.
 
     Raises
     ------
@@ -173,6 +176,7 @@ class FlatParameters:
         self.loss_scale: float = 1.0
         self.layout_dependence: str = ""
         self.sums_by_mpi: bool = False
+        self.carried: CarriedState | None = None
 
     def _bind(self, flat: Array | None, sharded: ShardedUnits | None) -> None:
         self._flat = flat

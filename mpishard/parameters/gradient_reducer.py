@@ -117,6 +117,11 @@ class GradientReducer:
         return self.memory.flat
 
     @property
+    def keeps_memory(self) -> bool:
+        """Whether a gradient stays where it is, in the flat buffer, for all backward passes of all steps."""
+        return not self.on_demand and not self._reproducible
+
+    @property
     def reduces(self) -> bool:
         """Whether the gradients are reduced, since an optimizer has bound them."""
         return self._sums is not None

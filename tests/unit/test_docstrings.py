@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -56,6 +57,12 @@ class Public(NamedTuple):
 
 
 def names() -> Iterator[str]:
+    """Dotted names of what is public by itself, and can be imported."""
+    lacks_torch = importlib.util.find_spec("torch") is None
+    yield from (name for name in all_names() if not (lacks_torch and name.startswith("mpishard.torch.")))
+
+
+def all_names() -> Iterator[str]:
     """Dotted names of what is public by itself."""
     for page in sorted(DOCS.rglob("*.md")):
         yield from DIRECTIVE.findall(page.read_text("utf-8"))

@@ -20,7 +20,7 @@ FLOORS = [
     {"nn", "data", "checkpoint", "record"},
     {"data_parallel"},
     {"training", "estimate"},
-    {"elastic"},
+    {"elastic", "torch"},
     {"inverse"},
     {"environment"},
     {"cli"},
@@ -53,7 +53,7 @@ OUTSIDERS = {
     "checkpoint_schedules": {"inverse.time_steps"},
     "jax": set(),
     "tensorboard": {"record"},
-    "torch": set(),
+    "torch": {"torch"},
     "sklearn": set(),
 }
 
@@ -110,6 +110,8 @@ def circles(sources: Mapping[str, str]) -> list[list[str]]:
     for path, source in sources.items():
         folder = ("mpishard", *path.split("/")[:-1])
         for _, origin, name in imported(ast.parse(source), folder):
+            if origin.partition(".")[0] != "mpishard":  # torch is not mpishard.torch
+                continue
             named, package = (module.removeprefix("mpishard.") for module in (f"{origin}.{name}", origin))
             arrows[path].add(paths.get(named, paths.get(package, path)))
         arrows[path].discard(path)

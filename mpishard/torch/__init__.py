@@ -1,0 +1,36 @@
+"""PyTorch modules on MPI ranks: `as_distributed` for a loop of your own, `problem` for `optimize`.
+
+PyTorch is imported with the first of these names.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpishard.torch.distributed import as_distributed
+    from mpishard.torch.module_optimizer import ModuleOptimizer
+    from mpishard.torch.problem import problem
+
+__all__ = ["ModuleOptimizer", "as_distributed", "problem"]
+
+_MODULE_OF = {"ModuleOptimizer": "module_optimizer", "as_distributed": "distributed", "problem": "problem"}
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            import torch  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"mpishard.torch.{name} needs PyTorch: pip install 'mpishard[torch]'", name=error.name
+            ) from None
+        found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = found  # `problem` is also the name of its file
+        return found
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,114 @@
+"""`as_distributed` for PyTorch modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpishard.comm.mesh import Mesh
+from mpishard.data_parallel.agreement import agree_on_settings
+from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, optimizer_of
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.optim import Rule
+from mpishard.torch.buffers import MODES
+from mpishard.torch.module_optimizer import ModuleOptimizer
+from mpishard.torch.module_state import state_of
+from mpishard.torch.module_tensors import ModuleTensors
+
+
+def as_distributed(
+    module: Any,
+    mesh: Mesh | ShardingConfiguration,
+    rule: Rule | ShardedOptimizer,
+    *,
+    zero: int = 0,
+    buffers: str = "broadcast",
+) -> ModuleOptimizer:
+    """Make a PyTorch module train on all ranks of a mesh; what is returned takes the place of its optimizer.
+
+    The module has no wrapper and is used as before.  Its parameters become views into one flat array, with the values
+    of rank 0 on all ranks, and hooks send each gradient as soon as autograd has finished it.  PyTorch gets as many
+    threads as the mesh has for a rank.
+
+    Collective over the mesh.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Its parameters are float32 or float64, all of one dtype, on one device.  Change it before: freeze, move, load.
+        ``torch.compile`` may come before or after.
+    mesh : Mesh or ShardingConfiguration
+        Data-parallel only.  Settings such as `max_gradient_norm`, which clips, are in a configuration; a mesh alone
+        stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)``.
+    rule : Rule or ShardedOptimizer
+        Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an optimizer of this mesh with options of
+        its own, such as ``LocalSGDOptimizer(rule, mesh, outer=...)``.
+    zero : int
+        What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too.
+    buffers : {"broadcast", "average", "local"}
+        What becomes of persistent buffers, such as the running averages of batch norms, after each step: all ranks take
+        those of rank 0, as with DistributedDataParallel; or the mean over ranks, where they are floating-point; or they
+        stay as they are, and only a checkpoint has those of rank 0.
+
+    Returns
+    -------
+    ModuleOptimizer
+        With `step`, `zero_grad` and `no_sync`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On every rank, if the module or an argument of any rank is unfit, or they differ between ranks.  The module is
+        unchanged then.
+    """
+    config = _configuration(mesh)
+    problem: Exception | None = None
+    optimizer, tensors, own = None, None, {}
+    try:
+        optimizer = _optimizer(rule, config, zero)
+        if buffers not in MODES:
+            raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
+        tensors = ModuleTensors.of(module)
+        own = {"zero": str(zero), "buffers": buffers, **tensors.described}
+    except (TypeError, ValueError) as error:
+        problem = error
+    agree_on_settings(config.mesh.world, own, problem, what="module and arguments of as_distributed")
+    assert optimizer is not None and tensors is not None
+    torch.set_num_threads(config.mesh.blas_threads)
+    state = state_of(module, tensors, buffers)
+    optimizer.bind(state.parameters)
+    return ModuleOptimizer(state, optimizer)
+
+
+def _configuration(mesh: Any) -> ShardingConfiguration:
+    if isinstance(mesh, Mesh):
+        return ShardingConfiguration.create_for_high_bandwidth(mesh)
+    return ShardingConfiguration.of(mesh)
+
+
+def _optimizer(rule: Any, config: ShardingConfiguration, zero: int) -> ShardedOptimizer:
+    """The optimizer for these arguments; raises if they do not go together."""
+    mesh = config.mesh
+    if mesh.data.size < mesh.size:
+        raise ValueError(
+            f"a PyTorch module is data-parallel, but the mesh is {mesh.sizes}; make it with tensor=1 and pipeline=1"
+        )
+    if isinstance(zero, bool) or zero not in (0, 1, 2):
+        raise ValueError(
+            f"zero={zero!r} must be 0, 1 or 2; ZeRO-3, whose parameters come and go, needs a model that asks for them, "
+            "such as mpishard.nn.GPT"
+        )
+    if isinstance(rule, ShardedOptimizer):
+        if rule.mesh is not mesh or zero:
+            raise ValueError(f"the {type(rule).__name__} brings its own mesh and strategy: give that mesh, and no zero")
+        return rule
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rule must be an update rule such as mpishard.AdamW(lr=1e-3), got {type(rule).__name__}")
+    if zero and config.sync_every > 1:
+        raise ValueError(
+            f"sync_every={config.sync_every} lets ranks take steps by themselves, and zero={zero} divides a state that "
+            "all share; use one of the two"
+        )
+    return {1: ZeRO1Optimizer, 2: ZeRO2Optimizer}[zero](rule, config) if zero else optimizer_of(rule, config)

@@ -1,0 +1,183 @@
+"""What takes the place of a PyTorch optimizer in a training loop of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.io import log
+from mpishard.parameters.flat import FlatParameters
+from mpishard.parameters.no_sync import NoSync
+from mpishard.torch.module_state import ModuleState
+from mpishard.training.saving import load_checkpoint, save_checkpoint
+
+_SHOWN = 5
+
+
+class ModuleOptimizer:
+    """Trains a PyTorch module on all ranks of a mesh; made by `as_distributed`.
+
+    The module is used as before.  After ``loss.backward()`` call `step`.  Every method is collective over the mesh
+    unless its docstring says otherwise.
+
+    Parameters
+    ----------
+    state : ModuleState
+        Of the module.
+    optimizer : ShardedOptimizer
+        Bound to its parameters.
+
+    Attributes
+    ----------
+    optimizer : ShardedOptimizer
+        That of mpishard, with `steps`, `gradient_norm`, `rule` and the rest.
+    unused_parameters : list of str
+        Names of the parameters that got no gradient on this rank in the last step.  Their gradient here counts as zero.
+    """
+
+    def __init__(self, state: ModuleState, optimizer: ShardedOptimizer) -> None:
+        self._state = state
+        self.optimizer = optimizer
+        self.unused_parameters: list[str] = []
+        state.hooks.keeps = state.hooks.scales = True
+        state.hooks.clear()
+        state.parameters.reset_gradients()
+
+    @property
+    def module(self) -> Any:
+        """The module, as it was given."""
+        return self._state.module
+
+    @property
+    def parameters(self) -> FlatParameters:
+        """Its parameters that are trained, by the names in its ``state_dict``, as views into one flat array."""
+        return self._state.parameters
+
+    def step(self, *, count: float | None = None) -> None:
+        """Average the gradients over the ranks, and update the parameters; the gradients are cleared.
+
+        Parameters
+        ----------
+        count : float, optional
+            Divides the sum of the gradients of all ranks: the global number of samples where the loss is a sum over
+            samples.  Default: the number of data ranks, for a loss that is a mean over a rank's samples, as with
+            DistributedDataParallel.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if the module of any rank was changed since `as_distributed`; nothing is updated then.
+        FloatingPointError
+            On every rank, if any gradient is NaN or infinite, as for `ShardedOptimizer.step`.
+        """
+        first = not self.optimizer.clock
+        self.unused_parameters = self._state.hooks.unused
+        try:
+            self.optimizer.step(self.parameters, count=count)
+        finally:
+            self._state.hooks.clear()
+        if first and self.unused_parameters and self.optimizer.mesh.rank == 0:
+            shown = ", ".join(self.unused_parameters[:_SHOWN])
+            more = len(self.unused_parameters) - _SHOWN
+            log.inform(
+                f"no gradient reached {len(self.unused_parameters)} of {len(self.parameters)} parameters on rank 0: "
+                f"{shown}{f' and {more} more' if more > 0 else ''}; it counts as zero (see unused_parameters)"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients of backward passes that no step has used.
+
+        Collective if a backward pass outside of `no_sync` was made.
+
+        Parameters
+        ----------
+        set_to_none : bool
+            As PyTorch has it; gradients are dropped either way.
+        """
+        if self.parameters.gradients.has_content:
+            self.parameters.reset_gradients()
+        self._state.hooks.clear()
+
+    def no_sync(self) -> NoSync:
+        """A context for a backward pass that is not the last one of its step: gradients add up on this rank.
+
+        Under ZeRO-2, whose memory of gradients is short, they are summed over the ranks nevertheless, and all ranks
+        must make equally many passes.  Not collective else.
+
+        Returns
+        -------
+        context manager
+            For one ``with`` statement.
+        """
+        return self.parameters.gradients.no_sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer, for ``torch.save`` on one rank; the module has its own ``state_dict``.
+
+        Returns
+        -------
+        dict
+            The same on every rank, for any number of ranks that loads it.
+
+        Raises
+        ------
+        ValueError
+            Before the first step.
+        """
+        image = torch.frombuffer(bytearray(self.optimizer.serialize()), dtype=torch.uint8)
+        return {"mpishard": image}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, on this or another number of ranks.
+
+        Parameters
+        ----------
+        state_dict : mapping
+            The same on every rank.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if it is of another rule or another module, or damaged.
+        """
+        image = state_dict.get("mpishard")
+        data = b"" if image is None else image.cpu().numpy().tobytes()
+        self.optimizer.deserialize(data)
+
+    def save_checkpoint(self, folder: str | Path, **options: Any) -> Path:
+        """Write a checkpoint of parameters, buffers and optimizer state, which any number of ranks can load.
+
+        Parameters
+        ----------
+        folder : path
+            Folder of the run.
+        **options
+            As for `mpishard.save_checkpoint`.
+
+        Returns
+        -------
+        Path
+            The folder of the checkpoint.
+        """
+        return save_checkpoint(folder, self.parameters, self.optimizer, **options)
+
+    def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
+        """Read the newest complete checkpoint into the module and the optimizer.
+
+        Parameters
+        ----------
+        folder : path
+            As for `mpishard.load_checkpoint`.
+
+        Returns
+        -------
+        dict
+            The facts of the checkpoint.
+        """
+        facts = load_checkpoint(folder, self.parameters, self.optimizer)
+        self._state.hooks.clear()
+        return facts

@@ -1,0 +1,128 @@
+"""Which PyTorch modules can be trained, and what is said of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from mpishard.torch.buffers import Buffers  # noqa: E402
+from mpishard.torch.module_tensors import ModuleTensors  # noqa: E402
+from mpishard.torch.problem import problem  # noqa: E402
+
+
+def module(**parameters: Any) -> Any:
+    """A linear layer with other parameters besides."""
+    made = torch.nn.Linear(3, 2)
+    for name, p in parameters.items():
+        made.register_parameter(name, p)
+    return made
+
+
+def parameter(*shape: int, **options: Any) -> Any:
+    return torch.nn.Parameter(torch.zeros(*shape, **options))
+
+
+def frozen(made: Any) -> Any:
+    return made.requires_grad_(False)
+
+
+def sharing() -> Any:
+    memory = torch.zeros(4)
+    return module(one=torch.nn.Parameter(memory[:3]), other=torch.nn.Parameter(memory[2:]))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: torch.nn.Linear, TypeError, "needs a torch.nn.Module, got the class Linear"),
+        (lambda: np.zeros(3), TypeError, "needs a torch.nn.Module, got a ndarray"),
+        (lambda: torch.nn.ReLU(), ValueError, "this ReLU has no parameter to train: it has none"),
+        (lambda: frozen(module()), ValueError, "all of its 2 parameters are frozen"),
+        (
+            lambda: module(c=parameter(2, dtype=torch.complex64)),
+            TypeError,
+            "must be float32 or float64, but 'c' is complex64",
+        ),
+        (lambda: module().half(), TypeError, "'weight' is float16; use module.float.., and torch.autocast"),
+        (
+            lambda: module(d=parameter(2, dtype=torch.float64)),
+            TypeError,
+            "must have one dtype, but 'weight' is float32 and 'd' is float64",
+        ),
+        (
+            lambda: module(m=parameter(2, device="meta")),
+            ValueError,
+            "'m' is on the device meta and has no values",
+        ),
+        (lambda: torch.nn.LazyLinear(3), ValueError, "'weight' is not initialized: run one batch"),
+        (
+            lambda: module(t=torch.nn.Parameter(torch.zeros(3, 2).t())),
+            ValueError,
+            r"'t' is not contiguous: shape \(2, 3\), strides \(1, 2\)",
+        ),
+        (sharing, ValueError, "'one' and 'other' are two that share memory"),
+    ],
+)
+def test_a_module_that_cannot_be_trained_is_unchanged(
+    make: Callable[[], Any], kind: type[Exception], message: str
+) -> None:
+    made = make()
+    with pytest.raises(kind, match=message):
+        ModuleTensors.of(made)
+
+
+def test_integers_that_are_frozen_are_no_obstacle() -> None:
+    made = module(table=torch.nn.Parameter(torch.arange(3), requires_grad=False))
+    made.register_buffer("scratch", torch.zeros(2), persistent=False)
+    made.register_buffer("steps", torch.tensor(7))
+    found = ModuleTensors.of(torch.nn.Sequential(made, made))
+    assert (list(found.trained), list(found.frozen), list(found.buffers)) == (
+        ["0.weight", "0.bias"],
+        ["0.table"],
+        ["0.steps"],
+    )
+
+
+def test_names_are_those_before_compilation() -> None:
+    inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    inner[0] = torch.compile(inner[0], backend="eager")
+    found, plain = ModuleTensors.of(torch.compile(inner, backend="eager")), ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert list(found.trained) == plain
+    assert list(found.buffers) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "bool", "int64", "complex64"])
+def test_buffers_of_all_dtypes_are_saved(dtype: str) -> None:
+    tensors = {
+        "odd": torch.tensor([[1, 0, 3]]).to(getattr(torch, dtype)),
+        "scalar": torch.tensor(1).to(getattr(torch, dtype)),
+    }
+    wanted = {name: tensor.clone() for name, tensor in tensors.items()}
+    buffers = Buffers(tensors, "broadcast")
+    saved = buffers.facts
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, wanted[name])
+        tensor.zero_()
+    buffers.check(saved)
+    buffers.restore(saved)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in tensors.items())
+    with pytest.raises(ValueError, match="buffer 'odd' has . .*int8 here" if dtype == "bool" else "buffer 'odd' has"):
+        buffers.check({**saved, "buffer.odd": np.zeros(2, np.int16)})
+
+
+@pytest.mark.parametrize(
+    ("losses", "kind", "message"),
+    [
+        (lambda module, samples: 1.0, TypeError, "must return a tensor, got a float"),
+        (lambda module, samples: module(torch.ones(4, 3)).mean(), ValueError, r"of shape \(4,\), got shape \(\)"),
+        (None, TypeError, "losses must be a function of the module and sample indices, got NoneType"),
+    ],
+)
+def test_losses_are_one_for_each_sample(losses: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        made = problem(module(), losses, samples=4, batch_size=4, steps=1)
+        made.function(made.start, np.arange(4), made.start.gradients)
