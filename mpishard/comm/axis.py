@@ -294,7 +294,7 @@ class Axis(Communicator):
         own = None if problem is None else (_known_kind(problem), _text(problem), _exit_code(problem))
         problems = self.allgather_object(own)
         rank, (kind, text, code) = next((rank, known) for rank, known in enumerate(problems) if known is not None)
-        if code is not None and self.rank == 0:
+        if code is not None and self.rank == 0 and self.size > 1:
             log.warn(f"rank {rank} called sys.exit in the run; all ranks end with its code {code}")
         if problem is not None:
             raise problem

@@ -35,7 +35,7 @@ class HeldError:
     def __init__(self, world: Axis, transactional: bool) -> None:
         self.error: Exception | SystemExit | None = None
         self.meet: Callable[[], Axis] = lambda: world
-        self._world = world
+        self._world, self._transactional = world, transactional  # a worker may be alone with spares
         self._as_death = transactional and heals_in_place()
 
     @contextlib.contextmanager
@@ -57,7 +57,7 @@ class HeldError:
         except MPI.Exception:
             raise
         except (Exception, SystemExit) as error:
-            if not alone or self._as_death or self._world.size == 1:
+            if not alone or self._as_death or (self._world.size == 1 and not self._transactional):
                 raise
             self.error = error
 
@@ -71,10 +71,8 @@ class HeldError:
         SystemExit
             If the first such rank has called ``sys.exit``: all ranks end with its code.
         """
-        if self._world.size > 1:
+        if self.error is not None or self._world.size > 1:
             self.raise_over(self.meet())
-        elif self.error is not None:
-            raise self.error
 
     def raise_over(self, axis: Axis) -> None:
         """The part of `raise_on_all` after all ranks have met; `axis`: those that raise.  Collective over them.
