@@ -17,7 +17,7 @@ from mpishard.estimate.estimates import estimate
 from mpishard.estimate.layouts import Layout, layouts
 from mpishard.estimate.profile import TYPICAL, MachineProfile
 from mpishard.estimate.workload import Workload
-from mpishard.nn.architecture import Architecture
+from mpishard.nn.described import architecture_of
 from mpishard.parameters.flat import FlatParameters
 from mpishard.training.objective import Objective
 
@@ -76,12 +76,14 @@ class AutoLayouts:
             If the problem does not know the model's architecture.
         """
         found, start = problem.facts.get("model.json"), problem.start
-        if found is None or not isinstance(start, FlatParameters):
+        architecture = None if found is None else architecture_of(found)
+        if architecture is None or not isinstance(start, FlatParameters):
             raise ValueError(
-                "layouts='auto' estimates meshes of an nn.GPT in a problem of OptimizationProblem.for_model; for other "
-                "models give a list of meshes, or a function of the number of ranks"
+                "layouts='auto' estimates meshes of an nn.GPT or nn.Llama in a problem of "
+                "OptimizationProblem.for_model; for other models give a list of meshes, or a function of the number of "
+                "ranks"
             )
-        architecture, config = Architecture(**found), optimizer.config
+        config = optimizer.config
         strategy = optimizer.strategy
         stage = 3 if strategy.shards_parameters else 2 if strategy.gradients_on_demand else int(strategy.divides_state)
         workload = Workload(

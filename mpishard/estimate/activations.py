@@ -2,7 +2,7 @@
 
 The arrays are those that `mpishard.nn` keeps.  The count follows Korthikanti et al., "Reducing Activation Recomputation
 in Large Transformer Models" (2022), section 4, for layers that never store attention scores.  With c channels, h heads
-and t tensor ranks a block keeps ``4 c + 4 + (12 c + h) / t`` elements per token, or with sequence parallelism
+and t tensor ranks a block of GPT-2 keeps ``4 c + 4 + (12 c + h) / t`` elements per token, or with sequence parallelism
 ``(16 c + 4 + h) / t``.
 """
 
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpishard.estimate.block_sizes import BlockSizes, sizes_of
 from mpishard.estimate.holdings import VirtualStage
 from mpishard.estimate.layouts import Layout
 from mpishard.layout.boxes import nested_split
-from mpishard.nn.architecture import Architecture
-from mpishard.nn.attention import BLOCK, GROUP_SCORES
+from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.mixing import BLOCK, GROUP_SCORES
 from mpishard.nn.slices import most_sums, nodes_by_rank, summed_by_mpi
 
 
@@ -24,19 +25,24 @@ class Activations:
 
     Parameters
     ----------
-    architecture : Architecture
+    architecture : DecoderArchitecture
     layout : Layout
     length : int
         Tokens of a sequence.
     """
 
-    architecture: Architecture
+    architecture: DecoderArchitecture
     layout: Layout
     length: int
 
     def share(self, size: int) -> int:
         """The largest part that a tensor rank gets of `size` columns or rows."""
         return nested_split(size, self.layout.tensor, self.architecture.shards)[1]
+
+    @property
+    def block(self) -> BlockSizes:
+        """Sizes of the whole network's blocks."""
+        return sizes_of(self.architecture)
 
     @property
     def slices(self) -> int:
@@ -57,7 +63,7 @@ class Activations:
             mine, *others = (len(each) for each in nodes_by_rank(shards, ranks))
             needed += sum(others) * self.share(rows * width) + (mine * rows * width if mine > 1 else 0)
         blocks = self.slices if self.layout.sequence_parallel else shards
-        return needed + most_sums(0, blocks, shards) * 2 * width
+        return needed + most_sums(0, blocks, shards) * self.block.statistics * width
 
     def own_rows(self, rows: int) -> int:
         """Rows that a rank holds between attention and MLP: a part of `rows` with sequence parallelism."""
@@ -69,15 +75,17 @@ class Activations:
 
     def of_block(self, rows: int) -> int:
         """Elements that one block keeps, without its input."""
-        width, heads = self.architecture.width, self.architecture.heads
-        norms = 2 * (self.passed(rows) + 2 * self.own_rows(rows))
-        attention = rows * (4 * self.share(width) + heads // self.layout.tensor)
-        hidden = 2 * rows * self.share(4 * width)
+        block = self.block
+        norms = 2 * (self.passed(rows) + block.statistics * self.own_rows(rows))
+        attention = rows * (self.share(block.qkv) + self.share(block.mixed) + block.heads // self.layout.tensor)
+        attention += rows * block.normed_heads // self.layout.tensor * (block.head_width + 1)
+        hidden = block.kept_hidden * rows * self.share(block.hidden)
         return norms + attention + hidden + 2 * self.passed(rows)
 
     def of_head(self, rows: int) -> int:
         """Elements that the output head keeps: its norm, and the logits, whose memory their gradient reuses."""
-        return self.passed(rows) + 2 * self.own_rows(rows) + rows * self.share(self.architecture.vocabulary_size)
+        norm = self.passed(rows) + self.block.statistics * self.own_rows(rows)
+        return norm + rows * self.share(self.architecture.vocabulary_size)
 
     def put_off(self, part: VirtualStage, rows: int) -> int:
         """Elements of the outputs' gradients of all products, kept until the weight gradients are computed (zb-h1)."""
@@ -86,7 +94,9 @@ class Activations:
         width = self.architecture.width
         # Recomputed blocks have no memory of their own in which operands could be kept.
         blocks = 0 if self.layout.recompute else part.blocks
-        block = rows * (2 * width + self.share(3 * width) + self.share(4 * width))
+        # Gate and up have the gradients of their outputs in memory of their own.
+        hidden = 0 if self.block.gated else self.share(self.block.hidden)
+        block = rows * (2 * width + self.share(self.block.qkv) + hidden)
         return blocks * block + part.head * rows * self.share(self.architecture.vocabulary_size)
 
     def in_flight(self, part: VirtualStage, rows: int) -> int:
@@ -115,19 +125,25 @@ class Activations:
         own = self.passed(rows)
         needed = 0
         if blocks:
-            heads = self.slice_of(architecture.heads)
-            group = min(heads, max(1, GROUP_SCORES // length**2))
+            sizes = self.block
+            group = min(self.slice_of(sizes.groups), max(1, GROUP_SCORES // length**2))
             scores = group * length * (length + min(BLOCK, length))
-            gradients = rows * (self.share(4 * width) + 2 * width + self.share(width) + self.slice_of(width))
-            needed += scores + gradients + rows * self.share(3 * width) + rows * heads + BLOCK
+            if sizes.heads > sizes.groups:
+                scores += group * min(BLOCK, length) * sizes.head_width
+            hidden, mixed, qkv = (self.share(each) for each in (sizes.hidden, sizes.mixed, sizes.qkv))
+            gradients = rows * (hidden + 2 * width + mixed + self.slice_of(sizes.mixed) + qkv)
+            gradients += rows * (sizes.gated * width + sizes.turned * qkv)
+            gradients += rows * self.slice_of(sizes.normed_heads) * sizes.head_width
+            needed += scores + gradients + rows * self.slice_of(sizes.heads) + BLOCK
         if head:
             needed += rows * width + own + (3 * rows if max(self.layout.tensor, architecture.shards) > 1 else 0)
         if self.layout.sequence_parallel:
             # Gathered activations with all rows, terms of sums over the ranks, and gradients of this rank's rows.
             needed += 2 * rows * width + (2 * blocks + head) * own
         if microbatches > 1:
-            hidden, vocabulary = self.slice_of(4 * width), self.slice_of(architecture.vocabulary_size)
-            needed += max(blocks * width * hidden, head * width * vocabulary)
+            sizes, vocabulary = self.block, self.slice_of(architecture.vocabulary_size)
+            columns = max(self.slice_of(sizes.hidden), self.slice_of(sizes.qkv))
+            needed += max(blocks * width * columns, head * width * vocabulary)
         if self.layout.recompute and blocks:
             needed += self.of_block(rows)
         return needed + self.of_sums(rows) + rows

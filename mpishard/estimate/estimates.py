@@ -16,7 +16,7 @@ from mpishard.estimate.profile import TYPICAL, MachineProfile
 from mpishard.estimate.stages import Memory, Plan, StageEstimate
 from mpishard.estimate.times import Times
 from mpishard.estimate.workload import BatchShape, Workload
-from mpishard.nn.architecture import Architecture
+from mpishard.nn.decoder_architecture import DecoderArchitecture
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Estimate:
 
 
 def estimate(
-    architecture: Architecture,
+    architecture: DecoderArchitecture,
     layout: Layout | None = None,
     workload: Workload | None = None,
     profile: MachineProfile = TYPICAL,
@@ -132,7 +132,7 @@ def estimate(
 
     Parameters
     ----------
-    architecture : Architecture
+    architecture : DecoderArchitecture
         The sizes of the model.
     layout : Layout, optional
         Default: one rank.
@@ -192,7 +192,7 @@ def estimate(
 
 def table(
     candidates: Iterable[Layout],
-    architecture: Architecture,
+    architecture: DecoderArchitecture,
     batch: int,
     workload: Workload | None = None,
     profile: MachineProfile = TYPICAL,
@@ -206,7 +206,7 @@ def table(
     ----------
     candidates : iterable of Layout
         For example from `layouts`.
-    architecture : Architecture
+    architecture : DecoderArchitecture
         The sizes of the model.
     batch : int
         Sequences per step over all data ranks, the same for all layouts, in place of `Workload.batch`.  The estimate is

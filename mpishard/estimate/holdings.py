@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mpishard.estimate.layouts import Layout
 from mpishard.layout.boxes import counts, split
 from mpishard.layout.local_layout import ModelParallelRank
-from mpishard.nn.architecture import Architecture
+from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD
 from mpishard.parameters.gradient_buckets import make_buckets, make_runs
 
@@ -89,7 +89,7 @@ class Holding:
         return [bucket.size for bucket in found]
 
 
-def virtual_stages_of(architecture: Architecture, layout: Layout) -> list[tuple[VirtualStage, ...]]:
+def virtual_stages_of(architecture: DecoderArchitecture, layout: Layout) -> list[tuple[VirtualStage, ...]]:
     """By pipeline rank: the parts of its chunks.
 
     Raises
@@ -107,7 +107,7 @@ def virtual_stages_of(architecture: Architecture, layout: Layout) -> list[tuple[
 
 @functools.lru_cache(maxsize=1024)
 def holding(
-    architecture: Architecture, parts: tuple[VirtualStage, ...], tensor: int, sequence_parallel: bool
+    architecture: DecoderArchitecture, parts: tuple[VirtualStage, ...], tensor: int, sequence_parallel: bool
 ) -> Holding:
     """The local layout of a rank that runs `parts`, on a tensor axis of `tensor` ranks."""
     whole = len(parts) == 1 and parts[0].embeddings and parts[0].head
@@ -129,7 +129,7 @@ def holding(
 
 @functools.lru_cache(maxsize=1024)
 def buckets_of(
-    architecture: Architecture,
+    architecture: DecoderArchitecture,
     parts: tuple[VirtualStage, ...],
     tensor: int,
     sequence_parallel: bool,
@@ -142,7 +142,7 @@ def buckets_of(
 
 @functools.lru_cache(maxsize=256)
 def _tensors(
-    architecture: Architecture, unit: str, tensor: int, sequence_parallel: bool
+    architecture: DecoderArchitecture, unit: str, tensor: int, sequence_parallel: bool
 ) -> Sequence[tuple[str, int, int, bool]]:
     found = []
     for spec in architecture.specs_of(unit, sequence_parallel=sequence_parallel):

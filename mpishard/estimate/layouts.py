@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mpishard.estimate.zero import STAGES
-from mpishard.nn.architecture import Architecture
+from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.pipeline.schedule import SCHEDULES, check_chunks
 
 
@@ -85,7 +85,7 @@ class Layout:
 
 def layouts(
     ranks: int,
-    architecture: Architecture,
+    architecture: DecoderArchitecture,
     *,
     data: int | None = None,
     tensor: int | None = None,
@@ -104,8 +104,9 @@ def layouts(
     ----------
     ranks : int
         Number of ranks, at least 1.
-    architecture : Architecture
-        The tensor size must divide its shards, or its heads if that is 1; every (virtual) stage needs a layer.
+    architecture : DecoderArchitecture
+        The tensor size must divide its shards, or its heads of keys and values if that is 1; every (virtual) stage
+        needs a layer.
     data, tensor, pipeline : int, optional
         Only layouts with this size of the axis.
     zero_stages, schedules : sequence
@@ -130,7 +131,7 @@ def layouts(
     if "interleaved" in schedules:
         check_chunks("interleaved", chunks)
     for tensor_size in _divisors(ranks):
-        slices = architecture.heads if architecture.shards == 1 else architecture.shards
+        slices = architecture.query_groups if architecture.shards == 1 else architecture.shards
         if slices % tensor_size or tensor not in (None, tensor_size):
             continue
         for pipeline_size in _divisors(ranks // tensor_size):

@@ -19,7 +19,7 @@ from mpishard.estimate.traffic import (
     tensor_traffic,
 )
 from mpishard.estimate.workload import BatchShape, Workload
-from mpishard.nn.architecture import Architecture
+from mpishard.nn.decoder_architecture import DecoderArchitecture
 
 # Blocks of memory, each of the size of the largest bucket or unit: one bucket is filled while another is sent, one unit
 # is used while the next is gathered.  The table of a tied model needs a third one.
@@ -96,7 +96,7 @@ class Seconds(NamedTuple):
 class Plan:
     """The settings of an estimate: arguments of `mpishard.estimate.estimate`, and the batch of a data rank."""
 
-    architecture: Architecture
+    architecture: DecoderArchitecture
     layout: Layout
     workload: Workload
     shape: BatchShape

@@ -9,8 +9,8 @@ from mpishard.estimate.holdings import Holding, VirtualStage
 from mpishard.estimate.layouts import Layout
 from mpishard.estimate.profile import MachineProfile
 from mpishard.estimate.traffic import Sent, messages, passes_of, tensor_traffic
-from mpishard.nn.architecture import Architecture
-from mpishard.nn.attention import BLOCK
+from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.mixing import BLOCK
 
 # Arrays of (rows, width) that are read or written outside of products by a block: those that tensor ranks hold whole
 # (norms, residuals) and those that they split (heads, hidden units).
@@ -29,7 +29,7 @@ class Times:
 
     Parameters
     ----------
-    architecture : Architecture
+    architecture : DecoderArchitecture
     layout : Layout
     profile : MachineProfile
     length : int
@@ -38,7 +38,7 @@ class Times:
         Bytes of an element.
     """
 
-    architecture: Architecture
+    architecture: DecoderArchitecture
     layout: Layout
     profile: MachineProfile
     length: int
@@ -94,21 +94,21 @@ class Times:
 
     def _block(self, rows: int) -> tuple[float, float]:
         size, width = Activations(self.architecture, self.layout, self.length), self.architecture.width
-        split = size.share(width)
+        sizes = size.block
+        split, hidden = size.share(sizes.mixed), size.share(sizes.hidden)
         products = (
-            self._product(rows, width, 3 * split)
+            self._product(rows, width, size.share(sizes.qkv))
             + self._product(rows, split, width)
-            + self._product(rows, width, size.share(4 * width))
-            + self._product(rows, size.share(4 * width), width)
+            + (1 + sizes.gated) * self._product(rows, width, hidden)
+            + self._product(rows, hidden, width)
         )
         # Queries are computed in blocks, which skip most of the masked scores.
         seen = min(1.0, (1 + BLOCK / self.length) / 2)
-        head_width = width // self.architecture.heads
-        attention = 2 * 2 * rows * seen * self.length * split / self.profile.flops(head_width)
+        attention = 2 * 2 * rows * seen * self.length * split / self.profile.flops(sizes.head_width)
         scores = rows * seen * self.length * self.architecture.heads / self.layout.tensor
         softmax = _SOFTMAX * scores / self.profile.exponentials
-        gelu = rows * size.share(4 * width) / self.profile.exponentials
-        forward = products + attention + softmax + gelu + self._passes(rows, _WHOLE_FORWARD, _SPLIT_FORWARD)
+        activation = rows * hidden / self.profile.exponentials
+        forward = products + attention + softmax + activation + self._passes(rows, _WHOLE_FORWARD, _SPLIT_FORWARD)
         # The backward recomputes the scores, then computes the gradients of scores, queries, keys and values.
         backward = 2 * products + 2.5 * attention + softmax + self._passes(rows, _WHOLE_BACKWARD, _SPLIT_BACKWARD)
         return forward, backward

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 
+from mpishard.estimate.block_sizes import sizes_of
 from mpishard.estimate.holdings import Holding, VirtualStage
 from mpishard.estimate.layouts import Layout
-from mpishard.nn.architecture import Architecture
+from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.slices import nodes_by_rank, summed_by_mpi
 
 Sent = Counter[tuple[str, str]]
@@ -42,7 +43,7 @@ def data_traffic(holding: Holding, layout: Layout, microbatches: int, itemsize: 
 
 
 def tensor_traffic(
-    architecture: Architecture, parts: tuple[VirtualStage, ...], layout: Layout, rows: int, itemsize: int
+    architecture: DecoderArchitecture, parts: tuple[VirtualStage, ...], layout: Layout, rows: int, itemsize: int
 ) -> Sent:
     """Traffic over the tensor axis, for `rows` tokens per data rank: sums of activations and of their gradients.
 
@@ -72,7 +73,7 @@ def tensor_traffic(
     return sent
 
 
-def _partial_sums(architecture: Architecture, layout: Layout) -> Fraction:
+def _partial_sums(architecture: DecoderArchitecture, layout: Layout) -> Fraction:
     """How many partial sums a tensor rank has of its slices, in the mean over the ranks."""
     if architecture.shards == 1:
         return Fraction(1)
@@ -80,17 +81,22 @@ def _partial_sums(architecture: Architecture, layout: Layout) -> Fraction:
 
 
 def row_sum_traffic(
-    architecture: Architecture, parts: tuple[VirtualStage, ...], layout: Layout, microbatches: int, itemsize: int
+    architecture: DecoderArchitecture, parts: tuple[VirtualStage, ...], layout: Layout, microbatches: int, itemsize: int
 ) -> Sent:
     """Traffic of sums over rows, which a model of several shards takes in each micro-batch where rows are split.
 
     They are the gradients of the weights and biases of norms, two in a block and one in the head, and of two other
-    biases in a block.
+    biases in a block of GPT-2.  Sums over heads, as of the norms of queries and keys, are taken also where rows are not
+    split.
     """
     sent: Sent = Counter()
-    if architecture.shards > 1 and layout.sequence_parallel:
-        widths = sum(6 * part.blocks + 2 * part.head for part in parts)
-        each = (layout.tensor - 1) * layout.data * itemsize * microbatches * widths * architecture.width
+    if architecture.shards > 1:
+        sizes = sizes_of(architecture)
+        elements = sum(part.blocks for part in parts) * (2 * sizes.head_width if sizes.normed_heads else 0)
+        if layout.sequence_parallel:
+            vectors = sum(sizes.row_sums * part.blocks + sizes.head_row_sums * part.head for part in parts)
+            elements += vectors * architecture.width
+        each = (layout.tensor - 1) * layout.data * itemsize * microbatches * elements
         sent["tensor", "gradients"] = int(each * (1 + _partial_sums(architecture, layout)))
     return sent
 
@@ -108,7 +114,12 @@ def replica_traffic(holding: Holding, layout: Layout, microbatches: int, itemsiz
 
 
 def pipeline_traffic(
-    architecture: Architecture, parts: tuple[VirtualStage, ...], layout: Layout, rank: int, rows: int, itemsize: int
+    architecture: DecoderArchitecture,
+    parts: tuple[VirtualStage, ...],
+    layout: Layout,
+    rank: int,
+    rows: int,
+    itemsize: int,
 ) -> Sent:
     """Traffic that stage `rank` sends over the pipeline axis, for `rows` tokens per data rank.
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from mpishard.estimate.holdings import rows_of
 from mpishard.estimate.layouts import Layout
-from mpishard.nn.architecture import Architecture
+from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.options import PipelineOptions
 
 
@@ -51,12 +51,12 @@ class Workload:
             if value is not None and value < least:
                 raise ValueError(f"{what}={value} must be at least {least}")
 
-    def batch_shape(self, architecture: Architecture, layout: Layout) -> BatchShape:
+    def batch_shape(self, architecture: DecoderArchitecture, layout: Layout) -> BatchShape:
         """The batch of a data rank, with the defaults of this model and layout.
 
         Parameters
         ----------
-        architecture : Architecture
+        architecture : DecoderArchitecture
             Its context length is the default length.
         layout : Layout
             Its pipeline ranks decide the default number of micro-batches.

@@ -1,20 +1,28 @@
-"""Layers with hand-written forward and backward passes, and `GPT` made of them.
+"""Layers with hand-written forward and backward passes, and `GPT` and `Llama` made of them.
 
 They write gradients straight into a ``FlatParameters`` and allocate nothing after their first step.  One set of layers
 serves one rank and many: split over the tensor axis, cut into pipeline stages, sharded over the data axis.
 """
 
 from mpishard.nn.architecture import Architecture
-from mpishard.nn.attention import CausalSelfAttention
-from mpishard.nn.block import MLP, Block
+from mpishard.nn.attention import AttentionOptions, CausalSelfAttention
+from mpishard.nn.block import MLP, Block, TransformerBlock
 from mpishard.nn.chunk import Chunk
+from mpishard.nn.decoder import Decoder
+from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.embeddings import Embedding, PositionEmbedding
+from mpishard.nn.gated import GatedMLP
 from mpishard.nn.gpt import GPT
-from mpishard.nn.layers import GELU, Layer, LayerNorm
+from mpishard.nn.layers import GELU, Layer
 from mpishard.nn.linear import Linear, TiedLinear
+from mpishard.nn.llama import Llama
+from mpishard.nn.llama_architecture import LlamaArchitecture
 from mpishard.nn.loss import cross_entropy
+from mpishard.nn.norms import LayerNorm, RMSNorm
 from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
+from mpishard.nn.rotary import RopeScaling, Rotary
 from mpishard.nn.tensor_parallel import TensorParallel
+from mpishard.nn.units import EmbeddingUnit, OutputHead
 from mpishard.nn.workspace import Workspace
 
 __all__ = [
@@ -22,19 +30,31 @@ __all__ = [
     "GPT",
     "MLP",
     "Architecture",
+    "AttentionOptions",
     "Block",
     "CausalSelfAttention",
     "Chunk",
+    "Decoder",
+    "DecoderArchitecture",
     "Embedding",
+    "EmbeddingUnit",
+    "GatedMLP",
     "Layer",
     "LayerNorm",
     "Linear",
+    "Llama",
+    "LlamaArchitecture",
     "MemoryOptions",
+    "OutputHead",
     "PipelineOptions",
     "PositionEmbedding",
     "Precision",
+    "RMSNorm",
+    "RopeScaling",
+    "Rotary",
     "TensorParallel",
     "TiedLinear",
+    "TransformerBlock",
     "Workspace",
     "cross_entropy",
 ]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.nn.block import Block
+from mpishard.nn.block import TransformerBlock
 from mpishard.nn.units import Batch
 from mpishard.nn.workspace import Workspace
 
@@ -30,13 +30,13 @@ class BlockUnit:
 
     Parameters
     ----------
-    block : Block
+    block : TransformerBlock
     keeping : KeepAll or ActivationCheckpointing
         What is kept of its activations.
     spot : Spot
     """
 
-    def __init__(self, block: Block, keeping: KeepAll | ActivationCheckpointing, spot: Spot) -> None:
+    def __init__(self, block: TransformerBlock, keeping: KeepAll | ActivationCheckpointing, spot: Spot) -> None:
         self.name: str = block.name
         self._block = block
         self._keeping = keeping
@@ -57,10 +57,10 @@ class KeepAll:
     saved_bytes = 0
     keeps = True
 
-    def forward(self, block: Block, x_nc: Array, work: Workspace, length: int, spot: Spot) -> Array:
+    def forward(self, block: TransformerBlock, x_nc: Array, work: Workspace, length: int, spot: Spot) -> Array:
         return block.forward(x_nc, work.part(block.name), length)
 
-    def backward(self, block: Block, dy_nc: Array, work: Workspace, length: int) -> Array:
+    def backward(self, block: TransformerBlock, dy_nc: Array, work: Workspace, length: int) -> Array:
         return block.backward(dy_nc, work.part(block.name), length)
 
 
@@ -115,7 +115,7 @@ class ActivationCheckpointing:
         """Bytes of the shared workspace, without scratch."""
         return self._inner.saved_bytes
 
-    def forward(self, block: Block, x_nc: Array, work: Workspace, length: int, spot: Spot) -> Array:
+    def forward(self, block: TransformerBlock, x_nc: Array, work: Workspace, length: int, spot: Spot) -> Array:
         """Return the output, which outlives the block's other activations."""
         part, inner = work.part(block.name), self._inner
         packed = []
@@ -137,7 +137,7 @@ class ActivationCheckpointing:
         kept_nc[...] = y_nc
         return kept_nc
 
-    def backward(self, block: Block, dy_nc: Array, work: Workspace, length: int) -> Array:
+    def backward(self, block: TransformerBlock, dy_nc: Array, work: Workspace, length: int) -> Array:
         part, inner = work.part(block.name), self._inner
         inner.begin(work)
         for array, packed in part.kept["packed"]:

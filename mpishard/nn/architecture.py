@@ -1,24 +1,17 @@
-"""The sizes of a GPT, its units, and their cut into pipeline stages; without memory or ranks."""
+"""The sizes of a GPT."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from numbers import Integral
+from dataclasses import dataclass
 
-from mpishard.arguments import flag
-from mpishard.deprecated import warn_renamed
-from mpishard.layout.boxes import split
-from mpishard.layout.specs import ParameterSpec, merge_ties
 from mpishard.nn.block import Block
-from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD, EmbeddingUnit, OutputHead, Unit
-
-_OLD_NAMES = {"stem": EMBEDDINGS, "top": OUTPUT_HEAD}
+from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.units import EmbeddingUnit
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Architecture(DecoderArchitecture):
     """A decoder-only transformer of the kind that `GPT` builds.
 
     No method is collective.
@@ -61,228 +54,16 @@ class Architecture:
     shards: int = 1
 
     def __post_init__(self) -> None:
-        for what in ("vocabulary_size", "context_length", "width", "layers", "heads", "shards"):
-            size = getattr(self, what)
-            if isinstance(size, bool) or not isinstance(size, Integral):
-                raise TypeError(f"{what} is {size!r}; it must be an integer")
-        for what in ("vocabulary_size", "context_length", "width", "layers", "shards"):
-            if getattr(self, what) < 1:
-                raise ValueError(f"{what} is {getattr(self, what)}; it must be at least 1")
+        self.check_sizes()
         if self.heads < 1 or self.width % self.heads:
             raise ValueError(
                 f"width {self.width} is not a multiple of {self.heads} heads; every head needs as many channels"
             )
-        if self.heads % self.shards:
-            raise ValueError(
-                f"{self.heads} attention heads cannot be cut into {self.shards} shards; choose a number of shards that "
-                "divides the number of heads"
-            )
-        flag("tied", self.tied)
+        self.check_shards()
 
-    def units(self) -> list[str]:
-        """Names of the units in order.
+    def build_embeddings(self) -> EmbeddingUnit:
+        return EmbeddingUnit(self.vocabulary_size, self.context_length, self.width)
 
-        Returns
-        -------
-        list of str
-            ``"embeddings"``, ``"blocks.0"`` and so on, ``"output_head"``.
-        """
-        return [EMBEDDINGS, *(f"blocks.{index}" for index in range(self.layers)), OUTPUT_HEAD]
-
-    def build(self, unit: str, *, sequence_parallel: bool = False) -> Unit:
-        """The layers of one unit, not bound to parameters.
-
-        Parameters
-        ----------
-        unit : str
-            One of `units`.
-        sequence_parallel : bool
-            Whether tensor ranks hold some rows each between the layers that are split by columns.
-
-        Returns
-        -------
-        Layer
-            With the sizes of the whole network; `Layer.bind` gives it memory.
-        """
-        if unit in _OLD_NAMES:
-            warn_renamed(f'the unit "{unit}" of a model', f'"{_OLD_NAMES[unit]}"')
-            unit = _OLD_NAMES[unit]
-        # With several shards layers take sums over rows themselves: no gradient is partial.
-        sequence_parallel = sequence_parallel and self.shards == 1
-        if unit == EMBEDDINGS:
-            return EmbeddingUnit(self.vocabulary_size, self.context_length, self.width)
-        if unit == OUTPUT_HEAD:
-            return OutputHead(self.width, self.vocabulary_size, tied=self.tied, sequence_parallel=sequence_parallel)
+    def build_block(self, name: str, sequence_parallel: bool) -> Block:
         scale = 0.02 / math.sqrt(2 * self.layers)
-        return Block(unit, self.width, self.heads, output_scale=scale, sequence_parallel=sequence_parallel)
-
-    def specs_of(self, unit: str, *, sequence_parallel: bool = False) -> list[ParameterSpec]:
-        """The tensors of one unit, in the order in which it uses them.
-
-        Parameters
-        ----------
-        unit : str
-            One of `units`.
-        sequence_parallel : bool
-            As for `build`.
-
-        Returns
-        -------
-        list of ParameterSpec
-            Those that are split are cut into `shards` slices; of stage 0.
-        """
-        specs = self.build(unit, sequence_parallel=sequence_parallel).specs()
-        return [spec if spec.tensor_dim is None else replace(spec, slices=self.shards) for spec in specs]
-
-    def check(self, tensor: int = 1, stages: int = 1) -> None:
-        """Raise unless the model can be split over so many ranks and cut into so many stages.
-
-        Parameters
-        ----------
-        tensor : int
-            Tensor ranks.
-        stages : int
-            Virtual stages: pipeline ranks times chunks per rank.
-
-        Raises
-        ------
-        ValueError
-            If `tensor` does not divide `shards` (above 1) or `heads`, or there are more stages than layers.
-        """
-        if self.shards > 1 and self.shards % tensor:
-            raise ValueError(
-                f"a model of {self.shards} shards cannot be split over {tensor} tensor-parallel ranks; choose a tensor "
-                "size that divides the number of shards, or build the model with shards=1"
-            )
-        if self.heads % tensor:
-            raise ValueError(
-                f"{self.heads} attention heads cannot be split over {tensor} tensor-parallel ranks; "
-                "choose a tensor size that divides the number of heads"
-            )
-        if stages > self.layers:
-            raise ValueError(
-                f"{stages} pipeline stages, but the model has {self.layers} layers; every stage needs one: "
-                "use fewer pipeline ranks or chunks"
-            )
-
-    def cut(self, stages: int, costs: Sequence[float] | None = None) -> list[list[str]]:
-        """Units by virtual stage, in order.
-
-        Parameters
-        ----------
-        stages : int
-            Number of stages; each gets at least one unit.
-        costs : sequence of float, optional
-            Time of each of `units`; the cut then minimises the time of the slowest stage.  Default: blocks are divided
-            evenly; the embeddings belong to the first stage, the output head to the last.
-
-        Returns
-        -------
-        list of list of str
-            For each stage its units.
-
-        Raises
-        ------
-        ValueError
-            For more stages than layers, or costs that are not one number of at least 0 per unit.
-        """
-        self.check(stages=stages)
-        units = self.units()
-        if costs is not None:
-            given = costs
-            try:
-                costs = [float(cost) for cost in given]
-            except (TypeError, ValueError):
-                costs = []
-            if len(costs) != len(units) or not all(0 <= cost < math.inf for cost in costs):
-                raise ValueError(
-                    f"stage_costs are {given}; a model of {self.layers} layers needs {len(units)} numbers of at "
-                    "least 0, of the embeddings, of each block and of the output head"
-                )
-            cuts = _cut_by_slowest_stage(costs, stages)
-        else:
-            cuts = [0, *(1 + stop for stop in split(self.layers, stages)[1:-1]), len(units)]
-        return [units[first:last] for first, last in zip(cuts[:-1], cuts[1:], strict=True)]
-
-    def specs(
-        self, stages: int = 1, sequence_parallel: bool = False, costs: Sequence[float] | None = None
-    ) -> list[ParameterSpec]:
-        """All tensors of the model, in the order in which it uses them.
-
-        With `sequence_parallel`, gradients of tensors that are applied row by row are partial: each tensor rank has the
-        terms of its rows.
-
-        Parameters
-        ----------
-        stages : int
-            Number of virtual stages.
-        sequence_parallel : bool
-            Whether tensor ranks hold some rows each between the layers that are split by columns.
-        costs : sequence of float, optional
-            As for `cut`.
-
-        Returns
-        -------
-        list of ParameterSpec
-            Each with its stage; a tied tensor once.
-
-        Raises
-        ------
-        ValueError
-            As `cut`.
-        """
-        specs: list[ParameterSpec] = []
-        for stage, units in enumerate(self.cut(stages, costs)):
-            here: set[str] = set()
-            for unit in units:
-                for spec in self.specs_of(unit, sequence_parallel=sequence_parallel):
-                    # A tie inside one stage is one tensor with two uses.
-                    if spec.name not in here:
-                        here.add(spec.name)
-                        specs.append(replace(spec, stage=stage))
-        return merge_ties(specs)
-
-    def tensors_by_unit(self, *, sequence_parallel: bool = False) -> list[list[str]]:
-        """Names of the tensors of each of `units`; a tied tensor belongs to the first unit that uses it.
-
-        Parameters
-        ----------
-        sequence_parallel : bool
-            As for `build`.
-
-        Returns
-        -------
-        list of list of str
-            In the order of `units`.
-        """
-        known: set[str] = set()
-        names = []
-        for name in self.units():
-            layer = self.build(name, sequence_parallel=sequence_parallel)
-            names.append([spec.name for spec in layer.specs() if spec.name not in known])
-            known.update(names[-1])
-        return names
-
-
-def _cut_by_slowest_stage(costs: Sequence[float], stages: int) -> list[int]:
-    """Cut units into stages so that the slowest stage takes as little time as possible; `costs`: the time of each unit.
-
-    Of several such cuts it takes the one with the smallest sum of squares, so that the other stages are even, too.
-    Returns the offsets of the stages, with 0 and the number of units.
-    """
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[n]: the cut of the first n units into the stages so far.
-    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}
-    for stage in range(1, stages + 1):
-        candidates: dict[int, tuple[float, float, list[int]]] = {}
-        for stop in range(stage, len(costs) - (stages - stage) + 1):
-            candidates[stop] = min(
-                (max(most, run), squares + run * run, [*cuts, stop])
-                for start, (most, squares, cuts) in best.items()
-                if start < stop
-                for run in [sums[stop] - sums[start]]
-            )
-        best = candidates
-    return best[len(costs)][2]
+        return Block(name, self.width, self.heads, output_scale=scale, sequence_parallel=sequence_parallel)

@@ -1,52 +1,73 @@
-"""Causal self-attention, one block of queries of one head at a time, so that the scores stay in cache."""
+"""Causal self-attention: from rows to heads, and back."""
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterator
-from math import prod
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from mpishard.nn.head_norms import HeadNorms
 from mpishard.nn.layers import Layer
 from mpishard.nn.linear import Linear
+from mpishard.nn.mixing import CausalMixing
+from mpishard.nn.rotary import Rotary
 from mpishard.nn.workspace import Workspace
 
 Array = Any
 
-# Queries (forward) or keys (backward) at a time.  Half of the scores of a sequence are masked, and blocks skip most of
-# them; 96 rows times 256 keys of 32 channels is small enough for OpenBLAS's kernels that need no packing.
-BLOCK = 96
-# Scores at a time: heads of a sequence are computed together up to this number, which still stays in cache.
-GROUP_SCORES = 4 * 256 * 256
-# On a device small pieces cost more to launch than the masked half costs to compute: whole sequences, and this many
-# scores at a time, so that memory stays bounded.
-DEVICE_SCORES = 2**27
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What kind of attention it is; the default is that of GPT-2.
+
+    Parameters
+    ----------
+    key_value_heads : int, optional
+        Heads of keys and values, each of which serves equally many heads of queries; default: as many.
+    head_width : int, optional
+        Channels of a head; default: the width over the number of heads.
+    bias, output_bias : bool
+        Whether queries, keys and values, and the output, have a bias.
+    rotary : Rotary, optional
+        Rotary positions of queries and keys; default: none.
+    norm_epsilon : float, optional
+        Norm queries and keys of each head by their root mean square, with this added to the mean square; default: no
+        norm.
+    """
+
+    key_value_heads: int | None = None
+    head_width: int | None = None
+    bias: bool = True
+    output_bias: bool = True
+    rotary: Rotary | None = None
+    norm_epsilon: float | None = None
 
 
 class CausalSelfAttention(Layer):
     """Multi-head attention in which a position sees itself and what came before (Vaswani et al., 2017).
 
-    Scores are never stored: the backward pass computes them again from queries, keys and the logarithm of each query's
-    normaliser (Dao et al., 2022).  Blocks that are masked entirely are not computed.  The largest temporary is the
-    gradient of all scores of one head of one sequence, or of a few heads of a short sequence.
+    With fewer heads of keys and values than of queries it is grouped-query attention (Ainslie et al., 2023).  Scores
+    are never stored, see `mpishard.nn.mixing`.
 
     The bias of the keys shifts all scores of a query alike, which does not change the softmax: its exact gradient is
-    zero, and the computed one is rounding noise.
+    zero, and the computed one is rounding noise.  With rotary positions it is not.
 
     Its passes are collective over the tensor axis.
 
     Parameters
     ----------
     name : str
-        Its tensors are ``name.qkv.{weight,bias}`` and ``name.output.{weight,bias}``.  The columns of ``qkv`` are
-        ordered by head, then query, key, value, then channel, so that a slice by heads is one run of columns.
+        Its tensors are ``name.qkv.{weight,bias}`` and ``name.output.{weight,bias}``, and with norms
+        ``name.query_norm.weight`` and ``name.key_norm.weight``.  The columns of ``qkv`` are ordered by key and value
+        head, for each of these first its query heads, then key, then value, and then by channel.  So a slice by heads
+        is one run of columns.
     width : int
-        Channels; a multiple of `heads`.
+        Channels; a multiple of `heads`, unless the options give the width of a head.
     heads : int
-        Number of heads, a multiple of the tensor size; each tensor rank computes some of them.
+        Number of heads of queries.  Each tensor rank computes some heads of keys and values, with their queries: the
+        tensor size must divide their number.
+    options : AttentionOptions
+        The kind of attention.
     output_scale : float
         Standard deviation of the initial weights of the output projection.
     sequence_parallel : bool
@@ -55,22 +76,50 @@ class CausalSelfAttention(Layer):
     Raises
     ------
     ValueError
-        If `width` is no multiple of `heads`.
+        If `width` is no multiple of `heads`, or `heads` none of the heads of keys and values, or the rotary positions
+        do not suit the width of a head.
     """
 
     def __init__(
-        self, name: str, width: int, heads: int, *, output_scale: float = 0.02, sequence_parallel: bool = False
+        self,
+        name: str,
+        width: int,
+        heads: int,
+        options: AttentionOptions = AttentionOptions(),
+        *,
+        output_scale: float = 0.02,
+        sequence_parallel: bool = False,
     ) -> None:
-        if heads < 1 or width % heads:
+        if options.head_width is None and (heads < 1 or width % heads):
             raise ValueError(f"width {width} is not a multiple of {heads} heads; every head needs as many channels")
-        self.qkv: Linear = Linear(f"{name}.qkv", width, 3 * width, split=1)
-        self.output: Linear = Linear(
-            f"{name}.output", width, width, scale=output_scale, split=0, sequence_parallel=sequence_parallel
+        groups = heads if options.key_value_heads is None else options.key_value_heads
+        if groups < 1 or heads % groups:
+            raise ValueError(f"{heads} heads of queries cannot share {groups} heads of keys and values evenly")
+        self.head_width: int = options.head_width or width // heads
+        # Of a head of keys and values: the heads of queries, the key and the value.
+        self.kinds: int = heads // groups + 2
+        self.rotary: Rotary | None = options.rotary
+        if self.rotary is not None:
+            self.rotary.check(self.head_width)
+        self.qkv: Linear = Linear(
+            f"{name}.qkv", width, groups * self.kinds * self.head_width, bias=options.bias, split=1
         )
-        super().__init__(name, [self.qkv, self.output])
+        self.norms: HeadNorms | None = None
+        if options.norm_epsilon is not None:
+            self.norms = HeadNorms(name, self.head_width, options.norm_epsilon)
+        self.mixing: CausalMixing = CausalMixing(f"{name}.mixing", self.head_width)
+        self.output: Linear = Linear(
+            f"{name}.output",
+            heads * self.head_width,
+            width,
+            scale=output_scale,
+            bias=options.output_bias,
+            split=0,
+            sequence_parallel=sequence_parallel,
+        )
+        parts = [self.qkv, self.norms, self.mixing, self.output]
+        super().__init__(name, [part for part in parts if part is not None])
         self.width: int = width
-        self.head_width: int = width // heads
-        self.scale: float = 1 / math.sqrt(self.head_width)
 
     def forward(self, x_nc: Array, work: Workspace, length: int, residual_nc: Array | None = None) -> Array:
         """Attention within each sequence, plus `residual` where given.
@@ -92,36 +141,24 @@ class CausalSelfAttention(Layer):
             The rows that this rank holds, in the memory of `work`.
         """
         qkv_nd = self.qkv.product(x_nc, work, functools.partial(work.borrow, "qkv"))
-        rows, width = len(qkv_nd), qkv_nd.shape[1] // 3
-        shape = self._shape_of_heads(rows // length, width, length)
-        heads_lsbhtd = work.save(f"{self.role}.heads", *shape)
-        mixed_nc = work.save(f"{self.role}.mixed", rows, width)
-        logsum_lbht = work.save_statistics(f"{self.role}.logsum", shape[0], *shape[2:5])
-        work.kept[self.role] = x_nc, heads_lsbhtd, mixed_nc, logsum_lbht
-        apart, biases = self.tensor.slices.apart, self.tensor.slices.cut(self.qkv.bias, 3 * self.width, 0)
-        qkv_lnd, mixed_lnc = apart(qkv_nd, 3 * self.width), apart(mixed_nc, self.width)
-        for qkv, bias, heads, mixed, logsum in zip(qkv_lnd, biases, heads_lsbhtd, mixed_lnc, logsum_lbht, strict=True):
+        heads_lsbhtd = work.save(f"{self.role}.heads", *self._shape_of_heads(*qkv_nd.shape, length))
+        slices, kinds, *rest = heads_lsbhtd.shape
+        mixed_nc = work.save(f"{self.role}.mixed", len(qkv_nd), self.output.local_inputs)
+        logsum_lsbht = work.save_statistics(f"{self.role}.logsum", slices, kinds - 2, *rest[:3])
+        work.kept[self.role] = x_nc, heads_lsbhtd, mixed_nc, logsum_lsbht
+        apart, cut = self.tensor.slices.apart, self.tensor.slices.cut
+        qkv_lnd, biases = apart(qkv_nd, self.qkv.outputs), cut(self._bias(work), self.qkv.outputs, 0)
+        for qkv, bias, heads in zip(qkv_lnd, biases, heads_lsbhtd, strict=True):
             self.ops.split_heads(qkv, bias, heads)
-            self._mix(heads, mixed, logsum, work)
+        if self.norms is not None:
+            self.norms.forward(heads_lsbhtd, work)
+        if self.rotary is not None:
+            self._rotate(heads_lsbhtd, backward=0)
+        mixed_lnc = apart(mixed_nc, self.output.inputs)
+        for heads, mixed, logsum in zip(heads_lsbhtd, mixed_lnc, logsum_lsbht, strict=True):
+            mixed_sbhtd = self._by_heads(mixed, kinds - 2, length)
+            self.mixing.forward(heads[:-2], heads[-2], heads[-1], mixed_sbhtd, logsum, work)
         return self.output.forward(mixed_nc, work, residual_nc)
-
-    def _mix(self, heads_sbhtd: Array, mixed_nc: Array, logsum_bht: Array, work: Workspace) -> None:
-        """The attention of the heads of one slice, and the logarithm of each query's normaliser."""
-        q_bhtd, k_bhtd, v_bhtd = heads_sbhtd
-        batch, count, length, _ = q_bhtd.shape
-        mixed_bhtd = mixed_nc.reshape(batch, length, count, self.head_width).swapaxes(1, 2)
-        matmul, block = self.matmul, self._queries_at_a_time(length)
-        total = work.borrow("attention total", block)
-        for sequence, heads in self._groups(batch, count, length):
-            q, k, v = q_bhtd[sequence, heads], k_bhtd[sequence, heads], v_bhtd[sequence, heads]
-            mixed = mixed_bhtd[sequence, heads]
-            logsum = logsum_bht[sequence, heads]
-            for first in range(0, length, block):
-                last = min(first + block, length)
-                scores = self._block(work, "scores", len(q), last, last - first)
-                matmul(k[:, :last], q[:, first:last].swapaxes(1, 2), out=scores)
-                self.ops.causal_softmax(scores, logsum, total, first, self.scale)
-                matmul(scores.swapaxes(1, 2), v[:, :last], out=mixed[:, first:last])
 
     def backward(self, dy_nc: Array, work: Workspace, length: int) -> Array:
         """Gradient by `x`.
@@ -140,71 +177,61 @@ class CausalSelfAttention(Layer):
         array, shape (n, width)
             In the memory of `work`.
         """
-        x_nc, heads_lsbhtd, mixed_nc, logsum_lbht = work.kept[self.role]
+        x_nc, heads_lsbhtd, mixed_nc, logsum_lsbht = work.kept[self.role]
         dmixed_nc = self.output.backward(dy_nc, work)
-        dqkv_nd = work.borrow("qkv", len(mixed_nc), 3 * mixed_nc.shape[1])
+        dqkv_nd = work.borrow("qkv", len(mixed_nc), self.qkv.local_outputs)
+        _, kinds, *rest = heads_lsbhtd.shape
+        dmixed_sbhtd = work.borrow("dmixed by heads", kinds - 2, *rest)
+        inner_sbht = work.borrow("attention inner", kinds - 2, *rest[:3])
         apart = self.tensor.slices.apart
-        mixed_lnc, dmixed_lnc = apart(mixed_nc, self.width), apart(dmixed_nc, self.width)
-        dqkv_lnd = apart(dqkv_nd, 3 * self.width)
-        for arrays in zip(heads_lsbhtd, logsum_lbht, mixed_lnc, dmixed_lnc, dqkv_lnd, strict=True):
-            self._mix_backward(*arrays, work)
+        mixed_lnc, dmixed_lnc = apart(mixed_nc, self.output.inputs), apart(dmixed_nc, self.output.inputs)
+        dqkv_lnd = apart(dqkv_nd, self.qkv.outputs)
+        if self.norms is None and self.rotary is None:
+            dheads_lsbhtd = [self._by_heads(dqkv, kinds, length) for dqkv in dqkv_lnd]
+        else:
+            dheads_lsbhtd = work.borrow("gradients by heads", *heads_lsbhtd.shape)
+        for index, (heads, logsum, dheads) in enumerate(zip(heads_lsbhtd, logsum_lsbht, dheads_lsbhtd, strict=True)):
+            self.ops.split_with_products(dmixed_lnc[index], mixed_lnc[index], dmixed_sbhtd, inner_sbht)
+            self.mixing.backward(heads, logsum, dmixed_sbhtd, inner_sbht, dheads, work)
+        if self.norms is not None or self.rotary is not None:
+            self._before_rotation(dheads_lsbhtd, work)
+            for dqkv, dheads in zip(dqkv_lnd, dheads_lsbhtd, strict=True):
+                self.ops.merge_heads(dqkv, dheads)
         dx_nc = self.qkv.input_gradient(dqkv_nd, work)
         self.qkv.bias_gradient(dqkv_nd, work)
         self.qkv.weight_gradient(x_nc, dqkv_nd, work)
         return dx_nc
 
-    def _mix_backward(
-        self,
-        heads_sbhtd: Array,
-        logsum_bht: Array,
-        mixed_nc: Array,
-        dmixed_nc: Array,
-        dqkv_nd: Array,
-        work: Workspace,
-    ) -> None:
-        """Gradients by query, key and value of the heads of one slice, into `dqkv`."""
-        q_bhtd, k_bhtd, v_bhtd = heads_sbhtd
-        batch, count, length, _ = q_bhtd.shape
-        matmul, block = self.matmul, self._queries_at_a_time(length)
-        dmixed_bhtd = work.borrow("dmixed by heads", batch, count, length, self.head_width)
-        inner_bht = work.borrow("attention inner", batch, count, length)
-        self.ops.split_with_products(dmixed_nc, mixed_nc, dmixed_bhtd, inner_bht)
-        dqkv_bthsd = dqkv_nd.reshape(batch, length, count, 3, self.head_width)
-        dq_bhtd, dk_bhtd, dv_bhtd = dqkv_bthsd.transpose(3, 0, 2, 1, 4)
-        for sequence, heads in self._groups(batch, count, length):
-            q, k, v = q_bhtd[sequence, heads], k_bhtd[sequence, heads], v_bhtd[sequence, heads]
-            dq, dk, dv = dq_bhtd[sequence, heads], dk_bhtd[sequence, heads], dv_bhtd[sequence, heads]
-            dmixed = dmixed_bhtd[sequence, heads]
-            logsum, inner = logsum_bht[sequence, heads], inner_bht[sequence, heads]
-            dscores = self._block(work, "dscores", len(q), length, length)
-            for first in range(0, length, block):
-                last = min(first + block, length)
-                weights = self._block(work, "scores", len(q), last - first, length - first)
-                dpart = dscores[:, first:last, first:]
-                matmul(k[:, first:last], q[:, first:].swapaxes(1, 2), out=weights)
-                matmul(v[:, first:last], dmixed[:, first:].swapaxes(1, 2), out=dpart)
-                self.ops.causal_softmax_backward(weights, dscores, logsum, inner, self.scale)
-                matmul(weights, dmixed[:, first:], out=dv[:, first:last])
-                matmul(dpart, q[:, first:], out=dk[:, first:last])
-            for first in range(0, length, block):
-                last = min(first + block, length)
-                matmul(dscores[:, :last, first:last].swapaxes(1, 2), k[:, :last], out=dq[:, first:last])
+    def _before_rotation(self, dheads_lsbhtd: Array, work: Workspace) -> None:
+        """Gradients by queries and keys before norm and rotation, in place of those after it."""
+        if self.rotary is not None:
+            self._rotate(dheads_lsbhtd, backward=1)
+        if self.norms is not None:
+            self.norms.backward(dheads_lsbhtd, work)
 
-    def _shape_of_heads(self, batch: int, width: int, length: int) -> tuple[int, ...]:
-        """By slice: queries, keys and values, sequences, heads, positions, channels; `width`: of this rank."""
+    def _rotate(self, heads_lsbhtd: Array, backward: int) -> None:
+        assert self.rotary is not None
+        length = heads_lsbhtd.shape[4]
+        cos_tp, sin_tp = self.rotary.tables(self.head_width, length, heads_lsbhtd.dtype, self.module)
+        for heads in heads_lsbhtd:
+            x_ntd = heads[:-1].reshape(-1, length, self.head_width)
+            self.ops.rotate(x_ntd, cos_tp, sin_tp, self.rotary.apart, backward)
+
+    def _bias(self, work: Workspace) -> Array:
+        """The bias of queries, keys and values, or zeros."""
+        if self.qkv.bias_name:
+            return self.qkv.bias
+        zeros = work.scratch("no bias", (self.qkv.local_outputs,), work.dtype)
+        zeros.fill(0)
+        return zeros
+
+    def _by_heads(self, x_nc: Array, kinds: int, length: int) -> Array:
+        """A view of the columns of a slice, which are ordered by head, kind and channel: by kind and head."""
+        heads = x_nc.shape[1] // (kinds * self.head_width)
+        return x_nc.reshape(-1, length, heads, kinds, self.head_width).transpose(3, 0, 2, 1, 4)
+
+    def _shape_of_heads(self, rows: int, columns: int, length: int) -> tuple[int, ...]:
+        """By slice: kinds, sequences, heads of keys and values, positions, channels; `columns`: of this rank."""
         slices = len(self.tensor.slices.own)
-        return slices, 3, batch, width // self.head_width // slices, length, self.head_width
-
-    def _queries_at_a_time(self, length: int) -> int:
-        return BLOCK if self.module is np else length
-
-    def _groups(self, batch: int, heads: int, length: int) -> Iterator[tuple[int, slice]]:
-        """Sequences and the heads of each that are computed at a time."""
-        scores = GROUP_SCORES if self.module is np else DEVICE_SCORES
-        size = min(heads, max(1, scores // length**2))
-        for sequence in range(batch):
-            for first in range(0, heads, size):
-                yield sequence, slice(first, first + size)
-
-    def _block(self, work: Workspace, name: str, *shape: int) -> Array:
-        return work.scratch(name, (prod(shape),), work.dtype).reshape(shape)
+        groups = columns // (self.kinds * self.head_width) // slices
+        return slices, self.kinds, rows // length, groups, length, self.head_width

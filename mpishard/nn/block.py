@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from mpishard.nn.attention import CausalSelfAttention
-from mpishard.nn.layers import GELU, Layer, LayerNorm
+from mpishard.nn.gated import GatedMLP
+from mpishard.nn.layers import GELU, Layer
 from mpishard.nn.linear import Linear
+from mpishard.nn.norms import LayerNorm, Norm
 from mpishard.nn.workspace import Workspace
 
 Array = Any
@@ -83,35 +85,32 @@ class MLP(Layer):
         return dx_nc
 
 
-class Block(Layer):
-    """Pre-norm residual block: ``x += attention(norm(x))``, then ``x += mlp(norm(x))``.
+class TransformerBlock(Layer):
+    """Pre-norm residual block of any parts: ``x += attention(norm(x))``, then ``x += mlp(norm(x))``.
 
     Its passes are collective over the tensor axis.
 
     Parameters
     ----------
     name : str
-        Prefix of its tensors.
-    width, heads : int
-        Channels and attention heads of the whole block.
-    output_scale : float
-        Standard deviation of the initial weights of the two projections back to the residual stream.
-    sequence_parallel : bool
-        Whether tensor ranks hold some rows of the residual stream each, instead of all of them.
+        Prefix of the names of its parts, such as ``"blocks.0"``.
+    attention_norm, mlp_norm : LayerNorm or RMSNorm
+        Of the input of attention and network.
+    attention : CausalSelfAttention
+        The first part, or a layer with such passes.
+    mlp : MLP or GatedMLP
+        The second part, or a layer with such passes.
     """
 
     def __init__(
-        self, name: str, width: int, heads: int, *, output_scale: float = 0.02, sequence_parallel: bool = False
+        self, name: str, attention_norm: Norm, attention: CausalSelfAttention, mlp_norm: Norm, mlp: MLP | GatedMLP
     ) -> None:
-        rows = dict(sequence_parallel=sequence_parallel)
-        self.attention_norm: LayerNorm = LayerNorm(f"{name}.attention_norm", width, **rows)
-        self.attention: CausalSelfAttention = CausalSelfAttention(
-            f"{name}.attention", width, heads, output_scale=output_scale, **rows
-        )
-        self.mlp_norm: LayerNorm = LayerNorm(f"{name}.mlp_norm", width, **rows)
-        self.mlp: MLP = MLP(f"{name}.mlp", width, output_scale=output_scale, **rows)
+        self.attention_norm: Norm = attention_norm
+        self.attention: CausalSelfAttention = attention
+        self.mlp_norm: Norm = mlp_norm
+        self.mlp: MLP | GatedMLP = mlp
         super().__init__(name, [self.attention_norm, self.attention, self.mlp_norm, self.mlp])
-        self.width = width
+        self.width: int = attention_norm.width
         self.share_scratch(name)
 
     def forward(self, x_nc: Array, work: Workspace, length: int) -> Array:
@@ -155,3 +154,33 @@ class Block(Layer):
         self.mlp_norm.backward(self.mlp.backward(dy_nc, work), work, residual_nc=dy_nc)
         self.attention_norm.backward(self.attention.backward(dy_nc, work, length), work, residual_nc=dy_nc)
         return dy_nc
+
+
+class Block(TransformerBlock):
+    """The block of GPT-2: layer norms, attention with as many keys as queries, and an `MLP`, with biases.
+
+    Its passes are collective over the tensor axis.
+
+    Parameters
+    ----------
+    name : str
+        Prefix of its tensors.
+    width, heads : int
+        Channels and attention heads of the whole block.
+    output_scale : float
+        Standard deviation of the initial weights of the two projections back to the residual stream.
+    sequence_parallel : bool
+        Whether tensor ranks hold some rows of the residual stream each, instead of all of them.
+    """
+
+    def __init__(
+        self, name: str, width: int, heads: int, *, output_scale: float = 0.02, sequence_parallel: bool = False
+    ) -> None:
+        rows: dict[str, Any] = dict(sequence_parallel=sequence_parallel)
+        super().__init__(
+            name,
+            LayerNorm(f"{name}.attention_norm", width, **rows),
+            CausalSelfAttention(f"{name}.attention", width, heads, output_scale=output_scale, **rows),
+            LayerNorm(f"{name}.mlp_norm", width, **rows),
+            MLP(f"{name}.mlp", width, output_scale=output_scale, **rows),
+        )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpishard.deprecated import renamed_attribute
 from mpishard.nn.activations import ActivationCheckpointing, BlockUnit, KeepAll, Spot
-from mpishard.nn.block import Block
+from mpishard.nn.block import TransformerBlock
 from mpishard.nn.tensor_parallel import TensorParallel
 from mpishard.nn.units import Batch, Unit
 from mpishard.nn.workspace import Workspace
@@ -26,7 +26,7 @@ class Chunk:
     ----------
     virtual_stage : int
         Its number.
-    units : sequence of EmbeddingUnit, Block or OutputHead
+    units : sequence of EmbeddingUnit, TransformerBlock or OutputHead
         In order, bound to `parameters`.
     parameters : FlatParameters
         The tensors of this rank.
@@ -59,10 +59,10 @@ class Chunk:
         self._tensor = tensor
         self._memory = memory
         self._names = {unit.name: [spec.name for spec in unit.specs()] for unit in units}
-        kinds = [False, *(isinstance(unit, Block) for unit in units), False]
+        kinds = [False, *(isinstance(unit, TransformerBlock) for unit in units), False]
         spots = [Spot(number, kinds[number], kinds[number + 2]) for number in range(len(units))]
         self._called: list[Any] = [
-            BlockUnit(unit, keeping, spot) if isinstance(unit, Block) else unit
+            BlockUnit(unit, keeping, spot) if isinstance(unit, TransformerBlock) else unit
             for unit, spot in zip(units, spots, strict=True)
         ]
         self._width = units[0].width

@@ -5,7 +5,7 @@ for NumPy arrays, and the tests compare the two.  Arrays are C-contiguous and co
 writes its results into arrays of the caller.
 
 Axes: n tokens (n = b * t), c channels, v vocabulary, b batch, h heads, g heads of a group, t positions, d channels of a
-head or of all that is computed of a token, s kinds (query, key, value), k keys, q queries.
+head or of all that is computed of a token, p pairs of these, s kinds (queries, key, value), k keys, q queries.
 """
 
 from __future__ import annotations
@@ -99,17 +99,87 @@ def gelu_backward(dx_nc: Array, slope_nc: Array, dbias_c: Array) -> None:
     dbias_c += dx_nc.sum(axis=0)
 
 
+def rms_norm(x_nc: Array, weight_c: Array, y_nc: Array, scale_n: Array, epsilon: float) -> None:
+    """``y = x * scale * weight`` with ``scale = 1 / sqrt(mean(x^2) + epsilon)`` of each row.
+
+    Zhang and Sennrich (2019), equation 4.
+    """
+    xp = module_of(x_nc)
+    scale_n[...] = 1 / xp.sqrt((x_nc**2).mean(axis=1) + epsilon)
+    y_nc[...] = x_nc * scale_n[:, None] * weight_c
+
+
+def rms_norm_backward(
+    dy_nc: Array, x_nc: Array, scale_n: Array, weight_c: Array, dx_nc: Array, dweight_c: Array
+) -> None:
+    """Adds the gradients of `rms_norm` into `dx` and `dweight`."""
+    normed_nc = x_nc * scale_n[:, None]
+    dweight_c += (dy_nc * normed_nc).sum(axis=0)
+    g_nc = dy_nc * weight_c
+    dx_nc += scale_n[:, None] * (g_nc - normed_nc * (g_nc * normed_nc).mean(axis=1)[:, None])
+
+
+def swiglu(gate_nc: Array, up_nc: Array, y_nc: Array) -> None:
+    """``y = SiLU(gate) * up``; `gate` and `up` become the derivatives of `y` by them.
+
+    Shazeer (2020), equation 6, with ``SiLU(h) = h sigmoid(h)``.
+    """
+    xp = module_of(gate_nc)
+    with np.errstate(over="ignore"):
+        s = 1 / (1 + xp.exp(-gate_nc))
+    silu = gate_nc * s
+    y_nc[...] = silu * up_nc
+    gate_nc[...] = up_nc * (s + silu * (1 - s))
+    up_nc[...] = silu
+
+
+def swiglu_backward(dgate_nc: Array, dup_nc: Array, dy_nc: Array) -> None:
+    """``dgate *= dy`` and ``dup *= dy``."""
+    dgate_nc *= dy_nc
+    dup_nc *= dy_nc
+
+
 def split_heads(x_nd: Array, bias_d: Array, heads_sbhtd: Array) -> None:
     """Adds the bias and sorts the columns, ordered (head, kind, channel), by kind (query, key, value) and head."""
     kinds, batch, heads, length, width = heads_sbhtd.shape
     heads_sbhtd[...] = (x_nd + bias_d).reshape(batch, length, heads, kinds, width).transpose(3, 0, 2, 1, 4)
 
 
-def split_with_products(dy_nc: Array, y_nc: Array, dy_bhtd: Array, inner_bht: Array) -> None:
-    """Sorts `dy` by heads, and takes for each row of a head the inner product of `dy` and `y`."""
-    batch, heads, length, width = dy_bhtd.shape
-    dy_bhtd[...] = dy_nc.reshape(batch, length, heads, width).transpose(0, 2, 1, 3)
-    inner_bht[...] = (dy_nc * y_nc).reshape(batch, length, heads, width).sum(axis=3).transpose(0, 2, 1)
+def merge_heads(x_nd: Array, heads_sbhtd: Array) -> None:
+    """Sorts heads of each kind back to columns, ordered (head, kind, channel); the adjoint of `split_heads` in `x`."""
+    kinds, batch, heads, length, width = heads_sbhtd.shape
+    x_nd.reshape(batch, length, heads, kinds, width)[...] = heads_sbhtd.transpose(1, 3, 2, 0, 4)
+
+
+def rotate(x_ntd: Array, cos_tp: Array, sin_tp: Array, apart: int, backward: int) -> None:
+    """Turns pairs of channels by an angle that grows with the position, in place; with `backward` the adjoint.
+
+    Su et al. (2021, RoFormer), equation 34.
+
+    Parameters
+    ----------
+    x_ntd : array
+        Heads of sequences; channel p is paired with p + d / 2 if `apart`, else channel 2 p with 2 p + 1.
+    cos_tp, sin_tp : array
+        Of the angle of each pair at each position, maybe times a common factor.
+    apart, backward : int
+        0 or 1.
+    """
+    half = cos_tp.shape[1]
+    first = x_ntd[:, :, :half] if apart else x_ntd[:, :, 0::2]
+    second = x_ntd[:, :, half:] if apart else x_ntd[:, :, 1::2]
+    sin_tp = -sin_tp if backward else sin_tp
+    turned = first * cos_tp - second * sin_tp
+    second[...] = second * cos_tp + first * sin_tp
+    first[...] = turned
+
+
+def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, inner_sbht: Array) -> None:
+    """Sorts `dy` as `split_heads` does, and takes for each row of a head the inner product of `dy` and `y`."""
+    kinds, batch, heads, length, width = dy_sbhtd.shape
+    dy_sbhtd[...] = dy_nc.reshape(batch, length, heads, kinds, width).transpose(3, 0, 2, 1, 4)
+    inner_bths = (dy_nc * y_nc).reshape(batch, length, heads, kinds, width).sum(axis=4)
+    inner_sbht[...] = inner_bths.transpose(3, 0, 2, 1)
 
 
 def _future(xp: Any, keys: int, queries: int, offset: int) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpishard.backend.array import copy_to_device, is_array, to_host
 from mpishard.layout.boxes import split
-from mpishard.nn.architecture import Architecture
+from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.units import Batch
 from mpishard.nn.workspace import Pool
 
@@ -22,13 +22,13 @@ class Inputs:
 
     Parameters
     ----------
-    architecture : Architecture
+    architecture : DecoderArchitecture
         What tokens are valid.
     module : module
         ``numpy`` or ``cupy``: where the model computes.
     """
 
-    def __init__(self, architecture: Architecture, module: Any) -> None:
+    def __init__(self, architecture: DecoderArchitecture, module: Any) -> None:
         self._architecture = architecture
         self._host = Pool()
         # Where they are computed with.

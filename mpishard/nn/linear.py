@@ -287,9 +287,10 @@ class Linear(Layer):
         self._finished(self.weight_name, work)
 
     def _add_product(self, x_ni: Array, dy_no: Array, work: Workspace) -> None:
-        if self.split == 1:
-            # Only the own rows are kept, or sequence parallelism would save no memory here.
-            x_ni = self._all_rows(x_ni, work)
+        # Only the own rows are kept, or sequence parallelism would save no memory here.
+        self._add_product_of_rows(self._all_rows(x_ni, work) if self.split == 1 else x_ni, dy_no, work)
+
+    def _add_product_of_rows(self, x_ni: Array, dy_no: Array, work: Workspace) -> None:
         view, accumulate = self.parameters.gradient(self.weight_name, self._second_use)
         views = self._cut(view, self._split_dim)
         inputs, outputs = self._inputs_apart(x_ni), self._outputs_apart(dy_no)

@@ -10,9 +10,9 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.nn.activations import ActivationCheckpointing, KeepAll
-from mpishard.nn.architecture import Architecture
-from mpishard.nn.block import Block
+from mpishard.nn.block import TransformerBlock
 from mpishard.nn.chunk import Chunk
+from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
 from mpishard.nn.tensor_parallel import TensorParallel
 from mpishard.nn.unit_costs import measure_costs
@@ -28,7 +28,7 @@ class LocalChunks:
 
     Parameters
     ----------
-    architecture : Architecture
+    architecture : DecoderArchitecture
     mesh : Mesh or None
         None: one rank alone.
     pipeline : PipelineOptions
@@ -45,7 +45,7 @@ class LocalChunks:
         The tensors of this rank.
     chunks : list of Chunk
         One for each virtual stage of this rank.
-    blocks : list of Block
+    blocks : list of TransformerBlock
         The blocks in these chunks.
     scratch : Workspace
         Its scratch memory is that of all chunks.
@@ -53,7 +53,7 @@ class LocalChunks:
 
     def __init__(
         self,
-        architecture: Architecture,
+        architecture: DecoderArchitecture,
         mesh: Mesh | None,
         pipeline: PipelineOptions,
         precision: Precision,
@@ -93,7 +93,9 @@ class LocalChunks:
                     if architecture.tied and place.runs(0):
                         self.parameters.second_uses[unit.head.weight_name] = stage
             self.chunks.append(Chunk(stage, units, self.parameters, tensor, self.scratch, self._keeping))
-        self.blocks: list[Block] = [unit for chunk in self.chunks for unit in chunk.units if isinstance(unit, Block)]
+        self.blocks: list[TransformerBlock] = [
+            unit for chunk in self.chunks for unit in chunk.units if isinstance(unit, TransformerBlock)
+        ]
 
     @property
     def activation_bytes(self) -> int:

@@ -1,16 +1,17 @@
-"""How a GPT is trained, beside its architecture: pipeline, precision, and what saves memory.  Nothing is collective."""
+"""How a model is trained, beside its architecture: pipeline, precision, memory.  Nothing is collective."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
-from mpishard.arguments import flag
-from mpishard.nn.architecture import Architecture
+from mpishard.arguments import flag, whole_or_fields
 from mpishard.nn.products import check_half
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,8 @@ class MemoryOptions:
             flag(name, getattr(self, name))
 
 
-class GPTOptions(TypedDict, total=False):
-    """Keywords of `GPT` that are fields of these values, for those who write them out in the call."""
+class ModelOptions(TypedDict, total=False):
+    """Keywords of every model that are fields of these values, for those who write them out in the call."""
 
     tied: bool
     shards: int
@@ -148,29 +149,55 @@ class GPTOptions(TypedDict, total=False):
     module: Any
 
 
-# Names of the arguments of `GPT` that may be given by their position.
+class GPTOptions(ModelOptions, total=False):
+    """Keywords of `GPT` that are fields of values."""
+
+
+class LlamaOptions(ModelOptions, total=False):
+    """Keywords of `Llama` that are fields of values."""
+
+    key_value_heads: int | None
+    hidden: int | None
+    head_width: int | None
+    rotary: Any
+    bias: bool
+    head_norms: bool
+    epsilon: float
+
+
+# Names of the arguments of `GPT` and `Llama` that may be given by their position.
 _BY_POSITION = ("vocabulary_size", "context_length", "width", "layers", "heads", "dtype", "seed")
 
 
-def name_positional(given: Sequence[Any], options: dict[str, Any]) -> None:
-    """Put the positional arguments of a call of `GPT` into its keywords `options`, by their names.
+def named_architecture(call: str, kind: type[T], given: Sequence[Any], options: dict[str, Any]) -> T:
+    """The architecture of a call of `GPT` or `Llama`; its dtype and seed stay in `options`, or are put there.
 
     Parameters
     ----------
+    call : str
+        For messages.
+    kind : type
+        Of the architecture.
     given : sequence
-        An Architecture; or its sizes, dtype and seed; or nothing.
+        The positional arguments: an architecture; or its sizes, dtype and seed; or nothing.
     options : dict
-        Changed in place.
+        The keywords; changed in place.
+
+    Returns
+    -------
+    instance of `kind`
+        As given, or made of its fields.
 
     Raises
     ------
     TypeError
         If there are too many, or one is among the keywords as well.
     """
-    names = ("architecture",) if given and isinstance(given[0], Architecture) else _BY_POSITION
+    names = ("architecture",) if given and isinstance(given[0], kind) else _BY_POSITION
     if len(given) > len(names):
-        raise TypeError(f"GPT() takes at most {len(names)} positional arguments, {', '.join(names)}; got {len(given)}")
+        raise TypeError(f"{call} takes at most {len(names)} positional arguments, {', '.join(names)}; got {len(given)}")
     for name, value in zip(names, given, strict=False):
         if name in options:
-            raise TypeError(f"GPT() got multiple values for argument {name!r}")
+            raise TypeError(f"{call} got multiple values for argument {name!r}")
         options[name] = value
+    return whole_or_fields(call, "architecture", kind, options.pop("architecture", None), options)

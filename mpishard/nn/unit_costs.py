@@ -10,8 +10,8 @@ import numpy as np
 
 from mpishard.backend.array import ready
 from mpishard.comm.axis import Axis
-from mpishard.nn.architecture import Architecture
-from mpishard.nn.block import Block
+from mpishard.nn.block import TransformerBlock
+from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.tensor_parallel import TensorParallel
 from mpishard.nn.units import Batch, EmbeddingUnit, OutputHead
 from mpishard.nn.workspace import Workspace
@@ -21,7 +21,7 @@ _REPEATS = 3
 
 
 def measure_costs(
-    architecture: Architecture, dtype: Any, world: Axis, compute_dtype: Any = None, module: Any = np
+    architecture: DecoderArchitecture, dtype: Any, world: Axis, compute_dtype: Any = None, module: Any = np
 ) -> list[float]:
     """Seconds that one sequence of `context_length` tokens spends in each unit, forward and backward.
 
@@ -37,11 +37,11 @@ def measure_costs(
     return [embedding, *([block] * architecture.layers), head]
 
 
-def _measure(architecture: Architecture, dtype: Any, compute_dtype: Any, module: Any) -> list[float]:
-    small = replace(architecture, layers=1)
+def _measure(architecture: DecoderArchitecture, dtype: Any, compute_dtype: Any, module: Any) -> list[float]:
+    small: DecoderArchitecture = replace(architecture, layers=1)  # type: ignore[type-var]
     parameters = FlatParameters(small.specs(), dtype, module=module)
     embedding, block, head = (small.build(unit) for unit in small.units())
-    assert isinstance(embedding, EmbeddingUnit) and isinstance(block, Block) and isinstance(head, OutputHead)
+    assert isinstance(embedding, EmbeddingUnit) and isinstance(block, TransformerBlock) and isinstance(head, OutputHead)
     alone = TensorParallel(shards=architecture.shards)
     for unit in (embedding, block, head):
         unit.bind(parameters, alone, compute_dtype)

@@ -6,11 +6,12 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from mpishard.nn.block import Block
+from mpishard.nn.block import TransformerBlock
 from mpishard.nn.embeddings import Embedding, PositionEmbedding
-from mpishard.nn.layers import Layer, LayerNorm
+from mpishard.nn.layers import Layer
 from mpishard.nn.linear import Linear, TiedLinear
 from mpishard.nn.loss import cross_entropy
+from mpishard.nn.norms import LayerNorm, Norm
 from mpishard.nn.tensor_parallel import GatherColumns
 from mpishard.nn.workspace import Workspace
 
@@ -48,21 +49,53 @@ class Batch:
 
 
 class EmbeddingUnit(Layer):
-    """Token and position embeddings."""
+    """Token embeddings, and learned position embeddings.
 
-    def __init__(self, vocabulary_size: int, context_length: int, width: int) -> None:
+    Its passes are collective over the tensor axis.
+
+    Parameters
+    ----------
+    vocabulary_size : int
+        Number of tokens.
+    context_length : int or None
+        Longest sequence; None: no embeddings of positions.
+    width : int
+        Channels.
+    """
+
+    def __init__(self, vocabulary_size: int, context_length: int | None, width: int) -> None:
         self.tokens: Embedding = Embedding(TABLE, vocabulary_size, width, split=0)
-        self.positions: PositionEmbedding = PositionEmbedding("position_embedding", context_length, width)
-        super().__init__(EMBEDDINGS, [self.tokens, self.positions])
-        self.width = width
+        self.positions: PositionEmbedding | None = None
+        if context_length is not None:
+            self.positions = PositionEmbedding("position_embedding", context_length, width)
+        super().__init__(EMBEDDINGS, [self.tokens] if self.positions is None else [self.tokens, self.positions])
+        self.width: int = width
 
     def forward(self, x: None, work: Workspace, batch: Batch) -> Array:
-        """The rows of the residual stream that this rank holds; nothing comes before it."""
+        """The rows of the residual stream that this rank holds; nothing comes before it.
+
+        Parameters
+        ----------
+        x : None
+            As for other units.
+        work : Workspace
+            Memory of the micro-batch.
+        batch : Batch
+            Its tokens.
+
+        Returns
+        -------
+        array, shape (n, width)
+            In the memory of `work`.
+        """
         shape = (batch.rows, self.width)
         terms_nc = work.borrow("terms", *shape) if self.tensor.splits_rows else work.save("embeddings.y", *shape)
         self.tokens.forward(batch.tokens_n, work, terms_nc)
         # Added on one rank only, the positions are in the sum once.  All ranks compute their whole gradient.
-        if self.tensor.rank == 0:
+        if self.positions is None:
+            if self.tensor.slices.ordered:
+                terms_nc += 0  # -0.0 becomes 0.0, as where other ranks add zeros
+        elif self.tensor.rank == 0:
             self.positions.add_to(terms_nc.reshape(-1, batch.length, self.width))
         # Of each element one rank has the token's, and the first the position's: any order of a sum gives its bits.
         return self.tensor.leave_exactly.forward([terms_nc], batch.rows, functools.partial(work.save, "embeddings.y"))
@@ -70,19 +103,52 @@ class EmbeddingUnit(Layer):
     predict = forward
 
     def backward(self, dx_nc: Array, work: Workspace, batch: Batch) -> None:
-        """Gradients of the tables."""
+        """Gradients of the tables.
+
+        Parameters
+        ----------
+        dx_nc : array, shape (n, width)
+            Gradient of the loss by the output.
+        work : Workspace
+            That of the forward pass.
+        batch : Batch
+            That of the forward pass.
+        """
         dx_nc = self.tensor.leave_exactly.backward(dx_nc, batch.rows, functools.partial(work.borrow, "all rows"))
-        self.positions.backward_positions(dx_nc.reshape(-1, batch.length, self.width), work)
+        if self.positions is not None:
+            self.positions.backward_positions(dx_nc.reshape(-1, batch.length, self.width), work)
         self.tokens.backward(dx_nc, work)
 
 
 class OutputHead(Layer):
-    """Final norm, output head, and loss.  A tied head uses the table of the token embedding."""
+    """Final norm, output head, and loss.
+
+    Its passes are collective over the tensor axis.
+
+    Parameters
+    ----------
+    width, vocabulary_size : int
+        Channels, and number of tokens.
+    norm : LayerNorm or RMSNorm, optional
+        The final norm; default: a `LayerNorm` named ``"final_norm"``.
+    tied : bool
+        Whether the head uses the table of the token embedding.
+    sequence_parallel : bool
+        For the default norm.
+    """
 
     def __init__(
-        self, width: int, vocabulary_size: int, *, tied: bool = False, sequence_parallel: bool = False
+        self,
+        width: int,
+        vocabulary_size: int,
+        *,
+        norm: Norm | None = None,
+        tied: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
-        self.final_norm: LayerNorm = LayerNorm("final_norm", width, sequence_parallel=sequence_parallel)
+        self.final_norm: Norm = LayerNorm("final_norm", width, sequence_parallel=sequence_parallel)
+        if norm is not None:
+            self.final_norm = norm
         self.head: TiedLinear | Linear = (
             TiedLinear("head", f"{TABLE}.weight", width, vocabulary_size)
             if tied
@@ -134,4 +200,4 @@ class OutputHead(Layer):
 
 
 # What `Architecture.build` makes.
-Unit = EmbeddingUnit | Block | OutputHead
+Unit = EmbeddingUnit | TransformerBlock | OutputHead

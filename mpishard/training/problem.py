@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import numpy as np
@@ -12,6 +12,7 @@ from mpishard.arguments import flag, shown
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.minimizers import Method
+from mpishard.nn.described import described
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.model import Model
 from mpishard.record import RunRecord
@@ -114,13 +115,8 @@ class OptimizationProblem(Objective[P]):
         OptimizationProblem
             Its start is ``model.parameters``, which are trained in place.
         """
-        architecture = getattr(model, "architecture", None)
-        own = {}
-        if is_dataclass(architecture) and not isinstance(architecture, type):
-            described = asdict(architecture)
-            if described.get("shards") == 1:
-                del described["shards"]  # so that earlier versions, which have no such field, read the file too
-            own = {"model.json": described}
+        architecture = described(getattr(model, "architecture", None))
+        own = {} if architecture is None else {"model.json": architecture}
 
         losses_and_gradient: Any = getattr(model, "losses_and_gradient", None)
 

@@ -50,6 +50,20 @@ class TestRows:
     def test_gelu_backward(self, dtype, rows, columns):
         compare("gelu_backward", arrays(dtype, (rows, columns), (rows, columns), columns))
 
+    def test_rms_norm(self, dtype, rows, columns):
+        compare("rms_norm", [*arrays(dtype, (rows, columns), columns, (rows, columns), rows), 1e-5])
+
+    def test_rms_norm_backward(self, dtype, rows, columns):
+        shapes = (rows, columns), (rows, columns), rows, columns, (rows, columns), columns
+        compare("rms_norm_backward", arrays(dtype, *shapes))
+
+    def test_swiglu(self, dtype, rows, columns):
+        gate, up, y = arrays(dtype, *[(rows, columns)] * 3)
+        compare("swiglu", [4 * gate, up, y])
+
+    def test_swiglu_backward(self, dtype, rows, columns):
+        compare("swiglu_backward", arrays(dtype, *[(rows, columns)] * 3))
+
     def test_cross_entropy(self, dtype, rows, columns):
         (logits,) = arrays(dtype, (rows, columns))
         targets = np.random.default_rng(1).integers(0, columns, rows)
@@ -98,10 +112,27 @@ class TestHeads:
         heads = (3, self.BATCH, self.HEADS, self.LENGTH, self.WIDTH)
         compare("split_heads", arrays(dtype, (rows, columns), columns, heads))
 
-    def test_split_with_products(self, dtype):
-        flat = (self.BATCH * self.LENGTH, self.HEADS * self.WIDTH)
-        heads = (self.BATCH, self.HEADS, self.LENGTH)
+    @pytest.mark.parametrize("kinds", [1, 2])
+    def test_split_with_products(self, dtype, kinds):
+        flat = (self.BATCH * self.LENGTH, kinds * self.HEADS * self.WIDTH)
+        heads = (kinds, self.BATCH, self.HEADS, self.LENGTH)
         compare("split_with_products", arrays(dtype, flat, flat, (*heads, self.WIDTH), heads))
+
+    def test_merge_heads(self, dtype):
+        """The adjoint of splitting them, which is a permutation."""
+        rows, columns = self.BATCH * self.LENGTH, 4 * self.HEADS * self.WIDTH
+        x, bias, heads = arrays(dtype, (rows, columns), columns, (4, self.BATCH, self.HEADS, self.LENGTH, self.WIDTH))
+        compare("merge_heads", [x, heads])
+        kernels.split_heads(x, 0 * bias, heads)
+        merged = np.empty_like(x)
+        kernels.merge_heads(merged, heads)
+        np.testing.assert_array_equal(merged, x)
+
+    @pytest.mark.parametrize("apart", [0, 1])
+    @pytest.mark.parametrize("backward", [0, 1])
+    def test_rotate(self, dtype, apart, backward):
+        tables = arrays(dtype, *[(self.LENGTH, 3)] * 2)
+        compare("rotate", [*arrays(dtype, (self.HEADS, self.LENGTH, 6)), *tables, apart, backward])
 
     @pytest.mark.parametrize("first, last", [(0, 20), (0, 7), (7, 13), (13, 20), (19, 20)])
     def test_causal_softmax(self, dtype, first, last):

@@ -64,7 +64,30 @@ CASES = {
     "attention, one channel a head": lambda: Case(nn.CausalSelfAttention("a", 3, 3), (ROWS, 3), length=LENGTH),
     "mlp": lambda: Case(nn.MLP("a", WIDTH), (ROWS, WIDTH)),
     "block": lambda: Case(nn.Block("a", WIDTH, 2), (ROWS, WIDTH), length=LENGTH),
+    "rms norm": lambda: Case(nn.RMSNorm("a", WIDTH), (ROWS, WIDTH)),
+    "gated mlp": lambda: Case(nn.GatedMLP("a", WIDTH, 5), (ROWS, WIDTH)),
+    "grouped queries": lambda: attention(key_value_heads=2, bias=False, output_bias=False),
+    "rotary positions": lambda: attention(rotary=nn.Rotary(10.0)),
+    "interleaved rotary positions": lambda: attention(key_value_heads=1, rotary=nn.Rotary(10.0, "interleaved")),
+    "norms of heads": lambda: attention(key_value_heads=2, head_width=6, rotary=nn.Rotary(10.0), norm_epsilon=1e-3),
+    "block of Llama": lambda: Case(block_of_llama(), (ROWS, WIDTH), length=LENGTH),
 }
+
+
+def attention(**options):
+    """Attention of four heads of queries."""
+    return Case(nn.CausalSelfAttention("a", WIDTH, 4, nn.AttentionOptions(**options)), (ROWS, WIDTH), length=LENGTH)
+
+
+def block_of_llama():
+    options = nn.AttentionOptions(2, bias=False, output_bias=False, rotary=nn.Rotary(10.0), norm_epsilon=1e-3)
+    return nn.TransformerBlock(
+        "a",
+        nn.RMSNorm("a.attention_norm", WIDTH),
+        nn.CausalSelfAttention("a.attention", WIDTH, 4, options),
+        nn.RMSNorm("a.mlp_norm", WIDTH),
+        nn.GatedMLP("a.mlp", WIDTH, 5),
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -146,7 +169,7 @@ def test_adjoint_in_the_table(name):
     assert (image * y).sum() == pytest.approx((parameters.flat * parameters.gradients.flat).sum(), rel=1e-13)
 
 
-@pytest.mark.parametrize("name", ["linear", "tied linear", "layer norm", "attention", "mlp", "block"])
+@pytest.mark.parametrize("name", ["linear", "tied linear", "layer norm", "attention", "mlp", "block", "block of Llama"])
 def test_a_second_pass_adds_to_the_first(name):
     case = CASES[name]()
     _, once = case.gradients()
@@ -157,7 +180,7 @@ def test_a_second_pass_adds_to_the_first(name):
     np.testing.assert_allclose(case.parameters.gradients.flat, 2 * once, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["linear", "tied linear", "attention", "mlp", "block"])
+@pytest.mark.parametrize("name", ["linear", "tied linear", "attention", "mlp", "block", "block of Llama"])
 def test_weight_gradients_put_off(name):
     """The gradient by the input comes at once, the others and all announcements later, with the same bits."""
     case = CASES[name]()
@@ -203,3 +226,45 @@ def test_cross_entropy_gradient():
 def test_width_must_be_a_multiple_of_heads(width, heads):
     with pytest.raises(ValueError, match=f"width {width} is not a multiple of {heads} heads"):
         nn.CausalSelfAttention("a", width, heads)
+
+
+@pytest.mark.parametrize("pairing", ["half-split", "interleaved"])
+def test_rotary_scores_depend_on_the_distance_only(pairing):
+    """And the two pairings are one rotation of channels in another order."""
+    from mpishard.nn import formulas
+
+    rotary, random = nn.Rotary(100.0, pairing), np.random.default_rng(0)
+    cos, sin = rotary.tables(WIDTH, 9, np.float64)
+    q, k = (np.tile(random.standard_normal(WIDTH), (1, 9, 1)) for _ in range(2))
+    for x in (q, k):
+        formulas.rotate(x, cos, sin, rotary.apart, 0)
+    scores = q[0] @ k[0].T
+    for offset in range(-8, 9):
+        diagonal = np.diagonal(scores, offset)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-12)
+    back = q.copy()
+    formulas.rotate(back, cos, sin, rotary.apart, 1)
+    np.testing.assert_allclose(back, np.tile(back[:, :1], (1, 9, 1)), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: nn.Rotary(pairing="halves"), ValueError, "no pairing 'halves' of channels; choose one of half-split"),
+        (lambda: nn.Rotary(-1.0), ValueError, "theta of rotary positions=-1.0 must be a finite number above 0"),
+        (lambda: nn.Rotary(scaling=2.0), TypeError, "scaling=2.0 must be a RopeScaling"),
+        (lambda: nn.RopeScaling("yarn"), ValueError, "no rope scaling 'yarn'; choose one of linear, llama3, longrope"),
+        (lambda: nn.RopeScaling("llama3", 8.0), ValueError, "llama3 needs original_context"),
+        (lambda: nn.RopeScaling("llama3", 8.0, 64, 4.0, 1.0), ValueError, "low_frequency_factor=4 must be below"),
+        (
+            lambda: attention(rotary=nn.Rotary(scaling=nn.RopeScaling("longrope", 2.0, 8, short_factors=(1.0,)))),
+            ValueError,
+            "1 short_factors and 0 long_factors, but heads have 1 pairs",
+        ),
+        (lambda: attention(head_width=3, rotary=nn.Rotary()), ValueError, "3 channels; .* make it even"),
+        (lambda: attention(key_value_heads=3), ValueError, "4 heads of queries cannot share 3 heads of keys"),
+    ],
+)
+def test_attention_that_cannot_be(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

@@ -1,0 +1,277 @@
+"""A decoder-only transformer of any architecture, on one rank or on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import integer, no_others, whole_or_fields
+from mpishard.backend.array import to_host
+from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
+from mpishard.nn.block import TransformerBlock
+from mpishard.nn.chunk import Chunk
+from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.inputs import Inputs
+from mpishard.nn.local_chunks import LocalChunks
+from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
+from mpishard.nn.products import check_compute_dtype, warn_if_slow
+from mpishard.nn.sampling import TokenSampler, checked_prompt
+from mpishard.nn.units import Batch
+from mpishard.parameters.flat import FlatParameters
+from mpishard.pipeline.runtime import Pipeline
+from mpishard.pipeline.schedule import make_schedule, warn_if_bubbly
+
+Array = Any
+
+
+class Decoder:
+    """Embeddings, blocks and an output head, as an architecture builds them.
+
+    `GPT` and `Llama` are such models; an architecture of your own makes another.  Initial values are keyed by `seed`
+    and tensor names, so that they are the same on every mesh.
+
+    On a mesh the methods are collective over the tensor and pipeline axes: all ranks of one data coordinate call them
+    with the same arguments, and all of them get the same results.  With sharded parameters (ZeRO-3) they are collective
+    over the data axis too: a rank without samples passes a batch of none, of shape (0, length).
+
+    Parameters
+    ----------
+    architecture : DecoderArchitecture
+        The sizes of the model, and its layers.
+    mesh : Mesh, optional
+        Default: one rank alone.
+    pipeline : PipelineOptions, optional
+        How the model is cut into stages, and their schedule.
+    precision : Precision, optional
+        Dtypes: float32, unless others are given.
+    memory : MemoryOptions, optional
+        What saves memory: recomputation, sequence parallelism, sharded parameters.
+    seed : int
+        Seed of the initial values.
+    module : module
+        ``numpy`` or ``cupy``: where parameters, activations and computed logits live.  Tokens may be of either.
+    **options : any
+        Fields of `PipelineOptions`, `Precision` and `MemoryOptions` by their names, in place of these values.
+
+    Attributes
+    ----------
+    parameters : FlatParameters
+        The tensors of this rank.
+    architecture : DecoderArchitecture
+    chunks : list of Chunk
+        The chunks of this rank.
+    blocks : list of TransformerBlock
+        The blocks in these chunks.
+    pipeline : Pipeline
+
+    Raises
+    ------
+    ValueError, TypeError
+        On all ranks, before memory is taken, for sizes that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        architecture: DecoderArchitecture,
+        *,
+        mesh: Mesh | None = None,
+        pipeline: PipelineOptions | None = None,
+        precision: Precision | None = None,
+        memory: MemoryOptions | None = None,
+        seed: int = 0,
+        module: Any = np,
+        **options: Any,
+    ) -> None:
+        call = f"{type(self).__name__}()"
+        if not isinstance(architecture, DecoderArchitecture):
+            raise TypeError(f"{call} needs an architecture, got {architecture!r}")
+        self.architecture: DecoderArchitecture = architecture
+        pipeline = whole_or_fields(call, "pipeline", PipelineOptions, pipeline, options)
+        precision = whole_or_fields(call, "precision", Precision, precision, options)
+        memory = whole_or_fields(call, "memory", MemoryOptions, memory, options)
+        seed = integer("seed", seed)
+        no_others(call, options)
+        if precision.compute_dtype is not None:
+            check_compute_dtype(precision.compute_dtype, precision.dtype, module)
+        if memory.sharded_parameters and mesh is None:
+            raise ValueError("sharded_parameters needs a mesh, over whose data axis to share them; pass mesh=")
+        self.mesh = mesh
+        axis = Axis.single("pipeline") if mesh is None else mesh.pipeline
+        self.microbatches: int = pipeline.microbatches_on(axis.size)
+        plan = make_schedule(pipeline.schedule, axis.size, self.microbatches, pipeline.chunks)
+        self.architecture.check(1 if mesh is None else mesh.tensor.size, axis.size * pipeline.chunks)
+        if mesh is None or mesh.world.rank == 0:
+            warn_if_bubbly(plan)
+            if precision.compute_dtype is not None:
+                warn_if_slow(precision.compute_dtype, module)
+        self._local = LocalChunks(self.architecture, mesh, pipeline, precision, memory, seed, module)
+        self.parameters: FlatParameters = self._local.parameters
+        self.parameters.sums_by_mpi = self.architecture.shards == 1
+        if precision.wire_dtype is not None:
+            self.parameters.layout_dependence = "wire_dtype, which rounds where stages meet"
+        elif precision.storage_dtype is not None and axis.size * pipeline.chunks > 1:
+            self.parameters.layout_dependence = "storage_dtype, which rounds what blocks hand on within a stage"
+        self.chunks: list[Chunk] = self._local.chunks
+        self.blocks: list[TransformerBlock] = self._local.blocks
+        self.pipeline: Pipeline = Pipeline(
+            axis, self.chunks, pipeline.schedule, self.parameters, wire_dtype=precision.wire_dtype
+        )
+        self._inputs = Inputs(self.architecture, module)
+        # A scaled loss may overflow in half precision; optimizers check for that.
+        half = precision.compute_dtype is not None
+        self._expected: dict[str, Any] = {"over": "ignore", "invalid": "ignore"} if half else {}
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of tokens."""
+        return self.architecture.vocabulary_size
+
+    @property
+    def context_length(self) -> int:
+        """Longest sequence."""
+        return self.architecture.context_length
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes held for activations of all micro-batches in flight and for scratch.
+
+        Memory grows to what the largest batch so far needed and is used again, so that this is the peak.
+        """
+        return self._local.activation_bytes + self._inputs.nbytes
+
+    def loss_and_gradient(self, tokens: Array, targets: Array) -> float:
+        """Summed loss of a batch; the gradient of that sum goes to ``parameters.gradient``.
+
+        Parameters
+        ----------
+        tokens, targets : int array, (batch, length)
+            Any batch size, also 0, ``1 <= length <= context_length``; `targets` holds the token that follows each of
+            `tokens`.
+
+        Returns
+        -------
+        float
+            Cross-entropy in nats, summed over all tokens.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If tokens or targets are no integers, out of range, or of another shape.
+        """
+        with np.errstate(**self._expected):
+            return self.pipeline.train(self._inputs.micro_batches(tokens, targets, self.microbatches))
+
+    def losses_and_gradient(self, batches: Sequence[tuple[Array, Array]]) -> list[float]:
+        """Like `loss_and_gradient` for several batches, each of which is one micro-batch of the pipeline.
+
+        With ``reproducible=True`` a training loop calls this: `microbatches` cuts no batch then.
+
+        Parameters
+        ----------
+        batches : sequence of (tokens, targets)
+            At least one; the arguments of `loss_and_gradient` for each.
+
+        Returns
+        -------
+        list of float
+            The loss of each batch.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `loss_and_gradient`.
+        """
+        with np.errstate(**self._expected):
+            return self.pipeline.train_each(self._inputs.each_batch(batches))
+
+    def loss(self, tokens: Array, targets: Array) -> float:
+        """Summed loss of a batch, without gradients.
+
+        Parameters
+        ----------
+        tokens, targets : int array, (batch, length)
+            As for `loss_and_gradient`.
+
+        Returns
+        -------
+        float
+            Cross-entropy in nats, summed over all tokens.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If tokens or targets are no integers, out of range, or of another shape.
+        """
+        with self._local.forward_only():
+            return self.pipeline.evaluate(self._inputs.micro_batches(tokens, targets, self.microbatches))
+
+    def logits(self, tokens: Array) -> Array:
+        """Unnormalised log-probabilities of the next token.
+
+        Parameters
+        ----------
+        tokens : int array, (batch, length)
+            Any batch size, ``1 <= length <= context_length``.
+
+        Returns
+        -------
+        array, (batch, length, vocabulary_size)
+            New memory, of the dtype of the parameters.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If tokens are no integers, out of range, or of another shape.
+        """
+        tokens_n = self._inputs.checked("tokens", tokens)
+        with self._local.forward_only():
+            logits_nv = self.pipeline.infer(Batch(tokens_n, None, np.shape(tokens)[1]))
+        if logits_nv is None:
+            logits_nv = self._local.scratch.module.empty((len(tokens_n), self.vocabulary_size), self.parameters.dtype)
+        return self._from_last_stage(logits_nv, "logits").reshape(*np.shape(tokens), self.vocabulary_size)
+
+    def generate(self, prompt_tokens: Sequence[int], count: int, temperature: float = 1.0, seed: int = 0) -> np.ndarray:
+        """Continue a prompt by `count` sampled tokens.
+
+        Parameters
+        ----------
+        prompt_tokens : sequence of int
+            At least one token; if longer than ``context_length``, only the last tokens count.
+        count : int
+            Tokens to add.
+        temperature : float
+            Divides the logits; 0 takes the most likely token.
+        seed : int
+            Same seed, same text.
+
+        Returns
+        -------
+        int64 array, (len(prompt_tokens) + count,)
+            The prompt and its continuation.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If there is no token, tokens are no integers or out of range, or `count` or `temperature` is negative.
+        """
+        tokens = checked_prompt(prompt_tokens, count, temperature)
+        self._inputs.checked("prompt tokens", tokens[None, -self.context_length :])
+        sampler = TokenSampler(temperature, seed)
+        tokens = np.concatenate([tokens.astype(np.int64), np.zeros(count, np.int64)])
+        for end in range(len(tokens) - count, len(tokens)):
+            window_n = self._inputs.checked("tokens", tokens[None, max(0, end - self.context_length) : end])
+            with self._local.forward_only():
+                logits_nv = self.pipeline.infer(Batch(window_n, None, len(window_n), last_only=True))
+            if logits_nv is not None:
+                tokens[end] = sampler.next(to_host(logits_nv[0]).astype(np.float64))
+            self._from_last_stage(tokens[end : end + 1], "token")
+        return tokens
+
+    def _from_last_stage(self, array: Array, label: str) -> Array:
+        """Broadcast an array of the last pipeline stage to all stages, in place."""
+        if self.mesh is not None and self.mesh.pipeline.size > 1:
+            self.mesh.pipeline.broadcast(array, root=self.mesh.pipeline.size - 1, label=label)
+        return array

@@ -1,0 +1,350 @@
+"""What models of blocks have in common: sizes, units, and their cut into pipeline stages; without memory or ranks."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from numbers import Integral
+from typing import Any
+
+from mpishard.arguments import flag
+from mpishard.deprecated import warn_renamed
+from mpishard.layout.boxes import split
+from mpishard.layout.specs import ParameterSpec, merge_ties
+from mpishard.nn.block import TransformerBlock
+from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD, EmbeddingUnit, OutputHead, Unit
+
+_OLD_NAMES = {"stem": EMBEDDINGS, "top": OUTPUT_HEAD}
+
+
+class DecoderArchitecture(ABC):
+    """A decoder-only transformer: embeddings, blocks, and an output head, for `Decoder`.
+
+    A model of one's own is a frozen dataclass with this base, with the fields below and its own, and a `build_block`.
+
+    No method is collective.
+
+    Attributes
+    ----------
+    vocabulary_size : int
+        Number of tokens.
+    context_length : int
+        Longest sequence.
+    width : int
+        Channels.
+    layers : int
+        Number of blocks.
+    heads : int
+        Heads of queries in each block.
+    tied : bool
+        Whether the output head uses the table of the token embedding.
+    shards : int
+        Number of slices by which the model is defined, a divisor of `query_groups`; see `Architecture`.
+    """
+
+    # Longer than other classes: half of it is docstrings, and what a model is cut into is one idea.
+
+    vocabulary_size: int
+    context_length: int
+    width: int
+    layers: int
+    heads: int
+    tied: bool = False
+    shards: int = 1
+
+    @property
+    def query_groups(self) -> int:
+        """Heads of keys and values, each with the queries that it serves: attention is cut by these."""
+        return self.heads
+
+    def check_sizes(self) -> None:
+        """Raise unless the sizes are whole numbers that fit each other; for ``__post_init__``.
+
+        Raises
+        ------
+        TypeError
+            If a size is no integer, or `tied` is neither True nor False.
+        ValueError
+            If a size is below 1, or `shards` does not divide `query_groups`.
+        """
+        for what in ("vocabulary_size", "context_length", "width", "layers", "heads", "shards"):
+            size: Any = getattr(self, what)
+            if isinstance(size, bool) or not isinstance(size, Integral):
+                raise TypeError(f"{what} is {size!r}; it must be an integer")
+        for what in ("vocabulary_size", "context_length", "width", "layers", "shards"):
+            if getattr(self, what) < 1:
+                raise ValueError(f"{what} is {getattr(self, what)}; it must be at least 1")
+        flag("tied", self.tied)
+
+    def check_shards(self) -> None:
+        """Raise unless heads can be cut into shards; for ``__post_init__``.
+
+        Raises
+        ------
+        ValueError
+            If `shards` does not divide `query_groups`.
+        """
+        if self.query_groups % self.shards:
+            heads = "attention heads" if self.query_groups == self.heads else "heads of keys and values"
+            raise ValueError(
+                f"{self.query_groups} {heads} cannot be cut into {self.shards} shards; choose a number of shards "
+                "that divides the number of heads"
+            )
+
+    def units(self) -> list[str]:
+        """Names of the units in order.
+
+        Returns
+        -------
+        list of str
+            ``"embeddings"``, ``"blocks.0"`` and so on, ``"output_head"``.
+        """
+        return [EMBEDDINGS, *(f"blocks.{index}" for index in range(self.layers)), OUTPUT_HEAD]
+
+    def build(self, unit: str, *, sequence_parallel: bool = False) -> Unit:
+        """The layers of one unit, not bound to parameters.
+
+        Parameters
+        ----------
+        unit : str
+            One of `units`.
+        sequence_parallel : bool
+            Whether tensor ranks hold some rows each between the layers that are split by columns.
+
+        Returns
+        -------
+        Layer
+            With the sizes of the whole network; `Layer.bind` gives it memory.
+        """
+        if unit in _OLD_NAMES:
+            warn_renamed(f'the unit "{unit}" of a model', f'"{_OLD_NAMES[unit]}"')
+            unit = _OLD_NAMES[unit]
+        # With several shards layers take sums over rows themselves: no gradient is partial.
+        sequence_parallel = sequence_parallel and self.shards == 1
+        if unit == EMBEDDINGS:
+            return self.build_embeddings()
+        if unit == OUTPUT_HEAD:
+            return self.build_head(sequence_parallel)
+        return self.build_block(unit, sequence_parallel)
+
+    def build_embeddings(self) -> EmbeddingUnit:
+        """The first unit, for `build`: here token embeddings alone.
+
+        Returns
+        -------
+        EmbeddingUnit
+            Not bound to parameters.
+        """
+        return EmbeddingUnit(self.vocabulary_size, None, self.width)
+
+    @abstractmethod
+    def build_block(self, name: str, sequence_parallel: bool) -> TransformerBlock:
+        """A block, for `build`.
+
+        Parameters
+        ----------
+        name : str
+            Prefix of the names of its layers.
+        sequence_parallel : bool
+            For its layers.
+
+        Returns
+        -------
+        TransformerBlock
+            Not bound to parameters.
+        """
+
+    def build_head(self, sequence_parallel: bool) -> OutputHead:
+        """The last unit, for `build`: here with a layer norm.
+
+        Parameters
+        ----------
+        sequence_parallel : bool
+            For its norm.
+
+        Returns
+        -------
+        OutputHead
+            Not bound to parameters.
+        """
+        return OutputHead(self.width, self.vocabulary_size, tied=self.tied, sequence_parallel=sequence_parallel)
+
+    def specs_of(self, unit: str, *, sequence_parallel: bool = False) -> list[ParameterSpec]:
+        """The tensors of one unit, in the order in which it uses them.
+
+        Parameters
+        ----------
+        unit : str
+            One of `units`.
+        sequence_parallel : bool
+            As for `build`.
+
+        Returns
+        -------
+        list of ParameterSpec
+            Those that are split are cut into `shards` slices; of stage 0.
+        """
+        specs = self.build(unit, sequence_parallel=sequence_parallel).specs()
+        if self.shards == 1:
+            return specs
+        # Sums over heads, too, are taken by the layers.
+        return [
+            replace(spec, partial=False) if spec.tensor_dim is None else replace(spec, slices=self.shards)
+            for spec in specs
+        ]
+
+    def check(self, tensor: int = 1, stages: int = 1) -> None:
+        """Raise unless the model can be split over so many ranks and cut into so many stages.
+
+        Parameters
+        ----------
+        tensor : int
+            Tensor ranks.
+        stages : int
+            Virtual stages: pipeline ranks times chunks per rank.
+
+        Raises
+        ------
+        ValueError
+            If `tensor` does not divide `shards` (above 1) or `query_groups`, or there are more stages than layers.
+        """
+        if self.shards > 1 and self.shards % tensor:
+            raise ValueError(
+                f"a model of {self.shards} shards cannot be split over {tensor} tensor-parallel ranks; choose a tensor "
+                "size that divides the number of shards, or build the model with shards=1"
+            )
+        if self.query_groups % tensor:
+            grouped = self.query_groups != self.heads
+            raise ValueError(
+                f"{self.query_groups} {'heads of keys and values' if grouped else 'attention heads'} cannot be split "
+                f"over {tensor} tensor-parallel ranks; choose a tensor size that divides the number of heads"
+            )
+        if stages > self.layers:
+            raise ValueError(
+                f"{stages} pipeline stages, but the model has {self.layers} layers; every stage needs one: "
+                "use fewer pipeline ranks or chunks"
+            )
+
+    def cut(self, stages: int, costs: Sequence[float] | None = None) -> list[list[str]]:
+        """Units by virtual stage, in order.
+
+        Parameters
+        ----------
+        stages : int
+            Number of stages; each gets at least one unit.
+        costs : sequence of float, optional
+            Time of each of `units`; the cut then minimises the time of the slowest stage.  Default: blocks are divided
+            evenly; the embeddings belong to the first stage, the output head to the last.
+
+        Returns
+        -------
+        list of list of str
+            For each stage its units.
+
+        Raises
+        ------
+        ValueError
+            For more stages than layers, or costs that are not one number of at least 0 per unit.
+        """
+        self.check(stages=stages)
+        units = self.units()
+        if costs is not None:
+            given = costs
+            try:
+                costs = [float(cost) for cost in given]
+            except (TypeError, ValueError):
+                costs = []
+            if len(costs) != len(units) or not all(0 <= cost < math.inf for cost in costs):
+                raise ValueError(
+                    f"stage_costs are {given}; a model of {self.layers} layers needs {len(units)} numbers of at "
+                    "least 0, of the embeddings, of each block and of the output head"
+                )
+            cuts = _cut_by_slowest_stage(costs, stages)
+        else:
+            cuts = [0, *(1 + stop for stop in split(self.layers, stages)[1:-1]), len(units)]
+        return [units[first:last] for first, last in zip(cuts[:-1], cuts[1:], strict=True)]
+
+    def specs(
+        self, stages: int = 1, sequence_parallel: bool = False, costs: Sequence[float] | None = None
+    ) -> list[ParameterSpec]:
+        """All tensors of the model, in the order in which it uses them.
+
+        With `sequence_parallel`, gradients of tensors that are applied row by row are partial: each tensor rank has the
+        terms of its rows.
+
+        Parameters
+        ----------
+        stages : int
+            Number of virtual stages.
+        sequence_parallel : bool
+            Whether tensor ranks hold some rows each between the layers that are split by columns.
+        costs : sequence of float, optional
+            As for `cut`.
+
+        Returns
+        -------
+        list of ParameterSpec
+            Each with its stage; a tied tensor once.
+
+        Raises
+        ------
+        ValueError
+            As `cut`.
+        """
+        specs: list[ParameterSpec] = []
+        for stage, units in enumerate(self.cut(stages, costs)):
+            here: set[str] = set()
+            for unit in units:
+                for spec in self.specs_of(unit, sequence_parallel=sequence_parallel):
+                    # A tie inside one stage is one tensor with two uses.
+                    if spec.name not in here:
+                        here.add(spec.name)
+                        specs.append(replace(spec, stage=stage))
+        return merge_ties(specs)
+
+    def tensors_by_unit(self, *, sequence_parallel: bool = False) -> list[list[str]]:
+        """Names of the tensors of each of `units`; a tied tensor belongs to the first unit that uses it.
+
+        Parameters
+        ----------
+        sequence_parallel : bool
+            As for `build`.
+
+        Returns
+        -------
+        list of list of str
+            In the order of `units`.
+        """
+        known: set[str] = set()
+        names = []
+        for name in self.units():
+            layer = self.build(name, sequence_parallel=sequence_parallel)
+            names.append([spec.name for spec in layer.specs() if spec.name not in known])
+            known.update(names[-1])
+        return names
+
+
+def _cut_by_slowest_stage(costs: Sequence[float], stages: int) -> list[int]:
+    """Cut units into stages so that the slowest stage takes as little time as possible; `costs`: the time of each unit.
+
+    Of several such cuts it takes the one with the smallest sum of squares, so that the other stages are even, too.
+    Returns the offsets of the stages, with 0 and the number of units.
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[n]: the cut of the first n units into the stages so far.
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}
+    for stage in range(1, stages + 1):
+        candidates: dict[int, tuple[float, float, list[int]]] = {}
+        for stop in range(stage, len(costs) - (stages - stage) + 1):
+            candidates[stop] = min(
+                (max(most, run), squares + run * run, [*cuts, stop])
+                for start, (most, squares, cuts) in best.items()
+                if start < stop
+                for run in [sums[stop] - sums[start]]
+            )
+        best = candidates
+    return best[len(costs)][2]

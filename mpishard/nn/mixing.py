@@ -1,0 +1,166 @@
+"""Causal attention of given queries, keys and values, one block of queries of one head at a time.
+
+So the scores stay in cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpishard.nn.layers import Layer
+from mpishard.nn.workspace import Workspace
+
+Array = Any
+
+# Queries (forward) or keys (backward) at a time.  Half of the scores of a sequence are masked, and blocks skip most of
+# them; 96 rows times 256 keys of 32 channels is small enough for OpenBLAS's kernels that need no packing.
+BLOCK = 96
+# Scores at a time: heads of a sequence are computed together up to this number, which still stays in cache.
+GROUP_SCORES = 4 * 256 * 256
+# On a device small pieces cost more to launch than the masked half costs to compute: whole sequences, and this many
+# scores at a time, so that memory stays bounded.
+DEVICE_SCORES = 2**27
+
+
+class CausalMixing(Layer):
+    """Mixes values by the softmax of the products of queries and keys, in which a position sees what came before.
+
+    Scores are never stored: the backward pass computes them again from queries, keys and the logarithm of each query's
+    normaliser (Dao et al., 2022).  Blocks that are masked entirely are not computed.  The largest temporary is the
+    gradient of all scores of one head of one sequence, or of a few heads of a short sequence.
+
+    Each key and value head serves the queries of all kinds s (grouped queries; one kind: as many queries as keys).
+    Axes: s kinds of queries, b sequences, h key and value heads, t positions, d channels.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        Prefix of its memory in a workspace; it has no tensors.
+    head_width : int
+        Channels of a head.
+    """
+
+    def __init__(self, name: str, head_width: int) -> None:
+        super().__init__(name)
+        self.scale: float = 1 / math.sqrt(head_width)
+
+    def forward(
+        self, q_sbhtd: Array, k_bhtd: Array, v_bhtd: Array, mixed_sbhtd: Array, logsum_sbht: Array, work: Workspace
+    ) -> None:
+        """The mixed values, and the logarithm of each query's normaliser.
+
+        Parameters
+        ----------
+        q_sbhtd, k_bhtd, v_bhtd : array
+            Of axes as above.
+        mixed_sbhtd, logsum_sbht : array
+            Overwritten.
+        work : Workspace
+            Memory of the micro-batch.
+        """
+        kinds, batch, count, length, _ = q_sbhtd.shape
+        matmul, block = self.matmul, self._queries_at_a_time(length)
+        total = work.borrow("attention total", block)
+        for sequence, heads in self._groups(batch, count, length):
+            k, v = k_bhtd[sequence, heads], v_bhtd[sequence, heads]
+            for kind in range(kinds):
+                q, mixed = q_sbhtd[kind, sequence, heads], mixed_sbhtd[kind, sequence, heads]
+                logsum = logsum_sbht[kind, sequence, heads]
+                for first in range(0, length, block):
+                    last = min(first + block, length)
+                    scores = self._block(work, "scores", len(q), last, last - first)
+                    matmul(k[:, :last], q[:, first:last].swapaxes(1, 2), out=scores)
+                    self.ops.causal_softmax(scores, logsum, total, first, self.scale)
+                    matmul(scores.swapaxes(1, 2), v[:, :last], out=mixed[:, first:last])
+
+    def backward(
+        self,
+        heads_sbhtd: Array,
+        logsum_sbht: Array,
+        dmixed_sbhtd: Array,
+        inner_sbht: Array,
+        dheads_sbhtd: Array,
+        work: Workspace,
+    ) -> None:
+        """Gradients by queries, keys and values.
+
+        Parameters
+        ----------
+        heads_sbhtd : array
+            The queries of all kinds, then the keys, then the values.
+        logsum_sbht : array
+            As `forward` left it.
+        dmixed_sbhtd : array
+            Gradient of the loss by the mixed values.
+        inner_sbht : array
+            Its inner product with the mixed values, for each query.
+        dheads_sbhtd : array
+            Overwritten by the gradients by `heads`.
+        work : Workspace
+            That of the forward pass.
+        """
+        kinds, batch, count, length, _ = dmixed_sbhtd.shape
+        for sequence, heads in self._groups(batch, count, length):
+            k, v = heads_sbhtd[kinds, sequence, heads], heads_sbhtd[kinds + 1, sequence, heads]
+            dk, dv = dheads_sbhtd[kinds, sequence, heads], dheads_sbhtd[kinds + 1, sequence, heads]
+            for kind in range(kinds):
+                q, dq = heads_sbhtd[kind, sequence, heads], dheads_sbhtd[kind, sequence, heads]
+                dmixed = dmixed_sbhtd[kind, sequence, heads]
+                statistics = logsum_sbht[kind, sequence, heads], inner_sbht[kind, sequence, heads]
+                self._backward_of_group(q, k, v, dmixed, statistics, dq, dk, dv, kind > 0, work)
+
+    def _backward_of_group(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        dmixed: Array,
+        statistics: tuple[Array, Array],
+        dq: Array,
+        dk: Array,
+        dv: Array,
+        accumulate: bool,
+        work: Workspace,
+    ) -> None:
+        """The gradients of one kind of queries of a few heads; keys and values may have some of other kinds."""
+        matmul, (count, length, _) = self.matmul, q.shape
+        block = self._queries_at_a_time(length)
+        dscores = self._block(work, "dscores", count, length, length)
+        for first in range(0, length, block):
+            last = min(first + block, length)
+            weights = self._block(work, "scores", count, last - first, length - first)
+            dpart = dscores[:, first:last, first:]
+            matmul(k[:, first:last], q[:, first:].swapaxes(1, 2), out=weights)
+            matmul(v[:, first:last], dmixed[:, first:].swapaxes(1, 2), out=dpart)
+            self.ops.causal_softmax_backward(weights, dscores, *statistics, self.scale)
+            for part, other, out in ((weights, dmixed, dv), (dpart, q, dk)):
+                if accumulate:
+                    product = self._block(work, "attention product", count, last - first, q.shape[2])
+                    matmul(part, other[:, first:], out=product)
+                    out[:, first:last] += product
+                else:
+                    matmul(part, other[:, first:], out=out[:, first:last])
+        for first in range(0, length, block):
+            last = min(first + block, length)
+            matmul(dscores[:, :last, first:last].swapaxes(1, 2), k[:, :last], out=dq[:, first:last])
+
+    def _queries_at_a_time(self, length: int) -> int:
+        return BLOCK if self.module is np else length
+
+    def _groups(self, batch: int, heads: int, length: int) -> Iterator[tuple[int, slice]]:
+        """Sequences and the heads of each that are computed at a time."""
+        scores = GROUP_SCORES if self.module is np else DEVICE_SCORES
+        size = min(heads, max(1, scores // length**2))
+        for sequence in range(batch):
+            for first in range(0, heads, size):
+                yield sequence, slice(first, first + size)
+
+    def _block(self, work: Workspace, name: str, *shape: int) -> Array:
+        return work.scratch(name, (prod(shape),), work.dtype).reshape(shape)

@@ -1,0 +1,235 @@
+"""Llama and its relatives: against `transformers` with random weights, between options, and on bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+
+import numpy as np
+import pytest
+
+from mpishard import nn
+from mpishard.nn import formulas
+from mpishard.nn.described import architecture_of, described
+
+SIZES = dict(vocabulary_size=19, context_length=24, width=24, layers=2, heads=4)
+LONG = nn.RopeScaling("longrope", 2.0, 12, short_factors=(1.0, 1.1, 1.2), long_factors=(1.0, 2.0, 3.0))
+# What each model of `transformers` is called there, its options here, and those of its config.
+MODELS = {
+    "llama2": ("Llama", dict(), {}),
+    "llama3": (
+        "Llama",
+        dict(key_value_heads=2, rotary=nn.Rotary(500.0, scaling=nn.RopeScaling("llama3", 8.0, 16))),
+        dict(
+            rope_theta=500.0,
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        ),
+    ),
+    "linear": (
+        "Llama",
+        dict(key_value_heads=1, tied=True, rotary=nn.Rotary(scaling=nn.RopeScaling("linear", 4.0))),
+        dict(rope_theta=1e4, rope_type="linear", factor=4.0),
+    ),
+    "longrope": (
+        "Llama",
+        dict(key_value_heads=2, rotary=nn.Rotary(scaling=LONG)),
+        dict(
+            rope_theta=1e4,
+            rope_type="longrope",
+            factor=2.0,
+            original_max_position_embeddings=12,
+            short_factor=list(LONG.short_factors),
+            long_factor=list(LONG.long_factors),
+        ),
+    ),
+    "qwen2": ("Qwen2", dict(key_value_heads=2, bias=True, tied=True), {}),
+    "qwen3": ("Qwen3", dict(key_value_heads=2, head_width=8, head_norms=True), {}),
+}
+
+
+def model(name="llama3", dtype=np.float64, **options):
+    """A small network, away from its initial values so that every tensor matters; the same on every mesh."""
+    llama = nn.Llama(**{**SIZES, "dtype": dtype, "hidden": 40, "epsilon": 1e-6, **MODELS[name][1], **options})
+    for number, spec in enumerate(llama.parameters.specs):
+        if spec.name in llama.parameters:
+            box = tuple(slice(*extent) for extent in llama.parameters.box(spec.name))
+            change = 0.3 * np.random.default_rng(number).standard_normal(spec.shape)
+            llama.parameters[spec.name][...] += change[box].astype(dtype)
+    return llama
+
+
+def batch(size=3, length=10, seed=0):
+    return tuple(np.random.default_rng(seed).integers(0, SIZES["vocabulary_size"], (2, size, length)))
+
+
+def run(llama, *pair):
+    """Loss, and a copy of all gradients by name."""
+    llama.parameters.reset_gradients()
+    loss = llama.loss_and_gradient(*pair)
+    return loss, {name: llama.parameters.gradient(name)[0].copy() for name in llama.parameters}
+
+
+def theirs(tensors, architecture):
+    """Our tensors, or gradients, by the names and in the layouts of `transformers`."""
+    groups, head = architecture.key_value_heads, architecture.head_width
+    kinds = architecture.heads // groups + 2
+    found = {"model.embed_tokens": tensors["token_embedding.weight"], "model.norm": tensors["final_norm.weight"]}
+    if not architecture.tied:
+        found["lm_head"] = tensors["head.weight"].T
+    for layer in range(architecture.layers):
+        ours, their = f"blocks.{layer}", f"model.layers.{layer}"
+        for kind, name in (("weight", ""), ("bias", ".bias")):
+            qkv = tensors.get(f"{ours}.attention.qkv.{kind}")
+            if qkv is not None:
+                by_group = qkv.T.reshape(groups, kinds, head, *qkv.shape[:-1])
+                for letter, part in (("q", by_group[:, :-2]), ("k", by_group[:, -2]), ("v", by_group[:, -1])):
+                    found[f"{their}.self_attn.{letter}_proj{name}"] = part.reshape(-1, *qkv.shape[:-1])
+        found[f"{their}.self_attn.o_proj"] = tensors[f"{ours}.attention.output.weight"].T
+        for part in ("gate", "up", "down"):
+            found[f"{their}.mlp.{part}_proj"] = tensors[f"{ours}.mlp.{part}.weight"].T
+        found[f"{their}.input_layernorm"] = tensors[f"{ours}.attention_norm.weight"]
+        found[f"{their}.post_attention_layernorm"] = tensors[f"{ours}.mlp_norm.weight"]
+        if architecture.head_norms:
+            found[f"{their}.self_attn.q_norm"] = tensors[f"{ours}.attention.query_norm.weight"]
+            found[f"{their}.self_attn.k_norm"] = tensors[f"{ours}.attention.key_norm.weight"]
+    return {name if name.endswith(".bias") else f"{name}.weight": value for name, value in found.items()}
+
+
+def in_float64(torch, network):
+    """Norms and rotary positions of `transformers` compute in float32; here they shall compute in float64."""
+
+    def norm(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def turn(self, x, position_ids):
+        rotary = self.ours
+        cos, sin = rotary.tables(self.head_width, position_ids.shape[1], np.float64)
+        return tuple(torch.tensor(np.concatenate([each, each], axis=1))[None] for each in (cos, sin))
+
+    for module in network.modules():
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
+            module.forward = types.MethodType(norm, module)
+        elif kind.endswith("RotaryEmbedding"):
+            module.forward = types.MethodType(turn, module)
+            module.ours, module.head_width = network.ours.rotary, network.ours.head_width
+
+
+@pytest.mark.parametrize("length", [10, 20])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_equal_transformers(name, dtype, length):
+    torch = pytest.importorskip("torch", reason="compares with PyTorch, which is not installed")
+    transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+    family, _, rope = MODELS[name]
+    llama, (tokens, targets) = model(name, dtype), batch(2, length)
+    ours = llama.architecture
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=ours.vocabulary_size,
+        hidden_size=ours.width,
+        intermediate_size=ours.hidden,
+        num_hidden_layers=ours.layers,
+        num_attention_heads=ours.heads,
+        num_key_value_heads=ours.key_value_heads,
+        head_dim=ours.head_width,
+        max_position_embeddings=ours.context_length,
+        rms_norm_eps=ours.epsilon,
+        tie_word_embeddings=ours.tied,
+        attention_dropout=0.0,
+        rope_parameters=rope or dict(rope_theta=ours.rotary.theta, rope_type="default"),
+    )
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    network = kind(config).to(torch.float32 if dtype == np.float32 else torch.float64).eval()
+    network.ours = ours
+    if dtype == np.float64:
+        in_float64(torch, network)
+    values = theirs({each: llama.parameters[each] for each in llama.parameters}, ours)
+    names = {each for each, _ in network.named_parameters()}
+    assert set(values) == names
+    network.load_state_dict({each: torch.tensor(np.ascontiguousarray(v)) for each, v in values.items()}, strict=False)
+    logits = network(torch.tensor(tokens)).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(targets).flatten(), reduction="sum")
+    loss.backward()
+    tolerance = 1e-5 if dtype == np.float32 else 1e-11
+    expected = logits.detach().numpy()
+    assert np.abs(llama.logits(tokens) - expected).max() <= tolerance * max(1, np.abs(expected).max())
+    found_loss, gradients = run(llama, tokens, targets)
+    assert found_loss == pytest.approx(loss.item(), rel=tolerance)
+    for each, gradient in theirs(gradients, ours).items():
+        reference = network.get_parameter(each).grad.numpy()
+        assert np.abs(gradient - reference).max() <= tolerance * max(1, np.abs(reference).max()), each
+
+
+def test_pairings_are_one_model_with_channels_in_another_order():
+    llama = model("llama2")
+    rotary = dataclasses.replace(llama.architecture.rotary, pairing="interleaved")
+    other, (tokens, _) = model("llama2", rotary=rotary), batch()
+    order = np.arange(6).reshape(2, 3).T.ravel()  # channels 0 3 1 4 2 5
+    for layer in range(2):
+        name = f"blocks.{layer}.attention.qkv.weight"
+        weight, new = (each.parameters[name].reshape(24, 4, 3, 6) for each in (llama, other))
+        new[:, :, :2] = weight[:, :, :2][..., order]
+    np.testing.assert_allclose(other.logits(tokens), llama.logits(tokens), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(shards=2), dict(recompute=True), dict(microbatches=2), dict(schedule="zb-h1")]
+)
+def test_options_change_no_more_than_rounding(options):
+    pair = batch()
+    loss, expected = run(model("qwen3"), *pair)
+    found_loss, found = run(model("qwen3", **options), *pair)
+    assert found_loss == pytest.approx(loss, rel=1e-13)
+    for name, gradient in found.items():
+        np.testing.assert_allclose(gradient, expected[name], rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+def test_compiled_kernels_equal_their_formulas():
+    llama, pair = model("qwen3"), batch()
+    loss, gradients = run(llama, *pair)
+
+    def use(layer):
+        layer.ops = formulas
+        for child in layer.children:
+            use(child)
+
+    for unit in llama.chunks[0].units:
+        use(unit)
+    plain_loss, plain = run(llama, *pair)
+    assert plain_loss == pytest.approx(loss, rel=1e-13)
+    for name, gradient in plain.items():
+        np.testing.assert_allclose(gradient, gradients[name], rtol=1e-11, atol=1e-11, err_msg=name)
+
+
+def test_sizes_of_its_own():
+    found = nn.LlamaArchitecture(11, 8, width=48, layers=1, heads=4)
+    assert (found.key_value_heads, found.hidden, found.head_width) == (4, 128, 12)
+    fields = json.loads(
+        json.dumps(described(nn.LlamaArchitecture(11, 8, 48, 1, 4, rotary=nn.Rotary(scaling=LONG), head_width=6)))
+    )
+    assert architecture_of(fields).rotary.scaling == LONG
+    assert architecture_of({**fields, "kind": "Mine"}) is None
+    assert architecture_of(described(nn.Architecture(8, 8, 8, 1, 2))) == nn.Architecture(8, 8, 8, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(key_value_heads=3), ValueError, "4 heads of queries cannot share 3 heads of keys and values evenly"),
+        (dict(key_value_heads=2, shards=4), ValueError, "2 heads of keys and values cannot be cut into 4 shards"),
+        (dict(head_width=5), ValueError, "5 channels; .* make it even"),
+        (dict(width=23), ValueError, "width 23 is not a multiple of 4 heads; give head_width"),
+        (dict(rotary=1e4), TypeError, "rotary=10000.0 must be a Rotary"),
+        (dict(hidden=0), ValueError, "hidden=0 must be a whole number of at least 1"),
+        (dict(bias=1), TypeError, "bias=1 must be True or False"),
+        (dict(theta=3.0), TypeError, r"Llama\(\) got an unexpected keyword argument 'theta'"),
+    ],
+)
+def test_bad_sizes(options, error, message):
+    with pytest.raises(error, match=message):
+        nn.Llama(**{**SIZES, **options})
