@@ -1,8 +1,9 @@
-"""mpirun -n 8 python tests/grid.py [--every K], or --bits for `tests/grid_bits_run.py`
+"""mpirun -n 8 python tests/grid.py [--every K] [--models llama], or --bits for `tests/grid_bits_run.py`
 
-Train one small GPT in every layout of 1, 2, 3, 4, 6 and 8 ranks, under every ZeRO stage and schedule, and compare it
-with the same run on one rank: losses, gradient norms, every gradient of every step and every parameter at the end.
-`tests/mpi/test_layouts.py` runs a part of it.  With --every K only each K-th case is run.
+Train one small GPT and one small Llama in every layout of 1, 2, 3, 4, 6 and 8 ranks, under every ZeRO stage and
+schedule, and compare it with the same run on one rank: losses, gradient norms, every gradient of every step and every
+parameter at the end.  `tests/mpi/test_layouts.py` runs a part of it.  With --every K only each K-th case is run, with
+--models only these models.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import grid_bits_run
 import numpy as np
-from grid_cases import Case, cases
+from grid_cases import MODELS, Case, cases
 from mpi4py import MPI
 from steps import STRATEGIES
 
@@ -51,12 +52,31 @@ class Run:
     parameters: np.ndarray
 
 
+def make(name: str, layers: int, heads: int, tied: bool, **options: Any) -> nn.GPT | nn.Llama:
+    """A model of the grid; the Llama has grouped queries, and all that Qwen2 and Qwen3 add."""
+    sizes = VOCABULARY, LENGTH, WIDTH, layers, heads, np.float64, SEED
+    if name == "gpt":
+        return nn.GPT(*sizes, tied=tied, **options)
+    return nn.Llama(
+        *sizes,
+        tied=tied,
+        key_value_heads=heads // 2,
+        head_width=4,
+        hidden=20,
+        rotary=nn.Rotary(10.0),
+        bias=True,
+        head_norms=True,
+        epsilon=1e-2,
+        **options,
+    )
+
+
 @functools.cache
-def alone(heads: int, layers: int, tied: bool, rule: str, steps: int) -> Run:
+def alone(name: str, heads: int, layers: int, tied: bool, rule: str, steps: int) -> Run:
     """The same training on one rank."""
     losses, norms, gradients, parameters = [], [], [], []
     with mpishard.Mesh(MPI.COMM_SELF) as mesh:
-        model = nn.GPT(VOCABULARY, LENGTH, WIDTH, layers, heads, np.float64, SEED, tied=tied)
+        model = make(name, layers, heads, tied)
         optimizer = mpishard.DDPOptimizer(RULES[rule], mpishard.ShardingConfiguration(mesh, max_gradient_norm=CLIP))
         strategy = optimizer.bind(model.parameters)
         for step in range(1, steps + 1):
@@ -73,7 +93,7 @@ def expected_of(case: Case, comm: MPI.Intracomm, steps: int = STEPS) -> Run:
     """`alone`, computed on one rank and read by the others from files, of which the node keeps one copy."""
     path = None
     if comm.rank == 0:
-        key = case.heads, case.layers, case.tied, case.rule, steps
+        key = case.model, case.heads, case.layers, case.tied, case.rule, steps
         path = Path(_folder(), "-".join(map(str, key)))
         if not path.exists():
             run = alone(*key)
@@ -91,7 +111,7 @@ def _folder() -> str:
     return folder
 
 
-def loss_and_gradient(model: nn.GPT, mesh: mpishard.Mesh, step: int) -> float:
+def loss_and_gradient(model: nn.GPT | nn.Llama, mesh: mpishard.Mesh, step: int) -> float:
     (samples,) = share(Sampler(SAMPLES, BATCH).batch(step), mesh.data.rank, mesh.data.size)
     loss = np.array([model.loss_and_gradient(TOKENS[samples, :-1], TOKENS[samples, 1:])])
     return float(mesh.data.all_reduce(loss)[0])
@@ -136,16 +156,12 @@ def errors(case: Case, comm: MPI.Intracomm, steps: int = STEPS) -> dict[str, flo
     with mpishard.Mesh(comm, data=case.data, tensor=case.tensor, pipeline=case.pipeline) as mesh:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*micro-batches for .* pipeline stages")
-            model = nn.GPT(
-                VOCABULARY,
-                LENGTH,
-                WIDTH,
+            model = make(
+                case.model,
                 case.layers,
                 case.heads,
-                np.float64,
-                SEED,
+                case.tied,
                 mesh=mesh,
-                tied=case.tied,
                 sequence_parallel=case.sequence_parallel,
                 schedule=case.schedule,
                 chunks=2 if case.schedule == "interleaved" else 1,
@@ -182,6 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1, help="run each K-th case only (default all)")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 3, 4, 6, 8], help="numbers of ranks")
+    parser.add_argument("--models", nargs="*", default=MODELS, choices=MODELS, help="which models (default all)")
     options = parser.parse_args()
     world = MPI.COMM_WORLD
     possible = [count for count in options.ranks if 1 <= count <= world.size]
@@ -195,7 +212,7 @@ def main() -> int:
         groups = world.size // ranks
         group = world.rank // ranks
         comm = world.Split(group if group < groups else MPI.UNDEFINED, world.rank)
-        todo = list(cases(ranks))[:: options.every]
+        todo = [case for model in options.models for case in cases(ranks, model)][:: options.every]
         began, results = time.monotonic(), []
         if comm != MPI.COMM_NULL:
             for case in todo[group::groups]:

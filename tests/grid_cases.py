@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 RULES = ("sgd", "adamw")
+MODELS = ("gpt", "llama")
 T = TypeVar("T")
 
 
@@ -28,6 +29,7 @@ class Case:
     tied: bool
     sequence_parallel: bool
     rule: str = "sgd"
+    model: str = "gpt"
 
     @property
     def ranks(self) -> int:
@@ -35,6 +37,8 @@ class Case:
 
     @property
     def heads(self) -> int:
+        if self.model == "llama":  # two for each head of keys and values
+            return 12 if self.tensor in (3, 6) else 16
         return 24 if self.tensor in (3, 6) else 8
 
     @property
@@ -44,11 +48,12 @@ class Case:
     def __str__(self) -> str:
         flags = ("-tied" if self.tied else "") + ("-sequence" if self.sequence_parallel else "")
         size = f"{self.data}x{self.tensor}x{self.pipeline}"
+        size = size if self.model == "gpt" else f"{self.model}-{size}"
         return f"{size}-zero{self.zero}-{self.schedule}-m{self.microbatches}{flags}-{self.rule}"
 
 
-def cases(ranks: int) -> Iterator[Case]:
-    """All of them for one number of ranks: fewer micro-batches than stages, as many, and no multiple.
+def cases(ranks: int, model: str = "gpt") -> Iterator[Case]:
+    """All of them for one number of ranks and one of MODELS: fewer micro-batches than stages, as many, and no multiple.
 
     The update rules take turns, so that every pair of other settings meets both.
     """
@@ -69,6 +74,7 @@ def cases(ranks: int) -> Iterator[Case]:
                 tied=bool(tied),
                 sequence_parallel=bool(sequence),
                 rule=RULES[sum(numbers) % 2],
+                model=model,
             )
 
 

@@ -141,7 +141,7 @@ class CausalSelfAttention(Layer):
             The rows that this rank holds, in the memory of `work`.
         """
         qkv_nd = self.qkv.product(x_nc, work, functools.partial(work.borrow, "qkv"))
-        heads_lsbhtd = work.save(f"{self.role}.heads", *self._shape_of_heads(*qkv_nd.shape, length))
+        heads_lsbhtd = work.save(f"{self.role}.heads", *self._shape_of_heads(qkv_nd, length))
         slices, kinds, *rest = heads_lsbhtd.shape
         mixed_nc = work.save(f"{self.role}.mixed", len(qkv_nd), self.output.local_inputs)
         logsum_lsbht = work.save_statistics(f"{self.role}.logsum", slices, kinds - 2, *rest[:3])
@@ -230,8 +230,8 @@ class CausalSelfAttention(Layer):
         heads = x_nc.shape[1] // (kinds * self.head_width)
         return x_nc.reshape(-1, length, heads, kinds, self.head_width).transpose(3, 0, 2, 1, 4)
 
-    def _shape_of_heads(self, rows: int, columns: int, length: int) -> tuple[int, ...]:
-        """By slice: kinds, sequences, heads of keys and values, positions, channels; `columns`: of this rank."""
-        slices = len(self.tensor.slices.own)
+    def _shape_of_heads(self, qkv_nd: Array, length: int) -> tuple[int, ...]:
+        """By slice: kinds, sequences, heads of keys and values, positions, channels."""
+        (rows, columns), slices = qkv_nd.shape, len(self.tensor.slices.own)
         groups = columns // (self.kinds * self.head_width) // slices
         return slices, self.kinds, rows // length, groups, length, self.head_width

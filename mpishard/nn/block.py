@@ -94,12 +94,14 @@ class TransformerBlock(Layer):
     ----------
     name : str
         Prefix of the names of its parts, such as ``"blocks.0"``.
-    attention_norm, mlp_norm : LayerNorm or RMSNorm
-        Of the input of attention and network.
+    attention_norm : LayerNorm or RMSNorm
+        Of the input of the attention.
     attention : CausalSelfAttention
-        The first part, or a layer with such passes.
+        Or a layer with such passes.
+    mlp_norm : LayerNorm or RMSNorm
+        Of the input of the MLP.
     mlp : MLP or GatedMLP
-        The second part, or a layer with such passes.
+        Or a layer with such passes.
     """
 
     def __init__(

@@ -31,8 +31,9 @@ def described(architecture: Any) -> dict[str, Any] | None:
     fields = asdict(architecture)
     if fields.get("shards") == 1:
         del fields["shards"]  # so that earlier versions, which have no such field, read the file too
-    if isinstance(architecture, DecoderArchitecture) and type(architecture) is not Architecture:
-        fields["kind"] = type(architecture).__name__
+    kind = type(architecture).__name__
+    if isinstance(architecture, DecoderArchitecture) and kind != Architecture.__name__:
+        fields["kind"] = kind
     return fields
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mpishard.arguments import flag, integer, number
 from mpishard.nn.attention import AttentionOptions, CausalSelfAttention
@@ -81,10 +82,11 @@ class LlamaArchitecture(DecoderArchitecture):
 
     def __post_init__(self) -> None:
         self.check_sizes()
-        if isinstance(self.rotary, Mapping):
-            self._set(rotary=Rotary(**self.rotary))
-        elif not isinstance(self.rotary, Rotary):
-            raise TypeError(f"rotary={self.rotary!r} must be a Rotary")
+        rotary: Any = self.rotary
+        if isinstance(rotary, Mapping):
+            self._set(rotary=Rotary(**rotary))
+        elif not isinstance(rotary, Rotary):
+            raise TypeError(f"rotary={rotary!r} must be a Rotary")
         if self.heads < 1 or (self.head_width is None and self.width % self.heads):
             raise ValueError(
                 f"width {self.width} is not a multiple of {self.heads} heads; give head_width, or every head needs as "

@@ -162,10 +162,11 @@ class Rotary:
         object.__setattr__(self, "theta", number("theta of rotary positions", self.theta, above=0))
         if self.pairing not in PAIRINGS:
             raise ValueError(f"there is no pairing {self.pairing!r} of channels; choose one of {', '.join(PAIRINGS)}")
-        if isinstance(self.scaling, Mapping):
-            object.__setattr__(self, "scaling", RopeScaling(**self.scaling))
-        elif self.scaling is not None and not isinstance(self.scaling, RopeScaling):
-            raise TypeError(f"scaling={self.scaling!r} must be a RopeScaling or None")
+        scaling: Any = self.scaling
+        if isinstance(scaling, Mapping):
+            object.__setattr__(self, "scaling", RopeScaling(**scaling))
+        elif scaling is not None and not isinstance(scaling, RopeScaling):
+            raise TypeError(f"scaling={scaling!r} must be a RopeScaling or None")
 
     @property
     def apart(self) -> int:

@@ -164,26 +164,77 @@ class OutputHead(Layer):
         return self.head.first_output
 
     def shares_table(self, embeddings_here: bool) -> None:
-        """Note whether the embeddings are on this rank: their backward comes later, and marks a tied table ready."""
+        """Note whether the embeddings are on this rank: their backward comes later, and marks a tied table ready.
+
+        Parameters
+        ----------
+        embeddings_here : bool
+            Whether they are.
+        """
         if isinstance(self.head, TiedLinear):
             self.head.announces = not embeddings_here
 
     def forward(self, x_nc: Array, work: Workspace, batch: Batch) -> float:
-        """Summed loss of the batch; keeps the gradient by the logits for `backward`."""
+        """Summed loss of the batch; keeps the gradient by the logits for `backward`.
+
+        Parameters
+        ----------
+        x_nc : array, shape (n, width)
+            The rows of the residual stream that this rank holds.
+        work : Workspace
+            Memory of the micro-batch.
+        batch : Batch
+            Its targets.
+
+        Returns
+        -------
+        float
+            In nats.
+        """
         logits_nv = self.head.forward(self.final_norm.forward(x_nc, work), work)
         loss = cross_entropy(logits_nv, batch.targets_n, self.tensor, self.first, work, self.vocabulary_size)
         work.kept[self.role] = logits_nv
         return loss
 
     def backward(self, dy: None, work: Workspace, batch: Batch) -> Array:
-        """Gradient by the rows of the residual stream; nothing comes after it."""
+        """Gradient by the rows of the residual stream; nothing comes after it.
+
+        Parameters
+        ----------
+        dy : None
+            As for other units.
+        work : Workspace
+            That of the forward pass.
+        batch : Batch
+            That of the forward pass.
+
+        Returns
+        -------
+        array, shape (n, width)
+            The rows that this rank holds, in the memory of `work`.
+        """
         dlogits_nv = work.kept[self.role]
         if self.parameters.loss_scale != 1:
             dlogits_nv *= dlogits_nv.dtype.type(self.parameters.loss_scale)
         return self.final_norm.backward(self.head.backward(dlogits_nv, work), work)
 
     def predict(self, x_nc: Array, work: Workspace, batch: Batch) -> Array:
-        """Logits of the whole vocabulary in a new array, on every tensor rank: one row per token, or per sequence."""
+        """Logits of the whole vocabulary, on every tensor rank.
+
+        Parameters
+        ----------
+        x_nc : array, shape (n, width)
+            The rows of the residual stream that this rank holds.
+        work : Workspace
+            Memory of the micro-batch.
+        batch : Batch
+            Says whether logits are wanted after every token, or after the last of each sequence.
+
+        Returns
+        -------
+        array, shape (rows, vocabulary_size)
+            New; one row per token, or per sequence.
+        """
         rows_nc = self.tensor.enter.forward(
             self.final_norm.forward(x_nc, work), batch.rows, functools.partial(work.borrow, "all rows")
         )

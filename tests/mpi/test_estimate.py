@@ -13,7 +13,7 @@ from mpishard import AdamW, HybridShardedOptimizer, Mesh, ShardingConfiguration
 from mpishard.estimate import estimate, measure
 from mpishard.estimate.collectives import measure_collectives
 from mpishard.estimate.profile import OPERATIONS
-from mpishard.nn import GPT
+from mpishard.nn import GPT, Llama
 
 # A vocabulary and a width that most sizes cut unevenly, and 24 heads, which all sizes divide.
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 67, 16, 72, 8, 24
@@ -49,18 +49,27 @@ def shape(what: str, size: int) -> dict[str, int]:
         ("all", 2, {"schedule": "zb-h1", "tied": True}),
         ("all", 2, {"schedule": "1f1b", "shards": 4, "sequence_parallel": True, "recompute": True}),
         ("all", 3, {"schedule": "1f1b", "sequence_parallel": True, "tied": True}),
+        ("data", 2, {"microbatches": 2, "llama": {"key_value_heads": 12}}),
+        ("tensor", 0, {"llama": {"bias": True}, "sequence_parallel": True, "recompute": True}),
+        ("tensor", 0, {"llama": {"head_norms": True, "head_width": 4}, "shards": 24, "microbatches": 2}),
+        ("all", 2, {"llama": {"key_value_heads": 8, "head_norms": True}, "tied": True}),
+        ("pipeline", 0, {"llama": {"key_value_heads": 8}, "schedule": "zb-h1"}),
     ],
 )
 def test_bytes_of_a_step(comm, what, zero_stage, options):
     sizes = shape(what, comm.size)
     model_options = dict(options)
+    llama = model_options.pop("llama", None)
     architecture = {name: model_options.pop(name) for name in ("tied", "shards") if name in options}
     if architecture.get("shards", comm.size) % sizes["tensor"]:
         pytest.skip(f"{sizes['tensor']} tensor ranks cannot share {architecture['shards']} shards")
     with Mesh(comm, **sizes) as mesh:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            model = GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh, **architecture, **model_options)
+            kind, sizes_of_kind = (GPT, {}) if llama is None else (Llama, {"head_width": 6, **llama})
+            model = kind(
+                VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh, **architecture, **sizes_of_kind, **model_options
+            )
         config = ShardingConfiguration(mesh, minimum_parameter_group_size=2**13)
         optimizer = HybridShardedOptimizer(AdamW(lr=1e-3), config, zero_stage=zero_stage)
         tokens = np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, LENGTH))

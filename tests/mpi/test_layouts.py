@@ -1,10 +1,10 @@
-"""Any layout trains the same model: a part of the grid in `tests/grid.py`, the same one on every run."""
+"""Any layout trains the same models: a part of the grid in `tests/grid.py`, the same one on every run."""
 
 from __future__ import annotations
 
 import grid
 import pytest
-from grid_cases import every_pair
+from grid_cases import MODELS, every_pair
 from mpi4py import MPI
 
 SIZE = MPI.COMM_WORLD.size
@@ -22,10 +22,13 @@ def settings(case):
         "tied": case.tied,
         "sequence": case.sequence_parallel,
         "rule": case.rule,
+        "model": case.model,
     }
 
 
-@pytest.mark.parametrize("case", every_pair(list(grid.cases(SIZE)), settings), ids=str)
+@pytest.mark.parametrize(
+    "case", every_pair([case for model in MODELS for case in grid.cases(SIZE, model)], settings), ids=str
+)
 def test_a_layout_trains_as_one_rank_does(case, comm, short):
     found = grid.errors(case, comm, 10 if short or SIZE > 4 else grid.STEPS)
     assert grid.passes(found), found

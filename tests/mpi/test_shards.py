@@ -44,10 +44,13 @@ def digests(gpt, kind, arrays) -> Bits:
     return found
 
 
-def train(mesh, **options) -> Bits:
+LLAMA = dict(kind=nn.Llama, heads=2 * HEADS, key_value_heads=HEADS, head_width=2, hidden=20, bias=True, head_norms=True)
+
+
+def train(mesh, kind=nn.GPT, **options) -> Bits:
     """Losses, gradients and parameters of three steps, away from the initial values; logits and a text."""
     sizes = dict(vocabulary_size=VOCABULARY, context_length=CONTEXT, width=WIDTH, layers=LAYERS, heads=HEADS)
-    gpt = nn.GPT(mesh=mesh, **(sizes | options))
+    gpt = kind(mesh=mesh, **(sizes | options))
     dtype = gpt.parameters.dtype
     for number, spec in enumerate(gpt.parameters.specs):
         box = tuple(slice(*extent) for extent in gpt.parameters.box(spec.name))
@@ -121,6 +124,14 @@ def test_options_change_no_bit(mesh, comm, options):
     others = {name: value for name, value in options.items() if name != "recompute"}
     found = train(mesh, shards=shards, sequence_parallel=True, **options)
     assert_same(found, on_one_rank(shards=shards, **others))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_bits_of_llama_are_those_of_one_rank(mesh, comm, sequence_parallel):
+    """Heads of keys and values are cut with their queries; the norms of heads are summed over all of them."""
+    shards = shards_of(comm)[-1]
+    found = train(mesh, shards=shards, sequence_parallel=sequence_parallel, recompute=sequence_parallel, **LLAMA)
+    assert_same(found, on_one_rank(shards=shards, **LLAMA))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -209,9 +209,9 @@ def test_compiled_kernels_equal_their_formulas():
 def test_sizes_of_its_own():
     found = nn.LlamaArchitecture(11, 8, width=48, layers=1, heads=4)
     assert (found.key_value_heads, found.hidden, found.head_width) == (4, 128, 12)
-    fields = json.loads(
-        json.dumps(described(nn.LlamaArchitecture(11, 8, 48, 1, 4, rotary=nn.Rotary(scaling=LONG), head_width=6)))
-    )
+    scaled = nn.LlamaArchitecture(11, 8, 48, 1, 4, rotary=nn.Rotary(scaling=LONG), head_width=6)
+    fields = json.loads(json.dumps(described(scaled)))
+    assert architecture_of(fields) == scaled
     assert architecture_of(fields).rotary.scaling == LONG
     assert architecture_of({**fields, "kind": "Mine"}) is None
     assert architecture_of(described(nn.Architecture(8, 8, 8, 1, 2))) == nn.Architecture(8, 8, 8, 1, 2)
