@@ -133,7 +133,13 @@ def fix_blas_threads() -> None:
 
 
 def blas_threads() -> int | None:
-    """The threads that NumPy's OpenBLAS may use now; None if the user chose them, or with another BLAS."""
+    """The threads that NumPy's OpenBLAS may use now.  Not collective.
+
+    Returns
+    -------
+    int or None
+        None if the user chose them, or with another BLAS.
+    """
     found = _openblas()
     return None if found is None else found[0]()
 

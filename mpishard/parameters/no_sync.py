@@ -9,6 +9,8 @@ from types import TracebackType
 class NoSync:
     """The context of `GradientReducer.no_sync`; it may be entered again, also inside itself.
 
+    Collective where that says so.
+
     Parameters
     ----------
     begin : callable

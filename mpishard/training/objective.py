@@ -15,7 +15,7 @@ from mpishard.parameters.flat_arrays import check_flat
 
 
 class ObjectiveOptions(TypedDict, total=False):
-    """Optional values of an `Objective` by name, for functions that pass them on."""
+    """Optional values of an `Objective` by name, for functions that pass them on.  Not collective."""
 
     micro_batch_size: int | None
     steps: int | None

@@ -1,0 +1,242 @@
+"""Steps of PyTorch modules: `mpishard.torch` against DistributedDataParallel and FSDP2, with the same module.
+
+    python benchmarks/torch_step.py [conv] [transformer] [gpt2] [--kinds K ...] [--steps N] [--repeats R]
+
+conv: a residual network with batch norm, 1.2 M parameters, 32 images of 3x32x32 a step.  transformer: the encoder of
+torch.nn, 4 layers of width 256.  gpt2: that of `transformers`, random, 4 layers of width 256; needs transformers.
+float32, AdamW (fused in PyTorch), 2 ranks of one thread.  All kinds run in turns; the figure that counts is the median
+of the ratios.
+
+Each run begins with the same parameters and sees the same samples, so that the largest difference of the losses of two
+kinds is shown too: with --steps 200 --repeats 1 over 200 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import children
+
+RANKS = 2
+SEQUENCES, CONTEXT, WIDTH, LAYERS, HEADS, VOCABULARY = 16, 128, 256, 4, 8, 256
+IMAGES, PIXELS, CLASSES = 32, 32, 10
+LEARNING_RATE = 1e-3
+WARM_UP = 3
+TIME_LIMIT = 500
+MODELS = ("conv", "transformer", "gpt2")
+KINDS = {
+    "ddp": "mpishard.torch, zero=0",
+    "no-overlap": "mpishard.torch, zero=0, without overlap",
+    "zero2": "mpishard.torch, zero=2",
+    "torch-ddp": "PyTorch DDP (gloo)",
+    "torch-fsdp2": "PyTorch FSDP2 (gloo)",
+}
+PAIRS = [("ddp", "torch-ddp"), ("no-overlap", "torch-ddp"), ("zero2", "torch-fsdp2")]
+
+
+def make(model: str) -> tuple[Any, list[Any]]:
+    """The module, and the parts of it that FSDP2 divides one by one."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    if model == "gpt2":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = {"n_positions": CONTEXT, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+        gpt = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **off))
+        return gpt, list(gpt.transformer.h)
+    if model == "transformer":
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        made = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), encoder, nn.Linear(WIDTH, VOCABULARY))
+        return made, list(encoder.layers)
+
+    class Block(nn.Module):
+        def __init__(self, width: int, wider: int) -> None:
+            super().__init__()
+            self.way = nn.Sequential(
+                nn.Conv2d(width, wider, 3, 2, 1, bias=False),
+                nn.BatchNorm2d(wider),
+                nn.ReLU(),
+                nn.Conv2d(wider, wider, 3, 1, 1, bias=False),
+                nn.BatchNorm2d(wider),
+            )
+            self.short = nn.Conv2d(width, wider, 1, 2)
+
+        def forward(self, x: Any) -> Any:
+            return torch.relu(self.way(x) + self.short(x))
+
+    blocks = [Block(3, 32), Block(32, 64), Block(64, 128), Block(128, 256)]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, CLASSES)), blocks
+
+
+def batches(model: str, rank: int, count: int) -> Any:
+    """Inputs and targets of this rank, by step."""
+    import numpy as np
+    import torch
+
+    random = np.random.default_rng(0)
+    if model == "conv":
+        targets = random.integers(0, CLASSES, (count, IMAGES))
+        means = random.standard_normal((CLASSES, 3, PIXELS, PIXELS), np.float32)
+        inputs = means[targets] / 2 + random.standard_normal((count, IMAGES, 3, PIXELS, PIXELS), np.float32)
+    else:
+        known = random.integers(0, VOCABULARY, (64, 8))
+        text = known[random.integers(0, 64, (count, SEQUENCES, CONTEXT // 8 + 1))].reshape(count, SEQUENCES, -1)
+        inputs, targets = text[..., :CONTEXT], text[..., 1 : CONTEXT + 1]
+    return [torch.from_numpy(np.ascontiguousarray(each[:, rank::RANKS])) for each in (inputs, targets)]
+
+
+def run(kind: str, model: str, steps: int) -> dict[str, Any] | None:
+    """One rank; the result of rank 0."""
+    import torch
+    from torch.nn import functional
+
+    module, parts = make(model)
+    if kind.startswith("torch"):
+        rank, barrier, optimizer, module = with_torch(kind, module, parts)
+    else:
+        rank, barrier, optimizer = with_mpishard(kind, module)
+    inputs, targets = batches(model, rank, WARM_UP + steps)
+    losses = []
+
+    def step(index: int) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        logits = module(inputs[index])
+        logits = getattr(logits, "logits", logits)
+        loss = functional.cross_entropy(logits.flatten(0, -2), targets[index].flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+
+    for index in range(WARM_UP):
+        step(index)
+    barrier()
+    start = time.perf_counter()
+    for index in range(WARM_UP, WARM_UP + steps):
+        step(index)
+    barrier()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "losses": losses, "threads": torch.get_num_threads()} if rank == 0 else None
+
+
+def with_mpishard(kind: str, module: Any) -> tuple[int, Callable[[], Any], Any]:
+    import mpishard
+
+    mesh = mpishard.Mesh()
+    overlap = kind != "no-overlap"
+    config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh, overlap_communication=overlap)
+    zero = 2 if kind == "zero2" else 0
+    optimizer = mpishard.torch.as_distributed(module, config, mpishard.AdamW(lr=LEARNING_RATE), zero=zero)
+    return mesh.rank, mesh.world.barrier, optimizer
+
+
+def with_torch(kind: str, module: Any, parts: list[Any]) -> tuple[int, Callable[[], Any], Any, Any]:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=os.environ["RENDEZVOUS"], rank=rank, world_size=RANKS)
+    if kind == "torch-fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        for part in (*parts, module):
+            fully_shard(part, mesh=init_device_mesh("cpu", (RANKS,)))
+    else:
+        module = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
+    return rank, dist.barrier, optimizer, module
+
+
+def child(kind: str, model: str, steps: int) -> None:
+    """One rank; rank 0 prints its result as a line of JSON."""
+    result = run(kind, model, steps)
+    if result is not None:
+        print(json.dumps(result), flush=True)
+    if kind.startswith("torch"):
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+def launch(kind: str, model: str, steps: int) -> dict[str, Any]:
+    """Run all ranks of one kind; returns what rank 0 printed."""
+    command = [sys.executable, __file__, model, "--child", kind, "--steps", str(steps)]
+    with tempfile.TemporaryDirectory() as folder:
+        if kind.startswith("torch"):
+            rendezvous = {"RENDEZVOUS": f"file://{folder}/rendezvous"}
+            commands = [(command, rendezvous | {"RANK": str(rank)}) for rank in range(RANKS)]
+        else:
+            commands = [(children.mpirun(RANKS, command), {})]
+        texts = children.run(KINDS[kind], commands, TIME_LIMIT)
+    lines = [line for text in texts for line in text.splitlines() if line.startswith('{"seconds"')]
+    if not lines:
+        sys.exit(f"{KINDS[kind]} printed no result:\n" + "\n".join(texts))
+    result: dict[str, Any] = json.loads(lines[0])
+    return result
+
+
+def compare(model: str, kinds: list[str], steps: int, repeats: int) -> None:
+    """Run the kinds in turns, and print seconds a step, ratios, and differences of losses."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    losses: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        for kind in kinds:
+            result = launch(kind, model, steps)
+            seconds[kind].append(result["seconds"] / steps)
+            losses[kind] = result["losses"]
+    for kind in kinds:
+        first, last = losses[kind][0], losses[kind][-1]
+        each = 1e3 * statistics.median(seconds[kind])
+        print(f"{model}: {KINDS[kind]:42s} {each:8.1f} ms a step; loss {first:.4f} -> {last:.4f}")
+    for ours, theirs in PAIRS:
+        if ours not in kinds or theirs not in kinds:
+            continue
+        ratios = [other / one for one, other in zip(seconds[ours], seconds[theirs], strict=True)]
+        apart = max(abs(one - other) for one, other in zip(losses[ours], losses[theirs], strict=True))
+        print(
+            f"{model}: {KINDS[ours]} is {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) times "
+            f"as fast as {KINDS[theirs]}; losses of {len(losses[ours])} steps differ by at most {apart:.1e}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(MODELS)} (default all)")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="default all")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of a run (default 20)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each kind (default 5)")
+    parser.add_argument("--child", choices=list(KINDS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.steps < 1 or arguments.repeats < 1:
+        parser.error("--steps and --repeats must be at least 1")
+    if unknown := set(arguments.models) - set(MODELS):
+        parser.error(f"no model {min(unknown)!r}; choose from {', '.join(MODELS)}")
+    if arguments.child:
+        child(arguments.child, arguments.models[0], arguments.steps)
+        return
+    for package in ("torch", "transformers"):
+        if importlib.util.find_spec(package) is None and (package == "torch" or "gpt2" in arguments.models):
+            sys.exit(f"this benchmark needs {package}, which is not installed")
+    models = arguments.models or [m for m in MODELS if m != "gpt2" or importlib.util.find_spec("transformers")]
+    launch("ddp", models[0], 1)  # fills the cache of compiled kernels
+    for model in models:
+        compare(model, arguments.kinds, arguments.steps, arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()
