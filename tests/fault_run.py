@@ -133,7 +133,8 @@ def run(case: Case, folder: Path) -> None:
     with mpishard.Mesh(tensor=case.tensor, pipeline=case.pipeline) as mesh:
         models: list[Any] = []
         config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=0.5, reproducible=True)
-        inner = strategy(mpishard.AdamW(lr=0.01), config)
+        group = mpishard.ParameterGroup(["*norm.weight", "*.bias"], weight_decay=0, lr_factor=0.5)
+        inner = strategy(mpishard.AdamW(lr=0.01, groups=[group]), config)
         elastic = mpishard.ElasticOptimizer(
             inner,
             max_workers=case.workers,
@@ -147,6 +148,10 @@ def run(case: Case, folder: Path) -> None:
         def batch(samples: Any) -> Any:
             for hit in hits if case.tensor == case.pipeline == 1 else []:
                 hit("forward")
+            return tokens[samples, :-1], tokens[samples, 1:]
+
+        def validated(samples: Any) -> Any:
+            hits[0]("validation")
             return tokens[samples, :-1], tokens[samples, 1:]
 
         def resize(state: Any) -> None:
@@ -191,10 +196,18 @@ def run(case: Case, folder: Path) -> None:
             callback = grow if case.spawns or case.respawn else resize if resizes else None
             record = mpishard.RunRecord(folder, mesh)
             given: Any = problem if case.moves else problem(mesh)
+            validation = mpishard.Evaluation.for_model(validated, 7, every=2, micro_batch_size=2, tokens_per_sample=8)
             result = elastic.optimize(
-                given, callback=callback, progress=False, checkpoints=checkpoints, resume=True, record=record
+                given,
+                callback=callback,
+                progress=False,
+                checkpoints=checkpoints,
+                resume=True,
+                record=record,
+                evaluate=validation,
             )
         full, losses = mpishard.as_distributed(models[0], mesh).gather_full_parameters(), result.loss_history
+        losses = np.concatenate([losses, result.validation_steps, result.validation_losses])
         found = {
             "parameters": hashlib.sha256(full.tobytes()).hexdigest(),
             "losses": hashlib.sha256(losses.tobytes()).hexdigest(),

@@ -40,7 +40,7 @@ from mpishard.record.json_lines import read_lines
 
 VICTIMS = ("first", "middle", "last", "spawned", "spare")
 PHASES = (
-    *("forward", "reduction", "all-gather", "update", "buddy", "agreement", "committed"),
+    *("forward", "reduction", "all-gather", "update", "buddy", "agreement", "committed", "validation"),
     *("save", "reported", "last-save", "resize", "heal"),
     *RECRUITING,
 )

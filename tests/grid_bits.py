@@ -21,7 +21,12 @@ from mpishard import nn
 
 STEPS = 10
 SAMPLES, BATCH, MICRO_BATCH = 45, 13, 3  # batches of 13, 13, 13 and 6: of 5 micro-batches and of 2, the last one of 1
-RULE, CLIP = mpishard.AdamW(lr=1e-2, eps=1e-8), 0.5
+GROUPS = [
+    mpishard.ParameterGroup(["*norm.weight", "*.bias"], weight_decay=0),
+    mpishard.ParameterGroup("*_embedding.*", lr_factor=0.5),
+]
+RULE, CLIP = mpishard.AdamW(lr=1e-2, eps=1e-8, weight_decay=0.1, groups=GROUPS), 0.5
+VALIDATED, EVERY = 7, 2  # samples of the validation set: 3 micro-batches, fewer than some meshes have data ranks
 
 
 class Shape(NamedTuple):
@@ -183,8 +188,14 @@ def train(
         seed=case.seed,
         tokens_per_sample=shape.length,
     )
-    result = optimizer.optimize(problem, progress=False, callback=None if watch is None else follow)
-    return whole(model, optimizer), result.loss_history
+    result = optimizer.optimize(
+        problem,
+        progress=False,
+        callback=None if watch is None else follow,
+        evaluate=mpishard.Evaluation.for_model(batch, VALIDATED, every=EVERY, tokens_per_sample=shape.length),
+    )
+    assert len(result.validation_losses) == steps // EVERY
+    return whole(model, optimizer), np.concatenate([result.loss_history, result.validation_losses])
 
 
 def whole(model: Any, optimizer: Any) -> Tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -10,6 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
+    from mpishard.data.evaluation import Evaluation
     from mpishard.record import RunRecord
 
 # Type of a run's start and of its final parameters: an array or a FlatParameters.
@@ -38,6 +40,8 @@ class TrainingState(Generic[P]):
         Time since the loop began.
     parameters : array or FlatParameters
         The current parameters, not a copy.
+    validation_loss : float
+        The newest validation loss of `evaluate`, that after this step if one is due; NaN before the first.
     """
 
     step: int
@@ -47,6 +51,7 @@ class TrainingState(Generic[P]):
     samples: int
     seconds: float
     parameters: P
+    validation_loss: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,10 @@ class OptimizationResult(Generic[P]):
         ``"range"`` and ``"not finite"`` where it cannot go on.
     communication : dict
         Communication of this rank over all axes since the mesh was made: calls, bytes sent and seconds, by kind.
+    validation_steps : ndarray, int64 (evaluations,)
+        Steps after which the validation set was evaluated, from the beginning of the run on.
+    validation_losses : ndarray, float64 (evaluations,)
+        Its mean losses.
     """
 
     # More fields than other records: it is all that a user learns of a run, read by name, and only a run makes one.
@@ -88,6 +97,8 @@ class OptimizationResult(Generic[P]):
     seconds: float
     stop_reason: str
     communication: dict[str, dict[str, float]]
+    validation_steps: np.ndarray
+    validation_losses: np.ndarray
 
 
 class Problem(Protocol[P]):
@@ -102,6 +113,7 @@ class Problem(Protocol[P]):
         checkpoints: Checkpoints | None,
         resume: bool,
         record: RunRecord | None,
+        evaluate: Evaluation | None,
     ) -> OptimizationResult[P]:
         """Take steps of the optimizer; `ShardedOptimizer.optimize` calls this."""
         ...

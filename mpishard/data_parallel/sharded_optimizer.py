@@ -37,6 +37,7 @@ from mpishard.parameters.flat import FlatParameters
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
+    from mpishard.data.evaluation import Evaluation
     from mpishard.record import RunRecord
 
 Array = Any
@@ -267,6 +268,7 @@ class ShardedOptimizer:
         checkpoints: Checkpoints | None = None,
         resume: bool = False,
         record: RunRecord | None = None,
+        evaluate: Evaluation | None = None,
     ) -> OptimizationResult[P]:
         """Minimise a problem: take its steps, or continue a run that has taken some.
 
@@ -293,6 +295,9 @@ class ShardedOptimizer:
             are those of this optimizer's rule; a message names those that differ from the checkpoint's.
         record : RunRecord, optional
             Write the course of the run there, for ``mpishard plot`` and other tools.
+        evaluate : Evaluation, optional
+            A validation set, and how often its mean loss is computed.  The losses are in the result, the checkpoints
+            and the record.  `LocalSGDOptimizer` brings its workers to one state before, as for a checkpoint.
 
         Returns
         -------
@@ -309,7 +314,13 @@ class ShardedOptimizer:
         check_problem(problem)
         self._level_workers()
         return problem.minimize(
-            self, callback=callback, progress=progress, checkpoints=checkpoints, resume=resume, record=record
+            self,
+            callback=callback,
+            progress=progress,
+            checkpoints=checkpoints,
+            resume=resume,
+            record=record,
+            evaluate=evaluate,
         )
 
     def begin_stage(self, *, keep_history: bool = False) -> None:

@@ -172,12 +172,14 @@ class ElasticLoop:
         if transactions.status.is_decided:
             began = time.perf_counter()
             outcome = transactions.take_step()
+            training.evaluate()
             decisions.request = training.stop_request(transactions.status.committed_step, outcome)
             decisions.decide()
             if not transactions.status.stop_reason:
                 training.save(last=False)
                 self._give_way(time.perf_counter() - began)
         else:  # a death came between the commit of the last step and the decision after it
+            training.evaluate()
             decisions.decide()
         return Event.STOPPED if transactions.status.stop_reason else self._pass_on(Event.WORKS)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mpishard.arguments import flag, integer, number
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.mesh import Mesh
+from mpishard.data.evaluation import Evaluation
 from mpishard.data_parallel.agreement import agree_on_settings
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.optimizers import optimizer_of
@@ -275,6 +276,7 @@ class ElasticOptimizer:
         checkpoints: Checkpoints | None = None,
         resume: bool = False,
         record: RunRecord | None = None,
+        evaluate: Evaluation | None = None,
     ) -> OptimizationResult[P]:
         """Minimise a problem, with workers that come and go.
 
@@ -300,6 +302,9 @@ class ElasticOptimizer:
             Continue from the newest complete checkpoint of `checkpoints`; start a new run if there is none.
         record : RunRecord, optional
             Write the course of the run there.
+        evaluate : Evaluation, optional
+            A validation set, and how often its mean loss is computed.  With `layouts` use `Evaluation.for_model`, which
+            takes the model that was made for the mesh.
 
         Returns
         -------
@@ -338,6 +343,7 @@ class ElasticOptimizer:
                 checkpoints=checkpoints,
                 resume=resume,
                 record=record,
+                evaluate=evaluate,
                 loop=partial(_Prepared, elasticity),
             )
             del problem  # or the first model would stay in memory when the run has another mesh

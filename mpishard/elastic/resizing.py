@@ -145,6 +145,8 @@ class Resizing:
         number = parameters.whole_fingerprint if chooses else parameters.fingerprint
         model = f"{parameters.description} ({number:x})"
         own = {"model": model, **training.problem.settings, "scaling": self._parts.elasticity.scaling}
+        evaluation = training.validation.evaluation
+        own["evaluation"] = None if evaluation is None else evaluation.settings
         agree_on_settings(
             self._parts.membership.axis,
             training.optimizer.settings.by_name() | {name: str(value) for name, value in own.items()},

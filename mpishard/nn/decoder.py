@@ -208,6 +208,27 @@ class Decoder:
         with self._local.forward_only():
             return self.pipeline.evaluate(self._inputs.micro_batches(tokens, targets, self.microbatches))
 
+    def losses(self, batches: Sequence[tuple[Array, Array]]) -> list[float]:
+        """Like `loss` for several batches, each of which is one micro-batch of the pipeline.
+
+        Parameters
+        ----------
+        batches : sequence of (tokens, targets)
+            At least one; the arguments of `loss` for each.
+
+        Returns
+        -------
+        list of float
+            The loss of each batch.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `loss`.
+        """
+        with self._local.forward_only():
+            return self.pipeline.evaluate_each(self._inputs.each_batch(batches))
+
     def logits(self, tokens: Array) -> Array:
         """Unnormalised log-probabilities of the next token.
 

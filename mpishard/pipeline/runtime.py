@@ -146,9 +146,7 @@ class Pipeline:
             In their order, the same on all stages.
         """
         self._train(batches)
-        losses = np.array([self._losses.get(number, 0.0) for number in range(len(batches))], np.float64)
-        found: list[float] = self._handover.share(losses).tolist()
-        return found
+        return self._losses_of(len(batches))
 
     def _train(self, batches: Sequence[Batch]) -> None:
         schedule = self._schedule(self.schedule, len(batches))
@@ -190,13 +188,32 @@ class Pipeline:
         float
             Their summed loss, the same on all stages.
         """
+        self._evaluate(batches)
+        return self._loss_sum()
+
+    def evaluate_each(self, batches: Sequence[Batch]) -> list[float]:
+        """Like `evaluate`, with the loss of each micro-batch.
+
+        Parameters
+        ----------
+        batches : sequence of Batch
+            As for `evaluate`.
+
+        Returns
+        -------
+        list of float
+            In their order, the same on all stages.
+        """
+        self._evaluate(batches)
+        return self._losses_of(len(batches))
+
+    def _evaluate(self, batches: Sequence[Batch]) -> None:
         program = self._schedule("", len(batches)).programs[self.axis.rank]
         self._begin()
         for action in program:
             self._forward(action, batches[action.microbatch])
             self._release(action)
         self._finish()
-        return self._loss_sum()
 
     def infer(self, batch: Batch) -> Array | None:
         """Forward of one batch.
@@ -253,6 +270,12 @@ class Pipeline:
             for flight in idle:
                 flight.wait()
         self._unfinished = False
+
+    def _losses_of(self, microbatches: int) -> list[float]:
+        """The loss of each micro-batch, on all stages."""
+        losses = np.array([self._losses.get(number, 0.0) for number in range(microbatches)], np.float64)
+        found: list[float] = self._handover.share(losses).tolist()
+        return found
 
     def _loss_sum(self) -> float:
         """The loss of all micro-batches, on all stages."""

@@ -69,6 +69,7 @@ class Loop:
         training = self._training
         outcome = training.take_step(step, self._interrupts)
         training.finish_step(outcome)
+        training.evaluate()
         return self._decide(outcome, training.stop_request(step, outcome))
 
     def _decide(self, outcome: StepOutcome, request: int) -> str:

@@ -55,6 +55,8 @@ class Objective(Generic[P]):
         Hessian times a vector.
     several : callable, optional
         The function for several micro-batches in one call.
+    model : model, optional
+        Whose loss it is.
 
     Attributes
     ----------
@@ -89,6 +91,7 @@ class Objective(Generic[P]):
     facts: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     product: Callable[[Any, Any, np.ndarray, Any], object] | None = field(default=None, kw_only=True)
     several: Callable[[Any, Sequence[np.ndarray], Any], Sequence[float]] | None = field(default=None, kw_only=True)
+    model: Any = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if not callable(self.function):

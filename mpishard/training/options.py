@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mpishard.data.evaluation import Evaluation
 from mpishard.data_parallel.results import TrainingState
 from mpishard.record import RunRecord
 
@@ -31,6 +32,8 @@ class RunOptions:
         As there.
     record : RunRecord or None
         As there.
+    evaluate : Evaluation or None
+        As there.
     """
 
     callback: Callable[[TrainingState[Any]], bool | None] | None
@@ -39,3 +42,4 @@ class RunOptions:
     checkpoints: Checkpoints | None
     resume: bool
     record: RunRecord | None
+    evaluate: Evaluation | None = None

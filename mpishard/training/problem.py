@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 import numpy as np
 
 from mpishard.arguments import flag, shown
+from mpishard.data.evaluation import Evaluation
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.minimizers import Method
@@ -19,6 +20,7 @@ from mpishard.record import RunRecord
 from mpishard.training.loop import Loop
 from mpishard.training.objective import Objective, ObjectiveOptions
 from mpishard.training.options import RunOptions
+from mpishard.training.validation import check_evaluation
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints
@@ -76,6 +78,8 @@ class OptimizationProblem(Objective[P]):
         this in place of `function`: on a pipeline with all micro-batches of a rank, which pass through it together,
         else with one.  The function must mark each in the gradients, as `mpishard.pipeline.runtime.Pipeline` does, and
         must not cut them further.  `for_model` makes it of a model's `losses_and_gradient`.
+    model : model, optional
+        The model whose loss the function returns, for `Evaluation.for_model`; `for_model` gives it.
 
     Notes
     -----
@@ -133,6 +137,7 @@ class OptimizationProblem(Objective[P]):
             batch_size,
             facts={**own, **(facts or {})},
             several=None if losses_and_gradient is None else several,
+            model=model,
             **options,
         )
 
@@ -145,6 +150,7 @@ class OptimizationProblem(Objective[P]):
         checkpoints: Checkpoints | None = None,
         resume: bool = False,
         record: RunRecord | None = None,
+        evaluate: Evaluation | None = None,
         loop: Callable[[Objective[P], ShardedOptimizer, RunOptions], TrainingLoop] | None = None,
     ) -> OptimizationResult[P]:
         """Run the loop.  Collective over the optimizer's mesh; `ShardedOptimizer.optimize` calls this.
@@ -163,6 +169,8 @@ class OptimizationProblem(Objective[P]):
             Whether to go on from its newest checkpoint.
         record : RunRecord, optional
             What reports the run.
+        evaluate : Evaluation, optional
+            A validation set.
         loop : callable, optional
             ``loop(problem, optimizer, options)`` makes the loop, for optimizers that need another one than `Loop`.
 
@@ -182,16 +190,23 @@ class OptimizationProblem(Objective[P]):
         problem: Exception | None = None
         try:
             _check_options(callback, progress, checkpoints, resume, record)
+            check_evaluation(evaluate, self)
+            if evaluate is not None and isinstance(optimizer.rule, Method):
+                raise ValueError(
+                    f"evaluate= is for rules: the steps of {type(optimizer.rule).__name__} are evaluations of its line "
+                    "searches; evaluate in a callback, at accepted iterates"
+                )
         except (TypeError, ValueError) as error:
             problem = error
-        given = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
+        given: dict[str, Any] = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
+        given["evaluation"] = evaluate.settings if problem is None and evaluate is not None else None
         self._agree_on_problem(optimizer, given, problem)
         watches = np.array([callback is not None or self.seconds is not None], np.int64)
         watching = bool(optimizer.world.all_reduce(watches, op="max", label="control")[0])
         ends = isinstance(optimizer.rule, Method) or self.steps is not None or self.tolerance is not None
         if not (ends or watching):
             raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
-        options = RunOptions(callback, progress, watching, checkpoints, resume, record)
+        options = RunOptions(callback, progress, watching, checkpoints, resume, record, evaluate)
         result: OptimizationResult[P] = (loop or Loop)(self, optimizer, options).run()
         return result
 

@@ -6,6 +6,8 @@ import math
 import time
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpishard.comm.held_error import HeldError
 from mpishard.data_parallel.results import OptimizationResult, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
@@ -26,6 +28,7 @@ from mpishard.training.run_progress import RunProgress
 from mpishard.training.step_report import StepReport
 from mpishard.training.step_runner import StepRunner
 from mpishard.training.stopping import StopCondition, StopRequest
+from mpishard.training.validation import Validated, Validation
 
 
 class StepOutcome(NamedTuple):
@@ -69,7 +72,7 @@ class TrainingRun:
 
     Attributes
     ----------
-    batches, runner, losses, checkpoints, report
+    batches, runner, losses, validation, checkpoints, report
         The parts of the run.
     held : HeldError
         An error of the user's function or callback on this rank, until all ranks raise it.
@@ -105,6 +108,7 @@ class TrainingRun:
         self.batches.begin_after(optimizer.state.batches)
         self._samples_before = self.batches.position
         self.losses = LossHistory(optimizer.axis)
+        self.validation = Validation(options.evaluate)
         self._stop = StopCondition(problem)
         self._steps_before, self._skipped_before, self._resumed_steps = optimizer.clock, optimizer.skipped_steps, 0
         self.checkpoints = RunCheckpoints(problem, optimizer, options, self.batches)
@@ -156,6 +160,7 @@ class TrainingRun:
             skipped_before=self._skipped_before,
             resumed_steps=self._resumed_steps,
             samples_before=self._samples_before,
+            validated=tuple((step, loss) for step, loss in self.validation.history),
         )
 
     def restore(self, progress: RunProgress) -> None:
@@ -170,6 +175,7 @@ class TrainingRun:
         self.batches.restore(progress.samples_consumed, progress.first_workers)
         self._steps_before, self._skipped_before = progress.steps_before, progress.skipped_before
         self._resumed_steps, self._samples_before = progress.resumed_steps, progress.samples_before
+        self.validation.history = [Validated(*each) for each in progress.validated]
 
     @property
     def next_step(self) -> int:
@@ -253,6 +259,21 @@ class TrainingRun:
             minimization={"iteration": progress.iterations, "accepted_loss": progress.value} if progress else {},
         )
 
+    def evaluate(self) -> None:
+        """Compute the validation loss if it is due after the last finished step, and has not been computed.
+
+        Collective.
+        """
+        step = self.next_step - 1
+        if not self.validation.due(step):
+            return
+        if self.optimizer.strategy.workers_differ:
+            self.losses.reduce()
+            self.optimizer.state.consolidate()
+        with self.report.phase("validation"):
+            loss = self.validation.evaluate(step, self.runner, self.held)
+        self.report.validation(step, loss)
+
     def stop_request(self, step: int, outcome: StepOutcome) -> StopRequest:
         """Call the callback; returns this rank's request after a step.
 
@@ -271,7 +292,16 @@ class TrainingRun:
         seconds = time.perf_counter() - self._began
         if self._callback is not None:
             norm, values = self.optimizer.gradient_norm, self.runner.values
-            state = TrainingState(step, outcome.loss, outcome.learning_rate, norm, self.samples, seconds, values)
+            state = TrainingState(
+                step,
+                outcome.loss,
+                outcome.learning_rate,
+                norm,
+                self.samples,
+                seconds,
+                values,
+                self.validation.last,
+            )
             with self.held.holding():
                 if self.held.error is None and self._callback(state):
                     return StopRequest.CALLBACK
@@ -352,6 +382,7 @@ class TrainingRun:
             "rule": optimizer.rule.configuration(),
             "configuration": optimizer.config,
             "problem": self.problem.settings,
+            "evaluation": None if self.validation.evaluation is None else self.validation.evaluation.settings,
             "parameters": sum(spec.size for spec in self.runner.parameters.specs),
             "dtype": str(self.runner.parameters.dtype),
             "resumed_steps": self._resumed_steps,
@@ -421,4 +452,6 @@ class TrainingRun:
             seconds=time.perf_counter() - self._began,
             stop_reason=reason,
             communication=optimizer.config.mesh.ledger.summary(),
+            validation_steps=np.array([each.step for each in self.validation.history], np.int64),
+            validation_losses=np.array([each.loss for each in self.validation.history], np.float64),
         )

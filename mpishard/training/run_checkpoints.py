@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
+from mpishard.io import log
 from mpishard.layout.run_state import RunState, brief
 from mpishard.training.batches import Batches
 from mpishard.training.objective import Objective
@@ -17,6 +19,8 @@ from mpishard.training.run_progress import RunProgress
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints  # with h5py: only for those who have checkpoints
+
+_EVALUATION = "evaluation.json"  # the fact that says of which set the validation losses are
 
 
 class RunCheckpoints:
@@ -48,6 +52,7 @@ class RunCheckpoints:
         self._checkpoints: Checkpoints | None = options.checkpoints
         self._record = options.record
         self._resumes = options.resume
+        self._evaluation = options.evaluate
 
     @property
     def folder(self) -> Path | None:
@@ -130,7 +135,19 @@ class RunCheckpoints:
             return None
         optimizer.state.report_changes(found.facts)
         optimizer.state.restore(found.facts)
-        return self._progress(found.facts)
+        return self._comparable(self._progress(found.facts), found.facts)
+
+    def _comparable(self, progress: RunProgress, facts: Mapping[str, Any]) -> RunProgress:
+        """The progress, without the validation losses of another set; a message on rank 0 says so."""
+        now, then = self._evaluation, facts.get(_EVALUATION)
+        if now is None or not progress.validated or then == now.identity:
+            return progress
+        if self._optimizer.world.rank == 0:
+            log.inform(
+                f"the validation set is another one, {now.identity} in place of {brief(then)}: its losses are not "
+                "compared with those before"
+            )
+        return replace(progress, validated=())
 
     @property
     def due(self) -> bool:
@@ -162,6 +179,8 @@ class RunCheckpoints:
     def _state(self, progress: RunProgress) -> RunState:
         """The state that a checkpoint saves now."""
         state = self._optimizer.state.capture().with_facts({**self._batches.order, **progress.to_metadata()})
+        if self._evaluation is not None:
+            state = state.with_facts({_EVALUATION: self._evaluation.identity})
         return state.with_facts(self.problem.facts)
 
     # -- for runs that change their ranks ---------------------------------------------------------------------------

@@ -12,6 +12,9 @@ import numpy as np
 from mpishard.data.sampling import Sampler
 from mpishard.layout.run_state import whole_fact
 
+# The facts of validation losses.
+_STEPS, _LOSS = "validation_steps", "validation_loss"
+
 
 @dataclass(frozen=True)
 class RunProgress:
@@ -33,6 +36,8 @@ class RunProgress:
         Steps of the run before the checkpoint from which it resumed.
     samples_before : int
         As `samples_consumed`, when the run began.
+    validated : tuple of (int, float)
+        Steps after which the validation set was evaluated, and its losses.
     """
 
     losses: np.ndarray
@@ -42,6 +47,7 @@ class RunProgress:
     skipped_before: int
     resumed_steps: int
     samples_before: int
+    validated: tuple[tuple[int, float], ...] = ()
 
     def to_metadata(self) -> dict[str, Any]:
         """What a checkpoint keeps.  The optimizer's numbers are there too, and the rest follows from them.
@@ -53,11 +59,16 @@ class RunProgress:
         dict
             Numbers, and the losses as an array.
         """
+        validated = {}
+        if self.validated:
+            steps, losses = zip(*self.validated, strict=True)
+            validated = {_STEPS: np.array(steps, np.int64), _LOSS: np.array(losses, np.float64)}
         return {
             "samples_consumed": self.samples_consumed,
             "samples_before": self.samples_before,
             "first_workers": self.first_workers,
             "loss": self.losses,
+            **validated,
         }
 
     @classmethod
@@ -92,4 +103,18 @@ class RunProgress:
             raise ValueError(f"the state has {len(losses)} losses of {clock} steps")
         steps_before = clock - len(losses)
         samples_before = whole_fact(facts, "samples_before", sampler.consumed(steps_before))
-        return cls(losses, consumed, first, steps_before, skipped, len(losses), samples_before)
+        validated = _validated(facts, clock)
+        return cls(losses, consumed, first, steps_before, skipped, len(losses), samples_before, validated)
+
+
+def _validated(facts: Mapping[str, Any], clock: int) -> tuple[tuple[int, float], ...]:
+    """The validation losses among the facts of a checkpoint after step `clock`; ValueError if they are invalid."""
+    steps, losses = facts.get(_STEPS), facts.get(_LOSS)
+    if steps is None and losses is None:
+        return ()
+    if not (isinstance(steps, np.ndarray) and isinstance(losses, np.ndarray) and steps.shape == losses.shape):
+        raise ValueError(f"{_STEPS} and {_LOSS} of the saved state must be arrays of one size")
+    ascending = bool((np.diff(steps) > 0).all()) and (not len(steps) or (steps[0] > 0 and steps[-1] <= clock))
+    if not (steps.dtype.kind in "iu" and ascending and np.isfinite(losses).all()):
+        raise ValueError(f"{_STEPS} and {_LOSS} of the saved state must be ascending steps up to {clock}, and finite")
+    return tuple(zip(steps.tolist(), losses.tolist(), strict=True))

@@ -10,6 +10,8 @@ from typing import Any
 from mpishard.record import RunRecord
 from mpishard.training.progress_bar import ProgressBar
 
+VALIDATION = "validation_loss"  # the series of the record
+
 
 class StepReport:
     """Reports the steps of a run to its record and its progress bar.
@@ -28,6 +30,7 @@ class StepReport:
         self._record = record
         self._steps = steps
         self._bar: ProgressBar | None = None
+        self._validated = ""  # the newest validation loss, for the progress bar
 
     def begin(self, metadata: Mapping[str, Any]) -> None:
         """Write the metadata of this start.  Collective over the ranks of the record."""
@@ -59,7 +62,14 @@ class StepReport:
             self._record.step(step, loss=loss, learning_rate=learning_rate, samples=samples, **further)
         if self._bar is not None:
             iteration = f", iteration {minimization['iteration']}" if minimization else ""
-            self._bar.advance(f"loss {loss:.4g}" + (f", gradient {norm:.3g}" if known else "") + iteration)
+            gradient = f", gradient {norm:.3g}" if known else ""
+            self._bar.advance(f"loss {loss:.4g}{gradient}{iteration}{self._validated}")
+
+    def validation(self, step: int, loss: float) -> None:
+        """Report the validation loss after a step."""
+        self._validated = f", validation {loss:.4g}"
+        if self._record is not None:
+            self._record.log(step, **{VALIDATION: loss})
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A context whose duration the record counts as a phase of the step."""

@@ -29,10 +29,11 @@ SAMPLE = [
     ("spawned", "joined", "exception", "ZeRO1"),
     ("first", "reported", "kill", "ZeRO1"),
     ("first", "last-save", "kill", "ZeRO1"),
+    ("middle", "validation", "kill", "ZeRO3"),
 ]
 # The survivors of one replica of four processes take another mesh.
 MOVES = [
-    ("first", "forward", "kill"),
+    ("first", "validation", "kill"),
     ("middle", "heal", "kill"),
     ("last", "resize", "stop"),
     ("spawned", "joined", "exception"),

@@ -1,0 +1,101 @@
+"""A data set that is evaluated while a run trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import integer
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A validation set, and how often a run computes its mean loss, the validation loss.
+
+    All ranks take part, and each sample counts once.  Micro-batches and the order of their sum do not depend on the
+    ranks: a function that gives the same bits for a micro-batch gives the same validation loss in any layout.
+
+    Parameters
+    ----------
+    function : callable
+        ``function(parameters, samples) -> loss``: the summed loss of the validation samples with these indices (int64),
+        without gradients.  Parameters are as the problem's function gets them; it must only read them.  If ranks wait
+        for each other inside a model (ZeRO-3, tensor or pipeline ranks), all ranks call it equally often, some with no
+        samples.
+    samples : int
+        Number of samples in the set.  It may be smaller than the number of ranks.
+    every : int
+        Steps between two evaluations: after each step whose number it divides.
+    micro_batch_size : int, optional
+        Maximum number of samples in one call.  Default: that of the problem, or else a sixteenth of its batch.
+    tokens_per_sample : int
+        Number of equal terms in the loss of one sample; the validation loss is the mean over all terms.
+
+    Attributes
+    ----------
+    of_batches : bool
+        Whether `function` makes the arguments of a model's loss, see `for_model`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a number is no whole number of at least 1, or `function` cannot be called.
+    """
+
+    function: Callable[..., Any]
+    samples: int
+    every: int = field(kw_only=True)
+    micro_batch_size: int | None = field(default=None, kw_only=True)
+    tokens_per_sample: int = field(default=1, kw_only=True)
+    of_batches: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"Evaluation: function must be callable, got {type(self.function).__name__}")
+        for name in ("samples", "every", "micro_batch_size", "tokens_per_sample"):
+            value = getattr(self, name)
+            if value is not None or name != "micro_batch_size":
+                object.__setattr__(self, name, integer(f"Evaluation: {name}", value, least=1))
+
+    @classmethod
+    def for_model(
+        cls,
+        batch: Callable[[np.ndarray], tuple[Any, ...]],
+        samples: int,
+        *,
+        every: int,
+        micro_batch_size: int | None = None,
+        tokens_per_sample: int = 1,
+    ) -> Evaluation:
+        """The evaluation of the model of a problem that `OptimizationProblem.for_model` has made.  Not collective.
+
+        The model needs ``loss(*batch)``, which returns the loss summed over the batch, as `mpishard.nn.GPT` has it.
+
+        Parameters
+        ----------
+        batch : callable
+            ``batch(samples)`` returns the arguments of ``model.loss`` for these validation samples.
+        samples, every, micro_batch_size, tokens_per_sample : int
+            As for the class.
+
+        Returns
+        -------
+        Evaluation
+            In a run that changes its mesh it is that of the model of the day.
+        """
+        made = cls(batch, samples, every=every, micro_batch_size=micro_batch_size, tokens_per_sample=tokens_per_sample)
+        object.__setattr__(made, "of_batches", True)
+        return made
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The values that must be the same on all ranks."""
+        return {"every": self.every, "micro_batch_size": self.micro_batch_size, **self.identity}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The values that decide whether the losses of two runs may be compared."""
+        return {"samples": self.samples, "tokens_per_sample": self.tokens_per_sample}

@@ -1,0 +1,213 @@
+"""Validation sets: evaluated on all ranks while a run trains, with the same bits in any layout."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from steps import STRATEGIES
+
+import mpishard
+from mpishard import (
+    LBFGS,
+    AdamW,
+    Checkpoints,
+    DDPOptimizer,
+    ElasticOptimizer,
+    Evaluation,
+    LocalSGDOptimizer,
+    Mesh,
+    OptimizationProblem,
+    RunRecord,
+    ShardingConfiguration,
+    ZeRO1Optimizer,
+)
+from mpishard.record import Run
+
+ROWS = np.random.default_rng(0).standard_normal((37, 6))
+STEPS, EVERY = 9, 2
+
+
+@pytest.fixture
+def folder(comm):
+    """A folder that all ranks see, removed at the end.  Collective."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(comm.bcast(name))
+        comm.Barrier()
+
+
+def least_squares(parameters, samples, gradients):
+    residual = ROWS[samples, :5] @ parameters - ROWS[samples, 5]
+    gradients += ROWS[samples, :5].T @ residual
+    return 0.5 * residual @ residual
+
+
+def validation(parameters, samples):
+    residual = ROWS[samples + 20, :5] @ parameters - ROWS[samples + 20, 5]
+    return 0.5 * residual @ residual
+
+
+def problem(steps=STEPS, **options):
+    return OptimizationProblem(least_squares, np.zeros(5), 20, 16, steps=steps, micro_batch_size=2, **options)
+
+
+def optimizer(strategy, mesh):
+    return strategy(AdamW(lr=0.1), ShardingConfiguration(mesh, reproducible=True))
+
+
+def bits(result):
+    steps, losses = result.validation_steps.tolist(), result.validation_losses.tolist()
+    return result.parameters.tobytes(), result.loss_history.tolist(), steps, losses
+
+
+def alone(steps=STEPS, samples=17):
+    with Mesh(MPI.COMM_SELF) as mesh:
+        evaluate = Evaluation(validation, samples, every=EVERY)
+        return optimizer(DDPOptimizer, mesh).optimize(problem(steps), progress=False, evaluate=evaluate)
+
+
+@pytest.mark.parametrize("samples", [17, 1])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_losses_have_the_bits_of_one_rank(mesh, strategy, samples):
+    """Also of a set that is smaller than the number of ranks."""
+    calls, told = [], []
+
+    def noting(parameters, chosen):
+        calls.append(chosen.copy())
+        return validation(parameters, chosen)
+
+    result = optimizer(strategy, mesh).optimize(
+        problem(),
+        progress=False,
+        evaluate=Evaluation(noting, samples, every=EVERY),
+        callback=lambda state: told.append(state.validation_loss),
+    )
+    expected = alone(samples=samples)
+    assert bits(result) == bits(expected)
+    assert result.validation_steps.tolist() == [2, 4, 6, 8]
+    assert np.isnan(told[0]) and told[1:] == np.repeat(expected.validation_losses, 2).tolist()
+    seen = np.concatenate(mesh.world.allgather_object(np.concatenate([np.empty(0, int), *calls])))
+    assert np.array_equal(np.sort(seen), np.repeat(np.arange(samples), 4))  # each once in each of 4 evaluations
+    flat = alone(steps=8, samples=samples).parameters
+    assert result.validation_losses[-1] == pytest.approx(validation(flat, np.arange(samples)) / samples, rel=1e-12)
+
+
+def test_losses_go_on_from_a_checkpoint_and_are_in_the_record(mesh, folder, capsys):
+    expected = alone()
+    for steps, strategy in ((5, STRATEGIES[1]), (STEPS, STRATEGIES[2])):
+        with Checkpoints(folder / "checkpoints", mesh) as checkpoints, RunRecord(folder, mesh) as record:
+            result = optimizer(strategy, mesh).optimize(
+                problem(steps),
+                progress=False,
+                checkpoints=checkpoints,
+                resume=True,
+                record=record,
+                evaluate=Evaluation(validation, 17, every=EVERY),
+            )
+    assert bits(result) == bits(expected)
+    mesh.world.barrier()
+    steps, losses = Run.read(folder).logged["validation_loss"]
+    assert (steps.tolist(), losses.tolist()) == ([2, 4, 6, 8], expected.validation_losses.tolist())
+    # Without a set the losses stay in the checkpoints; those of another set are not compared with them.
+    for evaluate, found in ((None, 4), (Evaluation(validation, 9, every=10), 1)):
+        capsys.readouterr()
+        with Checkpoints(folder / "checkpoints", mesh) as checkpoints:
+            result = optimizer(STRATEGIES[0], mesh).optimize(
+                problem(STEPS + 1), progress=False, checkpoints=checkpoints, resume=True, evaluate=evaluate
+            )
+        said = "the validation set is another one, {'samples': 9, 'tokens_per_sample': 1} in place of" in (
+            capsys.readouterr().err
+        )
+        assert said == (evaluate is not None and mesh.rank == 0)
+        assert len(result.validation_losses) == (found if evaluate is None else 0)
+
+
+def test_workers_that_come_and_go_change_no_bit(mesh):
+    elastic = ElasticOptimizer(optimizer(ZeRO1Optimizer, mesh))
+
+    def resize(state):
+        elastic.resize(1 + state.step % mesh.world.comm.size if state.step < STEPS else 1)
+
+    evaluate = Evaluation(validation, 17, every=EVERY)
+    result = elastic.optimize(problem(), callback=resize, progress=False, evaluate=evaluate)
+    assert bits(result) == bits(alone())
+
+
+def test_workers_of_local_sgd_meet_for_it(mesh, same_on_all):
+    local = LocalSGDOptimizer(AdamW(lr=0.1), mesh, sync_every=3)
+    result = local.optimize(problem(steps=4), progress=False, evaluate=Evaluation(validation, 17, every=4))
+    assert same_on_all(result.validation_losses)
+    expected = validation(result.parameters, np.arange(17)) / 17
+    assert result.validation_losses[0] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_ends_the_run_on_all_ranks(mesh, value):
+    def broken(parameters, samples):
+        return value if 3 in samples else validation(parameters, samples)
+
+    with pytest.raises(FloatingPointError, match="after step 2 is not finite: (nan|inf) of validation samples 2, 3;"):
+        optimizer(DDPOptimizer, mesh).optimize(
+            problem(), progress=False, evaluate=Evaluation(broken, 17, every=2, micro_batch_size=2)
+        )
+
+
+def test_a_function_that_changes_the_parameters_is_refused_on_all_ranks(mesh):
+    def changing(parameters, samples):
+        parameters += 1
+        return 0.0
+
+    with pytest.raises(ValueError, match="the function changes the parameters that it is given"):
+        optimizer(DDPOptimizer, mesh).optimize(problem(), progress=False, evaluate=Evaluation(changing, 1, every=2))
+
+
+def test_an_error_of_the_function_on_one_rank_is_raised_on_all(mesh):
+    def failing(parameters, samples):
+        if 16 in samples:  # of the last micro-batch
+            raise KeyError("no such sample")
+        return validation(parameters, samples)
+
+    with pytest.raises((KeyError, RuntimeError), match="no such sample"):
+        optimizer(DDPOptimizer, mesh).optimize(problem(), progress=False, evaluate=Evaluation(failing, 17, every=2))
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "error", "message"),
+    [
+        (
+            lambda: Evaluation(validation, 17, every=0),
+            ValueError,
+            "Evaluation: every=0 must be a whole number",
+        ),
+        (lambda: Evaluation(validation, 0, every=1), ValueError, "Evaluation: samples=0"),
+        (lambda: Evaluation(17, 17, every=1), TypeError, "function must be callable, got int"),
+        (lambda: validation, TypeError, "evaluate must be an Evaluation.*got function"),
+        (
+            lambda: Evaluation.for_model(lambda samples: (), 17, every=1),
+            TypeError,
+            "needs a model with loss",
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated(mesh, evaluate, error, message):
+    with pytest.raises(error, match=message):
+        optimizer(DDPOptimizer, mesh).optimize(problem(), progress=False, evaluate=evaluate())
+
+
+def test_what_ranks_must_have_alike(mesh):
+    if mesh.size == 1:
+        pytest.skip("one rank differs from none")
+    with pytest.raises(ValueError, match="evaluation is .*'every': 3.* on rank 0"):
+        optimizer(DDPOptimizer, mesh).optimize(
+            problem(), progress=False, evaluate=Evaluation(validation, 17, every=3 if mesh.rank == 0 else 2)
+        )
+
+
+def test_a_method_has_line_searches_between_its_iterates(mesh):
+    with pytest.raises(ValueError, match="evaluate= is for rules: the steps of LBFGS"):
+        mpishard.as_distributed(LBFGS(), mesh).optimize(
+            problem(), progress=False, evaluate=Evaluation(validation, 17, every=2)
+        )
