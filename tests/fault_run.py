@@ -2,7 +2,8 @@
 
     python tests/fault_run.py CASE FOLDER
 
-`tests/faults.py` makes the cases and starts these processes, which leave notes for each other in the folder.
+`tests/faults.py` and `tests/long_run.py` make the cases and start these processes, which leave notes for each other in
+the folder.
 """
 
 from __future__ import annotations
@@ -22,6 +23,16 @@ STEPS, SAVE_EVERY = 9, 4
 # The meshes of 4, 3, 2 and 1 ranks of a run that moves.
 MESHES = [{"tensor": 2, "pipeline": 2, "data": 1}, {"data": 3}, {"pipeline": 2, "data": 1}, {}]
 SHRUNK_AFTER, GROWN_AFTER = 2, 4
+# The meshes of the long run, how long it is, and how long its first worker sleeps after a step while there is a note
+# that asks for it.
+LONG_MESHES = [
+    *({"data": 2, "tensor": 2, "pipeline": 2}, {"data": 4, "pipeline": 2}, {"data": 8}, {"data": 2, "tensor": 4}),
+    *({"data": 7}, {"data": 3, "tensor": 2}, {"tensor": 2, "pipeline": 3, "data": 1}, {"data": 5}),
+    *({"tensor": 4, "data": 1}, {"data": 2, "pipeline": 2}, {"tensor": 2, "pipeline": 2, "data": 1}),
+    *({"pipeline": 3, "data": 1}, {"data": 3}, {"pipeline": 2, "data": 1}, {"tensor": 2, "data": 1}, {"data": 1}),
+]
+LONG_STEPS, LONG_SAVE_EVERY = 300, 10
+SLOW_S = 1.0
 # Seconds after which a stopped process counts as dead.
 FAILURE_TIMEOUT = 0.7
 # The victim is the first process that was not there at the start; those after it have numbers below.
@@ -48,7 +59,8 @@ class Case:
     `processes` are there at the start, and up to `workers` replicas of the model train, of tensor x pipeline processes
     each; with `spawns` the run begins with fewer, and with `respawn` others are spawned for the dead.  `lost`: that it
     must end, since nobody is left who has some state, or who could learn of a death.  `moves`: the survivors take the
-    mesh for their number, and a worker is one process.
+    mesh for their number, and a worker is one process.  `long`: so does the long run, in which no process fails by
+    itself; it notes what it does.
     """
 
     name: str
@@ -62,6 +74,7 @@ class Case:
     respawn: bool = False
     lost: bool = False
     moves: bool = False
+    long: bool = False
 
     @classmethod
     def read(cls, text: str) -> Case:
@@ -85,6 +98,13 @@ class Notes:
 
     def read(self, name: str) -> str:
         return (self.folder / name).read_text()
+
+    def append(self, name: str, *values: Any) -> None:
+        with open(self.folder / name, "a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def drop(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
 
     def take_numbers(self, count: int) -> int:
         """Take `count` numbers that no other process takes; returns the first."""
@@ -140,7 +160,7 @@ def run(case: Case, folder: Path) -> None:
             max_workers=case.workers,
             failure_timeout=FAILURE_TIMEOUT,
             respawn=case.respawn,
-            layouts=MESHES if case.moves else None,
+            layouts=LONG_MESHES if case.long else MESHES if case.moves else None,
         )
         hits: list[Callable[[str], None]] = []
         recruitments: list[SpawnRequest] = []
@@ -183,19 +203,23 @@ def run(case: Case, folder: Path) -> None:
                 notes.wait("here")
             hits[0]("here")
 
-        options = {"samples": 45, "batch_size": 16, "tokens_per_sample": 8, "steps": STEPS}
+        options = {"samples": 45, "batch_size": 16, "tokens_per_sample": 8, "steps": LONG_STEPS if case.long else STEPS}
 
         def problem(mesh: Any) -> Any:
-            stages, shards = mesh.pipeline.size, 2 if case.moves else 1
-            models[:] = [nn.GPT(11, 8, 16, 2, 2, np.float32, mesh=mesh, microbatches=stages, shards=shards)]
-            size = 4 if case.moves else 2 * case.pipeline
+            stages, shards = mesh.pipeline.size, 4 if case.long else 2 if case.moves else 1
+            blocks = max(2, shards)
+            models[:] = [nn.GPT(11, 8, 16, blocks, blocks, np.float32, mesh=mesh, microbatches=stages, shards=shards)]
+            size = 2 if case.long else 4 if case.moves else 2 * case.pipeline
             return mpishard.OptimizationProblem.for_model(models[0], batch, micro_batch_size=size, **options)
 
-        with Checkpoints(folder / "checkpoints", mesh, every=SAVE_EVERY) as checkpoints:
+        every = LONG_SAVE_EVERY if case.long else SAVE_EVERY
+        with Checkpoints(folder / "checkpoints", mesh, every=every) as checkpoints:
             hits.append(strike(case, me, notes, mesh, checkpoints, lambda: inner.clock + 1))
-            callback = grow if case.spawns or case.respawn else resize if resizes else None
+            callback: Any = grow if case.spawns or case.respawn else resize if resizes else None
+            if case.long:
+                callback = note_moves_and_steps(notes, mesh)
             record = mpishard.RunRecord(folder, mesh)
-            given: Any = problem if case.moves else problem(mesh)
+            given: Any = problem if case.moves or case.long else problem(mesh)
             validation = mpishard.Evaluation.for_model(validated, 7, every=2, micro_batch_size=2, tokens_per_sample=8)
             result = elastic.optimize(
                 given,
@@ -208,13 +232,40 @@ def run(case: Case, folder: Path) -> None:
             )
         full, losses = mpishard.as_distributed(models[0], mesh).gather_full_parameters(), result.loss_history
         losses = np.concatenate([losses, result.validation_steps, result.validation_losses])
+        slots = inner.state.binding.gather().slots
         found = {
             "parameters": hashlib.sha256(full.tobytes()).hexdigest(),
+            "slots": hashlib.sha256(b"".join(slots[name].tobytes() for name in sorted(slots))).hexdigest(),
             "losses": hashlib.sha256(losses.tobytes()).hexdigest(),
             "steps": result.steps,
             "samples": result.samples,
         }
     notes.leave(f"result-{os.getpid()}", json.dumps(found))
+
+
+def note_moves_and_steps(notes: Notes, mesh: Any) -> Callable[[Any], None]:
+    """Note when this process changes the mesh; returns a callback that notes steps and, if asked to, waits."""
+    from mpishard.elastic.mesh_choice import MeshSizes
+    from mpishard.elastic.resizing import Resizing
+
+    own, original = os.getpid(), Resizing.resize
+    start = int(os.environ.get("MPISHARD_ATTEMPT", 0))
+
+    def resize(self: Resizing, order: Any) -> None:
+        notes.leave(f"moving-{own}")
+        original(self, order)
+        notes.drop(f"moving-{own}")
+
+    def callback(state: Any) -> None:
+        notes.leave(f"at-{own}", json.dumps([state.step, mesh.rank]))
+        if mesh.rank == 0:
+            notes.append("steps", time.monotonic(), start, state.step, str(MeshSizes(**mesh.shape)))
+            end = time.monotonic() + SLOW_S
+            while notes.has("slow") and time.monotonic() < end:
+                time.sleep(0.005)
+
+    Resizing.resize = resize  # type: ignore[method-assign]
+    return callback
 
 
 def fail(kind: str) -> None:

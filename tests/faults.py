@@ -6,7 +6,7 @@ Each case is a run of its own, by Open MPI's ``mpirun --with-ft ulfm``: three or
 GPT, one of them fails, and the run must end by itself with the parameters and losses of a run without faults, to the
 last bit.  Without arguments the whole grid is run, which takes over an hour on two cores.  ``--several``: the cases
 with more than one failure.  Prints each case as it ends, and a table.  With ``--resume FILE`` each is noted there, and
-those that are there already are not run again.
+those that are there already are not run again.  ``--long``: one long run, under any MPI; see `long_run.py`.
 
 After a death Open MPI sometimes hangs in MPI_Finalize, when all results are there: the table counts how often, and
 `mpishard run` ends such a job.
@@ -23,7 +23,6 @@ import random
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -33,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import fault_run
+import long_run
 from fault_run import RECRUITING, SPAWNED, Case, Fault
-from launching import ULFM, execute, is_open_mpi, mpirun
+from launching import ULFM, alive, execute, is_open_mpi, mpirun, scratch
 
 from mpishard.record.json_lines import read_lines
 
@@ -208,12 +208,6 @@ def launcher() -> list[str] | None:
     return [found, *ULFM] if is_open_mpi(version) else None
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Where a run leaves its notes and checkpoints: in memory, where a sync costs nothing."""
-    memory = Path("/dev/shm")
-    return tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, ignore_cleanup_errors=True)
-
-
 def _command(case: Case, folder: str, limit: float) -> list[str]:
     return [sys.executable, fault_run.__file__, json.dumps(asdict(case)), folder, str(limit)]
 
@@ -222,20 +216,9 @@ def _results(folder: str) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in Path(folder).glob("result-*")]
 
 
-def _alive(folder: str) -> list[int]:
-    """Processes of a run that have not ended."""
-    found = []
-    for file in Path(folder).glob("process-*"):
-        number = int(file.name.removeprefix("process-"))
-        with contextlib.suppress(OSError):
-            if folder.encode() in Path(f"/proc/{number}/cmdline").read_bytes():
-                found.append(number)
-    return found
-
-
 def expected(launch: Sequence[str], tensor: int = 1, pipeline: int = 1, moves: bool = False) -> dict[str, Any]:
     """Of a run of one replica, without faults."""
-    with _folder() as folder:
+    with scratch() as folder:
         ranks = tensor * pipeline
         case = Case("alone", "DDP", (), tensor, pipeline, ranks if moves else 1, ranks, moves=moves)
         output, _ = execute([*launch, "-n", str(ranks), *_command(case, folder, TIME_LIMIT)], TIME_LIMIT)
@@ -251,7 +234,7 @@ def reference_of(case: Case) -> tuple[int, int, bool]:
 
 
 def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: float = TIME_LIMIT) -> Ended:
-    with _folder() as folder:
+    with scratch() as folder:
         began, results = time.monotonic(), results_of(case)
         command = [*launch, "-n", str(case.processes), *_command(case, folder, limit)]
         output, how = execute(command, limit, lambda: len(list(Path(folder).glob("result-*"))) >= results)
@@ -260,8 +243,8 @@ def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: flo
         newest = Path(folder, "checkpoints", "latest").resolve().name
         steps = [line["step"] for line in read_lines(Path(folder, "metrics.jsonl"))[0]]
         happened = len(list(Path(folder).glob("fault-*")))
-        alive = _alive(folder)
-        for number in alive:
+        left = alive(folder)
+        for number in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
     problem = ""
@@ -269,8 +252,8 @@ def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: flo
         problem = f"not done in {limit:g} s"
     elif happened != len(case.faults):
         problem = f"{happened} of {len(case.faults)} faults came about"
-    elif alive and how == "in order":
-        problem = f"processes {alive} are left"
+    elif left and how == "in order":
+        problem = f"processes {left} are left"
     elif case.lost:
         if found or "newest checkpoint" not in output:
             problem = "it did not end with word of the newest checkpoint"
@@ -369,7 +352,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--limit", type=float, default=TIME_LIMIT, help="seconds for one case")
     parser.add_argument("--resume", type=Path, metavar="FILE")
+    parser.add_argument("--long", action="store_true", help="the long run of `long_run.py` instead")
+    parser.add_argument("--moves", type=int, default=20, help="of the long run")
+    parser.add_argument("--shots", type=int, default=20, help="of the long run")
+    parser.add_argument("--strategy", choices=list(LAYOUTS)[:4], default="ZeRO1", help="of the long run")
     options = parser.parse_args()
+    if options.long:
+        return long_run.main(options.strategy, options.moves, options.shots, options.seed)
     launch = launcher()
     if launch is None:
         sys.exit("faults heal in place under Open MPI only, which is not the MPI of this Python")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -50,6 +51,23 @@ def environment() -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "",  # processes that start again and again
         "PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]),
     }
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder for what a run writes: in memory, where a sync costs nothing."""
+    memory = Path("/dev/shm")
+    return tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, ignore_cleanup_errors=True)
+
+
+def alive(folder: str) -> list[int]:
+    """Processes that have not ended, of those that have left a note of themselves in the folder of their run."""
+    found = []
+    for file in Path(folder).glob("process-*"):
+        number = int(file.name.removeprefix("process-"))
+        with contextlib.suppress(OSError):
+            if folder.encode() in Path(f"/proc/{number}/cmdline").read_bytes():
+                found.append(number)
+    return sorted(found)
 
 
 def execute(command: Sequence[str], limit: float, done: Callable[[], bool] = lambda: False) -> tuple[str, str]:
