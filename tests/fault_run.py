@@ -207,9 +207,9 @@ def run(case: Case, folder: Path) -> None:
 
         def problem(mesh: Any) -> Any:
             stages, shards = mesh.pipeline.size, 4 if case.long else 2 if case.moves else 1
-            blocks = max(2, shards)
-            models[:] = [nn.GPT(11, 8, 16, blocks, blocks, np.float32, mesh=mesh, microbatches=stages, shards=shards)]
-            size = 2 if case.long else 4 if case.moves else 2 * case.pipeline
+            blocks, heads = (3, 4) if case.long else (2, 2)
+            models[:] = [nn.GPT(11, 8, 16, blocks, heads, np.float32, mesh=mesh, microbatches=stages, shards=shards)]
+            size = 3 if case.long else 4 if case.moves else 2 * case.pipeline
             return mpishard.OptimizationProblem.for_model(models[0], batch, micro_batch_size=size, **options)
 
         every = LONG_SAVE_EVERY if case.long else SAVE_EVERY

@@ -58,10 +58,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """What happens once the run has come to a step: a mesh is asked for, a process is shot, or both."""
+    """What happens once the run has come to a step: another mesh is asked for, a process is shot, or both."""
 
     step: int
-    mesh: str = ""
+    moves: bool = False
     shoots: bool = False
 
 
@@ -70,21 +70,12 @@ class LongRunFailed(Exception):
 
 
 def plan(moves: int, shots: int, draw: random.Random) -> list[Event]:
-    """The events in order; a third of the shots come in moves.  No mesh is asked for twice in succession."""
+    """The events in order; a third of the shots come in moves."""
     both = min(moves, shots // 3)
     kinds = [(True, number < both) for number in range(moves)] + [(False, True)] * (shots - both)
     draw.shuffle(kinds)
-    events, mesh = [], ""
-    for number, (is_move, shoots) in enumerate(kinds):
-        step = FIRST + (LAST - FIRST) * number // len(kinds) + draw.randrange(3)
-        if is_move:
-            mesh = draw.choice([each for each in map(_named, LONG_MESHES) if each != mesh])
-        events.append(Event(step, mesh if is_move else "", shoots))
-    return events
-
-
-def _named(sizes: dict[str, int]) -> str:
-    return str(MeshSizes.of(sizes))
+    steps = [FIRST + (LAST - FIRST) * number // len(kinds) + draw.randrange(3) for number in range(len(kinds))]
+    return [Event(step, *kind) for step, kind in zip(steps, kinds, strict=True)]
 
 
 class LongRun:
@@ -207,21 +198,27 @@ class LongRun:
                 os.kill(number, signal.SIGKILL)
 
 
+def _named(sizes: dict[str, int]) -> str:
+    return str(MeshSizes.of(sizes))
+
+
 def disturb(run: LongRun, events: list[Event], draw: random.Random) -> Counter[str]:
     """Have all events happen; returns how many of each kind came about."""
     counts: Counter[str] = Counter()
     for event in events:
         run.reach(event.step)
         before = run.steps
-        if event.mesh:
-            command = run.ask(event.mesh)
-        if event.mesh and event.shoots:
+        others = [mesh for mesh in map(_named, LONG_MESHES) if mesh != before[-1].mesh]
+        mesh = draw.choice(others) if event.moves else ""
+        if mesh:
+            command = run.ask(mesh)
+        if mesh and event.shoots:
             for _ in run.until("move", MOVE_LIMIT_S):
                 if run.moving or command.poll() is not None:
                     break
         if event.shoots:
             run.slow(False)
-            time.sleep(draw.uniform(0, IN_MOVE_S if event.mesh else AFTER_STEP_S))
+            time.sleep(draw.uniform(0, IN_MOVE_S if mesh else AFTER_STEP_S))
             shot, seen = time.monotonic(), run.steps
             text = run.shoot(draw)
             run.slow(True)
@@ -230,8 +227,8 @@ def disturb(run: LongRun, events: list[Event], draw: random.Random) -> Counter[s
             counts["in a move"] += "in a move" in text
             counts["started again"] += "started again" in after
             print(f"step {event.step:3d}: shot {counts['shots']:2d}: {text}; {after}", flush=True)
-        if event.mesh:
-            text = run.await_move(event.mesh, command, len(before))
+        if mesh:
+            text = run.await_move(mesh, command, len(before))
             counts["moves"] += 1
             print(f"step {event.step:3d}: move {counts['moves']:2d}: {before[-1].mesh} -> {text}", flush=True)
         rests = time.monotonic() + draw.choice([0, draw.uniform(0, REST_S)])
@@ -269,6 +266,7 @@ def train(case: Case, events: list[Event], draw: random.Random) -> dict[str, Any
 
 
 def main(strategy: str, moves: int, shots: int, seed: int) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # with an end of the run, too
     draw, began = random.Random(seed), time.monotonic()
     alone = Case("long", "DDP", (), 1, 1, 1, 1, long=True)
     disturbed = Case("long", strategy, (), 1, 1, RANKS, RANKS, respawn=True, long=True)
