@@ -247,9 +247,9 @@ def train(case: Case, events: list[Event], draw: random.Random) -> dict[str, Any
                 counts = disturb(run, events, draw)
                 run.slow(False)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    run.process.wait(STEP_LIMIT_S)
+                    run.process.wait(max(0, run.end - time.monotonic()))
                 if run.process.returncode != 0:
-                    raise LongRunFailed(f"the run ends with {run.process.returncode}")
+                    raise LongRunFailed(f"at its end the run returns {run.process.returncode}")
                 found = [json.loads(file.read_text()) for file in folder.glob("result-*")]
                 if not found or any(each != found[0] for each in found):
                     raise LongRunFailed(f"other results in other processes: {found}")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -68,6 +70,8 @@ class Mesh:
         Threads that BLAS may use in this rank; see `mpishard.backend.blas_threads`.
     ledger : Ledger
         What this rank has communicated over all axes.
+    initial_values : bool
+        Whether models made for the mesh draw their initial values, see `without_initial_values`.
 
     Raises
     ------
@@ -88,6 +92,7 @@ class Mesh:
     pipeline: Axis
     node: Axis
     blas_threads: int
+    initial_values: bool = True
 
     def __init__(
         self,
@@ -261,6 +266,19 @@ class Mesh:
             axis.revoke()
         if self._matching is not None:
             self._matching.revoke()
+
+    @contextmanager
+    def without_initial_values(self) -> Iterator[None]:
+        """A context in which models of `mpishard.nn` that are made for the mesh stay zero.  Not collective.
+
+        For models whose values come from elsewhere: to draw them takes time, and pages of memory that is only zero are
+        not taken yet.
+        """
+        self.initial_values = False
+        try:
+            yield
+        finally:
+            self.initial_values = True
 
     def unwatch(self) -> None:
         """End the time limits; a rank that dies is still named where its death ends the job.  Collective."""

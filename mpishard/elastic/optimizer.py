@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -290,7 +290,7 @@ class ElasticOptimizer:
             What is minimised, and when the run stops.  With `layouts` a function ``problem(mesh)`` that makes the model
             for a mesh, and its problem: with the same tensors, samples and goals for every mesh.  It is called on all
             ranks of the mesh, at first and whenever the tensor or pipeline size changes; the values that it gives the
-            parameters count only at the beginning.
+            parameters count only at the beginning, and later a `GPT` that it makes draws none.
         callback : callable, optional
             Called with a `TrainingState` on every worker after every step; returning True on any worker stops all of
             them.
@@ -366,7 +366,9 @@ class ElasticOptimizer:
                 "optimize was given a function that makes the problem for a mesh, but the mesh stays as it is; give "
                 "ElasticOptimizer(..., layouts=...), or the problem itself"
             )
-        trained, made = self.optimizer.parameters, problem(self.mesh)
+        # A joining process makes the whole model before it gets its part of one: without values, that takes no memory.
+        with self.mesh.without_initial_values() if is_joining() else nullcontext():
+            trained, made = self.optimizer.parameters, problem(self.mesh)
         if trained is not None and isinstance(made.start, FlatParameters):  # the call continues an earlier one
             made.start.held[...] = trained.held
         if not is_joining():

@@ -205,7 +205,9 @@ class Resizing:
         differs = np.array([parameters.place != mesh.place], np.int64)
         if mesh.world.all_reduce(differs, op="max", label="control")[0]:
             assert build is not None
-            training.rebuild(build(mesh))
+            with mesh.without_initial_values():
+                problem = build(mesh)
+            training.rebuild(problem)
 
     def _reshard(self, source: RunState | None, target: RunState | None) -> ResizeMetadata:
         """Move the committed state to the new workers; returns what goes with it.  Collective over all processes."""

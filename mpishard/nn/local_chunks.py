@@ -87,7 +87,8 @@ class LocalChunks:
             units = [architecture.build(name, sequence_parallel=memory.sequence_parallel) for name in cut[stage]]
             for unit in units:
                 unit.bind(self.parameters, tensor, precision.compute_dtype)
-                unit.initialize(seed)
+                if mesh is None or mesh.initial_values:
+                    unit.initialize(seed)
                 if isinstance(unit, OutputHead):
                     unit.shares_table(place.runs(0))
                     if architecture.tied and place.runs(0):

@@ -96,7 +96,7 @@ def same(result, mesh, expected):
 @pytest.mark.parametrize("strategy", STRATEGIES[1:2])
 def test_a_run_takes_one_mesh_after_the_other(comm, strategy, expected):
     wanted = {step: sizes for step, sizes in SEQUENCE.items() if ranks_of(sizes) <= comm.size}
-    noted = {}
+    noted, drawn = {}, []
     with Mesh(comm) as mesh:
         optimizer = ElasticOptimizer(inner(strategy, mesh), layouts=ANY)
 
@@ -105,7 +105,14 @@ def test_a_run_takes_one_mesh_after_the_other(comm, strategy, expected):
             if state.step in wanted:
                 optimizer.resize(mesh=wanted[state.step])
 
-        result = optimizer.optimize(problem, callback=callback, progress=False)
+        def build(mesh):
+            made = problem(mesh)
+            drawn.append(bool(made.start.held.any()))
+            return made
+
+        result = optimizer.optimize(build, callback=callback, progress=False)
+        assert drawn[0]
+        assert not any(drawn[1:])  # those get the values of the run
         assert mesh.size == comm.size
         same(result, mesh, expected)
     now = {"data": comm.size}
