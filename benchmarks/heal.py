@@ -1,13 +1,14 @@
 """What it costs to lose workers, to gain them, and to be ready for it.
 
-    python benchmarks/heal.py [kill] [torch] [resize] [cost] [--repeats N]
+    python benchmarks/heal.py [kill] [mesh] [torch] [resize] [cost] [--repeats N]
 
 kill: from ``kill -9`` of one of four workers to the next committed step, by shrinking and with a spare, and to the
-first step of four workers where another one is spawned (Open MPI with ULFM).  torch: the same for PyTorch DDP and its
-elastic launcher, which starts all processes again from the newest checkpoint.  resize: from a request for eight workers
-where there are four, to the first step of eight; the other four are spares or are spawned.  cost: steps of an elastic
-run without a fault against those of a plain run, both with ``reproducible=True``, on two ranks, of the GPT of
-gpt_step.py.  All with ZeRO-1, whose state has one owner and a copy at its buddy; medians.
+first step of four workers where another one is spawned (Open MPI with ULFM).  mesh: from ``kill -9`` of one of the
+eight ranks of a mesh 2 x 2 x 2, each in turn, to the next committed step, by the seven others.  torch: the same as
+kill for PyTorch DDP and its elastic launcher, which starts all processes again from the newest checkpoint.  resize:
+from a request for eight workers where there are four, to the first step of eight; the other four are spares or are
+spawned.  cost: steps of an elastic run without a fault against those of a plain run, both with ``reproducible=True``,
+on two ranks, of the GPT of gpt_step.py.  All with ZeRO-1, whose state has one owner and a copy at its buddy; medians.
 """
 
 from __future__ import annotations
@@ -27,25 +28,32 @@ from typing import Any
 
 import children
 
-PARTS = ("kill", "torch", "resize", "cost")
+PARTS = ("kill", "mesh", "torch", "resize", "cost")
 TIME_LIMIT = 300
 KILL_AFTER = 5  # steps
 TORCH_KILL_AFTER, TORCH_SAVE_EVERY = 7, 5
 MOST_STEPS = 5000  # of a run that ends when its workers are as many as it waits for
+MESHES = [{"data": 2, "tensor": 2, "pipeline": 2}, {"data": 7}]
 SMALL = {"sizes": (64, 32, 64, 2, 4), "sequences": 16, "micro_batch_size": 1}
 LARGE = {"sizes": (256, 256, 256, 4, 8), "sequences": 16, "micro_batch_size": 8}
 
 
-def optimizer_and_problem(mesh: Any, sizes: Any, sequences: int, micro_batch_size: int, steps: int) -> Any:
+def optimizer_and_problem(mesh: Any, **options: Any) -> Any:
+    import mpishard
+
+    config = mpishard.ShardingConfiguration(mesh, reproducible=True)
+    return mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=1e-3), config), problem_on(mesh, **options)
+
+
+def problem_on(mesh: Any, sizes: Any, sequences: int, micro_batch_size: int, steps: int, shards: int = 1) -> Any:
     import numpy as np
 
     import mpishard
 
     vocabulary, context, *rest = sizes
     tokens = np.random.default_rng(0).integers(0, vocabulary, (4 * sequences, context + 1))
-    model = mpishard.nn.GPT(vocabulary, context, *rest, mesh=mesh)
-    config = mpishard.ShardingConfiguration(mesh, reproducible=True)
-    problem = mpishard.OptimizationProblem.for_model(
+    model = mpishard.nn.GPT(vocabulary, context, *rest, mesh=mesh, shards=shards)
+    return mpishard.OptimizationProblem.for_model(
         model,
         lambda samples: (tokens[samples, :-1], tokens[samples, 1:]),
         samples=len(tokens),
@@ -54,7 +62,6 @@ def optimizer_and_problem(mesh: Any, sizes: Any, sequences: int, micro_batch_siz
         tokens_per_sample=context,
         steps=steps,
     )
-    return mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=1e-3), config), problem
 
 
 def kill(folder: str, spares: int, respawn: bool) -> None:
@@ -69,7 +76,7 @@ def kill(folder: str, spares: int, respawn: bool) -> None:
         elastic = mpishard.ElasticOptimizer(inner, max_workers=4, respawn=respawn)
 
         def callback(state: Any) -> bool:
-            now = time.time()
+            now = time.monotonic()
             if state.step == KILL_AFTER and victim:
                 Path(folder, "killed").write_text(repr(now))
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -79,6 +86,30 @@ def kill(folder: str, spares: int, respawn: bool) -> None:
             if whole and mesh.rank == 0:
                 Path(folder, "restored").write_text(repr(now))
             return whole
+
+        elastic.optimize(problem, callback=callback, progress=False)
+
+
+def kill_of_mesh(folder: str, victim: int) -> None:
+    """One of the eight ranks of a mesh is killed; rank 0 writes when the others have committed the next step."""
+    import mpishard
+
+    with mpishard.Mesh(tensor=2, pipeline=2) as mesh:
+        shot = mesh.rank == victim
+        config = mpishard.ShardingConfiguration(mesh, reproducible=True, max_gradient_norm=1.0)
+        inner = mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=1e-3), config)
+        elastic = mpishard.ElasticOptimizer(inner, layouts=MESHES, respawn=False)
+
+        def callback(state: Any) -> None:
+            now = time.monotonic()
+            if state.step == KILL_AFTER and shot:
+                Path(folder, "killed").write_text(repr(now))
+                os.kill(os.getpid(), signal.SIGKILL)
+            if state.step == KILL_AFTER + 1 and mesh.rank == 0 and elastic.current_workers == 7:
+                Path(folder, "healed").write_text(repr(now))
+
+        def problem(mesh: Any) -> Any:
+            return problem_on(mesh, **SMALL, steps=KILL_AFTER + 3, shards=2)
 
         elastic.optimize(problem, callback=callback, progress=False)
 
@@ -156,9 +187,19 @@ def own(*arguments: str) -> list[str]:
 
 def time_kill(spares: int, respawn: bool) -> dict[str, float]:
     """Seconds from a kill to the next step, and to the first one of as many workers as before where one is spawned."""
-    mpirun, *rest = children.mpirun(4 + spares, own("kill", "FOLDER", str(spares), str(int(respawn))))
-    command = [mpirun, "--with-ft", "ulfm", "--mca", "coll", "^han", *rest]
+    command = healing(4 + spares, own("kill", "FOLDER", str(spares), str(int(respawn))))
     return watch(command, ["healed", "restored"] if respawn else ["healed"])
+
+
+def time_mesh(victim: int) -> float:
+    """Seconds from a kill of one of eight ranks to the next step of the others."""
+    return watch(healing(8, own("mesh", "FOLDER", str(victim))), ["healed"])["healed"]
+
+
+def healing(ranks: int, words: list[str]) -> list[str]:
+    """The command line under which Open MPI survives deaths."""
+    mpirun, *rest = children.mpirun(ranks, words)
+    return [mpirun, "--with-ft", "ulfm", "--mca", "coll", "^han", *rest]
 
 
 def time_torch() -> dict[str, float]:
@@ -191,6 +232,9 @@ def watch(command: list[str], names: list[str]) -> dict[str, float]:
 def child(name: str, *arguments: str) -> None:
     if name == "kill":
         kill(arguments[0], int(arguments[1]), arguments[2] == "1")
+        return
+    if name == "mesh":
+        kill_of_mesh(arguments[0], int(arguments[1]))
         return
     from mpi4py import MPI
 
@@ -227,6 +271,10 @@ def main() -> None:
         times = [time_kill(0, respawn=True) for _ in range(options.repeats)]
         report("the same, while one is spawned", [each["healed"] for each in times])
         report("kill to first step of 4 again, one spawned", [each["restored"] for each in times])
+    if "mesh" in parts and "Open MPI" in version.stdout:
+        seconds = [time_mesh(number % 8) for number in range(options.repeats)]
+        report("kill of one of 2 x 2 x 2 to next step, by 7", seconds)
+        print("each: " + ", ".join(f"{each:.3f}" for each in seconds))
     if "torch" in parts:
         times = [time_torch() for _ in range(options.repeats)]
         lost = TORCH_KILL_AFTER % TORCH_SAVE_EVERY

@@ -1,6 +1,6 @@
 """A host is lost, and the run goes on: three hosts, one of which fails in the middle of a run.
 
-    python tests/hosts.py [--case processes|host|link] [--repeats N] [--keep FOLDER]
+    python tests/hosts.py [--case processes|stage|host|link] [--repeats N] [--keep FOLDER]
 
 ``mpishard run --elastic`` on the first host trains a small GPT on all three, by the MPI of this Python.  Then all ranks
 of the last host are killed, or that host with its daemons, or its link is cut.  The run must go on on the others, end
@@ -24,6 +24,7 @@ import namespaces
 
 CASES = {
     "processes": "all ranks of a host are killed, its daemon lives",
+    "stage": "the same, and that host alone had a stage of the model",
     "host": "a host is killed with its daemon",
     "link": "a host's link is cut",
 }
@@ -56,8 +57,9 @@ class Ended:
     output: str
 
 
-def script(folder: Path) -> list[str]:
-    return [sys.executable, str(Path(__file__).resolve().with_name("host_run.py")), str(folder)]
+def script(folder: Path, case: str = "") -> list[str]:
+    words = [sys.executable, str(Path(__file__).resolve().with_name("host_run.py")), str(folder)]
+    return [*words, "layouts"] if case == "stage" else words
 
 
 def environment() -> dict[str, str]:
@@ -88,7 +90,7 @@ def run(case: str, reference: list[str], folder: Path) -> Ended:
     """One run on three hosts of its own, in an empty folder."""
     with namespaces.hosts(3) as hosts, open(folder / "output", "w") as log:
         listed = ",".join(f"{host.name}:{RANKS_A_HOST}" for host in hosts)
-        supervised = [sys.executable, "-m", "mpishard", "run", "--elastic", "--hosts", listed, *script(folder)]
+        supervised = [sys.executable, "-m", "mpishard", "run", "--elastic", "--hosts", listed, *script(folder, case)]
         process = subprocess.Popen(
             hosts[0].command(supervised, folder),
             stdin=subprocess.DEVNULL,
@@ -102,7 +104,7 @@ def run(case: str, reference: list[str], folder: Path) -> Ended:
         victim = hosts[-1]
         before, fault = steps(folder), time.monotonic()
         struck = process.poll() is None and bool(before)
-        if case == "processes":
+        if case in ("processes", "stage"):
             struck = len(victim.kill_processes("host_run.py")) >= RANKS_A_HOST
         elif case == "host":
             victim.kill()
@@ -156,14 +158,14 @@ def main() -> int:
     if reason := namespaces.missing():
         sys.exit(reason)
     reference, failures = expected(), 0
-    print(f"{'case':<50}{'went on':<24}{'next step':>10}{'replayed':>10}", flush=True)
+    print(f"{'case':<60}{'went on':<24}{'next step':>10}{'replayed':>10}", flush=True)
     for case in [options.case] if options.case else CASES:
         for number in range(options.repeats):
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name) if options.keep is None else options.keep / f"{case}-{number}"
                 folder.mkdir(parents=True, exist_ok=True)
                 ended = run(case, reference, folder)
-            seen = f"{CASES[case]:<50}{ended.how:<24}{ended.seconds:>8.2f} s{ended.lost:>10}"
+            seen = f"{CASES[case]:<60}{ended.how:<24}{ended.seconds:>8.2f} s{ended.lost:>10}"
             print(f"{seen}  {ended.problem}".rstrip(), flush=True)
             if ended.problem:
                 failures += 1
