@@ -273,6 +273,10 @@ class Mesh:
 
         For models whose values come from elsewhere: to draw them takes time, and pages of memory that is only zero are
         not taken yet.
+
+        Yields
+        ------
+        None
         """
         self.initial_values = False
         try:
