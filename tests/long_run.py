@@ -143,7 +143,10 @@ class LongRun:
 
     def shoot(self, draw: random.Random) -> str:
         """Kill a process; returns which one that was, and in what."""
-        victim, moving, steps = draw.choice(alive(str(self.folder))), self.moving, self.steps
+        for _ in self.until("process to shoot", STEP_LIMIT_S):  # there is none while the job starts again
+            if processes := alive(str(self.folder)):
+                break
+        victim, moving, steps = draw.choice(processes), self.moving, self.steps
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
         step, rank = -1, 0
