@@ -11,7 +11,7 @@ import pytest
 from mgh import PROBLEMS
 from minimizer_runs import ANY, Problem, Vector, exponentials, minimized, of_the_set, rosenbrock
 
-from mpishard.inverse.result import outcome
+from mpishard.inverse.result import OptimizeResult, result_of
 from mpishard.minimizers import LBFGS, LBFGSB, NonlinearCG, TruncatedNewton
 from mpishard.minimizers.limits import Limits
 from mpishard.minimizers.line_search import Armijo, MoreThuente
@@ -28,6 +28,11 @@ METHODS: dict[str, Start] = {
     "newton": TruncatedNewton,
 }
 every = pytest.mark.parametrize("start", METHODS.values(), ids=METHODS)
+
+
+def result(minimizer: Minimizer, method: Any) -> OptimizeResult:
+    """What a user of `minimize` gets of it."""
+    return result_of(minimizer.point, np.zeros_like(minimizer.point), minimizer.stop_reason, method, minimizer.progress)
 
 
 def ended(method: Any, problem: Problem, wide: float = math.inf) -> tuple[Minimizer, float]:
@@ -64,7 +69,7 @@ def test_a_wrong_gradient_is_named_at_the_best_point(start: Start, part: float) 
     minimizer, _ = ended(start(), problem)
     assert minimizer.stop_reason == "line search"
     np.testing.assert_array_equal(minimizer.point, good.start)
-    said = outcome(minimizer.stop_reason, start(), minimizer.progress)
+    said = result(minimizer, start())
     assert not said["success"] and "check_gradient" in said["message"]
 
 
@@ -113,7 +118,7 @@ def test_a_value_that_falls_without_limit(start: Start, problem: Problem) -> Non
         assert minimizer.stop_reason == "iterations" and minimizer.progress.value == best
     else:
         assert minimizer.stop_reason == "unbounded"
-        assert "lower limit" in outcome("unbounded", start(), minimizer.progress)["message"]
+        assert "lower limit" in result(minimizer, start())["message"]
 
 
 def test_bounds_limit_what_falls() -> None:
@@ -154,7 +159,7 @@ def test_functions_near_the_ends_of_float64(start: Start, power: int) -> None:
     assert minimizer.stop_reason != "line search" and minimizer.progress.value == best
     if abs(power) >= 200 and start is not LBFGSB:
         assert minimizer.stop_reason == "range"
-        assert "scale the function" in outcome("range", start(), minimizer.progress)["message"]
+        assert "scale the function" in result(minimizer, start())["message"]
 
 
 @pytest.mark.parametrize("method", [LBFGS(), NonlinearCG(line_search="hager-zhang"), TruncatedNewton()], ids=repr)
