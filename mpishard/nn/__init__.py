@@ -20,6 +20,7 @@ from mpishard.nn.llama_architecture import LlamaArchitecture
 from mpishard.nn.loss import cross_entropy
 from mpishard.nn.norms import LayerNorm, RMSNorm
 from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
+from mpishard.nn.pretrained import export_pretrained, import_pretrained
 from mpishard.nn.rotary import RopeScaling, Rotary
 from mpishard.nn.tensor_parallel import TensorParallel
 from mpishard.nn.units import EmbeddingUnit, OutputHead
@@ -57,4 +58,6 @@ __all__ = [
     "TransformerBlock",
     "Workspace",
     "cross_entropy",
+    "export_pretrained",
+    "import_pretrained",
 ]

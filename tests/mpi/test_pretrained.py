@@ -1,0 +1,88 @@
+"""Published weights on meshes: what `transformers` computes on one rank, and round trips."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pretrained_runs import assert_equals, write_gpt2
+
+from mpishard import Mesh, nn
+
+
+@pytest.fixture
+def folder(comm):
+    """A folder that all ranks see, removed at the end.  Collective."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(comm.bcast(name))
+        comm.Barrier()
+
+
+def made(comm, folder, dtype, options):
+    """What `transformers` computes: the first rank writes the model, and runs it."""
+    expected = None
+    if comm.rank == 0:
+        try:
+            expected = write_gpt2(folder / "theirs", dtype, **options)
+        except ImportError as error:
+            expected = error.name
+    expected = comm.bcast(expected)
+    if isinstance(expected, str):
+        pytest.skip(f"compares with transformers, but {expected} is not installed")
+    return expected
+
+
+def layouts(size):
+    """Meshes of so many ranks, with options of the model."""
+    found = [dict(tensor=size), dict(pipeline=size), dict(tensor=size, sequence_parallel=True)]
+    found += [dict(), dict(sharded_parameters=True)]
+    if size == 4:
+        found += [dict(tensor=2, pipeline=2), dict(tensor=2, shards=4), dict(pipeline=2, sharded_parameters=True)]
+    return [each for each in found if size != 3 or "tensor" not in each]  # of 4 heads
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_layout_computes_what_transformers_does_and_writes_the_same_bytes(comm, folder, dtype, tied):
+    expected = made(comm, folder, dtype, dict(tie_word_embeddings=tied))
+    data = (folder / "theirs" / "model.safetensors").read_bytes()
+    for number, layout in enumerate(layouts(comm.size)):
+        axes = {name: layout[name] for name in ("tensor", "pipeline") if name in layout}
+        options = {name: value for name, value in layout.items() if name not in axes}
+        with Mesh(comm, **axes) as mesh:
+            model = nn.import_pretrained(folder / "theirs", mesh, **options)
+            assert model.parameters.dtype == dtype
+            if not options.get("sharded_parameters"):
+                assert_equals(model, expected)
+            else:
+                np.testing.assert_allclose(model.logits(np.array([[1, 2]])).shape, (1, 2, 19))
+            nn.export_pretrained(model, folder / str(number))
+        if comm.rank == 0:
+            theirs, ours = (tensors(each) for each in (data, (folder / str(number) / "model.safetensors").read_bytes()))
+            assert ours == theirs, layout
+
+
+def tensors(data):
+    """Dtype, shape and bytes of each tensor."""
+    size = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + size])
+    entries.pop("__metadata__", None)
+    body = data[8 + size :]
+    return {name: (e["dtype"], e["shape"], body[slice(*e["data_offsets"])]) for name, e in entries.items()}
+
+
+def test_all_ranks_raise_what_one_finds(comm, folder, same_on_all):
+    with Mesh(comm, tensor=comm.size if comm.size != 3 else 1) as mesh:
+        with pytest.raises(FileNotFoundError, match="there is no folder"):
+            nn.import_pretrained(folder / "absent", mesh)
+        model = nn.GPT(11, 5, width=8, layers=2, heads=8, mesh=mesh)
+        nn.export_pretrained(model, folder / "gpt2")
+        # Rank by rank: only the last one sees a folder without weights.
+        seen = folder / ("gpt2" if comm.rank < comm.size - 1 else "absent")
+        with pytest.raises(FileNotFoundError, match="absent"):
+            nn.import_pretrained(seen, mesh)
+        with pytest.raises(FileExistsError, match="there already"):
+            nn.export_pretrained(model, folder / "gpt2")

@@ -1,0 +1,171 @@
+"""Published weights on one rank: what `transformers` computes, round trips, and bad folders."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from pretrained_runs import assert_equals, computed, write_gpt2
+
+from mpishard import nn
+
+
+@pytest.fixture
+def transformers():
+    pytest.importorskip("torch", reason="compares with PyTorch, which is not installed")
+    return pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A GPT-2 of our own, as `transformers` would store it."""
+    nn.export_pretrained(nn.GPT(11, 5, width=8, layers=2, heads=2, tied=True), tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def stored(folder):
+    """The bytes of all tensors by name, of all files."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        data = path.read_bytes()
+        size = struct.unpack("<Q", data[:8])[0]
+        for name, entry in json.loads(data[8 : 8 + size]).items():
+            if name != "__metadata__":
+                start, stop = entry["data_offsets"]
+                found[name] = entry["dtype"], entry["shape"], data[8 + size + start : 8 + size + stop]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "save"),
+    [
+        ("float32", {}, {}),
+        ("float64", dict(tie_word_embeddings=False), dict(max_shard_size="20KB")),
+        ("float32", dict(vocab_size=64), dict(max_shard_size="20KB")),
+    ],
+)
+def test_logits_gradients_and_bytes_are_those_of_transformers(transformers, tmp_path, dtype, options, save):
+    expected = write_gpt2(tmp_path / "theirs", dtype, save, **options)
+    model = nn.import_pretrained(tmp_path / "theirs")
+    assert model.parameters.dtype == dtype
+    assert_equals(model, expected)
+    nn.export_pretrained(model, tmp_path / "ours", file_bytes=20_000 if save else 10**9)
+    assert stored(tmp_path / "ours") == stored(tmp_path / "theirs")
+    assert (tmp_path / "ours" / "model.safetensors.index.json").exists() == bool(save)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert type(again).__name__ == "GPT2LMHeadModel"
+    np.testing.assert_array_equal(computed(again.eval(), options.get("vocab_size", 19))[0], expected[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_written_back_with_the_same_bytes(folder, tmp_path, dtype):
+    nn.export_pretrained(nn.import_pretrained(folder), tmp_path / "half", dtype=dtype)
+    model = nn.import_pretrained(tmp_path / "half")
+    assert model.parameters.dtype == np.float32
+    nn.export_pretrained(model, tmp_path / "again", dtype=dtype)
+    assert stored(tmp_path / "again") == stored(tmp_path / "half")
+
+
+def test_names_without_prefix_masks_and_a_copy_of_a_tied_head_are_known(folder):
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    bare |= {"h.0.attn.bias": np.ones((1, 1, 5, 5), np.float32), "h.1.attn.masked_bias": np.full((), -1e4, np.float32)}
+    bare["lm_head.weight"] = bare["wte.weight"]
+    expected = nn.import_pretrained(folder).parameters.flat
+    safetensors.numpy.save_file(bare, folder / "model.safetensors")
+    np.testing.assert_array_equal(nn.import_pretrained(folder).parameters.flat, expected)
+
+
+def config(**fields):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+def weights(**changed):
+    """Other tensors by the end of their names; None takes one away."""
+
+    def change(folder):
+        tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+        for name, value in changed.items():
+            full = next((each for each in tensors if each.endswith(name)), name)
+            tensors.pop(full, None)
+            if value is not None:
+                tensors[full] = value
+        safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+
+    return change
+
+
+def index(**weight_map):
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=weight_map)))
+
+
+def cut(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+BAD = [
+    (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "has no config.json"),
+    (lambda folder: (folder / "config.json").write_text("{"), ValueError, "config.json is not JSON"),
+    (lambda folder: (folder / "config.json").write_text("[1]"), ValueError, "config.json has no JSON object"),
+    (config(model_type="mamba"), ValueError, "model_type='mamba'; the known ones are gpt2"),
+    (config(n_embd=None), ValueError, "config.json has no n_embd"),
+    (config(n_head=3), ValueError, "width 8 is not a multiple of 3 heads"),
+    (config(n_layer="2"), TypeError, "layers is '2'; it must be an integer"),
+    (config(n_layer=3), ValueError, "the weights lack transformer.h.2.ln_1.weight, .* and 9 more"),
+    (config(n_layer=1), ValueError, "the weights have transformer.h.1..* has no place"),
+    (config(vocab_size=12), ValueError, r"wte.weight has the shape \(11, 8\), but config.json asks for \(12, 8\)"),
+    (config(activation_function="relu"), ValueError, "activation_function='relu'; models here have 'gelu_new' or"),
+    (config(n_inner=12), ValueError, r"n_inner=12; models here have 4 \* n_embd = 32"),
+    (config(scale_attn_by_inverse_layer_idx=True), ValueError, "scale_attn_by_inverse_layer_idx=True"),
+    (config(quantization_config={"bits": 4}), ValueError, "quantization_config"),
+    (config(tie_word_embeddings=False), ValueError, "the weights lack lm_head.weight"),
+    (weights(**{"h.1.ln_2.bias": None}), ValueError, "the weights lack transformer.h.1.ln_2.bias"),
+    (weights(**{"h.1.adapter": np.zeros(3)}), ValueError, "the weights have h.1.adapter, for which"),
+    (weights(**{"wpe.weight": np.zeros((5, 8), np.int8)}), ValueError, "wpe.weight is I8; weights must be F64"),
+    (weights(**{"wpe.weight": np.zeros((4, 8))}), ValueError, r"wpe.weight has the shape \(4, 8\)"),
+    (cut, ValueError, "model.safetensors is no safetensors file, or damaged"),
+    (lambda folder: (folder / "model.safetensors").unlink(), ValueError, "has neither model.safetensors nor"),
+    (index(wte="../model.safetensors"), ValueError, "has no weight_map"),
+    (index(wte="absent.safetensors"), FileNotFoundError, "absent.safetensors"),
+    (index(wte="model.safetensors"), ValueError, "names wte, which the files do not have"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), BAD)
+def test_a_bad_folder_is_refused_in_one_line(folder, change, kind, message):
+    change(folder)
+    with pytest.raises(kind, match=message) as caught:
+        nn.import_pretrained(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_there_already_is_not_overwritten(folder):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    model = nn.import_pretrained(folder)
+    with pytest.raises(FileExistsError, match="is there already"):
+        nn.export_pretrained(model, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_bad_arguments_are_named(folder, tmp_path):
+    model = nn.import_pretrained(folder)
+    with pytest.raises(TypeError, match="dtype='int8' must be one of float64"):
+        nn.export_pretrained(model, tmp_path / "x", dtype="int8")
+    with pytest.raises(ValueError, match="file_bytes"):
+        nn.export_pretrained(model, tmp_path / "x", file_bytes=0)
+    with pytest.raises(TypeError, match="needs a model of mpishard.nn, got 3"):
+        nn.export_pretrained(3, tmp_path / "x")
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        nn.import_pretrained(tmp_path / "absent")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'heads_'"):
+        nn.import_pretrained(folder, heads_=2)
+    assert not (tmp_path / "x").exists()
