@@ -1,1 +1,7 @@
-"""Which samples a rank reads, and data to read."""
+"""Which samples a rank reads, and data to read: text that is there, and tokens from files of any size."""
+
+from mpishard.data.mixture import Mixture
+from mpishard.data.token_data import TokenData
+from mpishard.data.token_files import TokenFile
+
+__all__ = ["Mixture", "TokenData", "TokenFile"]

@@ -1,0 +1,65 @@
+"""That ranks have the same tokens, and that a model's vocabulary has them all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.comm.axis import Axis
+from mpishard.data.token_files import Tokens
+from mpishard.layout.boxes import split
+
+_CHUNK = 1024**2  # tokens that are read at a time
+
+
+def agree_on_data(ranks: Axis, sources: Sequence[Tokens], facts: Mapping[str, Any]) -> None:
+    """Raise ValueError on all ranks if their files have other sizes, or other facts differ.  Collective over `ranks`.
+
+    Names may differ: each node may have a copy of its own.
+    """
+    own = {name: str(value) for name, value in facts.items()}
+    own |= {f"the number of tokens of {tokens.name}": f"{tokens.count}" for tokens in sources}
+    by_rank = ranks.allgather_object(tuple(own.values()))
+    for place, name in enumerate(own):
+        for rank, values in enumerate(by_rank):
+            if values[place : place + 1] != by_rank[0][place : place + 1]:
+                raise ValueError(
+                    f"all ranks must have the same data, but {name} is {by_rank[0][place]} on rank 0 and "
+                    f"{values[place]} on rank {rank}"
+                )
+
+
+def agree_on_tokens(ranks: Axis | None, sources: Sequence[Tokens], vocabulary_size: int) -> None:
+    """Raise ValueError on all ranks if a token of any source is not in the vocabulary.
+
+    Each rank reads its share.  Collective over `ranks`, if there are any.
+    """
+    problem: Exception | None = None
+    try:
+        for tokens in sources:
+            limits = np.iinfo(tokens.dtype)
+            if limits.min < 0 or limits.max >= vocabulary_size:  # else no token can be outside
+                cuts = split(tokens.count, 1 if ranks is None else ranks.size)
+                rank = 0 if ranks is None else ranks.rank
+                for start in range(cuts[rank], cuts[rank + 1], _CHUNK):
+                    values = tokens.read(start, min(start + _CHUNK, cuts[rank + 1]))
+                    check_tokens(tokens, values, start, vocabulary_size)
+    except (ValueError, OSError) as error:
+        problem = error
+    if ranks is not None:
+        ranks.raise_if_any(problem)
+    elif problem is not None:
+        raise problem
+
+
+def check_tokens(tokens: Tokens, values: np.ndarray, start: int, vocabulary_size: int) -> None:
+    """Raise ValueError if one of these values, which begin at `start`, is not in the vocabulary.  Not collective."""
+    if not values.size or 0 <= int(values.min()) <= int(values.max()) < vocabulary_size:
+        return
+    place = int(np.argmax((values < 0) | (values >= vocabulary_size)))
+    raise ValueError(
+        f"{tokens.name}: token {values[place]} at position {start + place}, but vocabulary_size={vocabulary_size} has "
+        f"tokens 0 to {vocabulary_size - 1}: the file is for a larger vocabulary, has another dtype, or is corrupt"
+    )

@@ -1,0 +1,152 @@
+"""Windows of tokens from files, as samples of a problem."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import flag, integer, shown
+from mpishard.comm.mesh import Mesh
+from mpishard.data.mixture import Mixture, SampleMap
+from mpishard.data.token_checks import agree_on_data, agree_on_tokens, check_tokens
+from mpishard.data.token_files import Tokens, TokenSource
+
+
+class TokenData:
+    """Samples of `context_length` tokens from files that need not fit in memory, each with the tokens that follow.
+
+    The tokens of a source are one stream, cut into windows that overlap by one token.  What is left over at its end is
+    not used.  Which tokens a sample has depends on the files and on the arguments, never on ranks.  Files are open for
+    as long as the object lives; a rank reads the samples that it is asked for, and no others.
+
+    Collective over `mesh`; without one each rank opens and checks all files by itself.  No method is collective.
+
+    Parameters
+    ----------
+    sources : TokenSource, sequence of them, or Mixture
+        Such as `TokenFile`.  Of a sequence each window is one sample; of a `Mixture` each source has its fraction.
+    context_length : int
+        Tokens of a sample.
+    vocabulary_size : int, optional
+        The model's: a token that is no smaller is an error.
+    check : bool
+        Whether all tokens are read and compared with `vocabulary_size` now, the work divided over the ranks of the
+        mesh.  Otherwise, `batch` compares those that it reads.
+    mesh : Mesh, optional
+        The ranks that open the data together: an error on any of them is raised on all.
+
+    Attributes
+    ----------
+    tokens_per_sample : int
+        For `OptimizationProblem`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is invalid, a file is too short for one sample or no file of its kind, or a token is not in the
+        vocabulary: named with its file and position.  Of what differs between ranks: their files' sizes.
+    OSError
+        If a file cannot be read.
+
+    Examples
+    --------
+    >>> import mpishard, numpy as np, tempfile
+    >>> name = tempfile.mkdtemp() + "/train.bin"
+    >>> (np.arange(1001) % 50).astype(np.uint16).tofile(name)
+    >>> data = mpishard.data.TokenData(mpishard.data.TokenFile(name), 100, vocabulary_size=50)
+    >>> len(data)
+    10
+    >>> inputs, targets = data.batch(np.array([3, 7]))
+    >>> inputs.shape, inputs[0, :3], targets[0, :3]
+    ((2, 100), array([0, 1, 2]), array([1, 2, 3]))
+    """
+
+    def __init__(
+        self,
+        sources: TokenSource | Sequence[TokenSource] | Mixture,
+        context_length: int,
+        *,
+        vocabulary_size: int | None = None,
+        check: bool = True,
+        mesh: Mesh | None = None,
+    ) -> None:
+        if not (mesh is None or isinstance(mesh, Mesh)):
+            raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
+        problem: Exception | None = None
+        try:
+            self.tokens_per_sample = integer("context_length", context_length, least=1)
+            self._vocabulary_size = None if vocabulary_size is None else integer("vocabulary_size", vocabulary_size)
+            check = flag("check", check)
+            self._sources = [_opened(source, self.tokens_per_sample) for source in _listed(sources)]
+            windows = [(tokens.count - 1) // self.tokens_per_sample for tokens in self._sources]
+            once = SampleMap(tuple(windows), tuple(windows))
+            self._map = SampleMap.weighted(windows, sources) if isinstance(sources, Mixture) else once
+        except (TypeError, ValueError, OSError) as error:
+            problem = error
+        if mesh is not None:
+            mesh.world.raise_if_any(problem)
+            facts = {"context_length": self.tokens_per_sample, "vocabulary_size": self._vocabulary_size, "check": check}
+            agree_on_data(mesh.world, self._sources, facts | {"samples from each source": self._map})
+        elif problem is not None:
+            raise problem
+        if check and self._vocabulary_size is not None:
+            agree_on_tokens(None if mesh is None else mesh.world, self._sources, self._vocabulary_size)
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def batch(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Read some samples: the argument `batch` of `OptimizationProblem.for_model`.
+
+        Parameters
+        ----------
+        samples : ndarray of int, shape (n,)
+            From 0 to ``len(self) - 1``.
+
+        Returns
+        -------
+        (ndarray of int64, ndarray of int64)
+            Inputs and targets, each of shape (n, context_length): targets are the inputs one token on.
+
+        Raises
+        ------
+        ValueError
+            If a token is not in the vocabulary.
+        """
+        length = self.tokens_per_sample
+        rows = np.empty((len(samples), length + 1), np.int64)
+        for source, places, windows in self._map.parts(np.asarray(samples)):
+            tokens = self._sources[source]
+            for row, start in zip(places.tolist(), (windows * length).tolist(), strict=True):
+                rows[row] = values = tokens.read(start, start + length + 1)
+                if self._vocabulary_size is not None:
+                    check_tokens(tokens, values, start, self._vocabulary_size)
+        return rows[:, :-1], rows[:, 1:]
+
+
+def _listed(sources: Any) -> Sequence[TokenSource]:
+    """The sources, one or several, as a sequence."""
+    if isinstance(sources, Mixture):
+        return sources.sources
+    listed = [sources] if hasattr(sources, "open") and not isinstance(sources, os.PathLike) else sources
+    if isinstance(listed, str | os.PathLike) or not isinstance(listed, Sequence):
+        raise TypeError(f"sources={shown(sources)} must be such as TokenFile(path), or a list of them, or a Mixture")
+    if not listed:
+        raise ValueError("sources is empty: give at least one, such as TokenFile(path)")
+    return listed
+
+
+def _opened(source: Any, context_length: int) -> Tokens:
+    """A source's tokens; errors name it."""
+    if not hasattr(source, "open") or isinstance(source, os.PathLike):
+        raise TypeError(f"{shown(source)} is no source of tokens: give such as TokenFile(path)")
+    tokens: Tokens = source.open()
+    if tokens.count <= context_length:
+        raise ValueError(
+            f"{tokens.name} has {tokens.count} tokens: a sample of context_length={context_length} needs "
+            f"{context_length + 1}"
+        )
+    return tokens

@@ -1,0 +1,72 @@
+"""Tokens from files on ranks: one training run on any number of them, and one error on all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpishard
+from mpishard import nn
+from mpishard.data import Mixture, TokenData, TokenFile
+
+
+@pytest.fixture
+def folder(mesh, tmp_path_factory):
+    """A folder that all ranks see."""
+    made = str(tmp_path_factory.mktemp("tokens")) if mesh.rank == 0 else None
+    return Path(mesh.world.comm.bcast(made))
+
+
+def write(mesh, path, values, dtype="u2"):
+    if mesh.rank == 0:
+        np.asarray(values).astype(dtype).tofile(path)
+    mesh.world.barrier()
+    return TokenFile(path, dtype)
+
+
+def test_a_mixture_trains_alike_on_any_ranks(mesh, folder):
+    values = np.random.default_rng(0).integers(0, 20, (2, 700))
+    sources = [write(mesh, folder / f"{name}.bin", row) for name, row in zip("ab", values, strict=True)]
+
+    def losses(ranks):
+        with mpishard.Mesh(ranks) as own:
+            data = TokenData(Mixture(sources, [0.7, 0.3], seed=1), 8, vocabulary_size=20, mesh=own)
+            model = nn.GPT(20, 8, width=8, layers=1, heads=2, mesh=own)
+            config = mpishard.ShardingConfiguration(own, reproducible=True)
+            problem = mpishard.OptimizationProblem.for_model(
+                model,
+                data.batch,
+                samples=len(data),
+                batch_size=24,
+                steps=8,
+                tokens_per_sample=data.tokens_per_sample,
+            )
+            optimizer = mpishard.ZeRO1Optimizer(mpishard.Adam(lr=1e-2), config)
+            return optimizer.optimize(problem, progress=False).loss_history
+
+    assert losses(mesh.world.comm).tolist() == losses(MPI.COMM_SELF).tolist()
+
+
+def test_errors_are_on_all_ranks(mesh, folder):
+    last = mesh.size - 1
+    here = folder / ("absent.bin" if mesh.rank == last else "a.bin")
+    write(mesh, folder / "a.bin", np.arange(1000) % 50)
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*absent\.bin"):
+        TokenData(TokenFile(here), 10, mesh=mesh)
+    with pytest.raises(TypeError, match="context_length='ten'"):
+        TokenData(TokenFile(folder / "a.bin"), "ten" if mesh.rank == last else 10, mesh=mesh)
+    if mesh.size > 1:
+        with pytest.raises(ValueError, match=f"context_length is 10 on rank 0 and 11 on rank {last}$"):
+            TokenData(TokenFile(folder / "a.bin"), 11 if mesh.rank == last else 10, mesh=mesh)
+
+
+def test_a_token_outside_of_the_vocabulary_is_found_by_some_rank(mesh, folder):
+    values = np.arange(1000) % 50
+    values[[777, 778, 999]] = 50
+    source = write(mesh, folder / "a.bin", values)
+    with pytest.raises(ValueError, match=r"a\.bin: token 50 at position 777, but vocabulary_size=50"):
+        TokenData(source, 10, vocabulary_size=50, mesh=mesh)
+    assert len(TokenData(source, 10, vocabulary_size=51, mesh=mesh)) == 99

@@ -1,0 +1,140 @@
+"""Tokens from files: what is read, how sources are mixed, and what is wrong with a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpishard.data import Mixture, TokenData, TokenFile, token_files
+from mpishard.data.mixture import SampleMap, apportioned
+
+
+def token_file(path: Path, values: object, dtype: str = "<u2", header: bytes = b"") -> TokenFile:
+    path.write_bytes(header + np.asarray(values).astype(dtype).tobytes())
+    return TokenFile(path, dtype, len(header))
+
+
+@pytest.mark.parametrize("dtype", ["<u2", ">u4", "i8"])
+@pytest.mark.parametrize("header", [b"", bytes(10)])
+def test_windows_are_those_of_the_stream(tmp_path: Path, dtype: str, header: bytes) -> None:
+    stream = np.random.default_rng(0).integers(0, 30_000, 1000)
+    data = TokenData(token_file(tmp_path / "a.bin", stream, dtype, header), 50)
+    assert len(data) == 19 and data.tokens_per_sample == 50
+    inputs, targets = data.batch(np.array([18, 0, 7]))
+    for row, window in enumerate([18, 0, 7]):
+        assert np.array_equal(inputs[row], stream[50 * window : 50 * window + 50])
+        assert np.array_equal(targets[row], stream[50 * window + 1 : 50 * window + 51])
+    assert data.batch(np.empty(0, np.int64))[1].shape == (0, 50)
+
+
+def test_what_a_map_has_read_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And read again where it is wanted again."""
+    monkeypatch.setattr(token_files, "RESIDENT", 10_000)
+    asked: list[str] = []
+    monkeypatch.setattr(token_files.MappedTokens, "_advise", lambda self, advice, *extent: asked.append(advice))
+    stream = np.arange(60_000)
+    data = TokenData(token_file(tmp_path / "a.bin", stream), 100)
+    assert np.array_equal(data.batch(np.arange(599))[0].ravel(), stream[:59_900])
+    assert asked[0] == "MADV_RANDOM" and asked.count("MADV_DONTNEED") == asked.count("MADV_WILLNEED") == 599
+
+
+def test_several_files_have_each_window_once(tmp_path: Path) -> None:
+    first, second = (token_file(tmp_path / f"{n}.bin", np.arange(n)) for n in (101, 55))
+    data = TokenData([first, second], 10)
+    assert len(data) == 15
+    assert data.batch(np.arange(15))[0][:, 0].tolist() == [*range(0, 100, 10), *range(0, 50, 10)]
+
+
+def test_a_mixture_has_its_fractions_and_every_window(tmp_path: Path) -> None:
+    large, small = (
+        token_file(tmp_path / "a.bin", np.arange(1001)),
+        token_file(tmp_path / "b.bin", np.arange(2000, 2041)),
+    )
+    data = TokenData(Mixture([large, small], [0.8, 0.2]), 10)
+    starts = data.batch(np.arange(len(data)))[0][:, 0]
+    assert sorted(starts[starts < 2000].tolist()) == list(range(0, 1000, 10))  # once, as few samples as can be
+    again = starts[starts >= 2000]
+    assert len(again) == 25 and len(data) == 125
+    for turn in range(6):  # of a source that comes several times, each window in each round, in another order
+        assert sorted(again[4 * turn : 4 * turn + 4].tolist()) == [2000, 2010, 2020, 2030]
+    assert len({tuple(again[4 * turn : 4 * turn + 4]) for turn in range(6)}) > 1
+
+
+def test_a_mixture_of_fewer_samples_and_its_seed(tmp_path: Path) -> None:
+    sources = [token_file(tmp_path / f"{n}.bin", np.arange(1001)) for n in "ab"]
+    starts = {
+        seed: TokenData(Mixture(sources, [0.6, 0.4], samples=40, seed=seed), 10).batch(np.arange(40))[0][:, 0]
+        for seed in (1, 2)
+    }
+    assert all(len(set(found[:24].tolist())) == 24 and len(set(found[24:].tolist())) == 16 for found in starts.values())
+    assert not np.array_equal(starts[1], starts[2])
+
+
+def test_sample_by_sample_is_as_all_together() -> None:
+    samples = SampleMap((7, 3, 1), (10, 3, 5), seed=4)
+    together = np.empty((18, 2), int)
+    for source, places, windows in samples.parts(np.arange(18)):
+        together[places] = np.stack([np.full(len(windows), source), windows], 1)
+    for sample in range(18):
+        ((source, _, windows),) = samples.parts(np.array([sample]))
+        assert together[sample].tolist() == [source, *windows]
+
+
+@pytest.mark.parametrize("total", [0, 1, 7, 100, 10**13 + 1])
+def test_parts_sum_to_the_whole(total: int) -> None:
+    parts = apportioned(total, [0.5, 0.3, 0.1, 0.1])
+    assert sum(parts) == total
+    assert all(abs(part - total * weight) < 1.01 for part, weight in zip(parts, [0.5, 0.3, 0.1, 0.1], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([0.5, 0.6], r"sum to 1.1, not to 1: as fractions they would be \[0.4545, 0.5455\]"),
+        ([1.5, -0.5], r"weights\[1\]=-0.5 must be a finite number above 0"),
+        ([1.0, 0.0], r"weights\[1\]=0.0 must be"),
+        ([1.0, float("nan")], r"weights\[1\]=nan must be"),
+        ([1.0], "1 weights for 2 sources"),
+    ],
+)
+def test_wrong_weights(weights: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mixture([TokenFile("a"), TokenFile("b")], weights)
+
+
+def test_wrong_files(tmp_path: Path) -> None:
+    def refused(source: object, kind: type[Exception], message: str, **options: object) -> None:
+        with pytest.raises(kind, match=message):
+            TokenData(source, 10, **options)  # type: ignore[arg-type]
+
+    refused(TokenFile(tmp_path / "none.bin"), FileNotFoundError, "there is no file .*none.bin")
+    refused(TokenFile(tmp_path), IsADirectoryError, "is a folder")
+    (tmp_path / "odd.bin").write_bytes(bytes(2001))
+    refused(TokenFile(tmp_path / "odd.bin"), ValueError, "odd.bin has 2001 bytes of tokens, no multiple of the 2 of u")
+    refused(TokenFile(tmp_path / "odd.bin", offset=2001), ValueError, "odd.bin has 2001 bytes, so no token after an")
+    (tmp_path / "empty.bin").write_bytes(b"")
+    refused(TokenFile(tmp_path / "empty.bin"), ValueError, "empty.bin has 0 bytes")
+    short = token_file(tmp_path / "short.bin", np.arange(10))
+    refused([short], ValueError, "short.bin has 10 tokens: a sample of context_length=10 needs 11")
+    refused(str(tmp_path / "odd.bin"), TypeError, "must be such as TokenFile")
+    refused([tmp_path / "odd.bin"], TypeError, "is no source of tokens")
+    refused([], ValueError, "sources is empty")
+    refused(short, TypeError, "mesh=3 must be", mesh=3)
+    with pytest.raises(TypeError, match="dtype='float32' must be an integer type"):
+        TokenFile("a.bin", "float32")
+    with pytest.raises(TypeError, match="path=3 must be a path"):
+        TokenFile(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="offset=-1"):
+        TokenFile("a.bin", offset=-1)
+
+
+@pytest.mark.parametrize(("dtype", "wrong"), [("u2", 50), ("i4", -1), ("u8", 2**63)])
+@pytest.mark.parametrize("check", [True, False])
+def test_tokens_outside_of_the_vocabulary(tmp_path: Path, dtype: str, wrong: int, check: bool) -> None:
+    values = np.full(500, 49, dtype)
+    values[321] = wrong
+    source = token_file(tmp_path / "a.bin", values, dtype)
+    with pytest.raises(ValueError, match=rf"a.bin: token {wrong} at position 321, but vocabulary_size=50 has tokens"):
+        TokenData(source, 10, vocabulary_size=50, check=check).batch(np.array([3, 32]))
