@@ -1,6 +1,6 @@
 """Steps of PyTorch modules: `mpishard.torch` against DistributedDataParallel and FSDP2, with the same module.
 
-    python benchmarks/torch_step.py [conv] [transformer] [gpt2] [--kinds K ...] [--steps N] [--repeats R]
+    python benchmarks/torch_step.py [conv] [transformer] [gpt2] [--kinds K ...] [--steps N] [--repeats R] [--small]
 
 conv: a residual network with batch norm, 1.2 M parameters, 32 images of 3x32x32 a step.  transformer: the encoder of
 torch.nn, 4 layers of width 256.  gpt2: that of `transformers`, random, 4 layers of width 256; needs transformers.
@@ -8,7 +8,7 @@ float32, AdamW (fused in PyTorch), 2 ranks of one thread.  All kinds run in turn
 of the ratios.
 
 Each run begins with the same parameters and sees the same samples, so that the largest difference of the losses of two
-kinds is shown too: with --steps 200 --repeats 1 over 200 steps.
+kinds is shown too: with --small --steps 197 --repeats 1 over 200 steps, of sizes that take a minute.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ IMAGES, PIXELS, CLASSES = 32, 32, 10
 LEARNING_RATE = 1e-3
 WARM_UP = 3
 TIME_LIMIT = 500
+SMALL = {"SEQUENCES": 8, "CONTEXT": 16, "WIDTH": 32, "LAYERS": 2, "HEADS": 2, "IMAGES": 16, "PIXELS": 16}
 MODELS = ("conv", "transformer", "gpt2")
 KINDS = {
     "ddp": "mpishard.torch, zero=0",
@@ -172,9 +173,9 @@ def child(kind: str, model: str, steps: int) -> None:
         dist.destroy_process_group()
 
 
-def launch(kind: str, model: str, steps: int) -> dict[str, Any]:
+def launch(kind: str, model: str, steps: int, small: bool) -> dict[str, Any]:
     """Run all ranks of one kind; returns what rank 0 printed."""
-    command = [sys.executable, __file__, model, "--child", kind, "--steps", str(steps)]
+    command = [sys.executable, __file__, model, "--child", kind, "--steps", str(steps), *["--small"] * small]
     with tempfile.TemporaryDirectory() as folder:
         if kind.startswith("torch"):
             rendezvous = {"RENDEZVOUS": f"file://{folder}/rendezvous"}
@@ -189,13 +190,13 @@ def launch(kind: str, model: str, steps: int) -> dict[str, Any]:
     return result
 
 
-def compare(model: str, kinds: list[str], steps: int, repeats: int) -> None:
+def compare(model: str, kinds: list[str], steps: int, repeats: int, small: bool) -> None:
     """Run the kinds in turns, and print seconds a step, ratios, and differences of losses."""
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     losses: dict[str, list[float]] = {}
     for _ in range(repeats):
         for kind in kinds:
-            result = launch(kind, model, steps)
+            result = launch(kind, model, steps, small)
             seconds[kind].append(result["seconds"] / steps)
             losses[kind] = result["losses"]
     for kind in kinds:
@@ -220,12 +221,15 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="default all")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of a run (default 20)")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each kind (default 5)")
+    parser.add_argument("--small", action="store_true", help="smaller modules, to compare losses of many steps")
     parser.add_argument("--child", choices=list(KINDS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.steps < 1 or arguments.repeats < 1:
         parser.error("--steps and --repeats must be at least 1")
     if unknown := set(arguments.models) - set(MODELS):
         parser.error(f"no model {min(unknown)!r}; choose from {', '.join(MODELS)}")
+    if arguments.small:
+        globals().update(SMALL)
     if arguments.child:
         child(arguments.child, arguments.models[0], arguments.steps)
         return
@@ -233,9 +237,9 @@ def main() -> None:
         if importlib.util.find_spec(package) is None and (package == "torch" or "gpt2" in arguments.models):
             sys.exit(f"this benchmark needs {package}, which is not installed")
     models = arguments.models or [m for m in MODELS if m != "gpt2" or importlib.util.find_spec("transformers")]
-    launch("ddp", models[0], 1)  # fills the cache of compiled kernels
+    launch("ddp", models[0], 1, arguments.small)  # fills the cache of compiled kernels
     for model in models:
-        compare(model, arguments.kinds, arguments.steps, arguments.repeats)
+        compare(model, arguments.kinds, arguments.steps, arguments.repeats, arguments.small)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""PyTorch modules on MPI ranks: `as_distributed` for a loop of your own, `problem` for `optimize`.
+"""PyTorch modules on MPI ranks: `as_distributed` for a loop of your own, `problem` for `optimize`, `rule_of` for rules.
 
 PyTorch is imported with the first of these names.
 """
@@ -10,10 +10,16 @@ if TYPE_CHECKING:
     from mpishard.torch.distributed import as_distributed
     from mpishard.torch.module_optimizer import ModuleOptimizer
     from mpishard.torch.problem import problem
+    from mpishard.torch.torch_rule import rule_of
 
-__all__ = ["ModuleOptimizer", "as_distributed", "problem"]
+__all__ = ["ModuleOptimizer", "as_distributed", "problem", "rule_of"]
 
-_MODULE_OF = {"ModuleOptimizer": "module_optimizer", "as_distributed": "distributed", "problem": "problem"}
+_MODULE_OF = {
+    "ModuleOptimizer": "module_optimizer",
+    "as_distributed": "distributed",
+    "problem": "problem",
+    "rule_of": "torch_rule",
+}
 
 
 if not TYPE_CHECKING:

@@ -16,12 +16,13 @@ from mpishard.torch.buffers import MODES
 from mpishard.torch.module_optimizer import ModuleOptimizer
 from mpishard.torch.module_state import state_of
 from mpishard.torch.module_tensors import ModuleTensors
+from mpishard.torch.torch_rule import rule_of_optimizer
 
 
 def as_distributed(
     module: Any,
     mesh: Mesh | ShardingConfiguration,
-    rule: Rule | ShardedOptimizer,
+    rule: Any,
     *,
     zero: int = 0,
     buffers: str = "broadcast",
@@ -42,9 +43,11 @@ def as_distributed(
     mesh : Mesh or ShardingConfiguration
         Data-parallel only.  Settings such as `max_gradient_norm`, which clips, are in a configuration; a mesh alone
         stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)``.
-    rule : Rule or ShardedOptimizer
-        Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an optimizer of this mesh with options of
-        its own, such as ``LocalSGDOptimizer(rule, mesh, outer=...)``.
+    rule : Rule, torch.optim.Optimizer or ShardedOptimizer
+        Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an element-wise optimizer of PyTorch that
+        was made for the parameters of the module, whose steps are then taken here, at the learning rate that it has, as
+        a scheduler sets it; or an optimizer of this mesh with options of its own, such as
+        ``LocalSGDOptimizer(rule, mesh, outer=...)``.
     zero : int
         What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too.
     buffers : {"broadcast", "average", "local"}
@@ -67,10 +70,12 @@ def as_distributed(
     problem: Exception | None = None
     optimizer, tensors, own = None, None, {}
     try:
+        tensors = ModuleTensors.of(module)
+        if isinstance(rule, torch.optim.Optimizer):
+            rule = rule_of_optimizer(rule, {id(p): name for name, p in tensors.trained.items()})
         optimizer = _optimizer(rule, config, zero)
         if buffers not in MODES:
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
-        tensors = ModuleTensors.of(module)
         own = {"zero": str(zero), "buffers": buffers, **tensors.described}
     except (TypeError, ValueError) as error:
         problem = error

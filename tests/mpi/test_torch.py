@@ -375,3 +375,56 @@ def test_bad_arguments_of_one_rank_are_refused_on_all(mesh, make_module, argumen
 
 def test_the_problem_is_one_of_mpishard(mesh):
     assert isinstance(problem(smooth()), OptimizationProblem)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_an_optimizer_of_pytorch_with_its_scheduler(mesh, gloo, zero):
+    """Its steps, with a weight decay of a group and the rates of a scheduler, are those under DDP."""
+    runs = []
+    for wrap in (gloo, None):
+        module, x, y = make("convolutional")
+        groups = [{"params": module[0].parameters()}, {"params": module[1].parameters(), "weight_decay": 0.0}]
+        groups.append({"params": module[5].parameters()})
+        optimizer = torch.optim.RAdam(groups, lr=1e-2, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=9)
+        if wrap is not None:
+            forward = wrap(module)
+        else:
+            forward, optimizer = module, mpishard.torch.as_distributed(module, mesh, optimizer, zero=zero)
+        history = []
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = loss_of(forward, x, y, samples_of(mesh, step))
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            history.append(loss.item())
+        runs.append(history)
+    assert np.allclose(*runs, atol=1e-5)
+
+
+def test_workers_that_leave_and_come_change_no_bit(mesh):
+    """The buffer, which counts this rank's forward passes, is that of rank 0 for those who come."""
+    from mpi4py import MPI
+
+    from mpishard import ElasticOptimizer
+
+    bits = []
+    with mpishard.Mesh(MPI.COMM_SELF) as one:
+        config = ShardingConfiguration(one, reproducible=True)
+        module = smooth()
+        DDPOptimizer(RULE, config).optimize(problem(module, micro_batch_size=2), progress=False)
+        bits.append(torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy())
+    module = smooth()
+    config = ShardingConfiguration(mesh, reproducible=True)
+    optimizer = ElasticOptimizer(ZeRO2Optimizer(RULE, config))
+
+    def resize(state):
+        if state.step in (2, 4):
+            optimizer.resize(1 if state.step == 2 else mesh.size)
+
+    optimizer.optimize(problem(module, micro_batch_size=2), callback=resize, progress=False)
+    bits.append(torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy())
+    assert np.array_equal(*bits)
+    seen = mesh.world.allgather_object(module.seen.tolist())
+    assert len(set(map(tuple, seen))) == 1 and seen[0][0] > 6

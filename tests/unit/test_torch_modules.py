@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from mpishard.torch.buffers import Buffers  # noqa: E402
 from mpishard.torch.module_tensors import ModuleTensors  # noqa: E402
 from mpishard.torch.problem import problem  # noqa: E402
+from mpishard.torch.torch_rule import rule_of, rule_of_optimizer  # noqa: E402
 
 
 def module(**parameters: Any) -> Any:
@@ -126,3 +127,57 @@ def test_losses_are_one_for_each_sample(losses: Any, kind: type[Exception], mess
     with pytest.raises(kind, match=message):
         made = problem(module(), losses, samples=4, batch_size=4, steps=1)
         made.function(made.start, np.arange(4), made.start.gradients)
+
+
+@pytest.mark.parametrize("name", ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Rprop", "SGD"])
+def test_rules_of_pytorch_take_its_steps(name: str) -> None:
+    """On two pieces of the parameters, with state in arrays of mpishard."""
+    kind, random = getattr(torch.optim, name), np.random.default_rng(3)
+    options = {"SGD": {"momentum": 0.9, "dampening": 0.5}, "Adam": {"amsgrad": True}}.get(name, {})
+    rule = rule_of(kind, 0.1, **options)
+    values = random.standard_normal(7)
+    wanted = torch.from_numpy(values.copy())
+    theirs = kind([wanted], lr=0.1, **options)
+    state = [np.full(7, np.nan) for _ in rule.slots]
+    for step in range(1, 5):
+        gradient = random.standard_normal(7)
+        wanted.grad = torch.from_numpy(gradient / 4)
+        theirs.step()
+        for piece in (slice(0, 3), slice(3, 7)):
+            rule.update(values[piece], gradient[piece], [each[piece] for each in state], step, divisor=4.0)
+    assert np.allclose(values, wanted.numpy(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: rule_of(torch.optim.Adafactor, 0.1), ValueError, "Adafactor cannot be divided over ranks"),
+        (lambda: rule_of(torch.optim.NAdam, 0.1), ValueError, "it keeps 'mu_product' besides"),
+        (lambda: rule_of(torch.optim.LBFGS, 0.1), TypeError, "LBFGS cannot take a step of a flat array"),
+        (lambda: rule_of(torch.optim.RAdam, 0.1, beta=0.9), TypeError, "RAdam has no argument 'beta'"),
+        (lambda: rule_of(torch.nn.Linear, 0.1), TypeError, "needs a class of torch.optim such as"),
+        (lambda: rule_of(torch.optim.RAdam, -1.0), ValueError, "lr"),
+    ],
+)
+def test_optimizers_that_are_no_rules(make: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda groups: groups.pop(), "parameter 'bias' of the module is not in the optimizer"),
+        (lambda groups: groups[1].update(betas=(0.5, 0.5)), "may differ in lr and weight_decay, not in 'betas'"),
+        (lambda groups: groups[0]["params"].append(torch.nn.Parameter(torch.zeros(1))), "has 1 parameters that the"),
+    ],
+)
+def test_an_optimizer_of_other_parameters_is_refused(change: Callable[[Any], Any], message: str) -> None:
+    made = module()
+    optimizer = torch.optim.AdamW([{"params": [made.weight]}, {"params": [made.bias], "weight_decay": 0.0}], lr=0.1)
+    names = {id(p): name for name, p in made.named_parameters()}
+    (group,) = rule_of_optimizer(optimizer, names).groups
+    assert (group.patterns, group.weight_decay, group.lr_factor) == (("bias",), 0.0, 1.0)
+    change(optimizer.param_groups)
+    with pytest.raises(ValueError, match=message):
+        rule_of_optimizer(optimizer, names)
