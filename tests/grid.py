@@ -53,7 +53,7 @@ class Run:
 
 
 def make(name: str, layers: int, heads: int, tied: bool, **options: Any) -> nn.GPT | nn.Llama:
-    """A model of the grid; the Llama has grouped queries, and all that Qwen2 and Qwen3 add."""
+    """A model of the grid; the Llama has grouped queries, all that Qwen2 and Qwen3 add, and dropout."""
     sizes = VOCABULARY, LENGTH, WIDTH, layers, heads, np.float64, SEED
     if name == "gpt":
         return nn.GPT(*sizes, tied=tied, **options)
@@ -67,6 +67,7 @@ def make(name: str, layers: int, heads: int, tied: bool, **options: Any) -> nn.G
         bias=True,
         head_norms=True,
         epsilon=1e-2,
+        dropout=0.1,
         **options,
     )
 
@@ -113,7 +114,8 @@ def _folder() -> str:
 
 def loss_and_gradient(model: nn.GPT | nn.Llama, mesh: mpishard.Mesh, step: int) -> float:
     (samples,) = share(Sampler(SAMPLES, BATCH).batch(step), mesh.data.rank, mesh.data.size)
-    loss = np.array([model.loss_and_gradient(TOKENS[samples, :-1], TOKENS[samples, 1:])])
+    model.parameters.step = step  # with the samples it decides the masks of dropout
+    loss = np.array([model.loss_and_gradient(TOKENS[samples, :-1], TOKENS[samples, 1:], samples)])
     return float(mesh.data.all_reduce(loss)[0])
 
 

@@ -256,6 +256,8 @@ for _name, _function in {
     "__le__": np.less_equal,
     "__lt__": np.less,
     "__and__": np.bitwise_and,
+    "__xor__": np.bitwise_xor,
+    "__rshift__": np.right_shift,
     "__or__": np.bitwise_or,
     "max": np.max,
     "mean": np.mean,

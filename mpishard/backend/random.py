@@ -136,6 +136,24 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def key(seed: int, *names: object) -> int:
+    """A key of 64 bits for a seed and any names.
+
+    Parameters
+    ----------
+    seed : int
+        Of a run.
+    *names : object
+        Their text counts.
+
+    Returns
+    -------
+    int
+        From 0 to 2**64 - 1.
+    """
+    return _key(seed, *names) & 0xFFFFFFFFFFFFFFFF
+
+
 def _key(seed: int, *names: object) -> int:
     text = "\x1f".join([str(int(seed)), *map(str, names)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")

@@ -135,6 +135,7 @@ class Activations:
             gradients += rows * (sizes.gated * width + sizes.turned * qkv)
             gradients += rows * self.slice_of(sizes.normed_heads) * sizes.head_width
             needed += scores + gradients + rows * self.slice_of(sizes.heads) + BLOCK
+            needed += own if architecture.dropout else 0
         if head:
             needed += rows * width + own + (3 * rows if max(self.layout.tensor, architecture.shards) > 1 else 0)
         if self.layout.sequence_parallel:

@@ -10,6 +10,7 @@ from mpishard.nn.block import MLP, Block, TransformerBlock
 from mpishard.nn.chunk import Chunk
 from mpishard.nn.decoder import Decoder
 from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.dropout import Dropout
 from mpishard.nn.embeddings import Embedding, PositionEmbedding
 from mpishard.nn.gated import GatedMLP
 from mpishard.nn.gpt import GPT
@@ -37,6 +38,7 @@ __all__ = [
     "Chunk",
     "Decoder",
     "DecoderArchitecture",
+    "Dropout",
     "Embedding",
     "EmbeddingUnit",
     "GatedMLP",

@@ -36,6 +36,8 @@ class Architecture(DecoderArchitecture):
         have one order.  So the bits of losses and gradients are the same for any tensor size that divides `shards`,
         also with sequence parallelism.  1: every tensor rank has one slice, which is fastest, and the bits depend on
         the tensor size.
+    dropout : float
+        Rate of dropout of embeddings and of the results of attention and MLP, in training; see `nn.Dropout`.
 
     Raises
     ------
@@ -52,6 +54,7 @@ class Architecture(DecoderArchitecture):
     heads: int
     tied: bool = False
     shards: int = 1
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         self.check_sizes()
@@ -62,8 +65,9 @@ class Architecture(DecoderArchitecture):
         self.check_shards()
 
     def build_embeddings(self) -> EmbeddingUnit:
-        return EmbeddingUnit(self.vocabulary_size, self.context_length, self.width)
+        return EmbeddingUnit(self.vocabulary_size, self.context_length, self.width, dropout=self.dropout)
 
     def build_block(self, name: str, sequence_parallel: bool) -> Block:
         scale = 0.02 / math.sqrt(2 * self.layers)
-        return Block(name, self.width, self.heads, output_scale=scale, sequence_parallel=sequence_parallel)
+        rows = {"sequence_parallel": sequence_parallel}
+        return Block(name, self.width, self.heads, output_scale=scale, dropout=self.dropout, **rows)

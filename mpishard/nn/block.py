@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpishard.nn.attention import CausalSelfAttention
+from mpishard.nn.dropout import Dropout, checked_rate
 from mpishard.nn.gated import GatedMLP
 from mpishard.nn.layers import GELU, Layer
 from mpishard.nn.linear import Linear
@@ -102,16 +103,29 @@ class TransformerBlock(Layer):
         Of the input of the MLP.
     mlp : MLP or GatedMLP
         Or a layer with such passes.
+    dropout : float
+        Rate of dropout of the results of attention and MLP, before they are added to the residual stream.
     """
 
     def __init__(
-        self, name: str, attention_norm: Norm, attention: CausalSelfAttention, mlp_norm: Norm, mlp: MLP | GatedMLP
+        self,
+        name: str,
+        attention_norm: Norm,
+        attention: CausalSelfAttention,
+        mlp_norm: Norm,
+        mlp: MLP | GatedMLP,
+        dropout: float = 0.0,
     ) -> None:
         self.attention_norm: Norm = attention_norm
         self.attention: CausalSelfAttention = attention
         self.mlp_norm: Norm = mlp_norm
         self.mlp: MLP | GatedMLP = mlp
-        super().__init__(name, [self.attention_norm, self.attention, self.mlp_norm, self.mlp])
+        self.dropouts: tuple[Dropout, Dropout] | None = None
+        parts: list[Layer] = [self.attention_norm, self.attention, self.mlp_norm, self.mlp]
+        if checked_rate(dropout):
+            self.dropouts = Dropout(f"{name}.attention_dropout", dropout), Dropout(f"{name}.mlp_dropout", dropout)
+            parts += self.dropouts
+        super().__init__(name, parts)
         self.width: int = attention_norm.width
         self.share_scratch(name)
 
@@ -133,6 +147,9 @@ class TransformerBlock(Layer):
             The rows that this rank holds, in the memory of `work`.
         """
         normed_nc = self.attention_norm.forward(x_nc, work)
+        if self.dropouts is not None and work.draws is not None:
+            x_nc = self._add(0, self.attention.forward(normed_nc, work, length), x_nc, work)
+            return self._add(1, self.mlp.forward(self.mlp_norm.forward(x_nc, work), work), x_nc, work)
         x_nc = self.attention.forward(normed_nc, work, length, residual_nc=x_nc)
         return self.mlp.forward(self.mlp_norm.forward(x_nc, work), work, residual_nc=x_nc)
 
@@ -153,9 +170,26 @@ class TransformerBlock(Layer):
         array, shape (n, width)
             `dy_nc` itself.
         """
-        self.mlp_norm.backward(self.mlp.backward(dy_nc, work), work, residual_nc=dy_nc)
-        self.attention_norm.backward(self.attention.backward(dy_nc, work, length), work, residual_nc=dy_nc)
+        dmlp_nc = self.mlp.backward(self._dropped(1, dy_nc, work), work)
+        self.mlp_norm.backward(dmlp_nc, work, residual_nc=dy_nc)
+        dattention_nc = self.attention.backward(self._dropped(0, dy_nc, work), work, length)
+        self.attention_norm.backward(dattention_nc, work, residual_nc=dy_nc)
         return dy_nc
+
+    def _add(self, part: int, y_nc: Array, residual_nc: Array, work: Workspace) -> Array:
+        """Add the result of a part to the residual stream, in the memory of the result."""
+        assert self.dropouts is not None
+        self.dropouts[part].apply(y_nc, work)
+        y_nc += residual_nc
+        return y_nc
+
+    def _dropped(self, part: int, dy_nc: Array, work: Workspace) -> Array:
+        """The gradient by the result of a part, from that by the residual stream, which stays as it is."""
+        if self.dropouts is None or work.draws is None:
+            return dy_nc
+        masked_nc = work.borrow("masked gradient", *dy_nc.shape)
+        masked_nc[...] = dy_nc
+        return self.dropouts[part].apply(masked_nc, work)
 
 
 class Block(TransformerBlock):
@@ -173,10 +207,19 @@ class Block(TransformerBlock):
         Standard deviation of the initial weights of the two projections back to the residual stream.
     sequence_parallel : bool
         Whether tensor ranks hold some rows of the residual stream each, instead of all of them.
+    dropout : float
+        As for `TransformerBlock`.
     """
 
     def __init__(
-        self, name: str, width: int, heads: int, *, output_scale: float = 0.02, sequence_parallel: bool = False
+        self,
+        name: str,
+        width: int,
+        heads: int,
+        *,
+        output_scale: float = 0.02,
+        sequence_parallel: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         rows: dict[str, Any] = dict(sequence_parallel=sequence_parallel)
         super().__init__(
@@ -185,4 +228,5 @@ class Block(TransformerBlock):
             CausalSelfAttention(f"{name}.attention", width, heads, output_scale=output_scale, **rows),
             LayerNorm(f"{name}.mlp_norm", width, **rows),
             MLP(f"{name}.mlp", width, output_scale=output_scale, **rows),
+            dropout,
         )

@@ -130,6 +130,11 @@ class Decoder:
         return self.architecture.vocabulary_size
 
     @property
+    def dropout(self) -> float:
+        """Rate of dropout in training."""
+        return self.architecture.dropout
+
+    @property
     def context_length(self) -> int:
         """Longest sequence."""
         return self.architecture.context_length
@@ -142,7 +147,7 @@ class Decoder:
         """
         return self._local.activation_bytes + self._inputs.nbytes
 
-    def loss_and_gradient(self, tokens: Array, targets: Array) -> float:
+    def loss_and_gradient(self, tokens: Array, targets: Array, samples: Array | None = None) -> float:
         """Summed loss of a batch; the gradient of that sum goes to ``parameters.gradient``.
 
         Parameters
@@ -150,6 +155,9 @@ class Decoder:
         tokens, targets : int array, (batch, length)
             Any batch size, also 0, ``1 <= length <= context_length``; `targets` holds the token that follows each of
             `tokens`.
+        samples : int array, (batch,), optional
+            With dropout: the number of each sequence in the data.  The masks follow from these and from
+            ``parameters.step``, which a training loop sets.  `OptimizationProblem.for_model` gives them by itself.
 
         Returns
         -------
@@ -159,19 +167,23 @@ class Decoder:
         Raises
         ------
         TypeError, ValueError
-            If tokens or targets are no integers, out of range, or of another shape.
+            If tokens or targets are no integers, out of range, or of another shape, or a model with dropout gets no
+            samples.
         """
+        samples = self._samples_for_dropout(samples)
         with np.errstate(**self._expected):
-            return self.pipeline.train(self._inputs.micro_batches(tokens, targets, self.microbatches))
+            return self.pipeline.train(
+                self._inputs.micro_batches(tokens, targets, self.microbatches, samples, self.parameters.step)
+            )
 
-    def losses_and_gradient(self, batches: Sequence[tuple[Array, Array]]) -> list[float]:
+    def losses_and_gradient(self, batches: Sequence[tuple[Array, ...]]) -> list[float]:
         """Like `loss_and_gradient` for several batches, each of which is one micro-batch of the pipeline.
 
         With ``reproducible=True`` a training loop calls this: `microbatches` cuts no batch then.
 
         Parameters
         ----------
-        batches : sequence of (tokens, targets)
+        batches : sequence of (tokens, targets) or (tokens, targets, samples)
             At least one; the arguments of `loss_and_gradient` for each.
 
         Returns
@@ -184,8 +196,9 @@ class Decoder:
         TypeError, ValueError
             As `loss_and_gradient`.
         """
+        pairs = [(*each[:2], self._samples_for_dropout(each[2] if len(each) > 2 else None)) for each in batches]
         with np.errstate(**self._expected):
-            return self.pipeline.train_each(self._inputs.each_batch(batches))
+            return self.pipeline.train_each(self._inputs.each_batch(pairs, self.parameters.step))
 
     def loss(self, tokens: Array, targets: Array) -> float:
         """Summed loss of a batch, without gradients.
@@ -290,6 +303,17 @@ class Decoder:
                 tokens[end] = sampler.next(to_host(logits_nv[0]).astype(np.float64))
             self._from_last_stage(tokens[end : end + 1], "token")
         return tokens
+
+    def _samples_for_dropout(self, samples: Array | None) -> Array | None:
+        """The numbers of samples, if dropout needs them; ValueError if it does and they are missing."""
+        if not self.dropout:
+            return None
+        if samples is None:
+            raise ValueError(
+                f"the masks of dropout={self.dropout:g} follow from the numbers of samples: give loss_and_gradient "
+                "samples=, one number for each sequence, or train with OptimizationProblem.for_model"
+            )
+        return samples
 
     def _from_last_stage(self, array: Array, label: str) -> Array:
         """Broadcast an array of the last pipeline stage to all stages, in place."""

@@ -14,6 +14,7 @@ from mpishard.deprecated import warn_renamed
 from mpishard.layout.boxes import split
 from mpishard.layout.specs import ParameterSpec, merge_ties
 from mpishard.nn.block import TransformerBlock
+from mpishard.nn.dropout import checked_rate
 from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD, EmbeddingUnit, OutputHead, Unit
 
 _OLD_NAMES = {"stem": EMBEDDINGS, "top": OUTPUT_HEAD}
@@ -42,6 +43,8 @@ class DecoderArchitecture(ABC):
         Whether the output head uses the table of the token embedding.
     shards : int
         Number of slices by which the model is defined, a divisor of `query_groups`; see `Architecture`.
+    dropout : float
+        Rate of dropout, which its layers have, too.
     """
 
     # Longer than other classes: half of it is docstrings, and what a model is cut into is one idea.
@@ -53,6 +56,7 @@ class DecoderArchitecture(ABC):
     heads: int
     tied: bool = False
     shards: int = 1
+    dropout: float = 0.0
 
     @property
     def query_groups(self) -> int:
@@ -77,6 +81,7 @@ class DecoderArchitecture(ABC):
             if getattr(self, what) < 1:
                 raise ValueError(f"{what} is {getattr(self, what)}; it must be at least 1")
         flag("tied", self.tied)
+        checked_rate(self.dropout)
 
     def check_shards(self) -> None:
         """Raise unless heads can be cut into shards; for ``__post_init__``.

@@ -29,8 +29,9 @@ def described(architecture: Any) -> dict[str, Any] | None:
     if not is_dataclass(architecture) or isinstance(architecture, type):
         return None
     fields = asdict(architecture)
-    if fields.get("shards") == 1:
-        del fields["shards"]  # so that earlier versions, which have no such field, read the file too
+    for name, usual in (("shards", 1), ("dropout", 0.0)):
+        if fields.get(name) == usual:
+            del fields[name]  # so that earlier versions, which have no such field, read the file too
     kind = type(architecture).__name__
     if isinstance(architecture, DecoderArchitecture) and kind != Architecture.__name__:
         fields["kind"] = kind

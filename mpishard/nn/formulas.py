@@ -23,6 +23,8 @@ Array = Any
 # Python numbers, since a scalar of NumPy would widen float32 arrays.
 GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 GELU_CUBIC = 0.044715
+# Of splitmix64.
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def lookup(weight_vc: Array, indices_n: Array, y_nc: Array, first: int) -> None:
@@ -137,6 +139,22 @@ def swiglu_backward(dgate_nc: Array, dup_nc: Array, dy_nc: Array) -> None:
     """``dgate *= dy`` and ``dup *= dy``."""
     dgate_nc *= dy_nc
     dup_nc *= dy_nc
+
+
+def drop(x_nc: Array, keys_n: Array, positions_n: Array, rate: float) -> None:
+    """``x = 0`` where a number in [0, 1), drawn for each key, position and channel, is below `rate`, else
+    ``x / (1 - rate)``.
+
+    The numbers are those of splitmix64 (Steele, Lea and Flood, 2014), from the key on.
+    """
+    xp = module_of(x_nc)
+    columns = x_nc.shape[1]
+    counts_nc = positions_n[:, None] * columns + xp.arange(1, columns + 1)[None, :]
+    z = keys_n.astype(np.uint64)[:, None] + counts_nc.astype(np.uint64) * np.uint64(GOLDEN)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
+    z = (z ^ (z >> np.uint64(31))) >> np.uint64(11)
+    x_nc *= xp.where(z.astype(np.float64) * 2.0**-53 < rate, 0.0, 1 / (1 - rate)).astype(x_nc.dtype)
 
 
 def split_heads(x_nd: Array, bias_d: Array, heads_sbhtd: Array) -> None:

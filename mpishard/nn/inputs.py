@@ -11,6 +11,7 @@ import numpy as np
 from mpishard.backend.array import copy_to_device, is_array, to_host
 from mpishard.layout.boxes import split
 from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.dropout import Draws
 from mpishard.nn.units import Batch
 from mpishard.nn.workspace import Pool
 
@@ -39,20 +40,33 @@ class Inputs:
         """Bytes held where the model computes."""
         return (self._host if self._moved is None else self._moved).nbytes
 
-    def micro_batches(self, tokens: Array, targets: Array, count: int) -> list[Batch]:
-        """A batch, cut into `count` micro-batches; TypeError or ValueError if it is none."""
+    def micro_batches(
+        self, tokens: Array, targets: Array, count: int, samples: Array | None = None, step: int = 0
+    ) -> list[Batch]:
+        """A batch, cut into `count` micro-batches; TypeError or ValueError if it is none.
+
+        With the numbers of its samples, and a step, it has what the masks of dropout depend on.
+        """
         ((tokens_n, targets_n),) = self._pairs([(tokens, targets)])
         size, length = np.shape(tokens)
-        cuts = [length * cut for cut in split(size, count)]
-        return [Batch(tokens_n[first:last], targets_n[first:last], length) for first, last in pairwise(cuts)]
+        cuts = split(size, count)
+        found = []
+        for first, last in pairwise(cuts):
+            rows = slice(length * first, length * last)
+            draws = _draws(samples, step, size, length, first, last)
+            found.append(Batch(tokens_n[rows], targets_n[rows], length, draws=draws))
+        return found
 
-    def each_batch(self, batches: Sequence[tuple[Array, Array]]) -> list[Batch]:
+    def each_batch(self, batches: Sequence[tuple[Array, ...]], step: int = 0) -> list[Batch]:
         """Several batches, each as one micro-batch; TypeError or ValueError if one is none."""
-        pairs = self._pairs(batches)
-        return [
-            Batch(tokens_n, targets_n, np.shape(tokens)[1])
-            for (tokens_n, targets_n), (tokens, _) in zip(pairs, batches, strict=True)
-        ]
+        found = []
+        for (tokens_n, targets_n), (tokens, _, *samples) in zip(
+            self._pairs([each[:2] for each in batches]), batches, strict=True
+        ):
+            size, length = np.shape(tokens)
+            draws = _draws(samples[0] if samples else None, step, size, length, 0, size)
+            found.append(Batch(tokens_n, targets_n, length, draws=draws))
+        return found
 
     def checked(self, what: str, tokens: Array) -> Array:
         """`tokens` as a flat int64 array where the model computes; TypeError or ValueError if they are not valid."""
@@ -105,3 +119,12 @@ class Inputs:
             copy_to_device(flat, moved)
             flat = moved
         return [flat[first:last] for first, last in pairwise(cuts)]
+
+
+def _draws(samples: Any, step: int, size: int, length: int, first: int, last: int) -> Draws | None:
+    """What the masks of some sequences of a batch depend on; None if no samples are given."""
+    if samples is None:
+        return None
+    if np.shape(samples) != (size,):
+        raise ValueError(f"samples has shape {np.shape(samples)}, but there are {size} sequences: give one number each")
+    return Draws(step, tuple(int(each) for each in samples[first:last]), length)

@@ -11,6 +11,7 @@ import numpy as np
 from mpishard.nn.compiling import Array, Indices, KernelGroup, exp, kernel_apart
 from mpishard.nn.formulas import GELU_CUBIC, GELU_SLOPE
 from mpishard.nn.llama_kernels import (  # noqa: F401 - all functions of ``formulas`` are found here
+    drop,
     merge_heads,
     rms_norm,
     rms_norm_backward,

@@ -14,7 +14,7 @@ from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.gated import GatedMLP
 from mpishard.nn.norms import RMSNorm
 from mpishard.nn.rotary import Rotary
-from mpishard.nn.units import OutputHead
+from mpishard.nn.units import EmbeddingUnit, OutputHead
 
 # The default number of hidden channels is a multiple of it.
 _HIDDEN_MULTIPLE = 32
@@ -56,6 +56,8 @@ class LlamaArchitecture(DecoderArchitecture):
         Whether the output head uses the table of the token embedding.
     shards : int
         Number of slices by which the model is defined, a divisor of `key_value_heads`; see `Architecture`.
+    dropout : float
+        Rate of dropout of embeddings and of the results of attention and MLP, in training; see `nn.Dropout`.
 
     Raises
     ------
@@ -79,6 +81,7 @@ class LlamaArchitecture(DecoderArchitecture):
     epsilon: float = 1e-5
     tied: bool = False
     shards: int = 1
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         self.check_sizes()
@@ -144,7 +147,11 @@ class LlamaArchitecture(DecoderArchitecture):
             CausalSelfAttention(f"{name}.attention", self.width, self.heads, options, output_scale=scale, **rows),
             self._norm(f"{name}.mlp_norm", sequence_parallel),
             GatedMLP(f"{name}.mlp", self.width, self._given(self.hidden), output_scale=scale, **rows),
+            self.dropout,
         )
+
+    def build_embeddings(self) -> EmbeddingUnit:
+        return EmbeddingUnit(self.vocabulary_size, None, self.width, dropout=self.dropout)
 
     def build_head(self, sequence_parallel: bool) -> OutputHead:
         norm = self._norm("final_norm", sequence_parallel)

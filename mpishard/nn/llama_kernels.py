@@ -1,4 +1,4 @@
-"""The functions of ``formulas`` that models like Llama need besides, compiled for NumPy arrays.
+"""The functions of ``formulas`` that models like Llama need besides, and dropout, compiled for NumPy arrays.
 
 See `mpishard.nn.compiling` for how they are written.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.nn.compiling import Array, KernelGroup, exp
+from mpishard.nn.compiling import Array, Indices, KernelGroup, exp, kernel_apart
+from mpishard.nn.formulas import GOLDEN, MIX_1, MIX_2
 
 GROUP = KernelGroup()
 
@@ -112,3 +113,18 @@ def rotate(x_ntd: Array, cos_tp: Array, sin_tp: Array, apart: int, backward: int
                     second = x[2 * p + 1]
                     x[2 * p] = first * cos[p] - second * (sign * sin[p])
                     x[2 * p + 1] = second * cos[p] + first * (sign * sin[p])
+
+
+@kernel_apart
+def drop(x_nc: Array, keys_n: Indices, positions_n: Indices, rate: float) -> None:
+    rows, columns = x_nc.shape
+    zero = x_nc.dtype.type(0)
+    scale = x_nc.dtype.type(1 / (1 - rate))
+    for n in range(rows):
+        count = np.uint64(keys_n[n]) + np.uint64(positions_n[n] * columns) * np.uint64(GOLDEN)
+        for c in range(columns):
+            count += np.uint64(GOLDEN)
+            z = (count ^ (count >> np.uint64(30))) * np.uint64(MIX_1)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
+            z = (z ^ (z >> np.uint64(31))) >> np.uint64(11)
+            x_nc[n, c] = zero if np.float64(z) * 2.0**-53 < rate else x_nc[n, c] * scale

@@ -136,6 +136,7 @@ class ModelOptions(TypedDict, total=False):
 
     tied: bool
     shards: int
+    dropout: float
     schedule: str
     chunks: int
     microbatches: int | None

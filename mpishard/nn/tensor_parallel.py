@@ -243,6 +243,21 @@ class TensorParallel:
         """
         return counts(self.slices.rank_cuts(rows))[self.rank] if self.splits_rows else rows
 
+    def first_row(self, rows: int) -> int:
+        """The number of the first row of an array that this rank holds.
+
+        Parameters
+        ----------
+        rows : int
+            Rows of the whole array.
+
+        Returns
+        -------
+        int
+            0, unless rows are split.
+        """
+        return self.slices.rank_cuts(rows)[self.rank] if self.splits_rows else 0
+
     def sum_row_blocks(self, rows: int, term: Callable[[slice, Array], Any], memory: Callable[[int], Array]) -> Array:
         """A sum over rows as the sum of canonical blocks, along the tree over the slices.
 

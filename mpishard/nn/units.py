@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpishard.nn.block import TransformerBlock
+from mpishard.nn.dropout import Draws, Dropout
 from mpishard.nn.embeddings import Embedding, PositionEmbedding
 from mpishard.nn.layers import Layer
 from mpishard.nn.linear import Linear, TiedLinear
@@ -35,12 +36,15 @@ class Batch:
         Tokens of a sequence, at least 1.
     last_only : bool
         Predict after the last token of each sequence only.
+    draws : Draws, optional
+        What the masks of dropout depend on; default: nothing is dropped.
     """
 
     tokens_n: Array
     targets_n: Array | None
     length: int
     last_only: bool = False
+    draws: Draws | None = None
 
     @property
     def rows(self) -> int:
@@ -61,14 +65,18 @@ class EmbeddingUnit(Layer):
         Longest sequence; None: no embeddings of positions.
     width : int
         Channels.
+    dropout : float
+        Rate of dropout of the sum.
     """
 
-    def __init__(self, vocabulary_size: int, context_length: int | None, width: int) -> None:
+    def __init__(self, vocabulary_size: int, context_length: int | None, width: int, *, dropout: float = 0.0) -> None:
         self.tokens: Embedding = Embedding(TABLE, vocabulary_size, width, split=0)
         self.positions: PositionEmbedding | None = None
         if context_length is not None:
             self.positions = PositionEmbedding("position_embedding", context_length, width)
-        super().__init__(EMBEDDINGS, [self.tokens] if self.positions is None else [self.tokens, self.positions])
+        self.dropout: Dropout = Dropout("embedding_dropout", dropout)
+        parts = [self.tokens, self.positions, self.dropout]
+        super().__init__(EMBEDDINGS, [part for part in parts if part is not None])
         self.width: int = width
 
     def forward(self, x: None, work: Workspace, batch: Batch) -> Array:
@@ -98,7 +106,8 @@ class EmbeddingUnit(Layer):
         elif self.tensor.rank == 0:
             self.positions.add_to(terms_nc.reshape(-1, batch.length, self.width))
         # Of each element one rank has the token's, and the first the position's: any order of a sum gives its bits.
-        return self.tensor.leave_exactly.forward([terms_nc], batch.rows, functools.partial(work.save, "embeddings.y"))
+        save = functools.partial(work.save, "embeddings.y")
+        return self.dropout.apply(self.tensor.leave_exactly.forward([terms_nc], batch.rows, save), work)
 
     predict = forward
 
@@ -114,6 +123,7 @@ class EmbeddingUnit(Layer):
         batch : Batch
             That of the forward pass.
         """
+        dx_nc = self.dropout.apply(dx_nc, work)
         dx_nc = self.tensor.leave_exactly.backward(dx_nc, batch.rows, functools.partial(work.borrow, "all rows"))
         if self.positions is not None:
             self.positions.backward_positions(dx_nc.reshape(-1, batch.length, self.width), work)

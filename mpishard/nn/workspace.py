@@ -87,6 +87,8 @@ class Workspace:
         By layer: arrays that its backward pass needs, such as its input.
     rows : int
         Tokens of the micro-batch, of which a rank may hold some only (sequence parallelism).
+    draws : Draws or None
+        What the masks of dropout depend on; None: nothing is dropped.
     deferred : list of callables, or None
         Deferred work of a backward pass: marking gradients ready, and products for weight gradients.  None: nothing is
         deferred.
@@ -101,6 +103,7 @@ class Workspace:
         self.scratch: Pool = Pool(module) if sharing is None else sharing.scratch
         self.kept: dict[str, Any] = {}
         self.rows: int = 0
+        self.draws: Any = None
         self.deferred: list[Callable[[], None]] | None = None
         self.defers_products = True
         self._parts: dict[str, Workspace] = {}
@@ -180,14 +183,14 @@ class Workspace:
         Parameters
         ----------
         other : Workspace
-            Its `rows` and `deferred` are taken over.
+            Its `rows`, `draws` and `deferred` are taken over.
 
         Returns
         -------
         Workspace
             This one.
         """
-        self.rows, self.deferred = other.rows, other.deferred
+        self.rows, self.draws, self.deferred = other.rows, other.draws, other.deferred
         return self
 
     @property

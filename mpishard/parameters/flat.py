@@ -65,6 +65,9 @@ class FlatParameters:
         ``gradient(name, second=True)``.  A model sets it; reproducible runs keep the two apart.
     lent : bool
         Whether the flat buffer is the caller's, so that it must stay whole.
+    step : int
+        The number of steps before this one, for models with random numbers, which they key by it; a training loop sets
+        it.
     loss_scale : float
         A backward pass multiplies the gradient of its loss by this, so that half-precision gradients keep small
         values.  The optimizer sets it, and divides it out again.
@@ -174,6 +177,7 @@ class FlatParameters:
         self.second_uses: dict[str, int] = {}
         self.lent = False
         self.loss_scale: float = 1.0
+        self.step: int = 0
         self.layout_dependence: str = ""
         self.sums_by_mpi: bool = False
         self.carried: CarriedState | None = None

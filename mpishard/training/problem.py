@@ -13,6 +13,7 @@ from mpishard.data.evaluation import Evaluation
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.minimizers import Method
+from mpishard.nn.decoder import Decoder
 from mpishard.nn.described import described
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.model import Model
@@ -106,7 +107,8 @@ class OptimizationProblem(Objective[P]):
             An object with ``parameters``, a FlatParameters, and ``loss_and_gradient``, such as `mpishard.nn.GPT`; it
             may also have ``losses_and_gradient``, see `mpishard.parameters.model.PipelinedModel`.
         batch : callable
-            ``batch(samples)`` returns the arguments of ``model.loss_and_gradient`` for these samples.
+            ``batch(samples)`` returns the arguments of ``model.loss_and_gradient`` for these samples.  A model of
+            `mpishard.nn` with dropout gets the numbers of the samples, too.
         samples, batch_size : int
             As for the class.
         facts : mapping, optional
@@ -123,12 +125,17 @@ class OptimizationProblem(Objective[P]):
         own = {} if architecture is None else {"model.json": architecture}
 
         losses_and_gradient: Any = getattr(model, "losses_and_gradient", None)
+        whole = getattr(model, "model", model)  # of a model that was made distributed
+        drops = isinstance(whole, Decoder) and whole.dropout > 0
+
+        def arguments(samples: np.ndarray) -> tuple[Any, ...]:
+            return (*batch(samples), samples) if drops else batch(samples)
 
         def function(parameters: Any, samples: np.ndarray, gradients: Any) -> float:
-            return model.loss_and_gradient(*batch(samples))
+            return model.loss_and_gradient(*arguments(samples))
 
         def several(parameters: Any, micro_batches: Sequence[np.ndarray], gradients: Any) -> Sequence[float]:
-            return losses_and_gradient([batch(samples) for samples in micro_batches])
+            return losses_and_gradient([arguments(samples) for samples in micro_batches])
 
         return OptimizationProblem(
             function,

@@ -138,6 +138,7 @@ class StepRunner:
         are 0.
         """
         self.nonfinite_loss = ""
+        self.parameters.step = self.optimizer.clock
         method = self.optimizer.state.method
         self._direction = None if method is None else method.direction()
         self.reducer.is_last_pass = True  # not before: a run that is refused leaves the reducer as it was

@@ -44,7 +44,16 @@ def digests(gpt, kind, arrays) -> Bits:
     return found
 
 
-LLAMA = dict(kind=nn.Llama, heads=2 * HEADS, key_value_heads=HEADS, head_width=2, hidden=20, bias=True, head_norms=True)
+LLAMA = dict(
+    kind=nn.Llama,
+    heads=2 * HEADS,
+    key_value_heads=HEADS,
+    head_width=2,
+    hidden=20,
+    bias=True,
+    head_norms=True,
+    dropout=0.1,
+)
 
 
 def train(mesh, kind=nn.GPT, **options) -> Bits:
@@ -62,11 +71,11 @@ def train(mesh, kind=nn.GPT, **options) -> Bits:
         tokens, targets = np.random.default_rng(step).integers(0, gpt.vocabulary_size, (2, *shape))
         # Taken apart from the step, whose reductions would leave the gradients undefined.
         with gpt.parameters.gradients.no_sync():
-            found[f"loss {step}"] = gpt.loss_and_gradient(tokens, targets)
+            found[f"loss {step}"] = gpt.loss_and_gradient(tokens, targets, range(len(tokens)))
         gradients = {name: gpt.parameters.gradient(name)[0] for name in gpt.parameters}
         found |= digests(gpt, f"gradient {step}", gradients)
         gpt.parameters.reset_gradients()
-        gpt.loss_and_gradient(tokens, targets)
+        gpt.loss_and_gradient(tokens, targets, range(len(tokens)))
         optimizer.step(gpt.parameters, count=tokens.size)
         found[f"evaluated {step}"] = gpt.loss(tokens, targets)
     found |= digests(gpt, "parameter", {name: gpt.parameters[name] for name in gpt.parameters})

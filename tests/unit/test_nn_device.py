@@ -36,9 +36,9 @@ def use_formulas(layer):
         use_formulas(child)
 
 
-def pair(module, dtype, **options):
+def pair(module, dtype, kind=nn.GPT, **options):
     """Two equal networks: on the host with the formulas that run on devices, and on the device."""
-    models = nn.GPT(*SIZES, dtype=dtype, **options), nn.GPT(*SIZES, dtype=dtype, module=module, **options)
+    models = kind(*SIZES, dtype=dtype, **options), kind(*SIZES, dtype=dtype, module=module, **options)
     for unit in models[0].chunks[0].units:
         use_formulas(unit)
     noise = np.random.default_rng(5).standard_normal(models[0].parameters.size).astype(dtype)
@@ -86,6 +86,17 @@ def test_loss_and_gradients_equal_those_of_the_host(module, options):
         assert other_loss == pytest.approx(loss, rel=1e-13)
         np.testing.assert_allclose(other_gradient, gradient, rtol=1e-11, atol=1e-11)
         assert device.loss(*given) == pytest.approx(loss, rel=1e-13)
+
+
+def test_llama_equals_that_of_the_host(module):
+    options = {"key_value_heads": 1, "bias": True, "head_norms": True, "dropout": 0.2, "microbatches": 2}
+    host, device = pair(module, np.float64, nn.Llama, **options)
+    for size, length in ((3, CONTEXT), (2, 7), (0, 4)):
+        given = *batch(size, length), range(size)
+        loss, gradient = run(host, *given)
+        other_loss, other_gradient = run(device, *given)
+        assert other_loss == pytest.approx(loss, rel=1e-13)
+        np.testing.assert_allclose(other_gradient, gradient, rtol=1e-11, atol=1e-11)
 
 
 def test_storage_in_half_precision(module):

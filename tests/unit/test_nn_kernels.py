@@ -64,6 +64,11 @@ class TestRows:
     def test_swiglu_backward(self, dtype, rows, columns):
         compare("swiglu_backward", arrays(dtype, *[(rows, columns)] * 3))
 
+    def test_drop(self, dtype, rows, columns):
+        random = np.random.default_rng(2)
+        keys, positions = random.integers(-(2**63), 2**63 - 1, rows), random.integers(0, 1000, rows)
+        compare("drop", [*arrays(dtype, (rows, columns)), keys, positions, 0.3])
+
     def test_cross_entropy(self, dtype, rows, columns):
         (logits,) = arrays(dtype, (rows, columns))
         targets = np.random.default_rng(1).integers(0, columns, rows)

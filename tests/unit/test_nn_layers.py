@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpishard import nn
+from mpishard.nn.dropout import Draws
 from mpishard.parameters.flat import FlatParameters
 
 ROWS, WIDTH, LENGTH = 6, 8, 3
@@ -19,6 +20,7 @@ class Case:
         self.parameters = FlatParameters(layer.specs(), np.float64)
         layer.bind(self.parameters)
         self.work = nn.Workspace(np.float64)
+        self.work.rows, self.work.draws = len(np.empty(shape)), Draws(5, (4, 1), LENGTH)
         random = np.random.default_rng(3)
         self.parameters.flat[:] = random.standard_normal(self.parameters.size)
         self.x = random.standard_normal(shape)
@@ -64,6 +66,7 @@ CASES = {
     "attention, one channel a head": lambda: Case(nn.CausalSelfAttention("a", 3, 3), (ROWS, 3), length=LENGTH),
     "mlp": lambda: Case(nn.MLP("a", WIDTH), (ROWS, WIDTH)),
     "block": lambda: Case(nn.Block("a", WIDTH, 2), (ROWS, WIDTH), length=LENGTH),
+    "block with dropout": lambda: Case(nn.Block("a", WIDTH, 2, dropout=0.4), (ROWS, WIDTH), length=LENGTH),
     "rms norm": lambda: Case(nn.RMSNorm("a", WIDTH), (ROWS, WIDTH)),
     "gated mlp": lambda: Case(nn.GatedMLP("a", WIDTH, 5), (ROWS, WIDTH)),
     "grouped queries": lambda: attention(key_value_heads=2, bias=False, output_bias=False),

@@ -9,9 +9,12 @@ import types
 import numpy as np
 import pytest
 
+import mpishard
 from mpishard import nn
 from mpishard.nn import formulas
 from mpishard.nn.described import architecture_of, described
+from mpishard.nn.dropout import Draws
+from mpishard.parameters.flat import FlatParameters
 
 SIZES = dict(vocabulary_size=19, context_length=24, width=24, layers=2, heads=4)
 LONG = nn.RopeScaling("longrope", 2.0, 12, short_factors=(1.0, 1.1, 1.2), long_factors=(1.0, 2.0, 3.0))
@@ -233,3 +236,66 @@ def test_sizes_of_its_own():
 def test_bad_sizes(options, error, message):
     with pytest.raises(error, match=message):
         nn.Llama(**{**SIZES, **options})
+
+
+class TestDropout:
+    """Masks are a function of seed, step, sample and name."""
+
+    SAMPLES = np.array([4, 0, 7])
+
+    def run(self, order=(0, 1, 2), step=2, samples=SAMPLES, **options):
+        llama, order = model("qwen3", dropout=0.3, **options), list(order)
+        llama.parameters.step = step
+        tokens, targets = batch()
+        return run(llama, tokens[order], targets[order], samples[order])
+
+    def test_they_do_not_depend_on_order_or_cut(self):
+        loss, gradients = self.run()
+        for options in (dict(order=(2, 0, 1)), dict(microbatches=2), dict(recompute=True), dict(shards=2)):
+            found_loss, found = self.run(**options)
+            assert found_loss == pytest.approx(loss, rel=1e-13)
+            for name, gradient in found.items():
+                np.testing.assert_allclose(gradient, gradients[name], rtol=1e-11, atol=1e-11, err_msg=name)
+
+    def test_other_steps_samples_and_seeds_have_others(self):
+        losses = [self.run(**options)[0] for options in ({}, dict(step=3), dict(samples=self.SAMPLES + 1))]
+        assert len(set(losses)) == 3 and self.run()[0] == losses[0]
+
+    def test_predictions_drop_nothing(self):
+        dropping, plain = model("qwen3", dropout=0.3), model("qwen3")
+        assert dropping.loss(*batch()) == plain.loss(*batch())
+        np.testing.assert_array_equal(dropping.logits(batch()[0]), plain.logits(batch()[0]))
+
+    def test_the_mean_stays(self):
+        layer, work, x = nn.Dropout("a", 0.25), nn.Workspace(np.float64), np.ones((400, 50))
+        layer.bind(FlatParameters([], np.float64))
+        work.rows, work.draws = 400, Draws(0, tuple(range(40)), 10)
+        layer.apply(x, work)
+        assert set(np.unique(x)) == {0, 1 / 0.75}
+        assert x.mean() == pytest.approx(1, abs=0.02)
+        assert len(np.unique(x, axis=0)) == 400
+
+    def test_training_gives_the_numbers_of_samples_and_steps(self):
+        """The same run with other micro-batches."""
+        tokens, targets = batch(12)
+        ends = []
+        for micro in (None, 2):
+            with mpishard.Mesh() as mesh:
+                llama = model("llama3", dropout=0.2)
+                problem = mpishard.OptimizationProblem.for_model(
+                    llama, lambda s: (tokens[s], targets[s]), samples=12, batch_size=5, micro_batch_size=micro, steps=4
+                )
+                mpishard.DDPOptimizer(mpishard.SGD(lr=0.01), mesh).optimize(problem, progress=False)
+                assert llama.parameters.step == 3
+                ends.append(llama.parameters.flat.copy())
+        np.testing.assert_allclose(ends[1], ends[0], rtol=1e-11, atol=1e-11)
+
+    def test_samples_that_are_missing(self):
+        with pytest.raises(
+            ValueError, match="the masks of dropout=0.3 follow from .* samples="
+        ):
+            model(dropout=0.3).loss_and_gradient(*batch())
+        with pytest.raises(ValueError, match=r"samples has shape \(2,\), but there are 3 sequences"):
+            model(dropout=0.3).loss_and_gradient(*batch(), [1, 2])
+        with pytest.raises(ValueError, match="dropout=1.0 must be a number of at least 0 and below 1"):
+            model(dropout=1.0)
