@@ -37,6 +37,8 @@ class Activations:
 
     def share(self, size: int) -> int:
         """The largest part that a tensor rank gets of `size` columns or rows."""
+        if self.architecture.shards == 1:
+            return self.slice_of(size)  # counted often, for tables of many layouts
         return nested_split(size, self.layout.tensor, self.architecture.shards)[1]
 
     @property

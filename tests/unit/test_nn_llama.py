@@ -291,9 +291,7 @@ class TestDropout:
         np.testing.assert_allclose(ends[1], ends[0], rtol=1e-11, atol=1e-11)
 
     def test_samples_that_are_missing(self):
-        with pytest.raises(
-            ValueError, match="the masks of dropout=0.3 follow from .* samples="
-        ):
+        with pytest.raises(ValueError, match="the masks of dropout=0.3 follow from .* samples="):
             model(dropout=0.3).loss_and_gradient(*batch())
         with pytest.raises(ValueError, match=r"samples has shape \(2,\), but there are 3 sequences"):
             model(dropout=0.3).loss_and_gradient(*batch(), [1, 2])
