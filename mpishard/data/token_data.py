@@ -19,8 +19,9 @@ class TokenData:
     """Samples of `context_length` tokens from files that need not fit in memory, each with the tokens that follow.
 
     The tokens of a source are one stream, cut into windows that overlap by one token.  What is left over at its end is
-    not used.  Which tokens a sample has depends on the files and on the arguments, never on ranks.  Files are open for
-    as long as the object lives; a rank reads the samples that it is asked for, and no others.
+    not used.  Or, with `padding`, each document is one sample: cut if it is longer, else filled up.  Which
+    tokens a sample has depends on the files and on the arguments, never on ranks.  Files are open for as long as the
+    object lives; a rank reads the samples that it is asked for, and no others.
 
     Collective over `mesh`; without one each rank opens and checks all files by itself.  No method is collective.
 
@@ -32,6 +33,9 @@ class TokenData:
         Tokens of a sample.
     vocabulary_size : int, optional
         The model's: a token that is no smaller is an error.
+    padding : int, optional
+        Makes each document a sample, and is the token that fills it up.  As a target it counts as any other token: take
+        one that ends documents.  By default documents are packed.
     check : bool
         Whether all tokens are read and compared with `vocabulary_size` now, the work divided over the ranks of the
         mesh.  Otherwise, `batch` compares those that it reads.
@@ -70,6 +74,7 @@ class TokenData:
         context_length: int,
         *,
         vocabulary_size: int | None = None,
+        padding: int | None = None,
         check: bool = True,
         mesh: Mesh | None = None,
     ) -> None:
@@ -79,17 +84,18 @@ class TokenData:
         try:
             self.tokens_per_sample = integer("context_length", context_length, least=1)
             self._vocabulary_size = None if vocabulary_size is None else integer("vocabulary_size", vocabulary_size)
+            self._padding = None if padding is None else _checked_padding(padding, self._vocabulary_size)
             check = flag("check", check)
-            self._sources = [_opened(source, self.tokens_per_sample) for source in _listed(sources)]
-            windows = [(tokens.count - 1) // self.tokens_per_sample for tokens in self._sources]
+            self._sources = [_opened(source) for source in _listed(sources)]
+            windows = [self._samples(tokens) for tokens in self._sources]
             once = SampleMap(tuple(windows), tuple(windows))
             self._map = SampleMap.weighted(windows, sources) if isinstance(sources, Mixture) else once
-        except (TypeError, ValueError, OSError) as error:
+        except Exception as error:  # of a tokenizer, too
             problem = error
         if mesh is not None:
             mesh.world.raise_if_any(problem)
             facts = {"context_length": self.tokens_per_sample, "vocabulary_size": self._vocabulary_size, "check": check}
-            agree_on_data(mesh.world, self._sources, facts | {"samples from each source": self._map})
+            agree_on_data(mesh.world, self._sources, facts | {"padding": padding, "samples of sources": self._map})
         elif problem is not None:
             raise problem
         if check and self._vocabulary_size is not None:
@@ -120,11 +126,39 @@ class TokenData:
         rows = np.empty((len(samples), length + 1), np.int64)
         for source, places, windows in self._map.parts(np.asarray(samples)):
             tokens = self._sources[source]
-            for row, start in zip(places.tolist(), (windows * length).tolist(), strict=True):
-                rows[row] = values = tokens.read(start, start + length + 1)
+            for row, window in zip(places.tolist(), windows.tolist(), strict=True):
+                start, stop = window * length, window * length + length + 1
+                if self._padding is not None:
+                    start, stop = tokens.document(window)
+                    stop = min(stop, start + length + 1)
+                    rows[row, stop - start :] = self._padding
+                values = tokens.read(start, stop)
+                rows[row, : stop - start] = values
                 if self._vocabulary_size is not None:
                     check_tokens(tokens, values, start, self._vocabulary_size)
         return rows[:, :-1], rows[:, 1:]
+
+    def _samples(self, tokens: Tokens) -> int:
+        """How many samples a source has; ValueError if it has none."""
+        if self._padding is not None:
+            if not tokens.documents:
+                raise ValueError(
+                    f"{tokens.name} has no index of documents, so they cannot be samples: leave out padding"
+                )
+            return tokens.documents
+        if tokens.count <= self.tokens_per_sample:
+            raise ValueError(
+                f"{tokens.name} has {tokens.count} tokens: a sample of context_length={self.tokens_per_sample} needs "
+                f"{self.tokens_per_sample + 1}"
+            )
+        return (tokens.count - 1) // self.tokens_per_sample
+
+
+def _checked_padding(padding: Any, vocabulary_size: int | None) -> int:
+    known = integer("padding", padding, least=0)
+    if vocabulary_size is not None and known >= vocabulary_size:
+        raise ValueError(f"padding={padding} is no token of vocabulary_size={vocabulary_size}")
+    return known
 
 
 def _listed(sources: Any) -> Sequence[TokenSource]:
@@ -139,14 +173,9 @@ def _listed(sources: Any) -> Sequence[TokenSource]:
     return listed
 
 
-def _opened(source: Any, context_length: int) -> Tokens:
-    """A source's tokens; errors name it."""
+def _opened(source: Any) -> Tokens:
+    """A source's tokens."""
     if not hasattr(source, "open") or isinstance(source, os.PathLike):
         raise TypeError(f"{shown(source)} is no source of tokens: give such as TokenFile(path)")
     tokens: Tokens = source.open()
-    if tokens.count <= context_length:
-        raise ValueError(
-            f"{tokens.name} has {tokens.count} tokens: a sample of context_length={context_length} needs "
-            f"{context_length + 1}"
-        )
     return tokens

@@ -30,14 +30,21 @@ class Tokens(Protocol):
         Number of tokens.
     dtype : dtype
         Of what is stored: an integer type.
+    documents : int
+        Number of documents; 0 if that is not known.
     """
 
     name: str
     count: int
     dtype: np.dtype[Any]
+    documents: int
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens from `start` to before `stop`: a copy, of any integer type.  Not collective."""
+        ...
+
+    def document(self, number: int) -> tuple[int, int]:
+        """Where a document starts and stops.  Not collective."""
         ...
 
 
@@ -70,6 +77,7 @@ class MappedTokens:
         self.name = str(path)
         self.count = count
         self.dtype = dtype
+        self.documents = 0
         self._offset = offset
         with open(path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -92,6 +100,9 @@ class MappedTokens:
         if full:
             self._advise("MADV_DONTNEED")
         return copy
+
+    def document(self, number: int) -> tuple[int, int]:
+        raise ValueError(f"{self.name} has no index of documents")
 
     def _advise(self, advice: str, *extent: int) -> None:
         option = getattr(mmap, advice, None)  # not on every system

@@ -54,6 +54,7 @@ OUTSIDERS = {
     "jax": set(),
     "tensorboard": {"record"},
     "torch": {"torch"},
+    "zarr": {"data.token_arrays"},
     "sklearn": set(),
 }
 

@@ -1,0 +1,238 @@
+"""Tokens in arrays of HDF5 and Zarr, and in texts that are tokenized when they are opened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.arguments import shown
+from mpishard.data.token_files import checked_path, file_size
+
+_CACHE = 16 * 1024**2  # bytes of chunks that HDF5 keeps, for each file
+
+
+class ArrayTokens:
+    """Tokens of a one-dimensional array of integers, in memory or on disk.
+
+    Not collective.
+
+    Parameters
+    ----------
+    name : str
+        For messages.
+    array : array
+        What has a shape, a dtype and slices.
+    bounds : ndarray, int64 (documents + 1,), optional
+        Where documents begin and end.
+
+    Raises
+    ------
+    ValueError
+        If it is no such array, or is empty.
+    """
+
+    def __init__(self, name: str, array: Any, bounds: np.ndarray | None = None) -> None:
+        if len(array.shape) != 1 or np.dtype(array.dtype).kind not in "iu":
+            raise ValueError(
+                f"{name} has shape {tuple(array.shape)} and dtype {array.dtype}: tokens are a one-dimensional array of "
+                "integers"
+            )
+        if not array.shape[0]:
+            raise ValueError(f"{name} has no token")
+        self.name = name
+        self.count = int(array.shape[0])
+        self.dtype = np.dtype(array.dtype)
+        self.documents = 0 if bounds is None else len(bounds) - 1
+        self._array = array
+        self._bounds = bounds
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return np.array(self._array[start:stop])
+
+    def document(self, number: int) -> tuple[int, int]:
+        assert self._bounds is not None
+        first, after = self._bounds[number : number + 2].tolist()
+        return first, after
+
+
+@dataclass(frozen=True)
+class HDF5Tokens:
+    """A data set of an HDF5 file: one-dimensional, of integers.
+
+    A description: the file is opened by the data set that takes it.  No method is collective.
+
+    Parameters
+    ----------
+    path : path
+        Of the file.
+    dataset : str
+        Its name in the file.
+
+    Raises
+    ------
+    TypeError
+        If `path` is no path or `dataset` no name.
+    """
+
+    path: str | os.PathLike[str]
+    dataset: str = "tokens"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", checked_path(self.path))
+        if not isinstance(self.dataset, str):
+            raise TypeError(f"dataset={shown(self.dataset)} must be a name")
+
+    def open(self) -> ArrayTokens:
+        """Open the file.
+
+        Returns
+        -------
+        ArrayTokens
+            At least one.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be read, or is no HDF5 file.
+        ValueError
+            If it has no such data set.
+        """
+        import h5py
+
+        file_size(Path(self.path))
+        try:
+            file = h5py.File(self.path, "r", rdcc_nbytes=_CACHE)
+        except OSError as error:
+            raise OSError(f"{self.path} is no HDF5 file, or is cut short: {error}") from None
+        found = file.get(self.dataset)
+        if not isinstance(found, h5py.Dataset):
+            raise ValueError(f"{self.path} has no data set {self.dataset!r}; it has {shown(sorted(file))}")
+        return ArrayTokens(f"{self.path}:{self.dataset}", found)
+
+
+@dataclass(frozen=True)
+class ZarrTokens:
+    """A Zarr array: one-dimensional, of integers.  It needs the package zarr.
+
+    A description: the array is opened by the data set that takes it.  No method is collective.
+
+    Parameters
+    ----------
+    path : path
+        Of the folder of the array.
+
+    Raises
+    ------
+    TypeError
+        If `path` is no path.
+    """
+
+    path: str | os.PathLike[str]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", checked_path(self.path))
+
+    def open(self) -> ArrayTokens:
+        """Open the array.
+
+        Returns
+        -------
+        ArrayTokens
+            At least one.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            If there is no package zarr.
+        FileNotFoundError
+            If there is no such folder.
+        ValueError
+            If it is no such array.
+        """
+        try:
+            import zarr
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError("ZarrTokens needs the package zarr: pip install 'mpishard[zarr]'") from None
+
+        if not Path(self.path).is_dir():
+            raise FileNotFoundError(f"there is no folder {self.path}")
+        try:
+            array = zarr.open_array(str(self.path), mode="r")
+        except Exception as error:  # of many kinds
+            raise ValueError(f"{self.path} is no Zarr array: {error}") from None
+        return ArrayTokens(str(self.path), array)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A plain text, tokenized when it is opened: on each rank, and in memory.
+
+    A description: the file is opened by the data set that takes it.  No method is collective.
+
+    Parameters
+    ----------
+    path : path
+        Of a text in UTF-8.
+    tokenize : callable
+        ``tokenize(text)`` returns the tokens of a text, integers of at least 0.
+    separator : str, optional
+        What is between two documents: each is tokenized by itself.  By default the text is one document.
+
+    Raises
+    ------
+    TypeError
+        If `path` is no path, `tokenize` is not callable, or `separator` is no text.
+    ValueError
+        If `separator` is empty.
+    """
+
+    path: str | os.PathLike[str]
+    tokenize: Callable[[str], Sequence[int]]
+    separator: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", checked_path(self.path))
+        if not callable(self.tokenize):
+            raise TypeError(f"tokenize={shown(self.tokenize)} must be a function of a text")
+        if not (self.separator is None or isinstance(self.separator, str)):
+            raise TypeError(f"separator={shown(self.separator)} must be a text")
+        if self.separator == "":
+            raise ValueError("separator is empty: leave it out for one document")
+
+    def open(self) -> ArrayTokens:
+        """Read the file and tokenize it.
+
+        Returns
+        -------
+        ArrayTokens
+            At least one.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be read.
+        ValueError
+            If it is no UTF-8, or has no token.
+        TypeError
+            If `tokenize` returns anything else than integers.
+        """
+        file_size(Path(self.path))
+        try:
+            text = Path(self.path).read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.path} is no text in UTF-8: {error}") from None
+        texts = [text] if self.separator is None else text.split(self.separator)
+        parts = [self._tokens(text) for text in texts if text]
+        bounds = np.cumsum([0, *map(len, parts)])
+        return ArrayTokens(str(self.path), np.concatenate([np.empty(0, np.int32), *parts]), bounds)
+
+    def _tokens(self, text: str) -> np.ndarray:
+        tokens = np.asarray(self.tokenize(text))
+        if tokens.size and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
+            raise TypeError(f"tokenize returned {shown(tokens)} for a text of {self.path}, not a list of integers")
+        return tokens.astype(np.int32)
