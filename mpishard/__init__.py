@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpishard.comm.mesh import Mesh
     from mpishard.comm.request import Request
     from mpishard.comm.reshard import reshard_state
-    from mpishard.data.evaluation import Evaluation
+    from mpishard.data.evaluation import EarlyStopping, Evaluation
     from mpishard.data_parallel.configuration import ShardingConfiguration
     from mpishard.data_parallel.local_sgd import LocalSGDOptimizer
     from mpishard.data_parallel.models import (
@@ -75,6 +75,7 @@ __all__ = [
     "Checkpoints",
     "CollectiveMismatchError",
     "DDPOptimizer",
+    "EarlyStopping",
     "ElasticOptimizer",
     "Evaluation",
     "FlatParameters",
@@ -130,7 +131,7 @@ _MODULES = {
     "comm.mesh": "Mesh",
     "comm.request": "Request",
     "comm.reshard": "reshard_state",
-    "data.evaluation": "Evaluation",
+    "data.evaluation": "EarlyStopping Evaluation",
     "data_parallel.configuration": "ShardingConfiguration",
     "data_parallel.local_sgd": "LocalSGDOptimizer",
     "data_parallel.models": "HybridShardedModel ShardedModel as_distributed as_distributed_for_high_bandwidth "

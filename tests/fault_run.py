@@ -212,8 +212,8 @@ def run(case: Case, folder: Path) -> None:
             size = 3 if case.long else 4 if case.moves else 2 * case.pipeline
             return mpishard.OptimizationProblem.for_model(models[0], batch, micro_batch_size=size, **options)
 
-        every = LONG_SAVE_EVERY if case.long else SAVE_EVERY
-        with Checkpoints(folder / "checkpoints", mesh, every=every) as checkpoints:
+        every, best = (LONG_SAVE_EVERY, None) if case.long else (SAVE_EVERY, "validation loss")
+        with Checkpoints(folder / "checkpoints", mesh, every=every, best=best) as checkpoints:
             hits.append(strike(case, me, notes, mesh, checkpoints, lambda: inner.clock + 1))
             callback: Any = grow if case.spawns or case.respawn else resize if resizes else None
             if case.long:
@@ -239,6 +239,7 @@ def run(case: Case, folder: Path) -> None:
             "losses": hashlib.sha256(losses.tobytes()).hexdigest(),
             "steps": result.steps,
             "samples": result.samples,
+            "best": "" if best is None else os.readlink(folder / "checkpoints" / "best")[: len("step-00000000")],
         }
     notes.leave(f"result-{os.getpid()}", json.dumps(found))
 

@@ -56,6 +56,9 @@ class Checkpoints:
         HDF5 filter for all values.
     on_error : {"raise", "warn"}
         If the disk fails in a save: raise OSError on all ranks, or warn on rank 0 and continue.
+    best : {None, "validation loss"}
+        Also save whenever the validation loss of `optimize` is lower than ever before, and keep that checkpoint beside
+        the newest: the link ``best`` points to it, and ``load_checkpoint(folder / "best", ...)`` reads it.
 
     Raises
     ------
@@ -75,9 +78,10 @@ class Checkpoints:
         asynchronous: bool = False,
         compression: str | None = None,
         on_error: Literal["raise", "warn"] = "raise",
+        best: Literal["validation loss"] | None = None,
     ) -> None:
         given = {"folder": folder, "every": every, "keep": keep}
-        given |= {"asynchronous": asynchronous, "compression": compression, "on_error": on_error}
+        given |= {"asynchronous": asynchronous, "compression": compression, "on_error": on_error, "best": best}
         options = CheckpointOptions.agreed(mesh.world, given)
         self.folder: Path = Path(options.folder)
         self.mesh = mesh
@@ -106,6 +110,11 @@ class Checkpoints:
     def on_error(self) -> Literal["raise", "warn"]:
         """As given.  Not collective."""
         return self._options.on_error
+
+    @property
+    def best(self) -> Literal["validation loss"] | None:
+        """As given.  Not collective."""
+        return self._options.best
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after the step, by `every`; call it once after each step.
@@ -148,7 +157,7 @@ class Checkpoints:
         elif axis.rank == 0:
             warn_of_writers(self.folder)
 
-    def save(self, state: RunState, *, asynchronous: bool | None = None) -> Path | None:
+    def save(self, state: RunState, *, asynchronous: bool | None = None, best: bool = False) -> Path | None:
         """Write a checkpoint.
 
         It first waits for the last save, and raises the error of an asynchronous one.
@@ -161,6 +170,8 @@ class Checkpoints:
             Copy the values to host memory and return; a thread then writes them.  Training may change the values at
             once, and the next call raises errors.  The memory is kept for the next copy.  If MPI does not support
             several threads, the save is synchronous.
+        best : bool
+            Whether the link ``best`` shall point to it, too.
 
         Returns
         -------
@@ -176,11 +187,11 @@ class Checkpoints:
             On every rank, if the ranks are not at the same step, or the folder is itself a checkpoint.
         """
         began = self._interval.clock()
-        path = self._save(state, asynchronous)
+        path = self._save(state, asynchronous, best)
         self._interval.note(int(state.facts["step"]), began)
         return path
 
-    def _save(self, state: RunState, asynchronous: bool | None) -> Path | None:
+    def _save(self, state: RunState, asynchronous: bool | None, best: bool) -> Path | None:
         axis = self._writer.axis
         self.wait()
         step = _agreed_step(state, self.mesh.world)
@@ -191,7 +202,7 @@ class Checkpoints:
         self._retention.begin(unfinished)
         beside = (self.asynchronous if asynchronous is None else asynchronous) and probe().threads
         saved, problem = self._snapshot.values(state, copied=beside)
-        retained = self._retention.retained()
+        retained = self._retention.retained(best)
         task = Task(unfinished, step, saved, retained, self.compression, problem)
         return self._writer.write(task, beside=beside)
 

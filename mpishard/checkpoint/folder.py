@@ -19,7 +19,7 @@ from mpishard.checkpoint import disk
 from mpishard.checkpoint import manifest as manifests
 from mpishard.checkpoint.manifest import Manifest
 
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 
 _UNFINISHED = ".unfinished-"
 _STEP = re.compile(r"step-(\d{8,})(-\d+)?", re.ASCII)
@@ -120,7 +120,7 @@ def _candidate(path: Path) -> Candidate:
 
 
 def astray(run: Path) -> str:
-    """A text for the problem with ``latest``.  The link is for people; nothing is loaded through it.  Not collective.
+    """A text for the problem with ``latest`` or ``best``, links for people.  Not collective.
 
     Parameters
     ----------
@@ -132,13 +132,15 @@ def astray(run: Path) -> str:
     str
         Empty if there is none.
     """
-    link = run / LATEST
-    if not link.is_symlink():
-        return f"{link} is not a link" if link.exists() else ""
-    name = os.readlink(link)
-    if _STEP.fullmatch(name) and (run / name).is_dir():
-        return ""
-    return f"{link} points to {name!r}, which is no checkpoint of this folder"
+    for link in (run / LATEST, run / BEST):
+        if not link.is_symlink():
+            if link.exists():
+                return f"{link} is not a link"
+            continue
+        name = os.readlink(link)
+        if not (_STEP.fullmatch(name) and (run / name).is_dir()):
+            return f"{link} points to {name!r}, which is no checkpoint of this folder"
+    return ""
 
 
 def next_generation(known: Iterable[Candidate]) -> int:
@@ -192,7 +194,7 @@ def begin(run: Path, step: int) -> Unfinished:
         with suppress(FileExistsError):  # another run begins, too
             disk.make_folder(folder)
         disk.sync(folder.parent)
-    sweep(run, f"{_STEP.pattern}|{LATEST}")
+    sweep(run, f"{_STEP.pattern}|{LATEST}|{BEST}")
     known = candidates(run)
     id = secrets.token_hex(16)
     taken = {name.removeprefix(_UNFINISHED).rpartition("-")[0] for name in _names(run) if name.startswith(_UNFINISHED)}
@@ -228,26 +230,28 @@ def publish(unfinished: Unfinished, manifest: Manifest) -> None:
     disk.sync(run)
 
 
-def tidy(published: Path, keep: int | None, own: Collection[str]) -> list[str]:
-    """Point ``latest`` at a published checkpoint, and remove those older than the newest `keep`.
+def tidy(published: Path, keep: int | None, own: Collection[str], best: bool = False) -> list[str]:
+    """Point ``latest`` at a published checkpoint, ``best`` too if it is, and remove those older than the newest `keep`.
 
-    Only checkpoints with ids in `own` are counted and removed.  The published checkpoint is whole in any case, so
-    problems are returned as texts, not raised.
+    Only checkpoints with ids in `own` are counted and removed, and never the one that ``best`` points to.  The
+    published checkpoint is whole in any case, so problems are returned as texts, not raised.
     """
     run = published.parent
     problems = []
-    link = unfinished_path(run / LATEST, secrets.token_hex(4))
-    try:
-        disk.make_link(link, published.name)
-        disk.replace_link(link, run / LATEST)
-        disk.sync(run)
-    except OSError as error:
-        problems.append(f"{run / LATEST} does not point to {published.name}: {error.strerror or error}")
+    for name in (LATEST, BEST) if best else (LATEST,):
+        link = unfinished_path(run / name, secrets.token_hex(4))
+        try:
+            disk.make_link(link, published.name)
+            disk.replace_link(link, run / name)
+            disk.sync(run)
+        except OSError as error:
+            problems.append(f"{run / name} does not point to {published.name}: {error.strerror or error}")
     if keep is None:
         return problems
     named = {published.name}
-    with suppress(OSError):
-        named.add(os.readlink(run / LATEST))
+    for name in (LATEST, BEST):
+        with suppress(OSError):
+            named.add(os.readlink(run / name))
     try:
         counted = [each.path for each in candidates(run) if each.manifest is not None and each.manifest.id in own]
     except OSError as error:

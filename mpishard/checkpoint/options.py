@@ -29,6 +29,7 @@ class CheckpointOptions:
     asynchronous: bool = False
     compression: str | None = None
     on_error: Literal["raise", "warn"] = "raise"
+    best: Literal["validation loss"] | None = None
 
     def __post_init__(self) -> None:
         if self.keep is not None:
@@ -39,6 +40,8 @@ class CheckpointOptions:
             raise ValueError(f"compression={self.compression!r} is none of {', '.join(map(str, COMPRESSIONS))}")
         if self.on_error not in ("raise", "warn"):
             raise ValueError(f"on_error={self.on_error!r} must be 'raise' or 'warn'")
+        if self.best not in (None, "validation loss"):
+            raise ValueError(f"best={self.best!r} must be 'validation loss', or None")
         # A script may change the working directory.
         object.__setattr__(self, "folder", Path(self.folder).absolute())
 

@@ -9,10 +9,14 @@ from mpishard.checkpoint.folder import Unfinished
 
 @dataclass(frozen=True)
 class Retained:
-    """What one save leaves in the folder: the newest `keep` of the checkpoints with these ids; None: all of them."""
+    """What one save leaves in the folder: the newest `keep` of the checkpoints with these ids; None: all of them.
+
+    The best one stays in any case.
+    """
 
     keep: int | None = None
     ids: frozenset[str] = frozenset()
+    best: bool = False  # whether the saved checkpoint is the best
 
 
 class Retention:
@@ -49,6 +53,6 @@ class Retention:
         self._adopts = False
         self.ids.add(unfinished.id)
 
-    def retained(self) -> Retained:
-        """What the save that has just begun leaves in the folder."""
-        return Retained(self.keep, frozenset(self.ids))
+    def retained(self, best: bool = False) -> Retained:
+        """What the save that has just begun, of the best checkpoint so far or not, leaves in the folder."""
+        return Retained(self.keep, frozenset(self.ids), best)

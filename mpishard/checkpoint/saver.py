@@ -193,7 +193,7 @@ def _complete(task: Task, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any
         except Exception as error:
             fault = Fault.of(error, 0, path)
     if fault is None:
-        remarks = folder.tidy(task.unfinished.target, task.retained.keep, task.retained.ids)
+        remarks = folder.tidy(task.unfinished.target, task.retained.keep, task.retained.ids, task.retained.best)
     else:
         _discard(path)
     return {"fault": None if fault is None else fault.plain, "remarks": remarks}

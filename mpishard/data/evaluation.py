@@ -1,14 +1,15 @@
-"""A data set that is evaluated while a run trains."""
+"""A data set that is evaluated while a run trains, and when its losses end the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import integer
+from mpishard.arguments import integer, number
 
 
 @dataclass(frozen=True)
@@ -99,3 +100,51 @@ class Evaluation:
     def identity(self) -> dict[str, Any]:
         """The values that decide whether the losses of two runs may be compared."""
         return {"samples": self.samples, "tokens_per_sample": self.tokens_per_sample}
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Ends a run whose validation loss no longer falls.
+
+    Parameters
+    ----------
+    patience : int
+        The run stops after so many evaluations in a row of which none was better.
+    min_delta : float
+        A loss is better if it is below the best one by more than this.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `patience` is no whole number of at least 1, or `min_delta` no finite number of at least 0.
+    """
+
+    patience: int
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patience", integer("EarlyStopping: patience", self.patience, least=1))
+        object.__setattr__(self, "min_delta", number("EarlyStopping: min_delta", self.min_delta, least=0))
+
+    def stops(self, losses: Iterable[float]) -> bool:
+        """Whether a run stops after these validation losses.
+
+        Not collective: it follows from the losses alone.
+
+        Parameters
+        ----------
+        losses : iterable of float
+            In order of the steps.
+
+        Returns
+        -------
+        bool
+            Whether the last `patience` of them were not better than the best before.
+        """
+        best, worse = math.inf, 0
+        for loss in losses:
+            if loss < best - self.min_delta:
+                best, worse = loss, 0
+            else:
+                worse += 1
+        return worse >= self.patience

@@ -11,7 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
-    from mpishard.data.evaluation import Evaluation
+    from mpishard.data.evaluation import EarlyStopping, Evaluation
     from mpishard.record import RunRecord
 
 # Type of a run's start and of its final parameters: an array or a FlatParameters.
@@ -75,10 +75,10 @@ class OptimizationResult(Generic[P]):
     seconds : float
         Duration, without the time before the checkpoint.
     stop_reason : str
-        ``"steps"``, ``"tolerance"``, ``"seconds"`` or ``"callback"``; ``"signal"`` after Ctrl-C, and in an elastic run
-        also after other signals.  With a method also its own: ``"gradient"``, ``"decrease"`` and ``"step"`` where it
-        has converged, ``"iterations"`` and ``"evaluations"`` at its limits, ``"line search"``, ``"unbounded"``,
-        ``"range"`` and ``"not finite"`` where it cannot go on.
+        ``"steps"``, ``"tolerance"``, ``"seconds"``, ``"callback"`` or ``"patience"`` of `stop_early`; ``"signal"``
+        after Ctrl-C, and in an elastic run also after other signals.  With a method also its own: ``"gradient"``,
+        ``"decrease"`` and ``"step"`` where it has converged, ``"iterations"`` and ``"evaluations"`` at its limits,
+        ``"line search"``, ``"unbounded"``, ``"range"`` and ``"not finite"`` where it cannot go on.
     communication : dict
         Communication of this rank over all axes since the mesh was made: calls, bytes sent and seconds, by kind.
     validation_steps : ndarray, int64 (evaluations,)
@@ -114,6 +114,7 @@ class Problem(Protocol[P]):
         resume: bool,
         record: RunRecord | None,
         evaluate: Evaluation | None,
+        stop_early: EarlyStopping | None,
     ) -> OptimizationResult[P]:
         """Take steps of the optimizer; `ShardedOptimizer.optimize` calls this."""
         ...

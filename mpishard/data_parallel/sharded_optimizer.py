@@ -37,7 +37,7 @@ from mpishard.parameters.flat import FlatParameters
 
 if TYPE_CHECKING:
     from mpishard.checkpoint import Checkpoints
-    from mpishard.data.evaluation import Evaluation
+    from mpishard.data.evaluation import EarlyStopping, Evaluation
     from mpishard.record import RunRecord
 
 Array = Any
@@ -269,6 +269,7 @@ class ShardedOptimizer:
         resume: bool = False,
         record: RunRecord | None = None,
         evaluate: Evaluation | None = None,
+        stop_early: EarlyStopping | None = None,
     ) -> OptimizationResult[P]:
         """Minimise a problem: take its steps, or continue a run that has taken some.
 
@@ -298,6 +299,8 @@ class ShardedOptimizer:
         evaluate : Evaluation, optional
             A validation set, and how often its mean loss is computed.  The losses are in the result, the checkpoints
             and the record.  `LocalSGDOptimizer` brings its workers to one state before, as for a checkpoint.
+        stop_early : EarlyStopping, optional
+            Stop when the validation loss no longer falls, with the reason ``"patience"``.
 
         Returns
         -------
@@ -321,6 +324,7 @@ class ShardedOptimizer:
             resume=resume,
             record=record,
             evaluate=evaluate,
+            stop_early=stop_early,
         )
 
     def begin_stage(self, *, keep_history: bool = False) -> None:

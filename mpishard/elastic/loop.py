@@ -170,6 +170,7 @@ class ElasticLoop:
         """Take a step and decide what comes next."""
         training, transactions, decisions = self._parts.training, self._parts.transactions, self._parts.decisions
         if transactions.status.is_decided:
+            training.save_best()
             began = time.perf_counter()
             outcome = transactions.take_step()
             training.evaluate()

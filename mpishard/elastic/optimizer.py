@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mpishard.arguments import flag, integer, number
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.mesh import Mesh
-from mpishard.data.evaluation import Evaluation
+from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data_parallel.agreement import agree_on_settings
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.optimizers import optimizer_of
@@ -277,6 +277,7 @@ class ElasticOptimizer:
         resume: bool = False,
         record: RunRecord | None = None,
         evaluate: Evaluation | None = None,
+        stop_early: EarlyStopping | None = None,
     ) -> OptimizationResult[P]:
         """Minimise a problem, with workers that come and go.
 
@@ -305,6 +306,8 @@ class ElasticOptimizer:
         evaluate : Evaluation, optional
             A validation set, and how often its mean loss is computed.  With `layouts` use `Evaluation.for_model`, which
             takes the model that was made for the mesh.
+        stop_early : EarlyStopping, optional
+            Stop when the validation loss no longer falls.
 
         Returns
         -------
@@ -344,6 +347,7 @@ class ElasticOptimizer:
                 resume=resume,
                 record=record,
                 evaluate=evaluate,
+                stop_early=stop_early,
                 loop=partial(_Prepared, elasticity),
             )
             del problem  # or the first model would stay in memory when the run has another mesh

@@ -146,6 +146,7 @@ class Resizing:
         model = f"{parameters.description} ({number:x})"
         own = {"model": model, **training.problem.settings, "scaling": self._parts.elasticity.scaling}
         evaluation = training.validation.evaluation
+        own["stop_early"] = training.stop_early
         own["evaluation"] = None if evaluation is None else evaluation.settings
         agree_on_settings(
             self._parts.membership.axis,

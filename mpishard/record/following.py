@@ -29,6 +29,7 @@ _METRICS = 200  # lines kept
 _REASONS = {
     "signal": "stopped by a signal, such as Ctrl-C,",
     "callback": "stopped by its callback",
+    "patience": "its validation loss no longer fell",
     "seconds": "its time was over",
     "tolerance": "the gradient was within the tolerance",
     "gradient": "the gradient was within gtol",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mpishard.data.evaluation import Evaluation
+from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data_parallel.results import TrainingState
 from mpishard.record import RunRecord
 
@@ -34,6 +34,8 @@ class RunOptions:
         As there.
     evaluate : Evaluation or None
         As there.
+    stop_early : EarlyStopping or None
+        As there.
     """
 
     callback: Callable[[TrainingState[Any]], bool | None] | None
@@ -43,3 +45,4 @@ class RunOptions:
     resume: bool
     record: RunRecord | None
     evaluate: Evaluation | None = None
+    stop_early: EarlyStopping | None = None

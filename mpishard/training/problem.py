@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 import numpy as np
 
 from mpishard.arguments import flag, shown
-from mpishard.data.evaluation import Evaluation
+from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.minimizers import Method
@@ -158,6 +158,7 @@ class OptimizationProblem(Objective[P]):
         resume: bool = False,
         record: RunRecord | None = None,
         evaluate: Evaluation | None = None,
+        stop_early: EarlyStopping | None = None,
         loop: Callable[[Objective[P], ShardedOptimizer, RunOptions], TrainingLoop] | None = None,
     ) -> OptimizationResult[P]:
         """Run the loop.  Collective over the optimizer's mesh; `ShardedOptimizer.optimize` calls this.
@@ -178,6 +179,8 @@ class OptimizationProblem(Objective[P]):
             What reports the run.
         evaluate : Evaluation, optional
             A validation set.
+        stop_early : EarlyStopping, optional
+            When its losses end the run.
         loop : callable, optional
             ``loop(problem, optimizer, options)`` makes the loop, for optimizers that need another one than `Loop`.
 
@@ -197,7 +200,8 @@ class OptimizationProblem(Objective[P]):
         problem: Exception | None = None
         try:
             _check_options(callback, progress, checkpoints, resume, record)
-            check_evaluation(evaluate, self)
+            best = getattr(checkpoints, "best", None) is not None
+            check_evaluation(evaluate, stop_early, best, self)
             if evaluate is not None and isinstance(optimizer.rule, Method):
                 raise ValueError(
                     f"evaluate= is for rules: the steps of {type(optimizer.rule).__name__} are evaluations of its line "
@@ -206,6 +210,7 @@ class OptimizationProblem(Objective[P]):
         except (TypeError, ValueError) as error:
             problem = error
         given: dict[str, Any] = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}
+        given["stop_early"] = stop_early
         given["evaluation"] = evaluate.settings if problem is None and evaluate is not None else None
         self._agree_on_problem(optimizer, given, problem)
         watches = np.array([callback is not None or self.seconds is not None], np.int64)
@@ -213,7 +218,7 @@ class OptimizationProblem(Objective[P]):
         ends = isinstance(optimizer.rule, Method) or self.steps is not None or self.tolerance is not None
         if not (ends or watching):
             raise ValueError("nothing would stop this optimization; give steps, tolerance, seconds or a callback")
-        options = RunOptions(callback, progress, watching, checkpoints, resume, record, evaluate)
+        options = RunOptions(callback, progress, watching, checkpoints, resume, record, evaluate, stop_early)
         result: OptimizationResult[P] = (loop or Loop)(self, optimizer, options).run()
         return result
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.comm.held_error import HeldError
+from mpishard.data.evaluation import EarlyStopping
 from mpishard.data_parallel.results import OptimizationResult, TrainingState
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.data_parallel.validation import tell_of_other_starts
@@ -74,6 +75,8 @@ class TrainingRun:
     ----------
     batches, runner, losses, validation, checkpoints, report
         The parts of the run.
+    stop_early : EarlyStopping or None
+        As in the options.
     held : HeldError
         An error of the user's function or callback on this rank, until all ranks raise it.
     """
@@ -109,6 +112,8 @@ class TrainingRun:
         self._samples_before = self.batches.position
         self.losses = LossHistory(optimizer.axis)
         self.validation = Validation(options.evaluate)
+        self.stop_early: EarlyStopping | None = options.stop_early
+        self._best_saved = 0
         self._stop = StopCondition(problem)
         self._steps_before, self._skipped_before, self._resumed_steps = optimizer.clock, optimizer.skipped_steps, 0
         self.checkpoints = RunCheckpoints(problem, optimizer, options, self.batches)
@@ -161,6 +166,7 @@ class TrainingRun:
             resumed_steps=self._resumed_steps,
             samples_before=self._samples_before,
             validated=tuple((step, loss) for step, loss in self.validation.history),
+            best_saved=self._best_saved,
         )
 
     def restore(self, progress: RunProgress) -> None:
@@ -176,6 +182,7 @@ class TrainingRun:
         self._steps_before, self._skipped_before = progress.steps_before, progress.skipped_before
         self._resumed_steps, self._samples_before = progress.resumed_steps, progress.samples_before
         self.validation.history = [Validated(*each) for each in progress.validated]
+        self._best_saved = progress.best_saved
 
     @property
     def next_step(self) -> int:
@@ -327,7 +334,14 @@ class TrainingRun:
         """
         if request == StopRequest.FAILED:
             self._raise_held()
-        return self._ended or self._stop.reason(request, len(self.losses), self.optimizer.gradient_norm)
+        reason = self._stop.reason(request, len(self.losses), self.optimizer.gradient_norm)
+        return self._ended or reason or self._stalled
+
+    @property
+    def _stalled(self) -> str:
+        """The reason to stop if the validation loss no longer falls; the same on all ranks, as the losses are."""
+        stops = self.stop_early is not None and self.stop_early.stops(each.loss for each in self.validation.history)
+        return "patience" if stops else ""
 
     def _raise_held(self) -> None:
         """Raise an error that a rank holds on all ranks; return if none does.  Collective."""
@@ -352,14 +366,27 @@ class TrainingRun:
         last : bool
             Whether no step follows.
         """
-        due = last or self.checkpoints.due
+        due, best = self.checkpoints.due, self._best_is_due
         with self.report.phase("saving"):
-            if due:
+            if last or due or best:
                 self.losses.reduce()
                 self.optimizer.state.consolidate()
-                self.checkpoints.save(self.progress)
+                if best:
+                    self._best_saved = self.next_step - 1
+                self.checkpoints.save(self.progress, best, exact=best and self._transactional)
             if last:
                 self.checkpoints.wait()
+
+    def save_best(self) -> None:
+        """Save the best checkpoint if a death has come between its evaluation and its save.  Collective."""
+        if self._best_is_due:
+            self.save(last=False)
+
+    @property
+    def _best_is_due(self) -> bool:
+        """Whether the parameters are the best so far, and not saved as such.  The same on all ranks."""
+        step = self.next_step - 1
+        return self.checkpoints.keeps_best and self._best_saved < step and self.validation.best_at(step)
 
     def _refuse_misuse(self) -> None:
         """Raise if the function has changed its inputs: on all ranks, which is collective, or on this one alone.
@@ -405,9 +432,10 @@ class TrainingRun:
         """
         resumed, folder = self._resumed_steps, self.checkpoints.folder
         norm = self.optimizer.gradient_norm if resumed else math.nan
-        reason = self._ended or self._stop.goal(len(self.losses), norm)
+        reason = self._ended or self._stop.goal(len(self.losses), norm) or self._stalled
         if reason and resumed and folder is not None and self.optimizer.mesh.rank == 0:
-            goal = f"the end of its method ({reason})" if self._ended else f"{reason}={getattr(self.problem, reason)}"
+            goals = self.stop_early if reason == "patience" else self.problem
+            goal = f"the end of its method ({reason})" if self._ended else f"{reason}={getattr(goals, reason)}"
             log.inform(
                 f"the run in {folder} had reached {goal} at step {self.optimizer.clock}: nothing is "
                 "left to do.  Ask for more, and it goes on from there"

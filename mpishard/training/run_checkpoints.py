@@ -150,22 +150,31 @@ class RunCheckpoints:
         return replace(progress, validated=())
 
     @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the lowest validation loss is kept.  The same on all ranks."""
+        return self._checkpoints is not None and self._checkpoints.best is not None
+
+    @property
     def due(self) -> bool:
         """Whether a save is due after the last step.  The same on all ranks."""
         return self._checkpoints is not None and self._checkpoints.due(self._optimizer.clock)
 
-    def save(self, progress: RunProgress) -> None:
+    def save(self, progress: RunProgress, best: bool = False, exact: bool = False) -> None:
         """Save the run.  Collective.
 
         Parameters
         ----------
         progress : RunProgress
             How far the run has come.
+        best : bool
+            Whether it has the lowest validation loss so far.
+        exact : bool
+            Whether to be done before training goes on: a death would end a save beside it.
         """
         if self._checkpoints is not None:
             if self._record is not None:
                 self._record.flush()  # no later run repeats the steps before a checkpoint
-            self._checkpoints.save(self._state(progress))
+            self._checkpoints.save(self._state(progress), asynchronous=False if exact else None, best=best)
 
     def wait(self) -> None:
         """Wait until the last save is on disk.  Collective."""

@@ -38,6 +38,8 @@ class RunProgress:
         As `samples_consumed`, when the run began.
     validated : tuple of (int, float)
         Steps after which the validation set was evaluated, and its losses.
+    best_saved : int
+        The step of the best checkpoint so far, which need not be saved again; 0 before the first.
     """
 
     losses: np.ndarray
@@ -48,6 +50,7 @@ class RunProgress:
     resumed_steps: int
     samples_before: int
     validated: tuple[tuple[int, float], ...] = ()
+    best_saved: int = 0
 
     def to_metadata(self) -> dict[str, Any]:
         """What a checkpoint keeps.  The optimizer's numbers are there too, and the rest follows from them.
@@ -104,7 +107,8 @@ class RunProgress:
         steps_before = clock - len(losses)
         samples_before = whole_fact(facts, "samples_before", sampler.consumed(steps_before))
         validated = _validated(facts, clock)
-        return cls(losses, consumed, first, steps_before, skipped, len(losses), samples_before, validated)
+        best = validated[-1][0] if validated else 0
+        return cls(losses, consumed, first, steps_before, skipped, len(losses), samples_before, validated, best)
 
 
 def _validated(facts: Mapping[str, Any], clock: int) -> tuple[tuple[int, float], ...]:

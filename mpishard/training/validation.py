@@ -10,7 +10,7 @@ import numpy as np
 
 from mpishard.arguments import returned
 from mpishard.comm.held_error import HeldError
-from mpishard.data.evaluation import Evaluation
+from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data.sampling import MICRO_BATCHES, micro_batches
 from mpishard.reduction.tree_sum import tree_sum
 from mpishard.training.input_checks import Untouched
@@ -51,6 +51,12 @@ class Validation:
         if self.evaluation is None or step % self.evaluation.every:
             return False
         return not self.history or self.history[-1].step < step
+
+    def best_at(self, step: int) -> bool:
+        """Whether the loss after this step is known and below all earlier ones.  Not collective."""
+        if not self.history or self.history[-1].step != step:
+            return False
+        return all(self.history[-1].loss < each.loss for each in self.history[:-1])
 
     @property
     def last(self) -> float:
@@ -124,24 +130,33 @@ class Validation:
         return lambda micro: [model.loss(*batch(samples)) for samples in micro]
 
 
-def check_evaluation(evaluation: Any, problem: Any) -> None:
-    """Raise unless it is an evaluation that fits the problem.
+def check_evaluation(evaluation: Any, stop_early: Any, best: bool, problem: Any) -> None:
+    """Raise unless it is an evaluation that fits the problem, and there is one where its losses are needed.
 
     Not collective.
 
     Parameters
     ----------
-    evaluation : object
+    evaluation, stop_early : object
         What a user gave to `optimize`.
+    best : bool
+        Whether the checkpoints keep the best one.
     problem : Objective
         What is minimised.
 
     Raises
     ------
     TypeError
-        If it is none, or is for a model, and the problem has none with a loss.
+        If they are of another type, or the evaluation is for a model, and the problem has none with a loss.
+    ValueError
+        If there is no evaluation, but its losses are needed.
     """
+    if not (stop_early is None or isinstance(stop_early, EarlyStopping)):
+        raise TypeError(f"stop_early must be EarlyStopping(patience=5), got {type(stop_early).__name__}")
     if evaluation is None:
+        needs = "Checkpoints(best=...)" if best else "" if stop_early is None else "stop_early"
+        if needs:
+            raise ValueError(f"{needs} needs validation losses; give evaluate=Evaluation(function, samples, every=50)")
         return
     if not isinstance(evaluation, Evaluation):
         raise TypeError(f"evaluate must be an Evaluation(function, samples, every=50), got {type(evaluation).__name__}")

@@ -13,9 +13,11 @@ from steps import STRATEGIES
 import mpishard
 from mpishard import (
     LBFGS,
+    SGD,
     AdamW,
     Checkpoints,
     DDPOptimizer,
+    EarlyStopping,
     ElasticOptimizer,
     Evaluation,
     LocalSGDOptimizer,
@@ -142,6 +144,109 @@ def test_workers_of_local_sgd_meet_for_it(mesh, same_on_all):
     assert same_on_all(result.validation_losses)
     expected = validation(result.parameters, np.arange(17)) / 17
     assert result.validation_losses[0] == pytest.approx(expected, rel=1e-12)
+
+
+def falling_until(best):
+    """A validation loss that is lowest after step `best`: the first parameter counts the steps."""
+    return lambda parameters, samples: len(samples) * abs(parameters[0] + best)
+
+
+def counting(steps, **options):
+    """Each step takes 1 from the parameter."""
+
+    def function(parameters, samples, gradients):
+        gradients += len(samples)
+        return 1.0
+
+    return OptimizationProblem(function, np.zeros(1), 8, 8, steps=steps, **options)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_best_checkpoint_is_kept(mesh, folder, asynchronous):
+    """Also by a run that goes on, and beside those that `keep` counts."""
+    options = {"progress": False, "evaluate": Evaluation(falling_until(4), 3, every=2), "resume": True}
+    for steps, strategy in ((5, STRATEGIES[0]), (9, STRATEGIES[1])):
+        with Checkpoints(
+            folder, mesh, every=3, keep=1, asynchronous=asynchronous, best="validation loss"
+        ) as checkpoints:
+            strategy(SGD(lr=1.0), mesh).optimize(counting(steps), checkpoints=checkpoints, **options)
+        mesh.world.barrier()
+        assert (folder / "best").resolve().name == "step-00000004"
+        found = sorted(path.name for path in folder.iterdir() if path.name.startswith("step"))
+        assert found == ["step-00000004", f"step-{steps:08d}"]
+        mesh.world.barrier()
+    flat = np.zeros(1)
+    facts = mpishard.load_checkpoint(folder / "best", flat, mesh=mesh)
+    assert (flat[0], facts["step"]) == (-4, 4)
+    assert facts["validation_loss"].tolist() == [2, 0]
+
+
+def test_a_run_stops_early_wherever_it_goes_on(mesh, folder, capsys):
+    options = {"evaluate": Evaluation(falling_until(4), 3, every=2), "stop_early": EarlyStopping(patience=3)}
+    for steps, strategy, taken, reason in (
+        (7, STRATEGIES[0], 7, "steps"),
+        (20, STRATEGIES[1], 10, "patience"),
+        (20, STRATEGIES[2], 10, "patience"),
+    ):
+        with Checkpoints(folder, mesh) as checkpoints:
+            result = strategy(SGD(lr=1.0), mesh).optimize(
+                counting(steps), checkpoints=checkpoints, resume=True, progress=False, **options
+            )
+        assert (result.steps, result.stop_reason) == (taken, reason)
+        assert result.validation_losses.tolist() == [2, 0, 2, 4, 6][: taken // 2]
+    assert ("had reached patience=3 at step 10" in capsys.readouterr().err) == (mesh.rank == 0)
+
+
+def test_an_elastic_run_stops_early_with_its_best_checkpoint(mesh, folder):
+    elastic = ElasticOptimizer(DDPOptimizer(SGD(lr=1.0), ShardingConfiguration(mesh, reproducible=True)))
+
+    def resize(state):
+        elastic.resize(1 + state.step % mesh.world.comm.size)
+
+    with Checkpoints(folder, mesh, best="validation loss") as checkpoints:
+        result = elastic.optimize(
+            counting(20),
+            checkpoints=checkpoints,
+            callback=resize,
+            progress=False,
+            evaluate=Evaluation(falling_until(4), 3, every=2),
+            stop_early=EarlyStopping(patience=2, min_delta=0.5),
+        )
+    assert (result.steps, result.stop_reason) == (8, "patience")
+    assert (folder / "best").resolve().name == "step-00000004"
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "stops"),
+    [
+        ([], {}, False),
+        ([3, 2, 2], {}, False),  # the same is no better
+        ([3, 2, 2, 2], {}, True),
+        ([3, 2, 4, 1], {}, False),
+        ([3, 2.9, 2.8], {"min_delta": 0.25}, True),
+        ([3, 2.9, 2.7], {"min_delta": 0.25}, False),
+    ],
+)
+def test_when_a_run_stops_early(losses, options, stops):
+    assert EarlyStopping(patience=2, **options).stops(losses) is stops
+
+
+def test_what_needs_validation_losses(mesh, folder):
+    with pytest.raises(ValueError, match="stop_early needs validation losses; give evaluate="):
+        optimizer(DDPOptimizer, mesh).optimize(problem(), progress=False, stop_early=EarlyStopping(2))
+    with Checkpoints(folder, mesh, best="validation loss") as checkpoints:
+        with pytest.raises(ValueError, match="best=...[)] needs validation losses"):
+            optimizer(DDPOptimizer, mesh).optimize(problem(), progress=False, checkpoints=checkpoints)
+    with pytest.raises(TypeError, match="stop_early must be EarlyStopping"):
+        optimizer(DDPOptimizer, mesh).optimize(problem(), progress=False, stop_early=2)
+    with pytest.raises(ValueError, match="best='loss' must be 'validation loss'"):
+        Checkpoints(folder, mesh, best="loss")
+    for wrong, message in (
+        ({"patience": 0}, "patience=0 must"),
+        ({"patience": 1, "min_delta": -1}, "min_delta=-1 must"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EarlyStopping(**wrong)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -26,7 +26,17 @@ def test_mypy_takes_right_uses_and_finds_wrong_ones():
 @pytest.mark.parametrize("optimizer", [mpishard.DDPOptimizer, mpishard.LocalSGDOptimizer, mpishard.ElasticOptimizer])
 def test_help_shows_the_options_of_optimize(optimizer):
     options = list(inspect.signature(optimizer.optimize).parameters)
-    assert options == ["self", "problem", "callback", "progress", "checkpoints", "resume", "record", "evaluate"]
+    assert options == [
+        "self",
+        "problem",
+        "callback",
+        "progress",
+        "checkpoints",
+        "resume",
+        "record",
+        "evaluate",
+        "stop_early",
+    ]
 
 
 def test_presets_take_every_setting():
