@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.nn.published import table_of_model
+from mpishard.nn.pretrained import table_of_model
 from mpishard.nn.weight_files import published_tensors
 
 # 4 heads can be split over 1, 2 and 4 ranks; 19 tokens leave uneven slices.
-SIZES = dict(vocab_size=19, n_positions=8, n_embd=24, n_layer=4, n_head=4)
+GPT2 = dict(vocab_size=19, n_positions=8, n_embd=24, n_layer=4, n_head=4)
+GPT2 |= dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+LLAMA = dict(vocab_size=19, max_position_embeddings=8, hidden_size=24, intermediate_size=40, num_hidden_layers=4)
+LLAMA |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=4, rms_norm_eps=1e-4, tie_word_embeddings=False)
+LLAMA3 = dict(rope_theta=500.0, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LONG = dict(rope_type="longrope", factor=2.0, short_factor=[1.0, 1.5], long_factor=[1.0, 3.0])
+# The class of `transformers`, and its config.
+FAMILIES = {
+    "gpt2": ("GPT2", GPT2),
+    "llama2": ("Llama", dict(LLAMA, num_key_value_heads=8)),
+    "llama3": ("Llama", dict(LLAMA, rope_parameters=dict(LLAMA3, original_max_position_embeddings=4))),
+    "longrope": ("Llama", dict(LLAMA, rope_parameters=dict(LONG, rope_theta=1e4, original_max_position_embeddings=4))),
+    "qwen2": ("Qwen2", dict(LLAMA, tie_word_embeddings=True)),
+    "qwen3": ("Qwen3", dict(LLAMA, head_dim=6)),
+}
 BATCH, LENGTH = 4, 7
 TOLERANCE = {"float32": 1e-5, "float64": 1e-11}
 
@@ -17,15 +31,16 @@ def tokens_and_targets(vocabulary=19):
     return tuple(np.random.default_rng(0).integers(0, vocabulary, (2, BATCH, LENGTH)))
 
 
-def write_gpt2(folder, dtype="float32", save=(), **options):
-    """Write a GPT-2 with random weights; returns its logits, summed loss, and the gradients by name."""
+def write_theirs(folder, family="gpt2", dtype="float32", save=(), **options):
+    """Write a model with random weights; returns its logits, summed loss, and the gradients by name."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    dropouts = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0)
-    config = transformers.GPT2Config(**{**SIZES, **dropouts, **options})
-    model = transformers.GPT2LMHeadModel(config).to(getattr(torch, dtype))
+    name, sizes = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **dict(bos_token_id=0, eos_token_id=0), **options})
+    kind = getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
+    model = kind(config).to(getattr(torch, dtype)).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # away from zeros and ones, so that every tensor matters
             parameter += 0.2 * torch.randn_like(parameter)

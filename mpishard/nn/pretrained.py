@@ -14,15 +14,17 @@ from typing import Any
 import ml_dtypes  # noqa: F401 - gives NumPy the name of bfloat16
 import numpy as np
 
-from mpishard.arguments import integer
+from mpishard.arguments import integer, shown
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.reshard import reshard
 from mpishard.layout.local_layout import LocalLayout, Piece, cut_holding
 from mpishard.layout.run_state import PARAMETERS, Shard
-from mpishard.nn.gpt import GPT
-from mpishard.nn.published import DTYPES, Weight, table_of_config, table_of_model
+from mpishard.nn.decoder import Decoder
+from mpishard.nn.published import DTYPES, Published, Weight
+from mpishard.nn.published_gpt2 import PublishedGPT2
+from mpishard.nn.published_llama import PublishedLlama, PublishedQwen2, PublishedQwen3
 from mpishard.nn.weight_files import (
     CONFIG,
     INDEX,
@@ -37,14 +39,15 @@ from mpishard.nn.weight_files import (
 from mpishard.parameters.flat import FlatParameters
 
 __all__ = ["export_pretrained", "import_pretrained"]
+TABLES: tuple[Published, ...] = (PublishedGPT2(), PublishedLlama(), PublishedQwen2(), PublishedQwen3())
 
 
-def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, **options: Any) -> GPT:
+def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, **options: Any) -> Decoder:
     """A model with the weights of a folder that `transformers` has written, or that was downloaded from its hub.
 
-    The folder has ``config.json`` and ``model.safetensors``, or several files and their index.  Known is GPT-2.  Each
-    rank reads the slices that it holds.  Vocabularies need not divide by anything.  Logits are those of
-    `transformers`; models here have no dropout, whatever the config says.
+    The folder has ``config.json`` and ``model.safetensors``, or several files and their index.  Known are GPT-2, Llama
+    2 and 3, Qwen2 and Qwen3.  Each rank reads the slices that it holds.  Vocabularies need not divide by anything.
+    Logits are those of `transformers`; models here have no dropout, whatever the config says.
 
     Collective over all ranks of the mesh.
 
@@ -55,12 +58,12 @@ def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, 
     mesh : Mesh, optional
         Default: one rank alone.
     **options : any
-        Options of `GPT` beside its sizes: ``shards=2, schedule="gpipe", recompute=True``.  `dtype` is float64 for
-        weights of float64 unless given, and float32 for others.
+        Options of `GPT` or `Llama` beside sizes: ``shards=2, schedule="gpipe", recompute=True``.  `dtype` is float64
+        for weights of float64 unless given, and float32 for others.
 
     Returns
     -------
-    GPT
+    GPT or Llama
         With the sizes of ``config.json``.
 
     Raises
@@ -89,7 +92,7 @@ def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, 
 
 
 def export_pretrained(
-    model: GPT, folder: str | os.PathLike[str], *, dtype: Any = None, file_bytes: int = 5 * 10**9
+    model: Decoder, folder: str | os.PathLike[str], *, dtype: Any = None, file_bytes: int = 5 * 10**9
 ) -> None:
     """Write a model as a folder that `transformers` loads: ``AutoModelForCausalLM.from_pretrained(folder)``.
 
@@ -99,7 +102,7 @@ def export_pretrained(
 
     Parameters
     ----------
-    model : GPT
+    model : GPT or Llama
         Trained on any mesh.
     folder : path
         Must not be there yet, or be empty.  It appears at once, when all is written, by the first rank.
@@ -123,12 +126,7 @@ def export_pretrained(
     names = (
         [SINGLE] if len(files) == 1 else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
     )
-    config = {
-        "architectures": [table.class_name],
-        "model_type": table.model_type,
-        "torch_dtype": stored_as.name,
-        **table.config(model.architecture),
-    }
+    config = {**table.whole_config(model.architecture), "torch_dtype": stored_as.name}
     target = Path(folder)
     beside = target.parent / f".{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
     writes = world.rank == 0
@@ -142,6 +140,27 @@ def export_pretrained(
     finally:
         if writes:
             shutil.rmtree(beside, ignore_errors=True)
+
+
+def table_of_config(config: dict[str, Any]) -> Published:
+    """The table for a ``config.json``; ValueError for an unknown architecture, or what models here do not have."""
+    asked = config.get("model_type")
+    for table in TABLES:
+        if table.model_type == asked:
+            table.check(config)
+            return table
+    known = ", ".join(table.model_type for table in TABLES)
+    raise ValueError(f"config.json has model_type={shown(asked)}; the known ones are {known}")
+
+
+def table_of_model(model: Any) -> Published:
+    """The table for a model of this package; TypeError for another object."""
+    if not isinstance(model, Decoder):
+        raise TypeError(f"export_pretrained needs a model of mpishard.nn, got {shown(model)}")
+    for table in TABLES:
+        if table.describes(model.architecture):
+            return table
+    raise ValueError(f"no model of transformers is known that is like {model.architecture}")
 
 
 def _shared(world: Axis, folder: Path) -> tuple[dict[str, Any], list[Stored]]:

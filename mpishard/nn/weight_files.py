@@ -15,7 +15,7 @@ import numpy as np
 
 from mpishard.arguments import shown
 from mpishard.layout.boxes import Box
-from mpishard.nn.published import DTYPES, Published, Weight
+from mpishard.nn.published import DTYPES, HEAD, Published, Weight
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -79,7 +79,6 @@ def match(table: Published, weights: Iterable[Weight], stored: Iterable[Stored],
     ValueError
         If one is missing, or there are others; if a shape or a dtype is another one.
     """
-    head = "lm_head.weight"
     wanted = {name: shape for weight in weights for name, shape in weight.published_shapes().items()}
     # The prefix is there or not.
     full = {name.removeprefix(table.prefix): name for name in wanted}
@@ -92,7 +91,7 @@ def match(table: Published, weights: Iterable[Weight], stored: Iterable[Stored],
                 raise ValueError(f"the weights have {each.name} and {found[full[short]].name}, which are one tensor")
             found[full[short]] = each
         # Of a tied head some files have a copy.
-        elif not table.unused.fullmatch(short) and not (tied and each.name == head):
+        elif not table.unused.fullmatch(short) and not (tied and each.name == HEAD):
             extra.append(each.name)
     if missing := [name for name in wanted if name not in found]:
         raise ValueError(f"the weights lack {_list(missing)}, which a model of this config.json has")

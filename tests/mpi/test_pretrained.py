@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pretrained_runs import assert_equals, write_gpt2
+from pretrained_runs import assert_equals, write_theirs
 
 from mpishard import Mesh, nn
 
@@ -21,12 +21,12 @@ def folder(comm):
         comm.Barrier()
 
 
-def made(comm, folder, dtype, options):
+def made(comm, folder, family, dtype, **options):
     """What `transformers` computes: the first rank writes the model, and runs it."""
     expected = None
     if comm.rank == 0:
         try:
-            expected = write_gpt2(folder / "theirs", dtype, **options)
+            expected = write_theirs(folder / "theirs", family, dtype, **options)
         except ImportError as error:
             expected = error.name
     expected = comm.bcast(expected)
@@ -44,10 +44,19 @@ def layouts(size):
     return [each for each in found if size != 3 or "tensor" not in each]  # of 4 heads
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_layout_computes_what_transformers_does_and_writes_the_same_bytes(comm, folder, dtype, tied):
-    expected = made(comm, folder, dtype, dict(tie_word_embeddings=tied))
+@pytest.mark.parametrize(
+    ("family", "dtype", "tied"),
+    [
+        ("gpt2", "float32", True),
+        ("gpt2", "float64", True),
+        ("gpt2", "float64", False),
+        ("llama3", "float32", False),
+        ("qwen2", "float32", True),
+        ("qwen3", "float32", False),
+    ],
+)
+def test_every_layout_computes_what_transformers_does_and_writes_the_same_bytes(comm, folder, family, dtype, tied):
+    expected = made(comm, folder, family, dtype, tie_word_embeddings=tied)
     data = (folder / "theirs" / "model.safetensors").read_bytes()
     for number, layout in enumerate(layouts(comm.size)):
         axes = {name: layout[name] for name in ("tensor", "pipeline") if name in layout}

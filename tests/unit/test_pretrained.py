@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 import safetensors.numpy
-from pretrained_runs import assert_equals, computed, write_gpt2
+from pretrained_runs import assert_equals, computed, write_theirs
 
 from mpishard import nn
 
@@ -40,15 +40,20 @@ def stored(folder):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options", "save"),
+    ("family", "dtype", "options", "save"),
     [
-        ("float32", {}, {}),
-        ("float64", dict(tie_word_embeddings=False), dict(max_shard_size="20KB")),
-        ("float32", dict(vocab_size=64), dict(max_shard_size="20KB")),
+        ("gpt2", "float32", {}, {}),
+        ("gpt2", "float64", dict(tie_word_embeddings=False), dict(max_shard_size="20KB")),
+        ("gpt2", "float32", dict(vocab_size=64), dict(max_shard_size="20KB")),
+        ("llama2", "float32", {}, {}),
+        ("llama3", "float32", dict(tie_word_embeddings=True), dict(max_shard_size="20KB")),
+        ("longrope", "float32", {}, {}),
+        ("qwen2", "float32", {}, {}),
+        ("qwen3", "float32", {}, {}),
     ],
 )
-def test_logits_gradients_and_bytes_are_those_of_transformers(transformers, tmp_path, dtype, options, save):
-    expected = write_gpt2(tmp_path / "theirs", dtype, save, **options)
+def test_logits_gradients_and_bytes_are_those_of_transformers(transformers, tmp_path, family, dtype, options, save):
+    expected = write_theirs(tmp_path / "theirs", family, dtype, save, **options)
     model = nn.import_pretrained(tmp_path / "theirs")
     assert model.parameters.dtype == dtype
     assert_equals(model, expected)
@@ -56,7 +61,6 @@ def test_logits_gradients_and_bytes_are_those_of_transformers(transformers, tmp_
     assert stored(tmp_path / "ours") == stored(tmp_path / "theirs")
     assert (tmp_path / "ours" / "model.safetensors.index.json").exists() == bool(save)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
-    assert type(again).__name__ == "GPT2LMHeadModel"
     np.testing.assert_array_equal(computed(again.eval(), options.get("vocab_size", 19))[0], expected[0])
 
 
@@ -115,7 +119,7 @@ BAD = [
     (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "has no config.json"),
     (lambda folder: (folder / "config.json").write_text("{"), ValueError, "config.json is not JSON"),
     (lambda folder: (folder / "config.json").write_text("[1]"), ValueError, "config.json has no JSON object"),
-    (config(model_type="mamba"), ValueError, "model_type='mamba'; the known ones are gpt2"),
+    (config(model_type="mamba"), ValueError, "model_type='mamba'; the known ones are gpt2, llama, qwen2, qwen3"),
     (config(n_embd=None), ValueError, "config.json has no n_embd"),
     (config(n_head=3), ValueError, "width 8 is not a multiple of 3 heads"),
     (config(n_layer="2"), TypeError, "layers is '2'; it must be an integer"),
@@ -145,6 +149,38 @@ def test_a_bad_folder_is_refused_in_one_line(folder, change, kind, message):
     with pytest.raises(kind, match=message) as caught:
         nn.import_pretrained(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(attention_bias=True), "attention_bias=True; models here have False only"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu'; models here have 'silu' only"),
+        (dict(intermediate_size=None), "config.json has no intermediate_size"),
+        (dict(num_key_value_heads=1), "k_proj.weight has the shape"),
+        (dict(rope_scaling={"type": "yarn", "factor": 2.0}), "there is no rope scaling 'yarn'"),
+        (dict(rope_parameters={"partial_rotary_factor": 0.5}), "asks for rotary positions"),
+        (dict(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "needs original_context"),
+        (dict(model_type="qwen2"), "the weights lack model.layers.0.self_attn.q_proj.bias"),
+        (dict(model_type="qwen2", use_sliding_window=True), "use_sliding_window=True"),
+    ],
+)
+def test_a_bad_config_of_a_llama_is_refused(tmp_path, fields, message):
+    nn.export_pretrained(nn.Llama(11, 5, width=8, layers=1, heads=2, hidden=16), tmp_path / "llama")
+    config(**fields)(tmp_path / "llama")
+    with pytest.raises(ValueError, match=message):
+        nn.import_pretrained(tmp_path / "llama")
+
+
+def test_a_model_that_transformers_does_not_have_is_not_exported(tmp_path):
+    sizes = dict(vocabulary_size=11, context_length=5, width=8, layers=1, heads=2)
+    for options, message in [
+        (dict(rotary=nn.Rotary(pairing="interleaved")), "pairing='interleaved'"),
+        (dict(bias=True, head_norms=True), "no model of transformers is known"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            nn.export_pretrained(nn.Llama(**sizes, **options), tmp_path / "x")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_there_already_is_not_overwritten(folder):
