@@ -91,7 +91,7 @@ def batches(model: str, rank: int, count: int) -> Any:
     if model == "conv":
         targets = random.integers(0, CLASSES, (count, IMAGES))
         means = random.standard_normal((CLASSES, 3, PIXELS, PIXELS), np.float32)
-        inputs = means[targets] / 2 + random.standard_normal((count, IMAGES, 3, PIXELS, PIXELS), np.float32)
+        inputs = means[targets] / 8 + random.standard_normal((count, IMAGES, 3, PIXELS, PIXELS), np.float32)
     else:
         known = random.integers(0, VOCABULARY, (64, 8))
         text = known[random.integers(0, 64, (count, SEQUENCES, CONTEXT // 8 + 1))].reshape(count, SEQUENCES, -1)
