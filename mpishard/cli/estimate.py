@@ -16,6 +16,8 @@ from mpishard.cli.machine import Network, Speeds
 from mpishard.estimate import TYPICAL, Workload, layouts, model_state_bytes, table
 from mpishard.estimate.zero import STAGES
 from mpishard.nn.architecture import Architecture
+from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.llama_architecture import LlamaArchitecture
 from mpishard.pipeline.schedule import SCHEDULES
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -39,6 +41,10 @@ def estimate(
     width: Annotated[int | None, typer.Option(help="Channels.")] = None,
     layers: Annotated[int | None, typer.Option(help="Blocks.")] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads.")] = None,
+    key_value_heads: Annotated[
+        int | None, typer.Option(help="A model like Llama, with so many heads of keys and values.")
+    ] = None,
+    hidden: Annotated[int | None, typer.Option(help="A model like Llama, with so many channels in its MLP.")] = None,
     tied: Annotated[bool, typer.Option("--tied", help="The head uses the table of the embedding.")] = False,
     shards: Annotated[int, typer.Option(help="Slices by which the model is defined.")] = 1,
     parameters: Annotated[
@@ -81,7 +87,8 @@ def estimate(
         _zero_table(parameters, ranks, limit, as_json)
         return
     sizes = {"vocabulary": vocabulary, "context": context, "width": width, "layers": layers, "heads": heads}
-    architecture = _model(sizes, tied, shards)
+    llama = {"key_value_heads": key_value_heads, "hidden": hidden}
+    architecture = _model(sizes, llama, tied, shards)
     if schedule is not None and schedule not in SCHEDULES:
         raise ValueError(f"there is no schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
     if zero not in (None, *STAGES):
@@ -113,8 +120,8 @@ def estimate(
         architecture.check(tensor or 1, pipeline or 1)
         raise ValueError(
             f"no layout of {ranks} ranks is left: the sizes must multiply out to the ranks, the tensor size must "
-            f"divide {f'{shards} shards' if shards > 1 else f'{heads} heads'}, and every stage needs one of {layers} "
-            "layers"
+            f"divide {f'{shards} shards' if shards > 1 else f'{architecture.query_groups} heads'}, and every stage "
+            f"needs one of {layers} layers"
         )
     if as_json:
         typer.echo(json.dumps([{**each.as_dict(), "fits": each.memory.total <= limit} for each in found]))
@@ -130,12 +137,19 @@ def estimate(
 _MEASURE = "; measure yours: mpirun -n N mpishard bench --output FILE, then --profile FILE."
 
 
-def _model(sizes: Mapping[str, int | None], tied: bool, shards: int) -> Architecture:
-    """The model of these options; ValueError if any is missing."""
+def _model(
+    sizes: Mapping[str, int | None], llama: Mapping[str, int | None], tied: bool, shards: int
+) -> DecoderArchitecture:
+    """The model of these options, like Llama if one of those is given; ValueError if any of the sizes is missing."""
     if missing := [f"--{name}" for name, value in sizes.items() if value is None]:
         raise ValueError(f"a model needs {', '.join(missing)} too (or --parameters for ZeRO alone)")
     vocabulary, context, width, layers, heads = (value for value in sizes.values() if value is not None)
-    return Architecture(vocabulary, context, width, layers, heads, tied, shards)
+    given = vocabulary, context, width, layers, heads
+    if any(value is not None for value in llama.values()):
+        return LlamaArchitecture(
+            *given, key_value_heads=llama["key_value_heads"], hidden=llama["hidden"], tied=tied, shards=shards
+        )
+    return Architecture(*given, tied, shards)
 
 
 def _check_alone(context: typer.Context) -> None:

@@ -55,6 +55,18 @@ def test_table_of_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mpishard bench" in lines[-1]
 
 
+def test_a_model_like_llama(capsys: pytest.CaptureFixture[str]) -> None:
+    """With half the heads of keys and a narrow network it has fewer parameters, and fewer tensor sizes."""
+    parameters = []
+    for options in ("", "--key-value-heads 4 --hidden 128"):
+        assert run(f"{MODEL} {options} --ranks 8 --json") == 0
+        found = json.loads(capsys.readouterr().out)
+        parameters.append(next(each["stages"][0]["parameters"] for each in found if each["data"] == 8))
+        assert max(each["tensor"] for each in found) == (4 if options else 8)
+    # Blocks of GPT-2 have 12 squares of the width; these have 3 in the attention and 6 in the network, and no biases.
+    assert parameters[0] - parameters[1] == 8 * (3 * 64 * 64 + 11 * 64) + 64 * 64 + 64
+
+
 def test_the_ten_best_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"{MODEL} --ranks 8 --batch 16") == 0
     lines = capsys.readouterr().out.splitlines()
