@@ -154,7 +154,7 @@ def run(case: Case, folder: Path) -> None:
         models: list[Any] = []
         config = mpishard.ShardingConfiguration(mesh, max_gradient_norm=0.5, reproducible=True)
         group = mpishard.ParameterGroup(["*norm.weight", "*.bias"], weight_decay=0, lr_factor=0.5)
-        inner = strategy(mpishard.AdamW(lr=0.01, groups=[group]), config)
+        inner = strategy(mpishard.AdamW(lr=0.01, groups=[group], ema_decay=0.75), config)
         elastic = mpishard.ElasticOptimizer(
             inner,
             max_workers=case.workers,
@@ -220,7 +220,9 @@ def run(case: Case, folder: Path) -> None:
                 callback = note_moves_and_steps(notes, mesh)
             record = mpishard.RunRecord(folder, mesh)
             given: Any = problem if case.moves or case.long else problem(mesh)
-            validation = mpishard.Evaluation.for_model(validated, 7, every=2, micro_batch_size=2, tokens_per_sample=8)
+            validation = mpishard.Evaluation.for_model(
+                validated, 7, every=2, micro_batch_size=2, tokens_per_sample=8, averaged=True
+            )
             result = elastic.optimize(
                 given,
                 callback=callback,
@@ -231,11 +233,14 @@ def run(case: Case, folder: Path) -> None:
                 evaluate=validation,
             )
         full, losses = mpishard.as_distributed(models[0], mesh).gather_full_parameters(), result.loss_history
+        with inner.averaged_parameters():
+            average = mpishard.as_distributed(models[0], mesh).gather_full_parameters()
         losses = np.concatenate([losses, result.validation_steps, result.validation_losses])
         slots = inner.state.binding.gather().slots
         found = {
             "parameters": hashlib.sha256(full.tobytes()).hexdigest(),
             "slots": hashlib.sha256(b"".join(slots[name].tobytes() for name in sorted(slots))).hexdigest(),
+            "average": hashlib.sha256(average.tobytes()).hexdigest(),
             "losses": hashlib.sha256(losses.tobytes()).hexdigest(),
             "steps": result.steps,
             "samples": result.samples,

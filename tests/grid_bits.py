@@ -25,7 +25,7 @@ GROUPS = [
     mpishard.ParameterGroup(["*norm.weight", "*.bias"], weight_decay=0),
     mpishard.ParameterGroup("*_embedding.*", lr_factor=0.5),
 ]
-RULE, CLIP = mpishard.AdamW(lr=1e-2, eps=1e-8, weight_decay=0.1, groups=GROUPS), 0.5
+RULE, CLIP = mpishard.AdamW(lr=1e-2, eps=1e-8, weight_decay=0.1, groups=GROUPS, ema_decay=0.75), 0.5
 VALIDATED, EVERY = 7, 2  # samples of the validation set: 3 micro-batches, fewer than some meshes have data ranks
 
 
@@ -192,7 +192,9 @@ def train(
         problem,
         progress=False,
         callback=None if watch is None else follow,
-        evaluate=mpishard.Evaluation.for_model(batch, VALIDATED, every=EVERY, tokens_per_sample=shape.length),
+        evaluate=mpishard.Evaluation.for_model(
+            batch, VALIDATED, every=EVERY, tokens_per_sample=shape.length, averaged=rule.ema_decay is not None
+        ),
     )
     assert len(result.validation_losses) == steps // EVERY
     return whole(model, optimizer), np.concatenate([result.loss_history, result.validation_losses])

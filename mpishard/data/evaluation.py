@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import integer, number
+from mpishard.arguments import flag, integer, number
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Evaluation:
         Maximum number of samples in one call.  Default: that of the problem, or else a sixteenth of its batch.
     tokens_per_sample : int
         Number of equal terms in the loss of one sample; the validation loss is the mean over all terms.
+    averaged : bool
+        Evaluate the exponential moving average of the parameters that the rule keeps (`ema_decay`).
 
     Attributes
     ----------
@@ -51,6 +53,7 @@ class Evaluation:
     every: int = field(kw_only=True)
     micro_batch_size: int | None = field(default=None, kw_only=True)
     tokens_per_sample: int = field(default=1, kw_only=True)
+    averaged: bool = field(default=False, kw_only=True)
     of_batches: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +63,7 @@ class Evaluation:
             value = getattr(self, name)
             if value is not None or name != "micro_batch_size":
                 object.__setattr__(self, name, integer(f"Evaluation: {name}", value, least=1))
+        object.__setattr__(self, "averaged", flag("Evaluation: averaged", self.averaged))
 
     @classmethod
     def for_model(
@@ -70,6 +74,7 @@ class Evaluation:
         every: int,
         micro_batch_size: int | None = None,
         tokens_per_sample: int = 1,
+        averaged: bool = False,
     ) -> Evaluation:
         """The evaluation of the model of a problem that `OptimizationProblem.for_model` has made.  Not collective.
 
@@ -81,13 +86,22 @@ class Evaluation:
             ``batch(samples)`` returns the arguments of ``model.loss`` for these validation samples.
         samples, every, micro_batch_size, tokens_per_sample : int
             As for the class.
+        averaged : bool
+            As for the class.
 
         Returns
         -------
         Evaluation
             In a run that changes its mesh it is that of the model of the day.
         """
-        made = cls(batch, samples, every=every, micro_batch_size=micro_batch_size, tokens_per_sample=tokens_per_sample)
+        made = cls(
+            batch,
+            samples,
+            every=every,
+            micro_batch_size=micro_batch_size,
+            tokens_per_sample=tokens_per_sample,
+            averaged=averaged,
+        )
         object.__setattr__(made, "of_batches", True)
         return made
 
@@ -99,7 +113,8 @@ class Evaluation:
     @property
     def identity(self) -> dict[str, Any]:
         """The values that decide whether the losses of two runs may be compared."""
-        return {"samples": self.samples, "tokens_per_sample": self.tokens_per_sample}
+        names = ("samples", "tokens_per_sample", *(("averaged",) if self.averaged else ()))
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,8 @@ class LocalSGDOptimizer(ShardedOptimizer):
                 f"the outer rule {type(outer).__name__} scales by norms of whole tensors, and an outer step sees "
                 "buckets; use an element-wise one, such as SGD or Adam, and this one as the inner rule"
             )
+        if outer is not None and outer.ema_decay is not None:
+            raise ValueError("the outer rule keeps no average of the parameters; give ema_decay to the inner rule")
         if outer is not None and outer.groups:
             raise ValueError(
                 f"the outer rule {type(outer).__name__} has parameter groups, and an outer step sees buckets; give "

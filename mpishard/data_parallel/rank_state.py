@@ -27,7 +27,7 @@ from mpishard.data_parallel.state_shards import shards
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import Shard
 from mpishard.minimizers import Method
-from mpishard.optim.formulas import clip_by_value
+from mpishard.optim.formulas import clip_by_value, moving_average
 from mpishard.parameters.flat import FlatParameters
 
 Array = Any
@@ -65,6 +65,8 @@ class RankState:
             return
         if not arrays.is_device(like):
             rule.kernel.expect(parameters.dtype)
+            if rule.ema_decay is not None:
+                moving_average.expect(parameters.dtype)
             if config.max_gradient_value is not None:
                 clip_by_value.expect(parameters.dtype)
             exact_norm.expect(parameters.dtype, config.max_gradient_norm is not None or rule.norm_based)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mpishard.arguments import flag
@@ -12,6 +13,7 @@ from mpishard.backend.compiled import prepare
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.agreement import agree_on_beginning, agree_on_step
+from mpishard.data_parallel.averaged_parameters import averaged_parameters
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.method_state import MethodState
 from mpishard.data_parallel.method_update import update_by_method
@@ -112,6 +114,8 @@ class ShardedOptimizer:
                 "depends on what it has learned.  Make a new optimizer; deserialize(old.serialize()) goes on with "
                 "other options"
             )
+        if isinstance(self._rule, Rule) and (rule.ema_decay is None) != (self._rule.ema_decay is None):
+            raise ValueError("ema_decay cannot be given or left out once there is an optimizer: it is one more slot")
         if self.parameters is not None:
             rule.by_tensor([spec.name for spec in self.parameters.specs])  # raises for groups of another model
         self._rule = rule
@@ -326,6 +330,32 @@ class ShardedOptimizer:
             evaluate=evaluate,
             stop_early=stop_early,
         )
+
+    @contextmanager
+    def averaged_parameters(self) -> Iterator[None]:
+        """Put the exponential moving average of the parameters in their place within a ``with`` block.
+
+        To evaluate, export or save the average: ``with optimizer.averaged_parameters(): ...``.  Take no step inside.
+
+        Yields
+        ------
+        None
+            At the end of the block the parameters are what they were, to the last bit.
+
+        Raises
+        ------
+        ValueError
+            If the rule has no `ema_decay`, or no step was taken yet.
+        """
+        if isinstance(self.rule, Method) or self.rule.ema_decay is None:
+            raise ValueError(
+                f"{type(self.rule).__name__} keeps no average of the parameters; give the rule ema_decay=0.999"
+            )
+        if not self._binding.is_bound or not self.steps:
+            raise ValueError("there is no average of the parameters before the first step")
+        self._level_workers()
+        with averaged_parameters(self._binding.on_rank):
+            yield
 
     def begin_stage(self, *, keep_history: bool = False) -> None:
         """Let the next call of `optimize` minimise another function, from the last iterate of a method on.

@@ -17,10 +17,15 @@ from mpishard.optim import Rule
 Array = Any
 # The point is saved apart from the parameters: those of a run that has ended are the last accepted iterate.
 POINT = "point"
+# The exponential moving average of the parameters, after the slots of a rule.
+EMA = "ema"
 
 
 def slot_names(rule: Rule | Method) -> tuple[str, ...]:
-    """The names of the state arrays of a rule, or of a method: its vectors, and the point that it wants evaluated.
+    """The names of the state arrays of a rule, or of a method.
+
+    A rule has its slots, and the average of the parameters if it keeps one; a method its vectors, and the point that it
+    wants evaluated.
 
     Not collective.
 
@@ -34,7 +39,9 @@ def slot_names(rule: Rule | Method) -> tuple[str, ...]:
     tuple of str
         In the order of the arrays.
     """
-    return (*rule.slots, POINT) if isinstance(rule, Method) else rule.slots
+    if isinstance(rule, Method):
+        return (*rule.slots, POINT)
+    return rule.slots if rule.ema_decay is None else (*rule.slots, EMA)
 
 
 def make_rows(method: Method, size: int, dtype: np.dtype, *, like: Array) -> Array:
@@ -46,9 +53,9 @@ def make_rows(method: Method, size: int, dtype: np.dtype, *, like: Array) -> Arr
 def make_slots(rule: Rule, size: int, dtype: np.dtype, *, like: Array) -> dict[str, Array]:
     """New state of a rule for `size` elements, on the device of `like`."""
     slots: dict[str, Array] = {}
-    for name in rule.slots:
+    for name in slot_names(rule):
         slots[name] = arrays.zeros(size, dtype, like=like)
-        if rule.initial(name):
+        if name in rule.slots and rule.initial(name):
             slots[name][...] = rule.initial(name)
     return slots
 

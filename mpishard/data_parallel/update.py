@@ -10,11 +10,12 @@ from mpishard.backend import array as arrays
 from mpishard.data_parallel.binding import Binding
 from mpishard.data_parallel.rank_state import RankState
 from mpishard.data_parallel.settings import Configured
+from mpishard.data_parallel.slots import EMA
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.data_parallel.trust_ratio_norms import norms
 from mpishard.data_parallel.validation import check_copies
 from mpishard.optim import Rule
-from mpishard.optim.formulas import clip_by_value
+from mpishard.optim.formulas import clip_by_value, moving_average
 
 Array = Any
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
@@ -123,7 +124,7 @@ def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float,
 
     Collective over the strategy's team if the rule needs norms of whole tensors; otherwise not collective.
     """
-    strategy, slots = on_rank.strategy, on_rank.slots.values()
+    strategy, slots = on_rank.strategy, [on_rank.slots[name] for name in rule.slots]
     owned, gradients = strategy.values(), strategy.gradients()
     views = [strategy.ownership.state_views(slot) for slot in slots]
     states = [list(parts) for parts in zip(*views, strict=True)] if views else [[] for _ in owned]
@@ -141,6 +142,10 @@ def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float,
     if directions is not None:
         rules = [each.scaled(rate_factor) for each in on_rank.rule_ranges.by_tensor(rule)]
         _apply_by_norms([cast(NormBased, each) for each in rules], strategy, owned, directions, step)
+    if rule.ema_decay is not None:
+        keep = rule.ema_decay if step > 1 else 0.0
+        for values, average in zip(owned, strategy.ownership.state_views(on_rank.slots[EMA]), strict=True):
+            moving_average(average, values, keep, 1 - keep)
 
 
 def _apply_by_norms(

@@ -139,3 +139,12 @@ def lamb_apply(p, u, /, step_size):
 def clip_by_value(g, /, divisor, most):
     g = min(max(g / divisor, -most), most)
     return g
+
+
+# After a rule: the exponential moving average `a` of the parameters.
+
+
+@elementwise
+def moving_average(a, p, /, keep, rest):
+    a = keep * a + rest * p
+    return a

@@ -33,6 +33,8 @@ class LAMB(Rule):
         This many times the parameter is added to the direction, before it is scaled.
     groups : sequence of ParameterGroup
         Tensors with a weight decay or a learning rate of their own.
+    ema_decay : float, optional
+        Keep an exponential moving average of the parameters with this decay.
 
     Raises
     ------

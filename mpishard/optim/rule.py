@@ -41,6 +41,9 @@ class Rule(ABC):
     groups : sequence of ParameterGroup
         Tensors that have a weight decay or a learning rate of their own.  Checked against the names of the tensors when
         an optimizer gets its parameters.
+    ema_decay : float, optional
+        Keep an exponential moving average of the parameters too, as one more state array: after a step it is this times
+        itself plus the rest times the parameters, after the first one the parameters.  At least 0 and below 1.
 
     Raises
     ------
@@ -50,12 +53,15 @@ class Rule(ABC):
 
     lr: LearningRate
     groups: Sequence[ParameterGroup] = field(default=(), kw_only=True)
+    ema_decay: float | None = field(default=None, kw_only=True)
     norm_based: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not callable(self.lr):
             self._check("lr")
         self._check_groups()
+        if self.ema_decay is not None:
+            self._check("ema_decay", below=1.0)
         for each in fields(self):
             kind = getattr(each.type, "__name__", each.type)  # a name where annotations are postponed
             if each.name in _AT_LEAST_0:
@@ -251,7 +257,7 @@ class Rule(ABC):
         -------
         dict
             ``"rule"`` with the name of the class, and each hyper-parameter by its name; `betas` as ``"beta1"`` and
-            ``"beta2"``, the groups as a text, if there are any.
+            ``"beta2"``, the groups as a text and `ema_decay`, if given.
         """
         plain: dict[str, float | str | bool] = {"rule": type(self).__name__}
         for each in fields(self):
@@ -260,6 +266,8 @@ class Rule(ABC):
                 plain["beta1"], plain["beta2"] = value
             elif each.name == "groups":
                 plain |= {"groups": "; ".join(map(str, value))} if value else {}
+            elif each.name == "ema_decay":
+                plain |= {} if value is None else {"ema_decay": value}
             else:
                 plain[each.name] = _ADDRESS.sub("", repr(value)) if callable(value) else value
         return plain

@@ -31,6 +31,8 @@ class SGD(Rule):
         Nesterov's momentum; needs a momentum above 0 and a dampening of 0.
     groups : sequence of ParameterGroup
         Tensors with a weight decay or a learning rate of their own.
+    ema_decay : float, optional
+        Keep an exponential moving average of the parameters with this decay.
 
     Raises
     ------
@@ -87,6 +89,8 @@ class Adam(Rule):
         Divide by the largest second average so far; a third slot keeps it.
     groups : sequence of ParameterGroup
         Tensors with a weight decay or a learning rate of their own.
+    ema_decay : float, optional
+        Keep an exponential moving average of the parameters with this decay.
 
     Raises
     ------
@@ -136,6 +140,8 @@ class AdamW(Adam):
         Divide by the largest second average so far; a third slot keeps it.
     groups : sequence of ParameterGroup
         Tensors with a weight decay or a learning rate of their own.
+    ema_decay : float, optional
+        Keep an exponential moving average of the parameters with this decay.
 
     Raises
     ------
@@ -169,6 +175,8 @@ class RMSprop(Rule):
         Divide by the root of the variance of the gradient; a further slot keeps its average.
     groups : sequence of ParameterGroup
         Tensors with a weight decay or a learning rate of their own.
+    ema_decay : float, optional
+        Keep an exponential moving average of the parameters with this decay.
 
     Raises
     ------
@@ -217,6 +225,8 @@ class Adagrad(Rule):
         Added to the root of the sum before the division.
     groups : sequence of ParameterGroup
         Tensors with a weight decay or a learning rate of their own.
+    ema_decay : float, optional
+        Keep an exponential moving average of the parameters with this decay.
 
     Raises
     ------
@@ -255,6 +265,8 @@ class Lion(Rule):
         A step multiplies the parameter by ``1 - lr * weight_decay`` first.
     groups : sequence of ParameterGroup
         Tensors with a weight decay or a learning rate of their own.
+    ema_decay : float, optional
+        Keep an exponential moving average of the parameters with this decay.
 
     Raises
     ------

@@ -207,6 +207,11 @@ class OptimizationProblem(Objective[P]):
                     f"evaluate= is for rules: the steps of {type(optimizer.rule).__name__} are evaluations of its line "
                     "searches; evaluate in a callback, at accepted iterates"
                 )
+            if evaluate is not None and evaluate.averaged and getattr(optimizer.rule, "ema_decay", None) is None:
+                name = type(optimizer.rule).__name__
+                raise ValueError(
+                    f"Evaluation(averaged=True) needs an average of the parameters; give {name} ema_decay=0.999"
+                )
         except (TypeError, ValueError) as error:
             problem = error
         given: dict[str, Any] = {"checkpoints": checkpoints is not None, "record": record is not None, "resume": resume}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -277,7 +278,10 @@ class TrainingRun:
         if self.optimizer.strategy.workers_differ:
             self.losses.reduce()
             self.optimizer.state.consolidate()
-        with self.report.phase("validation"):
+        assert self.validation.evaluation is not None
+        averaged = self.validation.evaluation.averaged
+        averages = self.optimizer.averaged_parameters() if averaged and self.optimizer.steps else nullcontext()
+        with self.report.phase("validation"), averages:
             loss = self.validation.evaluate(step, self.runner, self.held)
         self.report.validation(step, loss)
 

@@ -151,6 +151,62 @@ def test_a_run_goes_on_in_other_layouts(comm, folder):
     comm.Barrier()
 
 
+def everything_while_training(comm, steps, zero_stage, tensor=1, pipeline=1, folder=None):
+    """Losses, validation losses, parameters and their average, with parameter groups and clipping by value."""
+    rule = AdamW(
+        lr=0.05,
+        weight_decay=0.1,
+        ema_decay=0.5,
+        groups=[
+            mpishard.ParameterGroup(["*norm.weight", "*.bias"], weight_decay=0),
+            mpishard.ParameterGroup("*_embedding.*", lr_factor=0.5),
+        ],
+    )
+    with mpishard.Mesh(comm, tensor=tensor, pipeline=pipeline) as mesh:
+        model = nn.GPT(11, 5, 8, 2, 2, mesh=mesh, shards=2, sharded_parameters=zero_stage == 3)
+        config = mpishard.ShardingConfiguration(mesh, reproducible=True, max_gradient_value=0.02)
+        optimizer = HybridShardedOptimizer(rule, config, zero_stage=zero_stage)
+
+        def batch(samples):
+            return TOKENS[samples, :-1], TOKENS[samples, 1:]
+
+        task = OptimizationProblem.for_model(
+            model, batch, samples=40, batch_size=13, micro_batch_size=3, tokens_per_sample=5, steps=steps
+        )
+        options = {
+            "evaluate": mpishard.Evaluation.for_model(
+                lambda samples: batch(40 + samples), 5, every=2, tokens_per_sample=5, averaged=True
+            ),
+            "stop_early": mpishard.EarlyStopping(patience=2),
+            "progress": False,
+        }
+        if folder is None:
+            result = optimizer.optimize(task, **options)
+        else:
+            with Checkpoints(folder, mesh, best="validation loss") as checkpoints:
+                result = optimizer.optimize(task, checkpoints=checkpoints, resume=True, **options)
+        own = mpishard.as_distributed(model, mesh)
+        whole = own.gather_full_parameters()
+        with optimizer.averaged_parameters():
+            average = own.gather_full_parameters()
+        return [result.loss_history, result.validation_steps, result.validation_losses, whole, average], result
+
+
+@pytest.mark.filterwarnings("ignore:.*micro-batches for .* pipeline stages")
+def test_what_happens_while_training_has_the_same_bits_in_other_layouts(comm, folder):
+    expected, alone = everything_while_training(MPI.COMM_SELF, 9, 0)
+    layouts = [{"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 1}]
+    if comm.size % 2 == 0:
+        layouts = [{"zero_stage": 3, "tensor": 2}, {"zero_stage": 1, "pipeline": 2}, {"zero_stage": 2}]
+    for steps, layout in zip((3, 6, 9), layouts, strict=True):
+        found, result = everything_while_training(comm, steps, folder=folder, **layout)
+    assert [each.tobytes() for each in found] == [each.tobytes() for each in expected]
+    assert (result.steps, result.stop_reason) == (alone.steps, alone.stop_reason)
+    comm.Barrier()
+    best = alone.validation_steps[np.argmin(alone.validation_losses)]
+    assert (folder / "best").resolve().name == f"step-{best:08d}"
+
+
 def test_without_a_checkpoint_a_run_begins(mesh, folder):
     with Checkpoints(folder / "new", mesh, every=100) as checkpoints:
         result = DDPOptimizer(RULE, mesh).optimize(problem(3), progress=False, checkpoints=checkpoints, resume=True)

@@ -97,7 +97,7 @@ def assert_close(path: np.ndarray, reference: np.ndarray, limit: float) -> None:
 
 def numbers(rule: Rule) -> dict[str, Any]:
     """What PyTorch's rule of the same name takes."""
-    return {name: value for name, value in vars(rule).items() if name != "groups"}
+    return {name: value for name, value in vars(rule).items() if name not in ("groups", "ema_decay")}
 
 
 @each_dtype
