@@ -46,6 +46,7 @@ class Layout:
     tied: bool = False
 
     # What `grid.expected_of` asks for, the same for all layouts.
+    model = "gpt"
     heads = 24
     layers = 4
     rule = "adamw"

@@ -23,7 +23,18 @@ _BITS: dict[int, tuple[Any, Any]] = {4: (np.uint32, np.uint32(2**31 - 1)), 8: (n
 
 
 def largest(array: Array) -> float:
-    """Largest absolute value of a flat float32 or float64 array; infinite or NaN if any element is; 0.0 if empty."""
+    """Largest absolute value.
+
+    Parameters
+    ----------
+    array : array
+        Flat, float32 or float64, on the host or a GPU.
+
+    Returns
+    -------
+    float
+        Infinite or NaN if any element is; 0.0 if the array is empty.
+    """
     if not array.size:
         return 0.0
     if is_device(array):

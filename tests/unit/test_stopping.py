@@ -40,4 +40,4 @@ def test_a_request_comes_before_a_goal(strongest, reason):
 
 def test_the_strongest_request_is_the_largest():
     assert max(StopRequest.SECONDS, StopRequest.NONE, StopRequest.CALLBACK) == StopRequest.CALLBACK
-    assert max(StopRequest) == StopRequest.SIGNAL
+    assert sorted(StopRequest)[-2:] == [StopRequest.SIGNAL, StopRequest.FAILED]
