@@ -32,7 +32,7 @@ LONG_MESHES = [
     *({"pipeline": 3, "data": 1}, {"data": 3}, {"pipeline": 2, "data": 1}, {"tensor": 2, "data": 1}, {"data": 1}),
 ]
 LONG_STEPS, LONG_SAVE_EVERY = 300, 10
-SLOW_S = 1.0
+SLOW_S = 3.0
 # Seconds after which a stopped process counts as dead.
 FAILURE_TIMEOUT = 0.7
 # The victim is the first process that was not there at the start; those after it have numbers below.

@@ -35,7 +35,7 @@ from mpishard.elastic.mesh_choice import MeshSizes
 
 RANKS = 8
 # Steps of the run in which something happens; the last of it may take many.
-FIRST, LAST = 4, 250
+FIRST, LAST = 4, 230
 TIME_LIMIT = 2400.0
 # The longest time from a shot to a step beyond those before it, and from a request for a mesh to a step with it.
 STEP_LIMIT_S, MOVE_LIMIT_S = 120.0, 240.0
@@ -141,20 +141,21 @@ class LongRun:
                 break
         self.slow(True)
 
-    def shoot(self, draw: random.Random) -> str:
-        """Kill a process; returns which one that was, and in what."""
+    def shoot(self, draw: random.Random) -> tuple[str, list[Step], float]:
+        """Kill a process; returns which one that was and in what, the steps before that, and when it was."""
         for _ in self.until("process to shoot", STEP_LIMIT_S):  # there is none while the job starts again
             if processes := alive(str(self.folder)):
                 break
         victim, moving, steps = draw.choice(processes), self.moving, self.steps
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
+        shot, seen = time.monotonic(), self.steps
         step, rank = -1, 0
         with contextlib.suppress(OSError):
             step, rank = json.loads((self.folder / f"at-{victim}").read_text())
         where = f"in a move, {len(moving)} in it" if moving else f"after step {steps[-1].number}"
         who = f"rank {rank}" if step >= steps[-1].number - 1 else "a process that waits or comes"
-        return f"{who} of {steps[-1].mesh}, {where}"
+        return f"{who} of {steps[-1].mesh}, {where}", seen, shot
 
     def go_on(self, before: list[Step], shot: float) -> str:
         """Wait for a step beyond those before a shot; returns how the run went on."""
@@ -222,13 +223,11 @@ def disturb(run: LongRun, events: list[Event], draw: random.Random) -> Counter[s
         if event.shoots:
             run.slow(False)
             time.sleep(draw.uniform(0, IN_MOVE_S if mesh else AFTER_STEP_S))
-            shot, seen = time.monotonic(), run.steps
-            text = run.shoot(draw)
+            text, seen, shot = run.shoot(draw)
             run.slow(True)
             after = run.go_on(seen, shot)
             counts["shots"] += 1
             counts["in a move"] += "in a move" in text
-            counts["started again"] += "started again" in after
             print(f"step {event.step:3d}: shot {counts['shots']:2d}: {text}; {after}", flush=True)
         if mesh:
             text = run.await_move(mesh, command, len(before))
@@ -237,6 +236,7 @@ def disturb(run: LongRun, events: list[Event], draw: random.Random) -> Counter[s
         rests = time.monotonic() + draw.choice([0, draw.uniform(0, REST_S)])
         while time.monotonic() < rests and run.furthest < event.step + (LAST - FIRST) // len(events):
             time.sleep(0.05)
+    counts["starts"] = 1 + max(step.start for step in run.steps)
     return counts
 
 
