@@ -236,7 +236,7 @@ def disturb(run: LongRun, events: list[Event], draw: random.Random) -> Counter[s
         rests = time.monotonic() + draw.choice([0, draw.uniform(0, REST_S)])
         while time.monotonic() < rests and run.furthest < event.step + (LAST - FIRST) // len(events):
             time.sleep(0.05)
-    counts["starts"] = 1 + max(step.start for step in run.steps)
+    counts["starts"] = 1 + max((step.start for step in run.steps), default=0)
     return counts
 
 
