@@ -89,6 +89,16 @@ class Batches:
             self.current = self.sampler.following(self.position, self.size)
         return self.current
 
+    def coming(self, steps: int) -> list[np.ndarray]:
+        """The samples of the next steps, the current one first, if nothing changes the size of the batch."""
+        if self._full:
+            return [self.current]
+        batches, position = [], self.position
+        for _ in range(steps):
+            batches.append(self.sampler.following(position, self.size))
+            position += len(batches[-1])
+        return batches
+
     def advance(self) -> None:
         """Count the current batch: its step is finished, and the next one has others."""
         self.position += len(self.current)

@@ -55,6 +55,8 @@ class Objective(Generic[P]):
         Hessian times a vector.
     several : callable, optional
         The function for several micro-batches in one call.
+    expect : callable, optional
+        Told which micro-batches follow.
     model : model, optional
         Whose loss it is.
 
@@ -91,12 +93,13 @@ class Objective(Generic[P]):
     facts: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     product: Callable[[Any, Any, np.ndarray, Any], object] | None = field(default=None, kw_only=True)
     several: Callable[[Any, Sequence[np.ndarray], Any], Sequence[float]] | None = field(default=None, kw_only=True)
+    expect: Callable[[Sequence[np.ndarray]], object] | None = field(default=None, kw_only=True)
     model: Any = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(f"function must be callable, got {type(self.function).__name__}")
-        for name in ("product", "several"):
+        for name in ("product", "several", "expect"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise TypeError(f"{name} must be callable, got {type(getattr(self, name)).__name__}")
         start: Any = self.start

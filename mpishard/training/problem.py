@@ -79,6 +79,10 @@ class OptimizationProblem(Objective[P]):
         this in place of `function`: on a pipeline with all micro-batches of a rank, which pass through it together,
         else with one.  The function must mark each in the gradients, as `mpishard.pipeline.runtime.Pipeline` does, and
         must not cut them further.  `for_model` makes it of a model's `losses_and_gradient`.
+    expect : callable, optional
+        ``expect(micro_batches)``: called before each step on each rank with those that it will compute in this step and
+        the next ones, each an array of sample indices, in their order; for what reads ahead.  `for_model` gives that of
+        `mpishard.data.ReadAhead`.
     model : model, optional
         The model whose loss the function returns, for `Evaluation.for_model`; `for_model` gives it.
 
@@ -144,6 +148,7 @@ class OptimizationProblem(Objective[P]):
             batch_size,
             facts={**own, **(facts or {})},
             several=None if losses_and_gradient is None else several,
+            expect=getattr(batch, "expect", None),
             model=model,
             **options,
         )

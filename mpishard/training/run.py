@@ -32,6 +32,8 @@ from mpishard.training.step_runner import StepRunner
 from mpishard.training.stopping import StopCondition, StopRequest
 from mpishard.training.validation import Validated, Validation
 
+_ANNOUNCED = 3  # steps whose samples are known to what reads ahead
+
 
 class StepOutcome(NamedTuple):
     """A step whose update is done.
@@ -214,7 +216,10 @@ class TrainingRun:
         """
         optimizer = self.optimizer
         optimizer.config.mesh.ledger.step = step
-        losses, count = self.runner.losses_and_gradient(self.batches.following())
+        batch = self.batches.following()
+        if self.problem.expect is not None:
+            self.runner.announce(self.batches.coming(_ANNOUNCED))
+        losses, count = self.runner.losses_and_gradient(batch)
         if optimizer.mesh.debug or len(self.losses) == self._resumed_steps:
             self._refuse_misuse()
         synchronized = self._transactional or optimizer.state.synchronizes_next_step

@@ -153,6 +153,20 @@ class StepRunner:
         self.reducer.end_pass()
         return losses, self.problem.terms(len(batch))
 
+    def announce(self, batches: Sequence[np.ndarray]) -> None:
+        """Tell what reads ahead which samples this rank will compute next, by the batches of the next steps."""
+        assert self.problem.expect is not None
+        coming: list[np.ndarray] = []
+        for batch in batches:
+            if self.ordered is None:
+                coming += share(batch, self.axis.rank, self.axis.size, self.problem.micro_batch_size)
+            else:
+                micro = micro_batches(batch, self.problem.micro_batch_size)
+                in_turns = self.of_model and self.reducer.on_demand
+                own = TermAssignment(len(micro), self.axis.size, in_turns).terms(self.axis.rank)
+                coming += [micro[number] for number in own]
+        self.problem.expect([samples for samples in coming if len(samples)])
+
     def sums_of(self, *parts: np.ndarray) -> tuple[list[float], list[np.ndarray]]:
         """The summed loss of each part's samples on this rank alone, and the accumulated gradient after each part.
 

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import nn
-from mpishard.data import Mixture, TokenData, TokenFile
+from mpishard.data import Mixture, ReadAhead, TokenData, TokenFile
 
 
 @pytest.fixture
@@ -31,14 +31,14 @@ def test_a_mixture_trains_alike_on_any_ranks(mesh, folder):
     values = np.random.default_rng(0).integers(0, 20, (2, 700))
     sources = [write(mesh, folder / f"{name}.bin", row) for name, row in zip("ab", values, strict=True)]
 
-    def losses(ranks):
+    def losses(ranks, reader=None):
         with mpishard.Mesh(ranks) as own:
             data = TokenData(Mixture(sources, [0.7, 0.3], seed=1), 8, vocabulary_size=20, mesh=own)
             model = nn.GPT(20, 8, width=8, layers=1, heads=2, mesh=own)
             config = mpishard.ShardingConfiguration(own, reproducible=True)
             problem = mpishard.OptimizationProblem.for_model(
                 model,
-                data.batch,
+                data.batch if reader is None else reader.of(data.batch),
                 samples=len(data),
                 batch_size=24,
                 steps=8,
@@ -47,7 +47,43 @@ def test_a_mixture_trains_alike_on_any_ranks(mesh, folder):
             optimizer = mpishard.ZeRO1Optimizer(mpishard.Adam(lr=1e-2), config)
             return optimizer.optimize(problem, progress=False).loss_history
 
-    assert losses(mesh.world.comm).tolist() == losses(MPI.COMM_SELF).tolist()
+    expected = losses(MPI.COMM_SELF).tolist()
+    assert losses(mesh.world.comm).tolist() == expected
+    reader = Reader()
+    assert losses(mesh.world.comm, reader).tolist() == expected
+    # What is expected is what is asked for, on each rank and in each step.
+    assert set(reader.asked) <= set(reader.expected)
+    assert len(reader.asked) == 8 * (16 // mesh.size + (mesh.rank < 16 % mesh.size))
+
+
+class Reader:
+    """Notes what a run expects and asks for, around a reader."""
+
+    def __init__(self):
+        self.expected, self.asked = [], []
+
+    def of(self, batch):
+        self.ahead = ReadAhead(batch)
+        return self
+
+    def expect(self, micro_batches):
+        self.expected += [samples.tobytes() for samples in micro_batches]
+        self.ahead.expect(micro_batches)
+
+    def __call__(self, samples):
+        self.asked.append(samples.tobytes())
+        return self.ahead(samples)
+
+
+@pytest.mark.parametrize("strategy", [mpishard.ZeRO1Optimizer, mpishard.ZeRO2Optimizer])
+@pytest.mark.parametrize("options", [{"micro_batch_size": 3}, {}])
+def test_what_a_rank_reads_is_expected(mesh, strategy, options):
+    reader = Reader().of(lambda samples: (samples[:, None] % 20, samples[:, None] % 20))
+    model = nn.GPT(20, 1, width=8, layers=1, heads=2, mesh=mesh)
+    problem = mpishard.OptimizationProblem.for_model(model, reader, samples=50, batch_size=20, steps=7, **options)
+    strategy(mpishard.SGD(lr=0.1), mesh).optimize(problem, progress=False)
+    assert {asked for asked in reader.asked if asked} <= set(reader.expected)
+    assert sum(len(asked) for asked in reader.asked) > 0
 
 
 def test_errors_are_on_all_ranks(mesh, folder):
