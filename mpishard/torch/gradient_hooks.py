@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mpishard.parameters.flat import FlatParameters
-from mpishard.torch.memory import as_tensor
+from mpishard.torch.memory import as_tensor, finish_stream
 
 
 class GradientHooks:
@@ -68,6 +68,7 @@ class GradientHooks:
                 memory.add_(gradient)
             else:
                 memory.copy_(gradient)
+        finish_stream(memory)
         p.grad = memory if keeps else None
         self._seen.add(name)
         reducer.mark_ready(name)

@@ -28,6 +28,22 @@ def as_tensor(array: Array) -> Any:
     return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.utils.dlpack.from_dlpack(array)
 
 
+def finish_stream(tensor: Any) -> None:
+    """Wait for what PyTorch has queued for a tensor on a stream of the user's own, which CuPy does not wait for.
+
+    Not collective.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        On any device; only on a GPU, and on another stream than the default one, there is something to wait for.
+    """
+    if tensor.is_cuda:
+        stream = torch.cuda.current_stream(tensor.device)
+        if stream != torch.cuda.default_stream(tensor.device):
+            stream.synchronize()
+
+
 def as_array(tensor: Any) -> Array:
     """An array over the memory of a tensor.  Not collective.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mpishard.backend import array as arrays
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.io import log
 from mpishard.parameters.flat import FlatParameters
@@ -78,6 +79,7 @@ class ModuleOptimizer:
         self.unused_parameters = self._state.hooks.unused
         try:
             self.optimizer.step(self.parameters, count=count)
+            arrays.ready(self.parameters.held)  # PyTorch may go on in another stream of a GPU
         finally:
             self._state.hooks.clear()
         if first and self.unused_parameters and self.optimizer.mesh.rank == 0:

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import numpy as np
 import torch
 
+from mpishard.backend import array as arrays
 from mpishard.backend.blas_threads import blas_threads
 from mpishard.parameters.flat import FlatParameters
 from mpishard.torch.buffers import MODES
@@ -92,6 +93,7 @@ class LossAndGradient:
             torch.set_num_threads(blas_threads() or torch.get_num_threads())
             self._limits_threads = False
         self._state.check_intact()
+        arrays.ready(parameters.held)  # PyTorch may go on in another stream of a GPU
         if not len(samples):  # other ranks have some; a batch norm would not take none
             return 0.0
         values = self._losses(self._module, samples)

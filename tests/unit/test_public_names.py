@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import subprocess
@@ -149,6 +150,17 @@ def test_type_checkers_and_python_find_the_same_names() -> None:
     assert sorted(dir(mpishard)) == sorted([*mpishard.__all__, "__version__"])
     for name in mpishard.__all__:
         assert getattr(mpishard, name) is not None
+
+
+def test_without_pytorch_a_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = importlib.import_module("mpishard.torch")
+    for name in package.__all__:
+        monkeypatch.delitem(vars(package), name, raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ModuleNotFoundError, match=r"mpishard.torch.rule_of needs PyTorch: pip install 'mpishard"):
+        _ = package.rule_of
+    assert dir(package) == package.__all__
+    assert not hasattr(package, "rules_of")
 
 
 def test_what_is_no_name_is_an_attribute_error() -> None:
