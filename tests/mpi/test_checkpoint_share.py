@@ -26,10 +26,10 @@ class Timed(Checkpoints):
         self.saved, self.stalls, self.longer = [], [], longer
         super().__init__(*arguments, **options)
 
-    def _save(self, state, asynchronous):
+    def _save(self, state, asynchronous, best):
         began = time.perf_counter()
         time.sleep(self.longer)
-        path = super()._save(state, asynchronous)
+        path = super()._save(state, asynchronous, best)
         self.saved.append(state.facts["step"])
         self.stalls.append(time.perf_counter() - began)
         return path
