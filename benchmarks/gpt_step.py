@@ -1,9 +1,10 @@
 """Training steps of a small GPT, tokens a second: `mpishard` against PyTorch, and layouts against each other.
 
-    python benchmarks/gpt_step.py [ddp] [zero3] [layouts] [--steps N] [--repeats R]
+    python benchmarks/gpt_step.py [ddp] [zero3] [layouts] [llama] [--steps N] [--repeats R]
 
 ddp: against PyTorch DistributedDataParallel.  zero3: ZeRO-3 against PyTorch FSDP2 (fully_shard).  layouts: tensor and
-pipeline parallelism on two ranks against data parallelism on two ranks, with the same sequences a step.
+pipeline parallelism on two ranks against data parallelism on two ranks, with the same sequences a step.  llama: a Llama
+(4 heads of keys and values, 688 hidden channels) against that of `transformers` under DistributedDataParallel.
 
 4 layers, width 256, 8 heads, sequence 256, 16 sequences a step, vocabulary 256, float32, AdamW; 2 ranks of one thread
 each.  All kinds run in turns, so that a machine that slows down slows all; the figure that counts is the median of the
@@ -28,6 +29,7 @@ import children
 RANKS = 2
 VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS = 256, 256, 256, 4, 8
 SEQUENCES = 16  # a step, over all ranks
+KEY_VALUE_HEADS, HIDDEN = 4, 688  # of the Llama
 LEARNING_RATE = 1e-3
 WARM_UP = 3
 # Seconds for one child: compiling kernels on a cold cache is the slowest part.
@@ -38,14 +40,17 @@ KINDS = {
     "tensor": "mpishard, tensor=2",
     "sequence": "mpishard, tensor=2, sequence-parallel",
     "pipeline": "mpishard, pipeline=2, 1F1B, 8 micro-batches",
+    "llama": "mpishard DDP, Llama",
     "torch-ddp": "PyTorch DDP (gloo)",
     "torch-bfloat16": "PyTorch DDP (gloo), bfloat16 autocast",
     "torch-fsdp2": "PyTorch FSDP2 (gloo)",
+    "torch-llama": "PyTorch DDP (gloo), Llama of transformers",
 }
 COMPARISONS = {
     "ddp": [("ddp", "torch-ddp"), ("ddp", "torch-bfloat16")],
     "zero3": [("zero3", "torch-fsdp2")],
     "layouts": [("tensor", "ddp"), ("sequence", "ddp"), ("pipeline", "ddp")],
+    "llama": [("llama", "torch-llama")],
 }
 
 
@@ -80,7 +85,12 @@ def run_ours(kind: str, steps: int) -> dict[str, Any] | None:
     sizes = {"tensor": {"tensor": 2}, "sequence": {"tensor": 2}, "pipeline": {"pipeline": 2}}.get(kind, {})
     mesh = mpishard.Mesh(**sizes)
     options: dict[str, Any] = {"pipeline": {"microbatches": 8}, "sequence": {"sequence_parallel": True}}.get(kind, {})
-    model = mpishard.nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh, **options)
+    model: Any
+    if kind == "llama":
+        options = {"key_value_heads": KEY_VALUE_HEADS, "hidden": HIDDEN}
+        model = mpishard.nn.Llama(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh, **options)
+    else:
+        model = mpishard.nn.GPT(VOCABULARY, CONTEXT, WIDTH, LAYERS, HEADS, mesh=mesh, **options)
     config = mpishard.ShardingConfiguration.create_for_high_bandwidth(mesh)
     strategy = mpishard.ZeRO3Optimizer if kind == "zero3" else mpishard.DDPOptimizer
     optimizer = strategy(mpishard.AdamW(lr=LEARNING_RATE), config)
@@ -138,7 +148,7 @@ def run_torch(kind: str, steps: int) -> dict[str, Any] | None:
     torch.manual_seed(0)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=os.environ["RENDEZVOUS"], rank=rank, world_size=RANKS)
-    model: Any = GPT()
+    model: Any = llama_of_transformers() if kind == "torch-llama" else GPT()
     if kind == "torch-fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -156,6 +166,7 @@ def run_torch(kind: str, steps: int) -> dict[str, Any] | None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=kind == "torch-bfloat16"):
             logits = model(tokens[index])
+            logits = getattr(logits, "logits", logits)
             loss = functional.cross_entropy(logits.flatten(0, 1), targets[index].flatten())
         loss.backward()
         optimizer.step()
@@ -165,6 +176,22 @@ def run_torch(kind: str, steps: int) -> dict[str, Any] | None:
     result["blas"] = f"torch {torch.__version__}, {torch.get_num_threads()} thread(s)"
     dist.destroy_process_group()
     return result if rank == 0 else None
+
+
+def llama_of_transformers() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=CONTEXT,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_VALUE_HEADS,
+        intermediate_size=HIDDEN,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
 
 
 def child(kind: str, steps: int) -> None:
@@ -195,7 +222,10 @@ def launch(kind: str, steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "comparisons", nargs="*", metavar="comparison", help=f"of {', '.join(COMPARISONS)} (default all)"
+        "comparisons",
+        nargs="*",
+        metavar="comparison",
+        help=f"of {', '.join(COMPARISONS)} (default all; llama only where transformers is)",
     )
     parser.add_argument("--steps", type=int, default=20, help="timed steps of a run (default 20)")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each kind (default 5)")
@@ -209,12 +239,15 @@ def main() -> None:
     if arguments.child:
         child(arguments.child, arguments.steps)
         return
-    pairs = [pair for name in arguments.comparisons or COMPARISONS for pair in COMPARISONS[name]]
+    default = [name for name in COMPARISONS if name != "llama" or importlib.util.find_spec("transformers")]
+    pairs = [pair for name in arguments.comparisons or default for pair in COMPARISONS[name]]
     if arguments.no_bfloat16:
         pairs = [pair for pair in pairs if "torch-bfloat16" not in pair]
     kinds = list(dict.fromkeys(kind for pair in pairs for kind in pair))
     if any(kind.startswith("torch") for kind in kinds) and importlib.util.find_spec("torch") is None:
         sys.exit("this benchmark compares with PyTorch, which is not installed: pip install torch==2.13.0")
+    if "torch-llama" in kinds and importlib.util.find_spec("transformers") is None:
+        sys.exit("llama compares with transformers, which is not installed: pip install 'mpishard[peers]'")
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
     launch("ddp", 1)  # fills the cache of compiled kernels
     for repeat in range(arguments.repeats):
