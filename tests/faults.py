@@ -125,8 +125,15 @@ def single(victim: str, phase: str, kind: str, layout: str) -> Case | None:
     elif phase == "last-save":
         faults = (Fault(who, "save", kind, fault_run.STEPS + 1),)
     else:
-        faults = (Fault(who, phase, kind, 0 if phase == "resize" or phase in RECRUITING else 4),)
+        faults = (Fault(who, phase, kind, _first_step(phase)),)
     return replace(case, faults=faults)
+
+
+def _first_step(phase: str) -> int:
+    """The step in which a fault is due; in a save it is that of the best checkpoint."""
+    if phase in ("save", "reported"):
+        return fault_run.BEST + 1
+    return 0 if phase == "resize" or phase in RECRUITING else 4
 
 
 def grid() -> list[Case]:
@@ -146,7 +153,7 @@ def moving(victim: str, phase: str, kind: str) -> Case | None:
             return None
         case = replace(case, tensor=1, pipeline=1, processes=3, spawns=True)
         who = min(who, 2)
-    at = 0 if phase == "resize" or phase in RECRUITING else 4
+    at = _first_step(phase)
     if phase == "heal":
         # First dies one that is neither the victim's buddy nor its neighbour: then each copy has a holder.
         return replace(case, faults=(Fault((who + 2) % 4, "forward", "kill"), Fault(who, phase, kind, 0)))
@@ -242,6 +249,8 @@ def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: flo
         found = _results(folder)
         newest = Path(folder, "checkpoints", "latest").resolve().name
         steps = [line["step"] for line in read_lines(Path(folder, "metrics.jsonl"))[0]]
+        # A new first rank repeats the newest one, which the first rank before may not have written.
+        validated = sorted({line["step"] for line in read_lines(Path(folder, "logged.jsonl"))[0]})
         happened = len(list(Path(folder).glob("fault-*")))
         left = alive(folder)
         for number in left:
@@ -265,6 +274,8 @@ def run(case: Case, launch: Sequence[str], reference: dict[str, Any], limit: flo
         problem = f"the newest checkpoint is {newest}, and the last step was {fault_run.STEPS}"
     elif steps != list(range(1, fault_run.STEPS + 1)):
         problem = f"the record has the steps {steps}"
+    elif validated != list(range(fault_run.VALIDATED_EVERY, fault_run.STEPS + 1, fault_run.VALIDATED_EVERY)):
+        problem = f"the record has the validation losses of the steps {validated}"
     return Ended(case, problem, how, seconds, output)
 
 

@@ -52,7 +52,10 @@ class ArrayTokens:
         self._bounds = bounds
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return np.array(self._array[start:stop])
+        try:
+            return np.array(self._array[start:stop])
+        except Exception as error:  # of many kinds
+            raise OSError(f"{self.name} cannot be read at positions {start} to {stop}: {error}") from error
 
     def document(self, number: int) -> tuple[int, int]:
         assert self._bounds is not None

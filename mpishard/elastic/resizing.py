@@ -227,6 +227,7 @@ class Resizing:
         training.optimizer.state.restore(metadata.optimizer)
         training.optimizer.state.resync()
         training.restore(metadata.progress)
+        training.report_validation()
         self._parts.elasticity.target.adopt_request(metadata.request)
         if training.optimizer.mesh.rank == 0:
             training.report.show(len(training.losses))

@@ -16,6 +16,42 @@ Array = Any
 
 MODES = ("broadcast", "average", "local")
 _FACT = "buffer.{}"
+_WAY_OUT = "change it before as_distributed"
+
+
+class BufferOwner:
+    """The buffers of one module, without those of its submodules.  Not collective.
+
+    Parameters
+    ----------
+    prefix : str
+        Of their names.
+    module : torch.nn.Module
+        As it is when it is made distributed.
+    names : mapping of int to str
+        By id of a tensor the name of the persistent buffer.
+
+    Attributes
+    ----------
+    prefix : str
+    table : dict of str to Tensor
+        Where the module has them.
+    names : dict of str to str
+        By key in the table the name of a persistent buffer.
+    known : frozenset of str
+        All keys.
+    scratch : set of str
+        Keys of those that are not persistent.
+    """
+
+    def __init__(self, prefix: str, module: Any, names: Mapping[int, str]) -> None:
+        self.prefix: str = prefix
+        self.table: dict[str, Any] = module._buffers
+        self.scratch: set[str] = module._non_persistent_buffers_set
+        self.known: frozenset[str] = frozenset(self.table)
+        self.names: dict[str, str] = {
+            key: names[id(each)] for key, each in self.table.items() if key not in self.scratch and id(each) in names
+        }
 
 
 class Buffers:
@@ -28,6 +64,9 @@ class Buffers:
     mode : {"broadcast", "average", "local"}
         What `synchronize` does: copies those of rank 0; or takes the mean of those that are floating-point, and copies
         the others; or nothing.
+    owners : sequence of BufferOwner
+        The modules, all of them; where one has another tensor in the place of a buffer, as ``self.n = self.n + 1``
+        leaves there, its values are taken.
 
     Attributes
     ----------
@@ -35,8 +74,9 @@ class Buffers:
         As given.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], mode: str) -> None:
+    def __init__(self, tensors: Mapping[str, Any], mode: str, owners: Sequence[BufferOwner] = ()) -> None:
         self._tensors = dict(tensors)
+        self._owners = list(owners)
         self.mode: str = mode
         by_dtype: dict[Any, list[Any]] = {}
         for tensor in self._tensors.values():
@@ -47,7 +87,39 @@ class Buffers:
     @property
     def facts(self) -> dict[str, np.ndarray]:
         """Copies of the values, flat, by the names that they have among the facts of a state.  Not collective."""
+        self.take_back()
         return {_FACT.format(name): _as_numbers(tensor) for name, tensor in self._tensors.items()}
+
+    def take_back(self) -> None:
+        """Take the values of tensors that have taken the place of a buffer, and its place.  Not collective.
+
+        Raises
+        ------
+        ValueError
+            If such a tensor has another shape, dtype or device; if a buffer is gone, or a persistent one is new.
+        """
+        for owner in self._owners:
+            for key, name in owner.names.items():
+                now, ours = owner.table.get(key), self._tensors[name]
+                if now is ours:
+                    continue
+                if now is None:
+                    raise ValueError(f"buffer {name!r} is gone since the module was made distributed; {_WAY_OUT}")
+                if (now.shape, now.dtype, now.device) != (ours.shape, ours.dtype, ours.device):
+                    raise ValueError(
+                        f"buffer {name!r} was {_facts_of(ours)} when the module was made distributed, and is "
+                        f"{_facts_of(now)} now; {_WAY_OUT}"
+                    )
+                ours.detach().copy_(now.detach())
+                owner.table[key] = ours
+            if len(owner.table) > len(owner.known):
+                new = [key for key, each in owner.table.items() if each is not None and key not in owner.known]
+                new = [key for key in new if key not in owner.scratch]
+                if new:
+                    raise ValueError(
+                        f"buffer {owner.prefix + new[0]!r} is new since the module was made distributed; {_WAY_OUT}, "
+                        "or register it with persistent=False"
+                    )
 
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless the facts have values for all buffers, or for none.  Not collective.
@@ -76,6 +148,7 @@ class Buffers:
         facts : mapping
             Of a saved state that `check` accepts.
         """
+        self.take_back()
         for name, tensor in self._tensors.items() if _are_in(facts) else ():
             values = torch.from_numpy(np.array(facts[_FACT.format(name)]))
             tensor.detach().copy_(values.view(tensor.dtype).reshape(tensor.shape))
@@ -88,6 +161,7 @@ class Buffers:
         axis : Axis
             The ranks.
         """
+        self.take_back()
         for flat, _ in self._flats:
             axis.broadcast(flat, label="buffers")
 
@@ -107,6 +181,10 @@ class Buffers:
                 flat /= axis.size
             else:
                 axis.broadcast(flat, label="buffers")
+
+
+def _facts_of(tensor: Any) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
 
 
 def _are_in(facts: Mapping[str, Any]) -> bool:

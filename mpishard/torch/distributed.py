@@ -13,8 +13,9 @@ from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, op
 from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
 from mpishard.optim import Rule
 from mpishard.torch.buffers import MODES
+from mpishard.torch.memory import array_module
 from mpishard.torch.module_optimizer import ModuleOptimizer
-from mpishard.torch.module_state import state_of
+from mpishard.torch.module_state import check_unchanged, state_of
 from mpishard.torch.module_tensors import ModuleTensors
 from mpishard.torch.torch_rule import rule_of_optimizer
 
@@ -71,13 +72,15 @@ def as_distributed(
     optimizer, tensors, own = None, None, {}
     try:
         tensors = ModuleTensors.of(module)
+        array_module(tensors.device)  # raises for a device that has no arrays
+        check_unchanged(module)
         if isinstance(rule, torch.optim.Optimizer):
             rule = rule_of_optimizer(rule, {id(p): name for name, p in tensors.trained.items()})
         optimizer = _optimizer(rule, config, zero)
         if buffers not in MODES:
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
         own = {"zero": str(zero), "buffers": buffers, **tensors.described}
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of a class of the user's, too
         problem = error
     agree_on_settings(config.mesh.world, own, problem, what="module and arguments of as_distributed")
     assert optimizer is not None and tensors is not None

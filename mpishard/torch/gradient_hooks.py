@@ -56,6 +56,9 @@ class GradientHooks:
         reducer = self._parameters.gradients
         view, adds = reducer.gradient(name)
         memory, gradient = as_tensor(view), p.grad.detach()
+        if gradient.shape != memory.shape or gradient.dtype != memory.dtype:
+            p.grad = None  # the parameter was replaced: the step says so, on all ranks
+            return
         scale = self._parameters.loss_scale if self.scales else 1.0
         keeps = self.keeps and reducer.keeps_memory and scale == 1.0
         # Where ``p.grad`` stays, autograd adds to it; another tensor there means that the user has dropped the first.

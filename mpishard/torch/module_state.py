@@ -10,7 +10,7 @@ import torch
 
 from mpishard.comm.axis import Axis
 from mpishard.parameters.flat import FlatParameters
-from mpishard.torch.buffers import Buffers
+from mpishard.torch.buffers import BufferOwner, Buffers
 from mpishard.torch.gradient_hooks import GradientHooks
 from mpishard.torch.memory import array_module, as_array, as_tensor
 from mpishard.torch.module_tensors import ModuleTensors, plain_name
@@ -52,10 +52,14 @@ class ModuleState:
         for name, p in tensors.trained.items():
             p.data = as_tensor(self.parameters[name])
             p.grad = None
-        self.buffers: Buffers = Buffers(tensors.buffers, buffers)
+        names = {id(buffer): name for name, buffer in tensors.buffers.items()}
+        owners = [
+            BufferOwner(plain_name(f"{path}." if path else ""), child, names) for path, child in module.named_modules()
+        ]
+        self.buffers: Buffers = Buffers(tensors.buffers, buffers, owners)
         self.hooks: GradientHooks = GradientHooks(self.parameters, tensors.trained)
         self.parameters.carried = self
-        self._addresses = [(name, p, p.data_ptr()) for name, p in tensors.trained.items()]
+        self._memory = [(name, p, _memory_of(p)) for name, p in tensors.trained.items()]
         self._tables = [
             (table, list(table.items())) for child in module.modules() for table in (child._parameters, child._modules)
         ]
@@ -89,9 +93,12 @@ class ModuleState:
         self.buffers.synchronize(axis)
 
     def check_intact(self) -> None:
-        """Raise ValueError if parameters were added, removed, replaced, moved, frozen or released since wrapping."""
-        for name, p, address in self._addresses:
-            if p.data_ptr() != address:
+        """Raise ValueError if parameters were added, removed, replaced, moved, frozen or released since wrapping.
+
+        Or buffers were, but for one that another tensor of its kind has replaced: its values are taken.
+        """
+        for name, p, memory in self._memory:
+            if _memory_of(p) != memory:
                 raise ValueError(
                     f"the memory of parameter {name!r} was replaced after the module was made distributed, as "
                     "module.to(...), load_state_dict(assign=True) and p.data = ... do; do that before as_distributed"
@@ -111,6 +118,7 @@ class ModuleState:
                 table.get(name) is not each for name, each in before
             ):  # tensors have no truth value
                 raise ValueError(f"the module was changed after it was made distributed: {self._changes()}")
+        self.buffers.take_back()
 
     def _changes(self) -> str:
         """The parameters that are there and were not, or were and are not."""
@@ -122,6 +130,10 @@ class ModuleState:
         found = [*(f"{name!r} is new" for name in come), *(f"{name!r} is gone" for name in gone)]
         found += [f"{name!r} is another Parameter" for name in other]
         return f"{', '.join(found[:3]) or 'it has other submodules'}; change it before as_distributed"
+
+
+def _memory_of(p: Any) -> tuple[Any, ...]:
+    return p.data_ptr(), p.shape, p.stride(), p.dtype
 
 
 _states: weakref.WeakKeyDictionary[Any, ModuleState] = weakref.WeakKeyDictionary()
@@ -149,8 +161,7 @@ def state_of(module: Any, tensors: ModuleTensors, buffers: str) -> ModuleState:
     ValueError
         If the module was changed since the first call.
     """
-    module = getattr(module, "_orig_mod", module)
-    found = _states.get(module)
+    module, found = _known(module)
     if found is None:
         found = _states[module] = ModuleState(module, tensors, buffers)
     else:
@@ -158,3 +169,29 @@ def state_of(module: Any, tensors: ModuleTensors, buffers: str) -> ModuleState:
         found.buffers.mode = buffers
         found.hooks.clear()
     return found
+
+
+def check_unchanged(module: Any) -> None:
+    """Raise ValueError if a module was changed since it was made distributed; do nothing if it never was.
+
+    Not collective.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Compiled or not.
+
+    Raises
+    ------
+    ValueError
+        With what was changed.
+    """
+    _, found = _known(module)
+    if found is not None:
+        found.check_intact()
+
+
+def _known(module: Any) -> tuple[Any, ModuleState | None]:
+    """The module before `torch.compile`, and its state if it has one."""
+    module = getattr(module, "_orig_mod", module)
+    return module, _states.get(module)

@@ -138,6 +138,11 @@ def _check_dtypes(trained: dict[str, Any]) -> None:
         of_dtype.setdefault(p.dtype, name)
     unfit = {dtype: name for dtype, name in of_dtype.items() if dtype not in (torch.float32, torch.float64)}
     found = " and ".join(f"{name!r} is {_short(dtype)}" for dtype, name in (unfit or of_dtype).items())
+    if any(dtype.is_complex for dtype in unfit):
+        raise TypeError(
+            f"parameters must be float32 or float64, but {found}; keep real and imaginary parts as torch.view_as_real "
+            "has them, and compute with torch.view_as_complex of that"
+        )
     if unfit:
         raise TypeError(
             f"parameters must be float32 or float64, but {found}; use module.float(), and torch.autocast for bfloat16"

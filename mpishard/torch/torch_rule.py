@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mpishard.layout.run_state import brief
 from mpishard.optim import Rule
 from mpishard.optim.parameter_groups import ParameterGroup
 from mpishard.torch.memory import as_tensor
@@ -18,6 +19,7 @@ from mpishard.torch.memory import as_tensor
 Array = Any
 _STEP = "step"  # the one number beside arrays that PyTorch's element-wise optimizers keep
 _OWN = ("params", "lr", "weight_decay")
+_WAY_OUT = "use an element-wise optimizer, such as torch.optim.RAdam"
 
 
 class _Formula(NamedTuple):
@@ -256,7 +258,10 @@ def _slots_of(kind: type, options: tuple[tuple[str, Any], ...]) -> tuple[str, ..
         whole, state = after(slice(None))
         parts = [after(slice(number, number + 1)) for number in range(3)]
     except Exception as error:
-        raise TypeError(f"{what} cannot take a step of a flat array: {type(error).__name__}: {error}") from None
+        text = brief(" ".join(str(error).split()))  # in one line
+        raise TypeError(
+            f"{what} cannot take a step of a flat array: {type(error).__name__}: {text}; {_WAY_OUT}"
+        ) from None
     slots, other = [], []
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == whole.shape:
@@ -265,5 +270,5 @@ def _slots_of(kind: type, options: tuple[tuple[str, Any], ...]) -> tuple[str, ..
             other.append(name)
     if other or not torch.allclose(whole, torch.cat([part for part, _ in parts]), rtol=1e-12, atol=0):
         why = f"it keeps {other[0]!r} besides" if other else "what it does to an element depends on others"
-        raise ValueError(f"{what} cannot be divided over ranks: {why}; use an element-wise optimizer, such as RAdam")
+        raise ValueError(f"{what} cannot be divided over ranks: {why}; {_WAY_OUT}")
     return tuple(slots)

@@ -187,6 +187,11 @@ class TrainingRun:
         self.validation.history = [Validated(*each) for each in progress.validated]
         self._best_saved = progress.best_saved
 
+    def report_validation(self) -> None:
+        """Report the newest validation loss again: the first rank may have died before it has.  Not collective."""
+        if self.validation.history:
+            self.report.validation(*self.validation.history[-1])
+
     @property
     def next_step(self) -> int:
         """The number of the next step, counted from the optimizer's first one."""
@@ -380,9 +385,9 @@ class TrainingRun:
             if last or due or best:
                 self.losses.reduce()
                 self.optimizer.state.consolidate()
-                if best:
-                    self._best_saved = self.next_step - 1
                 self.checkpoints.save(self.progress, best, exact=best and self._transactional)
+                if best:  # not before: a death within the save leaves it to be done again
+                    self._best_saved = self.next_step - 1
             if last:
                 self.checkpoints.wait()
 
@@ -419,6 +424,8 @@ class TrainingRun:
             "configuration": optimizer.config,
             "problem": self.problem.settings,
             "evaluation": None if self.validation.evaluation is None else self.validation.evaluation.settings,
+            "stop_early": self.stop_early,
+            "best": "validation loss" if self.checkpoints.keeps_best else None,
             "parameters": sum(spec.size for spec in self.runner.parameters.specs),
             "dtype": str(self.runner.parameters.dtype),
             "resumed_steps": self._resumed_steps,

@@ -31,6 +31,7 @@ class StepReport:
         self._steps = steps
         self._bar: ProgressBar | None = None
         self._validated = ""  # the newest validation loss, for the progress bar
+        self._logged = 0  # the step of the newest one that this process has written into the record
 
     def begin(self, metadata: Mapping[str, Any]) -> None:
         """Write the metadata of this start.  Collective over the ranks of the record."""
@@ -66,10 +67,12 @@ class StepReport:
             self._bar.advance(f"loss {loss:.4g}{gradient}{iteration}{self._validated}")
 
     def validation(self, step: int, loss: float) -> None:
-        """Report the validation loss after a step."""
+        """Report the validation loss after a step; the first rank writes each once."""
         self._validated = f", validation {loss:.4g}"
-        if self._record is not None:
-            self._record.log(step, **{VALIDATION: loss})
+        record = self._record
+        if record is not None and record.mesh.rank == 0 and step > self._logged:
+            record.log(step, **{VALIDATION: loss})
+            self._logged = step
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A context whose duration the record counts as a phase of the step."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.arguments import returned
+from mpishard.arguments import returned, shown
 from mpishard.comm.held_error import HeldError
 from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data.sampling import MICRO_BATCHES, micro_batches
@@ -93,7 +93,7 @@ class Validation:
                 empty = [nothing] * (min(together, rounds - first) - len(numbers))
                 look = Untouched(runner.parameters, micro[numbers[0]]) if self._looks and numbers else None
                 found = call([*(micro[number] for number in numbers), *empty])
-                losses[numbers] = [returned(loss) for loss in found[: len(numbers)]]
+                losses[numbers] = [_number(loss) for loss in found[: len(numbers)]]
                 problem = None if look is None else look.problem()
                 if problem is not None:
                     raise problem
@@ -128,6 +128,17 @@ class Validation:
         if hasattr(model, "losses"):
             return lambda micro: model.losses([batch(samples) for samples in micro])
         return lambda micro: [model.loss(*batch(samples)) for samples in micro]
+
+
+def _number(loss: Any) -> float:
+    """The loss of a micro-batch that the function has returned."""
+    try:
+        return returned(loss)
+    except (TypeError, ValueError, RuntimeError):  # PyTorch raises RuntimeError for a tensor of several elements
+        what = shown(loss) if loss is None else f"a {type(loss).__name__}"
+        raise TypeError(
+            f"the function of an Evaluation must return the summed loss of its samples as one number, got {what}"
+        ) from None
 
 
 def check_evaluation(evaluation: Any, stop_early: Any, best: bool, problem: Any) -> None:
