@@ -11,7 +11,7 @@ import numpy as np
 
 from mpishard.cli.figure import AXES, BLUE, GREEN, ORANGE, PINK, RED, SKY, save
 from mpishard.record import Run
-from mpishard.record.reading import began_after
+from mpishard.record.reading import VALIDATION, began_after
 from mpishard.record.summary import COMPUTATION, binned, spent
 
 _POINTS = 400  # of a line; more cannot be distinguished
@@ -89,6 +89,9 @@ def _draw_loss(run: Run, axis: Any, others: dict[str, tuple[np.ndarray, np.ndarr
     _draw_series(axis, steps, loss, color=BLUE, label="mean" if len(steps) > _POINTS else "loss" if others else None)
     for (name, (at, values)), colour in zip(others.items(), itertools.cycle(_OTHERS), strict=False):
         _draw_series(axis, at, values, color=colour, label=name.replace("_", " "))
+        if name == VALIDATION and np.isfinite(values).any():
+            best = int(np.nanargmin(values))
+            axis.plot(at[best], values[best], "*", color=colour, ms=11, mec="white", label=f"best, step {at[best]}")
     axis.set(ylabel="loss", title=str(run.folder))
     for number, start in enumerate(run.starts[1:]):
         label = None if number else "started again"

@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from mpishard.cli.estimate_text import new_table, seconds, size
+from mpishard.data.evaluation import EarlyStopping
 from mpishard.environment.findings import count
 from mpishard.record.following import Follower, state_here
-from mpishard.record.reading import Process
+from mpishard.record.reading import VALIDATION, Process
 
 _RECENT = 20  # steps that figures are means of
 _MOST_REMARKS, _MOST_RANKS, _MOST_LOGGED = 3, 8, 8
@@ -38,11 +39,13 @@ def screen(run: Follower, rows: int) -> Group:
 
 def snapshot(run: Follower) -> dict[str, Any]:
     """The same as data."""
+    best = run.best_validation
     return {
         "start": run.start,
         "ending": run.ending,
         "metrics": run.metrics[-1] if run.metrics else None,
         "logged": {name: {"step": step, "value": value} for name, (step, value) in run.logged.items()},
+        "best_validation": None if best is None else {"step": best[0], "value": best[1]},
         "ranks": [
             {
                 "rank": process.lines[-1]["rank"],
@@ -96,11 +99,24 @@ def _step_s(run: Follower) -> float:
 def _logged(run: Follower) -> list[Text]:
     """The newest value of each series that the script logs, a few per line."""
     values = [
-        f"{name} {'NaN' if value is None else f'{value:.4g}'} at step {step}"
+        f"{name} {'NaN' if value is None else f'{value:.4g}'} at step {step}{_best(run) if name == VALIDATION else ''}"
         for name, (step, value) in run.logged.items()
     ]
     more = [f"and {len(values) - _MOST_LOGGED} more"] if len(values) > _MOST_LOGGED else []
     return [Text(", ".join(values[:_MOST_LOGGED] + more))] if values else []
+
+
+def _best(run: Follower) -> str:
+    """Which validation loss is the lowest, and how long a run that stops early has waited for a better one."""
+    if run.best_validation is None:
+        return ""
+    step, loss = run.best_validation
+    given = run.start.get("stop_early")
+    if not given:
+        return f" (best {loss:.4g} at step {step})"
+    stops = EarlyStopping(given["patience"], given["min_delta"])
+    waited = stops.waited(each for _, each in run.validated)
+    return f" (best {loss:.4g} at step {step}, {waited} of {stops.patience} without a better one)"
 
 
 def _remarks(run: Follower, processes: list[Process]) -> list[Text]:

@@ -156,10 +156,27 @@ class EarlyStopping:
         bool
             Whether the last `patience` of them were not better than the best before.
         """
+        return self.waited(losses) >= self.patience
+
+    def waited(self, losses: Iterable[float]) -> int:
+        """How many of the last losses in a row were not better than the best before.
+
+        Not collective.
+
+        Parameters
+        ----------
+        losses : iterable of float
+            In order of the steps.
+
+        Returns
+        -------
+        int
+            0 if the last one is the best.
+        """
         best, worse = math.inf, 0
         for loss in losses:
             if loss < best - self.min_delta:
                 best, worse = loss, 0
             else:
                 worse += 1
-        return worse >= self.patience
+        return worse

@@ -14,6 +14,7 @@ from mpishard.record.reading import (
     LOGGED,
     METRICS,
     STARTS,
+    VALIDATION,
     Process,
     began_after,
     own_lines,
@@ -73,6 +74,7 @@ class Follower:
         self.number: int = 0
         self.metrics: deque[dict[str, Any]] = deque(maxlen=_METRICS)
         self._logged: dict[str, dict[str, Any]] = {}
+        self._validated: list[dict[str, Any]] = []  # the lines with a validation loss
         self._end: dict[str, Any] = {}
         self._places: dict[Path, int] = {}
         self._lines: dict[str, deque[dict[str, Any]]] = {}
@@ -94,6 +96,10 @@ class Follower:
             self.metrics.pop()
         for line in own_metrics(self._new(self.folder / LOGGED)):
             self._logged |= dict.fromkeys(series_of(line), line)
+            if VALIDATION in line:
+                while self._validated and self._validated[-1]["step"] >= line["step"]:
+                    self._validated.pop()
+                self._validated.append(line)
         for file in process_files(self.folder):
             self._lines.setdefault(file.stem, deque(maxlen=STEPS)).extend(own_lines(self._new(file)))
 
@@ -110,6 +116,17 @@ class Follower:
     def logged(self) -> dict[str, tuple[int, float | None]]:
         """By name the last step and value given to `RunRecord.log`."""
         return {name: (line["step"], line[name]) for name, line in self._logged.items() if not self._is_past(line)}
+
+    @property
+    def validated(self) -> list[tuple[int, float]]:
+        """The steps after which the validation set was evaluated, and its losses."""
+        found = [line for line in self._validated if not self._is_past(line)]
+        return [(line["step"], line[VALIDATION]) for line in found if isinstance(line[VALIDATION], int | float)]
+
+    @property
+    def best_validation(self) -> tuple[int, float] | None:
+        """The step and the value of the lowest validation loss; None before there is one."""
+        return min(self.validated, key=lambda each: each[1], default=None)
 
     @property
     def own_metrics(self) -> list[dict[str, Any]]:

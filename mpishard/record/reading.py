@@ -17,6 +17,7 @@ TRACE = ".trace.jsonl"
 # The series that a run writes itself.
 OWN = {"step", "start", "time", "seconds", "workers", "samples", "loss", "learning_rate", "gradient_norm", "loss_scale"}
 OWN |= {"iteration", "accepted_loss"}  # of a method
+VALIDATION = "validation_loss"  # the series that a run with a validation set logs
 _OF_PROCESS = {"rank", "ranks", "step", "seconds", "busy", "phases", "axes"}
 _MOST_NEAR = 3
 

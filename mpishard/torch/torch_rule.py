@@ -184,6 +184,8 @@ def rule_of_optimizer(optimizer: Any, names: Mapping[int, str]) -> TorchRule:
             f"this {kind.__name__} has taken steps; give a new one, and load_state_dict of what comes back"
         )
     base, *others = optimizer.param_groups
+    if "lr" not in base:
+        raise TypeError(f"this {kind.__name__} has no learning rate 'lr' in its parameter groups; {_WAY_OUT}")
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if missing := [name for number, name in names.items() if number not in held]:
         raise ValueError(

@@ -8,9 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from mpishard.record import RunRecord
+from mpishard.record.reading import VALIDATION
 from mpishard.training.progress_bar import ProgressBar
-
-VALIDATION = "validation_loss"  # the series of the record
 
 
 class StepReport:

@@ -177,7 +177,7 @@ def everything_while_training(comm, steps, zero_stage, tensor=1, pipeline=1, fol
             "evaluate": mpishard.Evaluation.for_model(
                 lambda samples: batch(40 + samples), 5, every=2, tokens_per_sample=5, averaged=True
             ),
-            "stop_early": mpishard.EarlyStopping(patience=2),
+            "stop_early": mpishard.EarlyStopping(patience=3, min_delta=10.0),  # stops after the fourth evaluation
             "progress": False,
         }
         if folder is None:
@@ -201,7 +201,7 @@ def test_what_happens_while_training_has_the_same_bits_in_other_layouts(comm, fo
     for steps, layout in zip((3, 6, 9), layouts, strict=True):
         found, result = everything_while_training(comm, steps, folder=folder, **layout)
     assert [each.tobytes() for each in found] == [each.tobytes() for each in expected]
-    assert (result.steps, result.stop_reason) == (alone.steps, alone.stop_reason)
+    assert (result.steps, result.stop_reason) == (alone.steps, alone.stop_reason) == (8, "patience")
     comm.Barrier()
     best = alone.validation_steps[np.argmin(alone.validation_losses)]
     assert (folder / "best").resolve().name == f"step-{best:08d}"

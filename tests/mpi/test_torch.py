@@ -204,7 +204,7 @@ def smooth():
     torch.manual_seed(5)
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 8), torch.nn.Tanh(), torch.nn.Linear(8, 5))
     module.register_buffer("seen", torch.zeros(2))
-    module.register_forward_pre_hook(lambda module, given: (module.seen.add_(1), None)[1])
+    module.register_forward_pre_hook(lambda module, given: setattr(module, "seen", module.seen + 1))
     return module
 
 
@@ -371,6 +371,19 @@ def test_bad_arguments_of_one_rank_are_refused_on_all(mesh, make_module, argumen
     with pytest.raises(kind, match=message):
         mpishard.torch.as_distributed(module, mesh, RULE, **(arguments if last else {}))
     assert {name: p.data_ptr() for name, p in module.named_parameters()} == before
+
+
+def test_what_one_rank_alone_finds_is_raised_on_all(mesh):
+    """An optimizer that is no rule, and a module that was changed before it comes again."""
+    last = mesh.rank == mesh.size - 1
+    module = smooth()
+    with pytest.raises(TypeError, match="LBFGS cannot take a step of a flat array.*; use an element-wise optimizer"):
+        mpishard.torch.as_distributed(module, mesh, torch.optim.LBFGS(module.parameters()) if last else RULE)
+    mpishard.torch.as_distributed(module, mesh, RULE)
+    if last:
+        module[3] = torch.nn.Linear(8, 5)
+    with pytest.raises(ValueError, match="'3.weight' is another Parameter"):
+        mpishard.torch.as_distributed(module, mesh, RULE)
 
 
 def test_the_problem_is_one_of_mpishard(mesh):

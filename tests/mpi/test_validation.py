@@ -203,17 +203,23 @@ def test_an_elastic_run_stops_early_with_its_best_checkpoint(mesh, folder):
     def resize(state):
         elastic.resize(1 + state.step % mesh.world.comm.size)
 
-    with Checkpoints(folder, mesh, best="validation loss") as checkpoints:
+    with Checkpoints(folder, mesh, best="validation loss") as checkpoints, RunRecord(folder, mesh) as record:
         result = elastic.optimize(
             counting(20),
             checkpoints=checkpoints,
             callback=resize,
+            record=record,
             progress=False,
             evaluate=Evaluation(falling_until(4), 3, every=2),
             stop_early=EarlyStopping(patience=2, min_delta=0.5),
         )
     assert (result.steps, result.stop_reason) == (8, "patience")
     assert (folder / "best").resolve().name == "step-00000004"
+    mesh.world.barrier()
+    run = Run.read(folder)
+    assert [each.tolist() for each in run.logged["validation_loss"]] == [[2, 4, 6, 8], [2, 0, 2, 4]]
+    assert run.starts[0]["stop_early"] == {"type": "EarlyStopping", "patience": 2, "min_delta": 0.5}
+    assert run.starts[0]["best"] == "validation loss"
 
 
 @pytest.mark.parametrize(
@@ -295,6 +301,12 @@ def test_an_error_of_the_function_on_one_rank_is_raised_on_all(mesh):
             TypeError,
             "needs a model with loss",
         ),
+        (
+            lambda: Evaluation(lambda *_: None, 17, every=1),
+            TypeError,
+            "function of an Evaluation must return the summed loss of its samples as one number, got None",
+        ),
+        (lambda: Evaluation(lambda *_: np.zeros(2), 17, every=1), TypeError, "as one number, got a ndarray"),
     ],
 )
 def test_what_cannot_be_evaluated(mesh, evaluate, error, message):

@@ -328,6 +328,17 @@ class TestPlot:
         with Image.open(run / "run.png") as picture:
             assert picture.height == pytest.approx(5 * 247, abs=2)  # loss, 3 small ones in 2 rows, 2 rows
 
+    def test_the_best_validation_loss_is_marked(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        drawn: list[Any] = []
+        monkeypatch.setattr("mpishard.cli.plot_figure.save", lambda figure, path: drawn.extend(figure.axes))
+        losses = {100: 0.5, 200: 0.25, 300: None, 400: 0.375}
+        lines = [{"step": step, "validation_loss": loss} for step, loss in losses.items()]
+        (run / "logged.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert main(["plot", str(run)]) == 0
+        marks = [line for line in drawn[0].lines if line.get_marker() == "*"]
+        assert [line.get_label() for line in marks] == ["best, step 200"]
+        assert [line.get_xydata().tolist() for line in marks] == [[[200, 0.25]]]
+
     @pytest.mark.parametrize("steps", [1, 30])
     def test_a_panel_without_values_says_so(self, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         drawn: list[Any] = []
@@ -516,6 +527,22 @@ class TestTop:
         assert "a 0.25 at step 20, b0 NaN at step 5" in shown and "b6 NaN at step 5, and 2 more" in shown
         assert main(["top", "--json", str(run)]) == 0
         assert json.loads(capsys.readouterr().out)["logged"]["a"] == {"step": 20, "value": 0.25}
+
+    @pytest.mark.parametrize("stops", [True, False])
+    def test_the_best_validation_loss(self, stops: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Of the steps that the last start has not taken back, and how long a better one is awaited."""
+        early = {"stop_early": {"type": "EarlyStopping", "patience": 3, "min_delta": 0.0}} if stops else {}
+        starts = [{"resumed_steps": 0, **early}, {"resumed_steps": 20, **early}]
+        run = write(tmp_path / "run", [{"step": 20, "start": 1, "time": 0, "loss": 1.0}], starts=starts)
+        lines = [{"step": step, "start": 1, "validation_loss": loss} for step, loss in ((10, 0.5), (20, 0.75), (30, 0))]
+        lines += [{"step": 30, "start": 2, "validation_loss": 0.625}]
+        (run / "logged.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert main(["top", "--once", str(run)]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        waited = ", 2 of 3 without a better one" if stops else ""
+        assert f"validation_loss 0.625 at step 30 (best 0.5 at step 10{waited})" in shown
+        assert main(["top", "--json", str(run)]) == 0
+        assert json.loads(capsys.readouterr().out)["best_validation"] == {"step": 10, "value": 0.5}
 
     def test_many_silent_ranks_are_one_line(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run = write(tmp_path / "run", processes=[[self.line(rank, 1, 5, ranks=20)] for rank in range(20)])

@@ -117,6 +117,19 @@ def test_wrong_hdf5_files(tmp_path: Path) -> None:
         TokenData(HDF5Tokens(tmp_path / "c.h5"), 1)
 
 
+def test_a_damaged_hdf5_file_is_named(tmp_path: Path) -> None:
+    """Before the training: all tokens are read to compare them with the vocabulary."""
+    h5py = pytest.importorskip("h5py")
+    source = hdf5(tmp_path, np.random.default_rng(0).integers(0, 50, 5000))
+    with h5py.File(source.path) as file:
+        place = file[source.dataset].id.get_chunk_info(1).byte_offset
+    data = bytearray((tmp_path / "a.h5").read_bytes())
+    data[place : place + 64] = bytes(64)
+    (tmp_path / "a.h5").write_bytes(data)
+    with pytest.raises(OSError, match=r"a\.h5:group/ids cannot be read at positions 0 to 5000: "):
+        TokenData(source, 100, vocabulary_size=50)
+
+
 def test_wrong_zarr_folders(tmp_path: Path) -> None:
     pytest.importorskip("zarr", reason="zarr is not installed (extra: zarr)")
     with pytest.raises(ValueError, match="is no Zarr array"):
