@@ -34,7 +34,7 @@ html_show_sphinx = False
 
 # Types are in the docstrings, in words; signatures without them fit on a phone.
 autodoc_typehints = "none"
-autodoc_mock_imports = [] if importlib.util.find_spec("torch") else ["torch"]
+autodoc_mock_imports = [name for name in ("jax", "torch") if importlib.util.find_spec(name) is None]
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autosummary_generate = False

@@ -26,7 +26,12 @@ from mpishard import Mesh
 DOCS = Path(__file__).resolve().parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Pages that need what mpishard does not.
-NEEDS = {"how-to/pytorch.md": "torch", "tutorials/pytorch.md": "torch", "tutorials/jax-function.md": "jax"}
+NEEDS = {
+    "how-to/jax.md": "optax",  # which needs JAX
+    "how-to/pytorch.md": "torch",
+    "tutorials/jax-function.md": "jax",
+    "tutorials/pytorch.md": "torch",
+}
 
 
 def program(page: Path) -> str:

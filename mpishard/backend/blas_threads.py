@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the import would start MPI
 # Number of ranks of the job on this node, set by Open MPI, MPICH and Slurm.
 _RANKS_ON_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 _CHOSEN_BY_USER = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+_OF_XLA = "NPROC"
 # Multiplications in a matrix product from which a second thread pays: about half a millisecond.
 _LARGE_PRODUCT = 2**25
 
@@ -113,6 +114,7 @@ def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
     masks = comm.allgather(sum(1 << core for core in cores))  # one bit per core, since the message goes to all ranks
     on_node = [masks[rank] for rank in node]
     if chosen := chosen_by_user():
+        _limit_xla(int(os.environ[chosen]))
         return int(os.environ[chosen])
     # Each core counts as one over the number of ranks that may run on it.
     share = sum(1 / sum(mask >> core & 1 for mask in on_node) for core in cores)
@@ -123,6 +125,8 @@ def limit_blas_threads(comm: MPI.Intracomm, node: Sequence[int]) -> int:
         share = min(share, len(cores) / ranks)
     threads = max(1, int(share + 1e-9))  # sums of fractions may be a rounding error below a whole number
     threadpool_limits(threads)
+    if threads < len(cores):
+        _limit_xla(threads)
     return threads
 
 
@@ -130,6 +134,12 @@ def fix_blas_threads() -> None:
     """Limit BLAS to one thread, unless the user chose a number: the bits of a product depend on that number."""
     if not chosen_by_user():
         threadpool_limits(1)
+        os.environ[_OF_XLA] = "1"
+
+
+def _limit_xla(threads: int) -> None:
+    """Let XLA have so many, which it reads when JAX makes its first array, unless the user chose a number."""
+    os.environ.setdefault(_OF_XLA, str(threads))
 
 
 def blas_threads() -> int | None:

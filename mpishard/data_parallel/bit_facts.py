@@ -27,6 +27,7 @@ _WAY_ON = "ShardingConfiguration(..., allow_different_bits=True) goes on, and re
 _REMEDIES = {
     "BLAS kernels": "set OPENBLAS_CORETYPE={}",
     "BLAS threads": "set OPENBLAS_NUM_THREADS={}",
+    "XLA threads": "set NPROC={}",
     "shards": "make the model with shards={}",
     "micro_batch_size": "give the problem micro_batch_size={}",
     "dtype": "make the model with dtype={}",
@@ -72,6 +73,7 @@ class BitFacts:
         before = self.own.get("shards")
         self.own |= {
             **arithmetic(),
+            **({} if parameters.carried is None else parameters.carried.arithmetic),
             "arrays": arrays.module_of(parameters.like).__name__,
             "dtype": parameters.dtype.name,
             "shards": _shards(parameters),

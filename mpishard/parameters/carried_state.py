@@ -19,6 +19,14 @@ class CarriedState(Protocol):
         """Copies of its values, as facts of a `RunState`.  Not collective."""
         ...
 
+    @property
+    def arithmetic(self) -> Mapping[str, str]:
+        """What its library adds to the facts on which bits depend, see `mpishard.backend.arithmetic`.  Not collective.
+
+        Empty where NumPy and BLAS say all.
+        """
+        ...
+
     def check_intact(self) -> None:
         """Raise ValueError if the model was changed so that its parameters are not the optimizer's any more.
 

@@ -9,9 +9,7 @@ import torch
 from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.agreement import agree_on_settings
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.optimizers import ZeRO1Optimizer, ZeRO2Optimizer, optimizer_of
-from mpishard.data_parallel.sharded_optimizer import ShardedOptimizer
-from mpishard.optim import Rule
+from mpishard.data_parallel.whole_models import configuration_of, optimizer_for
 from mpishard.torch.buffers import MODES
 from mpishard.torch.memory import array_module
 from mpishard.torch.module_optimizer import ModuleOptimizer
@@ -67,7 +65,7 @@ def as_distributed(
         On every rank, if the module or an argument of any rank is unfit, or they differ between ranks.  The module is
         unchanged then.
     """
-    config = _configuration(mesh)
+    config = configuration_of(mesh)
     problem: Exception | None = None
     optimizer, tensors, own = None, None, {}
     try:
@@ -76,7 +74,7 @@ def as_distributed(
         check_unchanged(module)
         if isinstance(rule, torch.optim.Optimizer):
             rule = rule_of_optimizer(rule, {id(p): name for name, p in tensors.trained.items()})
-        optimizer = _optimizer(rule, config, zero)
+        optimizer = optimizer_for("a PyTorch module", rule, config, zero)
         if buffers not in MODES:
             raise ValueError(f"buffers={buffers!r} must be one of {', '.join(MODES)}")
         own = {"zero": str(zero), "buffers": buffers, **tensors.described}
@@ -88,35 +86,3 @@ def as_distributed(
     state = state_of(module, tensors, buffers)
     optimizer.bind(state.parameters)
     return ModuleOptimizer(state, optimizer)
-
-
-def _configuration(mesh: Any) -> ShardingConfiguration:
-    if isinstance(mesh, Mesh):
-        return ShardingConfiguration.create_for_high_bandwidth(mesh)
-    return ShardingConfiguration.of(mesh)
-
-
-def _optimizer(rule: Any, config: ShardingConfiguration, zero: int) -> ShardedOptimizer:
-    """The optimizer for these arguments; raises if they do not go together."""
-    mesh = config.mesh
-    if mesh.data.size < mesh.size:
-        raise ValueError(
-            f"a PyTorch module is data-parallel, but the mesh is {mesh.sizes}; make it with tensor=1 and pipeline=1"
-        )
-    if isinstance(zero, bool) or zero not in (0, 1, 2):
-        raise ValueError(
-            f"zero={zero!r} must be 0, 1 or 2; ZeRO-3, whose parameters come and go, needs a model that asks for them, "
-            "such as mpishard.nn.GPT"
-        )
-    if isinstance(rule, ShardedOptimizer):
-        if rule.mesh is not mesh or zero:
-            raise ValueError(f"the {type(rule).__name__} brings its own mesh and strategy: give that mesh, and no zero")
-        return rule
-    if not isinstance(rule, Rule):
-        raise TypeError(f"rule must be an update rule such as mpishard.AdamW(lr=1e-3), got {type(rule).__name__}")
-    if zero and config.sync_every > 1:
-        raise ValueError(
-            f"sync_every={config.sync_every} lets ranks take steps by themselves, and zero={zero} divides a state that "
-            "all share; use one of the two"
-        )
-    return {1: ZeRO1Optimizer, 2: ZeRO2Optimizer}[zero](rule, config) if zero else optimizer_of(rule, config)

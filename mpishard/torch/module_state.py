@@ -71,6 +71,11 @@ class ModuleState:
         """The buffers, as facts of a state."""
         return dict(self.buffers.facts)
 
+    @property
+    def arithmetic(self) -> dict[str, str]:
+        """Nothing: PyTorch has the threads of BLAS."""
+        return {}
+
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise ValueError unless `restore` can read these facts."""
         self.buffers.check(facts)

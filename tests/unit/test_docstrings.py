@@ -58,8 +58,8 @@ class Public(NamedTuple):
 
 def names() -> Iterator[str]:
     """Dotted names of what is public by itself, and can be imported."""
-    lacks_torch = importlib.util.find_spec("torch") is None
-    yield from (name for name in all_names() if not (lacks_torch and name.startswith("mpishard.torch.")))
+    lacking = tuple(f"mpishard.{name}." for name in ("jax", "torch") if importlib.util.find_spec(name) is None)
+    yield from (name for name in all_names() if not name.startswith(lacking))
 
 
 def all_names() -> Iterator[str]:

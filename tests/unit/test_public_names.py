@@ -152,12 +152,16 @@ def test_type_checkers_and_python_find_the_same_names() -> None:
         assert getattr(mpishard, name) is not None
 
 
-def test_without_pytorch_a_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    package = importlib.import_module("mpishard.torch")
-    for name in package.__all__:
-        monkeypatch.delitem(vars(package), name, raising=False)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ModuleNotFoundError, match=r"mpishard.torch.rule_of needs PyTorch: pip install 'mpishard"):
+@pytest.mark.parametrize(("name", "called"), [("torch", "PyTorch"), ("jax", "JAX")])
+def test_without_a_framework_a_message_says_what_to_install(
+    name: str, called: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = importlib.import_module(f"mpishard.{name}")
+    for public in package.__all__:
+        monkeypatch.delitem(vars(package), public, raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    message = rf"mpishard.{name}.rule_of needs {called}: pip install 'mpishard\[{name}\]'"
+    with pytest.raises(ModuleNotFoundError, match=message):
         _ = package.rule_of
     assert dir(package) == package.__all__
     assert not hasattr(package, "rules_of")

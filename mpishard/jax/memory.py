@@ -1,0 +1,126 @@
+"""Arrays of mpishard and arrays of JAX that share their memory, and what XLA computes with."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpishard.backend import array as arrays
+
+Array = Any
+_THREADS = "tf_XLAEigen"  # the name of those of XLA that divide an operation
+
+
+def as_jax(array: Array) -> Any:
+    """An array of JAX over the memory of an array.  Not collective.
+
+    JAX takes its arrays for constant: whoever changes the memory must have waited for all that was computed from it.
+
+    Parameters
+    ----------
+    array : array
+        NumPy or CuPy, contiguous, float32 or float64.
+
+    Returns
+    -------
+    jax.Array
+        Of the shape and dtype of the array, on its device.  On the host JAX shares memory that begins at a multiple of
+        64 bytes, as that of FlatParameters does, and copies other memory.
+
+    Raises
+    ------
+    ValueError
+        For float64, if JAX would make it float32.
+    """
+    check_precision(array.dtype)
+    return jnp.from_dlpack(array)
+
+
+def as_array(values: Any, like: Array) -> Array:
+    """An array over the memory of an array of JAX, once that is computed.  Not collective.
+
+    Parameters
+    ----------
+    values : jax.Array or numpy.ndarray
+        On the device of `like`.
+    like : array
+        NumPy or CuPy.
+
+    Returns
+    -------
+    array
+        Of the kind of `like`; only to be read.  Nothing is copied.
+    """
+    module = arrays.module_of(like)
+    if module is np:
+        found: Array = np.asarray(values)
+        return found
+    return module.from_dlpack(jax.block_until_ready(values))
+
+
+def array_module(platform: str) -> Any:
+    """NumPy or CuPy, whichever has arrays on a platform of JAX.  Not collective.
+
+    Parameters
+    ----------
+    platform : str
+        Such as ``"cpu"``.
+
+    Returns
+    -------
+    module
+        ``numpy`` or ``cupy``.
+
+    Raises
+    ------
+    ValueError
+        For other platforms than CPU and NVIDIA or AMD GPU.
+    ModuleNotFoundError
+        If CuPy is needed and not installed.
+    """
+    if platform == "cpu":
+        return np
+    if platform not in ("gpu", "cuda", "rocm"):
+        raise ValueError(f"parameters are on {platform}, and must be on cpu or gpu: jax.device_put(tree, device)")
+    return arrays.device_module()
+
+
+def check_precision(dtype: Any) -> None:
+    """Raise ValueError if JAX would compute in float32 with float64 parameters.  Not collective.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Of the parameters.
+
+    Raises
+    ------
+    ValueError
+        As above.
+    """
+    config: Any = jax.config
+    if np.dtype(dtype) == np.float64 and not config.jax_enable_x64:
+        raise ValueError(
+            "parameters are float64, and JAX makes float32 of them: begin with "
+            'jax.config.update("jax_enable_x64", True), or give float32 parameters'
+        )
+
+
+def xla_threads() -> int | None:
+    """The threads with which XLA divides an operation on the host.  Not collective.
+
+    Returns
+    -------
+    int or None
+        None before JAX has made its first array, and where the system does not tell.
+    """
+    found = 0
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # a thread that has ended
+            found += task.read_text().strip() == _THREADS
+    return found or None

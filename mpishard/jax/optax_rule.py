@@ -1,0 +1,235 @@
+"""Transformations of optax as update rules: each rank takes the step of optax on the elements that it updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mpishard.backend import array as arrays
+from mpishard.jax.memory import as_array, as_jax, check_precision
+from mpishard.jax.transformation import Kept, checked, described
+from mpishard.optim import Rule
+from mpishard.optim.parameter_groups import ParameterGroup
+from mpishard.optim.rule import LearningRate
+
+Array = Any
+# Elements in a call of the compiled step.  It is always the same number, so that there is one program for arrays of all
+# lengths, and the bits of an element do not depend on where ranks have cut.
+BLOCK = 2**16
+
+
+class _Formula(NamedTuple):
+    """What stands for the compiled formula of a rule."""
+
+    name: str
+    c_body: str = ""
+
+    def expect(self, dtype: Any) -> None:
+        """Checks that JAX computes in this dtype."""
+        check_precision(dtype)
+
+
+class CompiledSteps:
+    """The steps of a transformation, compiled by JAX when they are first taken.
+
+    Parameters
+    ----------
+    transformation : optax.GradientTransformation
+        That treats each element by itself.
+
+    Attributes
+    ----------
+    transformation : optax.GradientTransformation
+    kept : Kept
+        What it keeps.
+    description : str
+        Its names and options.
+    """
+
+    def __init__(self, transformation: Any) -> None:
+        self.transformation = transformation
+        self.kept: Kept = checked(transformation)
+        self.description: str = described(transformation)
+        self._common: tuple[int, Any, list[Any]] = (0, None, [])
+        self.take: Any = jax.jit(self._take, static_argnames="first")
+        self._advance: Any = jax.jit(self._later_common, static_argnames="dtype")
+
+    def common(self, step: int, dtype: np.dtype) -> list[Any]:
+        """What is the same for all elements, such as counts, before a step.  Not collective.
+
+        It follows from the number of steps, so that no checkpoint needs it.
+
+        Parameters
+        ----------
+        step : int
+            Counts from 1.
+        dtype : dtype
+            Of the parameters.
+
+        Returns
+        -------
+        list of jax.Array
+            In the order of the leaves of the state.
+        """
+        known, of_dtype, values = self._common
+        if (known, of_dtype) != (step, dtype):
+            values = self._advance(step - 1, dtype=dtype)
+            self._common = step, dtype, values
+        return values
+
+    def note(self, step: int, dtype: np.dtype, values: list[Any]) -> None:
+        """Keep what `common` shall return before a step.  Not collective.
+
+        Parameters
+        ----------
+        step : int
+            As for `common`.
+        dtype : dtype
+            Of the parameters.
+        values : list of jax.Array
+            As `take` has returned them.
+        """
+        self._common = step, dtype, values
+
+    def _take(
+        self, parameters: Any, gradients: Any, slots: Any, common: Any, factor: Any, rate: Any, *, first: bool
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """New parameters, slots and common state of a block."""
+        state = self.transformation.init(parameters)
+        if not first:
+            leaves = jax.tree.leaves(state)
+            for number, slot in zip(self.kept.slots.values(), slots, strict=True):
+                leaves[number] = slot.astype(leaves[number].dtype)
+            for number, value in zip(self.kept.common, common, strict=True):
+                leaves[number] = value
+            state = jax.tree.unflatten(self.kept.structure, leaves)
+        updates, state = self.transformation.update(gradients * factor, state, parameters)
+        leaves = jax.tree.leaves(state)
+        kept = [leaves[number].astype(parameters.dtype) for number in self.kept.slots.values()]
+        return parameters + (rate * updates).astype(parameters.dtype), kept, self._common_of(leaves)
+
+    def _later_common(self, steps: Any, *, dtype: np.dtype) -> list[Any]:
+        """The common state after so many steps, which no gradient changes."""
+        one = np.zeros(1, dtype)
+
+        def step(_: Any, state: Any) -> Any:
+            return self.transformation.update(one, state, one)[1]
+
+        return self._common_of(jax.tree.leaves(jax.lax.fori_loop(0, steps, step, self.transformation.init(one))))
+
+    def _common_of(self, leaves: list[Any]) -> list[Any]:
+        return [leaves[number] for number in self.kept.common]
+
+
+@dataclass(frozen=True)
+class OptaxRule(Rule):
+    """The formula of a transformation of optax; `rule_of` makes it.
+
+    Parameters
+    ----------
+    lr : float or callable
+        Multiplies the updates, which have optax's own learning rate already; 1 but for groups of tensors.
+    transformation : str
+        The names and options of optax.
+    steps : CompiledSteps
+        Of the transformation.
+    """
+
+    lr: LearningRate
+    transformation: str
+    steps: CompiledSteps = field(compare=False, repr=False)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The names of optax, such as ``mu``."""
+        return tuple(self.steps.kept.slots)
+
+    @property
+    def kernel(self) -> Any:
+        """Names the formula, which optax has."""
+        return _Formula("optax")
+
+    def scalars(self, step: int) -> tuple[float, ...]:
+        """None: optax computes them."""
+        return ()
+
+    def learning_rate(self, step: int) -> float:
+        """NaN: optax has it, and does not tell."""
+        return math.nan
+
+    def configuration(self) -> dict[str, Any]:
+        """The transformations and their options, as a text."""
+        groups = {"groups": "; ".join(map(str, self.groups))} if self.groups else {}
+        average = {} if self.ema_decay is None else {"ema_decay": self.ema_decay}
+        return {"rule": "optax", "transformation": self.transformation, **groups, **average}
+
+    def update(
+        self,
+        parameters: Array,
+        gradients: Array,
+        slots: Sequence[Array],
+        step: int,
+        *,
+        divisor: float = 1.0,
+        clip: float = 1.0,
+    ) -> None:
+        """Take a step in place, see `Rule.update`."""
+        self._check_slots(slots)
+        dtype = np.dtype(parameters.dtype)
+        check_precision(dtype)
+        common, later = self.steps.common(step, dtype), None
+        factor = self.lr(step) if callable(self.lr) else self.lr
+        for start in range(0, parameters.size, BLOCK):
+            own = [array[start : start + BLOCK] for array in (parameters, gradients, *slots)]
+            values, slopes, *state = map(_block, own)
+            results = self.steps.take(values, slopes, state, common, clip / divisor, factor, first=step == 1)
+            new, kept, later = jax.block_until_ready(results)
+            for target, source in zip((own[0], *own[2:]), (new, *kept), strict=True):
+                target[...] = as_array(source, target)[: target.size]
+        if later is not None:
+            self.steps.note(step + 1, dtype, later)
+
+
+def rule_of(transformation: Any, *, groups: Sequence[ParameterGroup] = (), ema_decay: float | None = None) -> OptaxRule:
+    """An element-wise transformation of optax as a rule, for any optimizer of mpishard.
+
+    Each rank takes optax's step for the elements that it updates, so that the state is divided under ZeRO, and saved
+    and moved as that of other rules.  Counts, as those of schedules, follow from the number of steps.  Not collective.
+
+    Parameters
+    ----------
+    transformation : optax.GradientTransformation
+        Such as ``optax.adabelief(optax.cosine_decay_schedule(1e-3, 1000))``, or a chain; ``optax.adamw`` and the others
+        that mpishard has are faster there.
+    groups : sequence of ParameterGroup
+        As for the rules of mpishard, with `lr_factor` only.
+    ema_decay : float, optional
+        As for the rules of mpishard.
+
+    Returns
+    -------
+    OptaxRule
+        For ``as_distributed(tree, mesh, rule)`` and for ``ZeRO2Optimizer(rule, mesh)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no transformation, or what it does to an element depends on others, on the tensor or on its shape, as
+        with clipping by norms, trust ratios, factored moments and masks.
+    """
+    steps = CompiledSteps(transformation)
+    return OptaxRule(1.0, steps.description, steps, groups=groups, ema_decay=ema_decay)
+
+
+def _block(array: Array) -> Any:
+    """The elements of a block, with zeros after those of the last one, as an array of JAX."""
+    if array.size < BLOCK:
+        padded = arrays.zeros(BLOCK, array.dtype, like=array)
+        padded[: array.size] = array
+        array = padded
+    return as_jax(array)

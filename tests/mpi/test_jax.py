@@ -1,0 +1,232 @@
+"""Functions of JAX on ranks, with rules of mpishard and transformations of optax, beside JAX alone."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpishard
+from mpishard import (
+    AdamW,
+    Checkpoints,
+    DDPOptimizer,
+    ElasticOptimizer,
+    LocalSGDOptimizer,
+    ShardingConfiguration,
+    ZeRO1Optimizer,
+    ZeRO2Optimizer,
+)
+from mpishard.data.sampling import Sampler
+
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+optax = pytest.importorskip("optax", reason="optax is not installed")
+jnp = jax.numpy
+SAMPLES, BATCH, STEPS = 48, 16, 6
+
+
+@pytest.fixture
+def folder(comm):
+    """A folder that all ranks see, removed at the end.  Collective."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(comm.bcast(name))
+        comm.Barrier()
+
+
+@pytest.fixture(scope="module")
+def data():
+    random = np.random.default_rng(0)
+    x = random.standard_normal((SAMPLES, 5)).astype("f")
+    return x, np.tanh(x @ random.standard_normal(5).astype("f"))
+
+
+def start(seed=1):
+    random = np.random.default_rng(seed)
+    return {
+        "hidden": {"w": 0.5 * random.standard_normal((5, 7)).astype("f"), "b": jnp.zeros(7)},
+        "out": [jnp.asarray(random.standard_normal(7).astype("f"))],
+    }
+
+
+def summed_loss(tree, x, y):
+    return jnp.sum((jnp.tanh(x @ tree["hidden"]["w"] + tree["hidden"]["b"]) @ tree["out"][0] - y) ** 2)
+
+
+VALUE_AND_GRAD = jax.jit(jax.value_and_grad(summed_loss))
+
+
+def schedule_and_rule():
+    return optax.adamw(optax.cosine_decay_schedule(1e-1, 2 * STEPS), weight_decay=0.1)
+
+
+def problem(data, function=VALUE_AND_GRAD, **changes):
+    options = {"samples": SAMPLES, "batch_size": BATCH, "steps": STEPS, "seed": 2, **changes}
+    return mpishard.jax.problem(start(), function, lambda own: (data[0][own], data[1][own]), **options)
+
+
+@pytest.fixture(scope="module")
+def alone(data):
+    """Losses and parameters of JAX and optax on one rank."""
+    transformation, tree, history = schedule_and_rule(), jax.tree.map(jnp.asarray, start()), []
+    state, update = transformation.init(tree), jax.jit(transformation.update)
+    for step in range(1, STEPS + 1):
+        own = Sampler(SAMPLES, BATCH, 2).batch(step)
+        loss, gradients = VALUE_AND_GRAD(tree, data[0][own], data[1][own])
+        updates, state = update(jax.tree.map(lambda g: g / BATCH, gradients), state, tree)
+        tree = optax.apply_updates(tree, updates)
+        history.append(float(loss) / BATCH)
+    return np.array(history), tree
+
+
+def same(one, other, **tolerance):
+    return jax.tree.all(jax.tree.map(lambda a, b: np.allclose(a, b, **tolerance), one, other))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_loop_of_the_users_own(mesh, data, alone, folder, zero):
+    """Its steps are those of optax on one rank, also after a checkpoint that another `zero` reads."""
+    config = ShardingConfiguration(mesh, minimum_parameter_group_size=16)
+    optimizer = mpishard.jax.as_distributed(start(1 + mesh.rank), config, schedule_and_rule(), zero=zero)
+    tree, losses = optimizer.tree, []  # rank 0's
+    for step in range(1, STEPS + 1):
+        if step == 4:
+            optimizer.save_checkpoint(folder)
+            optimizer = mpishard.jax.as_distributed(start(3), config, schedule_and_rule(), zero=2 - zero)
+            optimizer.load_checkpoint(folder)
+            assert same(tree, optimizer.tree, rtol=0, atol=0)
+            tree = optimizer.tree
+        own = np.array_split(Sampler(SAMPLES, BATCH, 2).batch(step), mesh.size)[mesh.rank]
+        loss, gradients = VALUE_AND_GRAD(tree, data[0][own], data[1][own])
+        before = jax.tree.map(np.copy, tree)
+        after = optimizer.step(gradients, count=BATCH)
+        assert same(tree, before, rtol=0, atol=0)  # arrays of JAX do not change
+        tree = after
+        losses.append(sum(mesh.world.allgather_object(float(loss))) / BATCH)
+    assert np.allclose(losses, alone[0], rtol=1e-5)
+    assert same(tree, alone[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "micro_batch_size"), [(DDPOptimizer, 3), (ZeRO1Optimizer, None), (ZeRO2Optimizer, 3)]
+)
+def test_a_problem_has_the_losses_of_jax_alone(mesh, data, alone, strategy, micro_batch_size):
+    made = problem(data, micro_batch_size=micro_batch_size)
+    result = strategy(mpishard.jax.rule_of(schedule_and_rule()), mesh).optimize(made, progress=False)
+    assert np.allclose(result.loss_history, alone[0], rtol=1e-5)
+    assert same(mpishard.jax.tree_of(result.parameters), alone[1], rtol=1e-4, atol=1e-5)
+
+
+def bits(parameters):
+    return parameters.flat.copy()
+
+
+def one_rank(data, rule):
+    from mpi4py import MPI
+
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        config = ShardingConfiguration(mesh, reproducible=True)
+        made = problem(data, micro_batch_size=2)
+        return bits(DDPOptimizer(rule, config).optimize(made, progress=False).parameters)
+
+
+@pytest.mark.parametrize("rule", ["mpishard", "optax"])
+def test_fewer_ranks_save_and_all_go_on_with_the_bits_of_one(mesh, comm, data, folder, rule):
+    rule = AdamW(lr=1e-2) if rule == "mpishard" else mpishard.jax.rule_of(schedule_and_rule())
+    fewer = comm.Split(comm.rank < max(1, comm.size - 1), comm.rank)
+    if comm.rank < max(1, comm.size - 1):
+        with mpishard.Mesh(fewer) as part:
+            optimizer = ZeRO2Optimizer(rule, ShardingConfiguration(part, reproducible=True))
+            with Checkpoints(folder, part) as checkpoints:
+                optimizer.optimize(problem(data, micro_batch_size=2, steps=3), progress=False, checkpoints=checkpoints)
+    fewer.Free()
+    comm.Barrier()
+    optimizer = ZeRO1Optimizer(rule, ShardingConfiguration(mesh, reproducible=True))
+    with Checkpoints(folder, mesh) as checkpoints:
+        result = optimizer.optimize(
+            problem(data, micro_batch_size=2), progress=False, checkpoints=checkpoints, resume=True
+        )
+    assert result.resumed_steps == 3
+    assert np.array_equal(bits(result.parameters), one_rank(data, rule))
+
+
+def test_workers_that_leave_and_come_change_no_bit(mesh, data):
+    rule = mpishard.jax.rule_of(schedule_and_rule())
+    optimizer = ElasticOptimizer(ZeRO2Optimizer(rule, ShardingConfiguration(mesh, reproducible=True)))
+
+    def resize(state):
+        if state.step in (2, 4):
+            optimizer.resize(1 if state.step == 2 else mesh.size)
+
+    result = optimizer.optimize(problem(data, micro_batch_size=2), callback=resize, progress=False)
+    assert np.array_equal(bits(result.parameters), one_rank(data, rule))
+
+
+def test_workers_that_take_steps_by_themselves(mesh, data, same_on_all):
+    rule = mpishard.jax.rule_of(optax.sgd(0.02, momentum=0.9))
+    result = LocalSGDOptimizer(rule, mesh, sync_every=2).optimize(problem(data, steps=12), progress=False)
+    assert result.loss_history[-1] < result.loss_history[0]
+    assert same_on_all(result.parameters.flat)
+
+
+def unlike(tree):
+    return {"hidden": tree["hidden"]}
+
+
+def nans(tree):
+    return jax.tree.map(lambda leaf: leaf * np.nan, tree)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (unlike, ValueError, "must have the structure of the parameters: 'out.0' missing"),
+        (nans, FloatingPointError, "NaN|nan"),
+    ],
+)
+def test_gradients_of_one_rank_are_refused_on_all(mesh, data, change, kind, message, zero):
+    optimizer = mpishard.jax.as_distributed(start(), mesh, AdamW(lr=1e-2), zero=zero)
+    _, gradients = VALUE_AND_GRAD(optimizer.tree, *data)
+    for step in (1, 2):
+        before = optimizer.parameters.flat.copy()
+        last = mesh.rank == mesh.size - 1
+        with pytest.raises(kind, match=message):
+            optimizer.step(change(gradients) if last else gradients)
+        assert np.array_equal(optimizer.parameters.flat, before) and optimizer.optimizer.steps == step - 1
+        optimizer.step(gradients)
+        assert not np.array_equal(optimizer.parameters.flat, before)
+
+
+@pytest.mark.parametrize(
+    ("tree", "arguments", "kind", "message"),
+    [
+        ({"n": np.arange(3)}, {}, TypeError, "must be float32 or float64, but 'n' is int64"),
+        (None, {"zero": 3}, ValueError, "zero=3 must be 0, 1 or 2"),
+        (None, {"rule": optax.lamb(1e-3)}, ValueError, "mpishard.LAMB has trust ratios"),
+        (
+            {"w": np.ones(3, "f")},
+            {},
+            ValueError,
+            "the same tree and arguments of as_distributed, but parameters is 3 arr",
+        ),
+    ],
+)
+def test_bad_arguments_of_one_rank_are_refused_on_all(mesh, tree, arguments, kind, message):
+    if mesh.size == 1:
+        pytest.skip("needs two ranks, which differ")
+    last = mesh.rank == mesh.size - 1
+    given = {"rule": AdamW(lr=1e-2), **(arguments if last else {})}
+    with pytest.raises(kind, match=message):
+        mpishard.jax.as_distributed(start() if tree is None or not last else tree, mesh, **given)
+
+
+def test_a_function_of_one_rank_that_returns_no_scalar_is_refused_on_all(mesh, data):
+    def losses(tree, x, y):
+        return (x @ tree["hidden"]["w"]).sum(1), tree
+
+    last = mesh.rank == mesh.size - 1
+    made = problem(data, losses if last else VALUE_AND_GRAD)
+    with pytest.raises(TypeError, match="must be the summed loss, one real number, got float32 of shape"):
+        DDPOptimizer(AdamW(lr=1e-2), mesh).optimize(made, progress=False)

@@ -1,0 +1,276 @@
+"""Pytrees of JAX and transformations of optax: what is taken, what is refused, and whether the numbers are theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpishard
+from mpishard import FlatParameters, ParameterGroup
+
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+jnp = jax.numpy
+
+from mpishard.jax import as_distributed, parameters_of, problem, rule_of, tree_of  # noqa: E402
+from mpishard.jax.memory import xla_threads  # noqa: E402
+from mpishard.jax.tree_leaves import TreeLeaves  # noqa: E402
+
+
+def tree() -> Any:
+    return {
+        "layers": [{"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.zeros(3)}],
+        "scale": np.float32([2.0]),
+        "none": None,
+    }
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def test_a_tree_and_back() -> None:
+    parameters = parameters_of(tree())
+    assert list(parameters) == ["layers.0.b", "layers.0.w", "scale"]
+    assert parameters.flat.tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 2]
+    before = tree_of(parameters)
+    assert jax.tree.structure(before) == jax.tree.structure(tree())
+    assert jnp.from_dlpack(parameters.flat).unsafe_buffer_pointer() == parameters.flat.ctypes.data
+    parameters.flat[...] = 7
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, tree()))
+    assert tree_of(parameters)["layers"][0]["w"].tolist() == [[7] * 3] * 2
+    alone = parameters_of(jnp.ones(3))
+    assert list(alone) == ["parameters"]
+    copy = tree_of(alone)
+    alone.flat[...] = 0
+    assert copy.tolist() == [1, 1, 1]
+    with pytest.raises(TypeError, match="tree_of needs parameters that were made of a pytree, got a FlatParameters"):
+        tree_of(FlatParameters.over(np.zeros(3)))
+
+
+def test_float64(x64: None) -> None:
+    parameters = parameters_of({"a": np.ones(3), "b": jnp.zeros((2, 0))})
+    assert parameters.dtype == np.float64 and tree_of(parameters)["a"].dtype == np.float64
+
+
+def deleted() -> Any:
+    leaf = jnp.ones(2)
+    leaf.delete()
+    return {"a": leaf}
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: {"a": jnp.ones(2), "n": jnp.arange(3)}, TypeError, "must be float32 or float64, but 'n' is int32"),
+        (lambda: {"c": jnp.ones(2, "complex64")}, TypeError, "'c' is complex64; keep what is not trained"),
+        (lambda: {"k": jax.random.key(0)}, TypeError, "'k' is key<fry>"),
+        (lambda: {"h": jnp.ones(2, "bfloat16")}, TypeError, "'h' is bfloat16"),
+        (
+            lambda: {"a": np.ones(2, "f"), "b": np.ones(2)},
+            TypeError,
+            "one dtype, but 'a' is float32 and 'b' is float64",
+        ),
+        (lambda: {"a": {"b": 1.0}}, TypeError, "parameter 'a.b' is a float, and must be an array of JAX or NumPy"),
+        (lambda: [jnp.ones(1), "text"], TypeError, "parameter '1' is a str"),
+        (lambda: {"a": None}, ValueError, "there are no parameters: this dict has no leaves"),
+        (lambda: {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, ValueError, "two parameters have the name 'a.b'"),
+        (lambda: {"a": np.ones(2)}, ValueError, "float64, and JAX makes float32 of them: begin with jax.config.update"),
+        (deleted, ValueError, "parameter 'a' was deleted"),
+    ],
+)
+def test_a_tree_that_cannot_be_trained(make: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        TreeLeaves.of(make())
+
+
+def test_a_tree_under_jit_has_no_values() -> None:
+    with pytest.raises(TypeError, match="parameter 'a' has no values under jit, grad or vmap"):
+        jax.jit(parameters_of)({"a": jnp.ones(2)})
+
+
+def squares(parameters: Any, x: Any) -> Any:
+    return jnp.sum((x @ parameters["w"]) ** 2)
+
+
+def pair(*outcome: Any) -> Callable[..., Any]:
+    return lambda parameters, x: outcome
+
+
+W = {"w": np.ones(3, "f")}
+
+
+@pytest.mark.parametrize(
+    ("function", "batch", "kind", "message"),
+    [
+        (squares, lambda samples: (X[samples],), TypeError, "must return a value and its gradient, as jax.value_and"),
+        (pair(jnp.ones(2), W), lambda samples: (X,), TypeError, r"one real number, got float32 of shape \(2,\)"),
+        (pair(jnp.int32(1), W), lambda samples: (X,), TypeError, "one real number, got int32"),
+        (
+            jax.value_and_grad(lambda p, x: (squares(p, x), x), has_aux=True),
+            lambda samples: (X,),
+            TypeError,
+            "got a tuple .has_aux=True has no place here",
+        ),
+        (pair(1.0, {"v": W["w"]}), lambda samples: (X,), ValueError, "of the parameters: 'w' missing; 'v' unknown"),
+        (pair(1.0, [W["w"]]), lambda samples: (X,), ValueError, "structure of the parameters: 'w' missing; '0' unkno"),
+        (pair(1.0, {"w": jnp.ones(2)}), lambda samples: (X,), TypeError, r"'w' is float32 of shape \(2,\), and its"),
+        (pair(1.0, {"w": jnp.ones(3, "float16")}), lambda samples: (X,), TypeError, "'w' is float16 of shape"),
+        (pair(1.0, {"w": 1.0}), lambda samples: (X,), TypeError, "the gradient of 'w' is float"),
+        (jax.value_and_grad(squares), lambda samples: X, TypeError, "must return a tuple of arguments, got a ndarray"),
+        (None, lambda samples: (X,), TypeError, "value_and_grad must be a function, got NoneType"),
+        (squares, (X := np.ones((4, 3), "f"),), TypeError, "batch must be a function, got tuple"),
+    ],
+)
+def test_functions_that_are_no_problems(function: Any, batch: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        made = problem(W, function, batch, 4, 4, steps=1)
+        made.function(made.start, np.arange(4), made.start.gradients)
+
+
+def test_a_function_is_compiled_once_for_each_shape(capfd: pytest.CaptureFixture[str]) -> None:
+    traced = []
+
+    def loss(parameters: Any, x: Any) -> Any:
+        traced.append(x.shape)
+        return squares(parameters, x)
+
+    data = np.random.default_rng(0).standard_normal((40, 3)).astype("f")
+    made = problem(W, jax.value_and_grad(loss), lambda samples: (data[samples],), 40, 40, steps=1)
+    for _ in range(2):
+        for count in (3, 4, 4, 0):
+            made.start.reset_gradients()
+            value = made.function(made.start, np.arange(count), made.start.gradients)
+    assert traced == [(3, 3), (4, 3)] and value == 0.0
+    made.function(made.start, np.arange(2), made.start.gradients)
+    made.function(made.start, np.arange(2, 5), made.start.gradients)
+    wanted = 2 * data[:5].T @ data[:5] @ W["w"]
+    assert np.allclose(made.start.gradients.flat, wanted, rtol=1e-6)
+    assert "shapes" not in capfd.readouterr().err
+    for count in range(5, 12):
+        made.function(made.start, np.arange(count), made.start.gradients)
+    assert capfd.readouterr().err.count("JAX has compiled the function for 8 shapes of a batch, and will for each") == 1
+
+
+# -- optax ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def optax() -> Any:
+    return pytest.importorskip("optax", reason="optax is not installed")
+
+
+CHAINS: dict[str, Callable[[Any], Any]] = {
+    "adamw": lambda optax: optax.adamw(optax.cosine_decay_schedule(1e-2, 6), weight_decay=0.1),
+    "belief": lambda optax: optax.adabelief(1e-2),
+    "adagrad": lambda optax: optax.adagrad(1e-2, initial_accumulator_value=0.3),
+    "chain": lambda optax: optax.chain(optax.clip(0.5), optax.trace(0.9), optax.scale(-0.1), optax.ema(0.5)),
+    "accumulating": lambda optax: optax.MultiSteps(optax.adam(1e-2), 2),
+    "injected": lambda optax: optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(0.1, 0.0, 5), momentum=0.9),
+    "half": lambda optax: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "schedule-free": lambda optax: optax.contrib.schedule_free_sgd(0.1, warmup_steps=2),
+    "plain": lambda optax: optax.sgd(0.1),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in CHAINS), ("adamw", "float64")])
+def test_rules_take_the_steps_of_optax(name: str, dtype: str, optax: Any) -> None:
+    """On two pieces, with state in arrays of mpishard, of which the counts are no part."""
+    with jax.enable_x64(dtype == "float64"):
+        transformation, random = CHAINS[name](optax), np.random.default_rng(3)
+        rule = rule_of(transformation)
+        values = random.standard_normal(7).astype(dtype)
+        wanted: Any = {"a": jnp.asarray(values[:6].reshape(2, 3)), "b": jnp.asarray(values[6:])}
+        theirs, update = transformation.init(wanted), jax.jit(transformation.update)
+        state = [np.full(7, np.nan, dtype) for _ in rule.slots]
+        for step in range(1, 6):
+            gradient = random.standard_normal(7).astype(dtype)
+            updates, theirs = update({"a": gradient[:6].reshape(2, 3) / 4, "b": gradient[6:] / 4}, theirs, wanted)
+            wanted = jax.tree.map(np.add, wanted, updates)
+            for piece in (slice(0, 3), slice(3, 7)):
+                rule.update(values[piece], gradient[piece], [each[piece] for each in state], step, divisor=4.0)
+        # Compiled by parts or whole, a moment of few bits is rounded otherwise.
+        tolerance = 1e-3 if name == "half" else 2e-6 if dtype == "float32" else 1e-12
+        assert np.allclose(values, np.concatenate([wanted["a"].reshape(-1), wanted["b"]]), rtol=tolerance, atol=1e-7)
+        noted = rule.steps.common(6, np.dtype(dtype))
+        rule.steps.note(0, np.dtype(dtype), [])
+        for kept, again in zip(noted, rule.steps.common(6, np.dtype(dtype)), strict=True):  # as after a restart
+            assert np.allclose(kept, again, rtol=1e-6)
+
+
+def test_cuts_change_no_bit(optax: Any) -> None:
+    """Where ranks cut, and how long an array is: in blocks of one size there is one program."""
+    rule, random, size = rule_of(CHAINS["adamw"](optax)), np.random.default_rng(4), 2**16 + 1003
+    start, slopes = random.standard_normal(size, np.float32), random.standard_normal((3, size), np.float32)
+    ends = []
+    for cuts in ([0, size], [0, 1, 999, 2**16 - 3, size]):
+        values, state = start.copy(), [np.zeros(size, "f") for _ in rule.slots]
+        for step, slope in enumerate(slopes, 1):
+            for piece in map(slice, cuts, cuts[1:]):
+                rule.update(values[piece], slope[piece], [each[piece] for each in state], step)
+        ends.append(np.concatenate([values, *state]))
+    assert np.array_equal(*ends) and not np.array_equal(ends[0][:size], start)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "clip": (
+        lambda optax: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+        ValueError,
+        r"clip_by_global_norm, scale_by_adam.* depends on others; ShardingConfiguration.mesh, max_gradient_norm=...",
+    ),
+    "lamb": (lambda optax: optax.lamb(1e-3), ValueError, "scale_by_trust_ratio.* others; mpishard.LAMB has"),
+    "masked": (
+        lambda optax: optax.adamw(1e-3, mask={"w": True, "b": False}),
+        ValueError,
+        r"chooses tensors \(masked\), and a rank updates parts of one flat array: .*ParameterGroup",
+    ),
+    "muon": (lambda optax: optax.contrib.muon(1e-3), ValueError, r"chooses tensors \(partition\)"),
+    "factored": (lambda optax: optax.scale_by_factored_rms(), ValueError, "keeps depends on the shapes of tensors"),
+    "finite": (lambda optax: optax.apply_if_finite(optax.sgd(1.0), 3), ValueError, 'nonfinite_gradients="skip"'),
+    "noise": (lambda optax: optax.add_noise(0.1, 0.5, 1), ValueError, "depends on others; use transformations of"),
+    "line": (lambda optax: optax.lbfgs(), TypeError, "cannot take a step of a flat array: TypeError: .*'value'"),
+    "none": (lambda optax: optax.adamw, TypeError, "such as optax.adamw.1e-3., got the function adamw"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_transformations_that_are_no_rules(name: str, optax: Any) -> None:
+    make, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message):
+        rule_of(make(optax))
+
+
+def test_a_rule_says_what_it_is(optax: Any) -> None:
+    schedule = optax.linear_schedule(0.1, 0.0, 5)
+    rule = rule_of(optax.adamw(schedule, b1=0.8), groups=[ParameterGroup("b", lr_factor=0.5)], ema_decay=0.9)
+    found = rule.configuration()
+    assert "scale_by_adam(b1=0.8, b2=0.999" in found["transformation"] and "end_value=0.0" in found["transformation"]
+    assert found["groups"] == "b: lr_factor=0.5" and found["ema_decay"] == 0.9
+    assert rule.slots == ("mu", "nu") and np.isnan(rule.learning_rate(1))
+    slow = rule.by_tensor(["a", "b"])[1]
+    fast, values, gradient = np.ones(3, "f"), np.ones(3, "f"), np.float32([1, -2, 3])
+    rule.update(fast, gradient, [np.zeros(3, "f") for _ in rule.slots], 1)
+    slow.update(values, gradient, [np.zeros(3, "f") for _ in rule.slots], 1)
+    assert np.allclose(2 * (1 - values), 1 - fast, atol=1e-6)
+    other = rule_of(optax.adamw(schedule, b1=0.7))
+    assert other.configuration()["transformation"] != found["transformation"]
+    with pytest.raises(ValueError, match="give a weight_decay, which OptaxRule has not"):
+        rule_of(optax.sgd(0.1), groups=[ParameterGroup("b", weight_decay=0.0)])
+
+
+def test_float64_needs_the_flag(optax: Any) -> None:
+    rule = rule_of(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="JAX makes float32 of them"):
+        rule.update(np.ones(3), np.ones(3), [], 1)
+
+
+def test_on_one_rank(optax: Any) -> None:
+    with mpishard.Mesh() as mesh:
+        optimizer = as_distributed({"w": jnp.ones(3)}, mesh, optax.sgd(0.5))
+        assert optimizer.step({"w": jnp.ones(3)})["w"].tolist() == [0.5] * 3
+        assert optimizer.step({"w": np.ones(3, "f")}, count=2)["w"].tolist() == [0.25] * 3
+    assert xla_threads() is None or xla_threads() > 0
