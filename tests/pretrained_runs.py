@@ -59,6 +59,17 @@ def computed(model, vocabulary=19):
     return logits.detach().numpy(), loss.item(), gradients
 
 
+def their_texts(folder, prompts, count):
+    """The most likely continuation of each prompt by `transformers`, alone; keys are computed again for each token."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    choice = dict(do_sample=False, use_cache=False, eos_token_id=None, pad_token_id=0, max_new_tokens=count)
+    prompts = [torch.tensor([prompt]) for prompt in prompts]
+    return [model.generate(prompt, attention_mask=torch.ones_like(prompt), **choice)[0].tolist() for prompt in prompts]
+
+
 def assert_equals(model, expected):
     """Logits, loss, and this rank's slices of the gradients, against `computed`.  Collective over the mesh."""
     logits, loss, gradients = expected

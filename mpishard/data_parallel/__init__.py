@@ -8,8 +8,7 @@ agreement of ranks        ``agreement``: all must have the same arguments and se
 who sums what             ``strategy`` and ``strategies``; ``bucket_plan``: what is summed at once;
                           ``gradient_traffic``: the bytes of it
 who updates what          ``strategy`` decides; ``owned_ranges``, and ``owned_parts``: these cut at tensors
-ranks of one model        ``model_parallel_group``; ``tensor_copies``: copies on several of them;
-                          ``full_parameters``: whole tensors from their parts
+ranks of one model        ``tensor_copies``: copies on several of them; ``full_parameters``: whole tensors from parts
 a step                    ``step_arguments``, ``gradient_norm``: clipping's, and NaN; ``update``;
                           ``trust_ratio_norms``: LAMB's
 methods                   ``method_state``: a minimisation as state of an optimizer; ``method_update``: its step;

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpishard.comm.axis import Axis
+from mpishard.comm.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.bit_facts import BitFacts
 from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.further_state import FurtherState
-from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.rank_state import RankState
 from mpishard.data_parallel.settings import Configured, Settings
 from mpishard.data_parallel.strategy import Strategy

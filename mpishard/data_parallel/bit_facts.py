@@ -12,8 +12,8 @@ from typing import Any
 from mpishard.backend import array as arrays
 from mpishard.backend.arithmetic import arithmetic
 from mpishard.backend.blas_threads import fix_blas_threads
+from mpishard.comm.agreement import agree_on_settings, differing, fingerprint
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.agreement import agree_on_settings, differing, fingerprint
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.io import log
 from mpishard.layout.run_state import brief

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from mpishard.backend import array as arrays
+from mpishard.comm.agreement import fingerprint
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.agreement import fingerprint
 from mpishard.data_parallel.counters import Counters
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.method_limits import limits_of

@@ -1,7 +1,7 @@
 """The settings that decide an optimizer's steps, as text by name.
 
 Ranks with different settings take different steps: their copies of the model diverge, or they wait in different
-collectives.  `mpishard.data_parallel.agreement` compares them.
+collectives.  `mpishard.comm.agreement` compares them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpishard.backend import array as arrays
+from mpishard.comm.agreement import agree_on_settings, fingerprint
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.agreement import agree_on_settings, fingerprint
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import brief

@@ -8,9 +8,9 @@ from typing import Any
 
 from mpishard.backend import array as arrays
 from mpishard.backend.array import accumulate
+from mpishard.comm.model_parallel_group import ModelParallelGroup
 from mpishard.comm.request import Request
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.owned_ranges import OwnedRanges
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import AVERAGE_ERRORS

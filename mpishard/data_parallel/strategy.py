@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
+from mpishard.comm.model_parallel_group import ModelParallelGroup
 from mpishard.comm.request import Request
 from mpishard.data_parallel.bucket_plan import bucket_layout
 from mpishard.data_parallel.configuration import ShardingConfiguration
-from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.owned_ranges import OwnedRanges
 from mpishard.data_parallel.tensor_copies import TensorCopies
 from mpishard.data_parallel.tied_uses import TiedUses

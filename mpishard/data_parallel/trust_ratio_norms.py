@@ -12,7 +12,7 @@ import numpy as np
 
 from mpishard.backend import exact_norm
 from mpishard.comm.axis import Axis
-from mpishard.data_parallel.model_parallel_group import ModelParallelGroup
+from mpishard.comm.model_parallel_group import ModelParallelGroup
 from mpishard.data_parallel.owned_parts import OwnedPart
 from mpishard.layout.specs import ParameterSpec
 

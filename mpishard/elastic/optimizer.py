@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mpishard.arguments import flag, integer, number
+from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.mesh import Mesh
 from mpishard.data.evaluation import EarlyStopping, Evaluation
-from mpishard.data_parallel.agreement import agree_on_settings
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.optimizers import optimizer_of
 from mpishard.data_parallel.results import OptimizationResult, P, TrainingState

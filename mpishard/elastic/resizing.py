@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.reshard import reshard_state
-from mpishard.data_parallel.agreement import agree_on_settings
 from mpishard.elastic.membership import Order
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.elastic.parts import Parts

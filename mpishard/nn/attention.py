@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.head_norms import HeadNorms
 from mpishard.nn.layers import Layer
 from mpishard.nn.linear import Linear
@@ -153,11 +155,19 @@ class CausalSelfAttention(Layer):
         if self.norms is not None:
             self.norms.forward(heads_lsbhtd, work)
         if self.rotary is not None:
-            self._rotate(heads_lsbhtd, backward=0)
+            if work.cache is None or work.cache.fresh:
+                self._rotate(heads_lsbhtd, backward=0)
+            else:
+                self._rotate_from(heads_lsbhtd, work.cache.starts)
+        if work.cache is not None:
+            work.cache.store(self.name, heads_lsbhtd[:, -2], heads_lsbhtd[:, -1])
         mixed_lnc = apart(mixed_nc, self.output.inputs)
-        for heads, mixed, logsum in zip(heads_lsbhtd, mixed_lnc, logsum_lsbht, strict=True):
+        for index, (heads, mixed, logsum) in enumerate(zip(heads_lsbhtd, mixed_lnc, logsum_lsbht, strict=True)):
             mixed_sbhtd = self._by_heads(mixed, kinds - 2, length)
-            self.mixing.forward(heads[:-2], heads[-2], heads[-1], mixed_sbhtd, logsum, work)
+            if work.cache is None or work.cache.fresh:
+                self.mixing.forward(heads[:-2], heads[-2], heads[-1], mixed_sbhtd, logsum, work)
+            else:
+                self._mix_with_known(index, heads[:-2], mixed_sbhtd, work.cache, work)
         return self.output.forward(mixed_nc, work, residual_nc)
 
     def backward(self, dy_nc: Array, work: Workspace, length: int) -> Array:
@@ -208,6 +218,32 @@ class CausalSelfAttention(Layer):
             self._rotate(dheads_lsbhtd, backward=1)
         if self.norms is not None:
             self.norms.backward(dheads_lsbhtd, work)
+
+    @property
+    def keys_change_after(self) -> int | None:
+        """The length of a sequence beyond which the keys of all its tokens are others; None if they never are."""
+        return None if self.rotary is None else self.rotary.changes_after
+
+    def _mix_with_known(
+        self, index: int, q_sbhtd: Array, mixed_sbhtd: Array, cache: KeyValueCache, work: Workspace
+    ) -> None:
+        """The mixed values of the tokens of this pass, with the keys and values of earlier ones; of one slice."""
+        kinds, batch, heads, length, _ = q_sbhtd.shape
+        for place in range(batch):
+            k_lbhtd, v_lbhtd = cache.known(self.name, place, length)
+            logsum_sbht = work.scratch("logsum of known", (kinds, 1, heads, k_lbhtd.shape[3]), work.dtype)
+            one = slice(place, place + 1)
+            self.mixing.forward(q_sbhtd[:, one], k_lbhtd[index], v_lbhtd[index], mixed_sbhtd[:, one], logsum_sbht, work)
+
+    def _rotate_from(self, heads_lsbhtd: Array, starts: Sequence[int]) -> None:
+        """Turn queries and keys of texts that begin at positions of their own."""
+        assert self.rotary is not None
+        length = heads_lsbhtd.shape[4]
+        for place, start in enumerate(starts):
+            x_lshtd = self.module.ascontiguousarray(heads_lsbhtd[:, :-1, place])
+            rows = self.rotary.rows(self.head_width, start, start + length, x_lshtd.dtype, self.module)
+            self.ops.rotate(x_lshtd.reshape(-1, length, self.head_width), *rows, self.rotary.apart, 0)
+            heads_lsbhtd[:, :-1, place] = x_lshtd
 
     def _rotate(self, heads_lsbhtd: Array, backward: int) -> None:
         assert self.rotary is not None

@@ -131,7 +131,7 @@ class Chunk:
         array of shape (n, width), or float
             The last stage returns the loss in nats, summed over its tokens.
         """
-        work.rows, work.draws, work.deferred = batch.rows, batch.draws, None
+        work.rows, work.draws, work.deferred, work.cache = batch.rows, batch.draws, None, None
         for unit in self._gathered(self._called):
             x = unit.forward(x, work, batch)
         return x
@@ -153,7 +153,7 @@ class Chunk:
         array
             Of shape (n, width); of the last stage (rows, vocabulary_size), a new array.
         """
-        work.rows, work.draws, work.deferred = batch.rows, batch.draws, None
+        work.rows, work.draws, work.deferred, work.cache = batch.rows, batch.draws, None, batch.cache
         for unit in self._gathered(self._called):
             x = unit.predict(x, work, batch)
         return x

@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import integer, no_others, whole_or_fields
-from mpishard.backend.array import to_host
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
+from mpishard.comm.model_parallel_group import ModelParallelGroup
 from mpishard.nn.block import TransformerBlock
+from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.chunk import Chunk
 from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.generation import Generation, agreed_request, lengths_of_change
 from mpishard.nn.inputs import Inputs
 from mpishard.nn.local_chunks import LocalChunks
 from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
 from mpishard.nn.products import check_compute_dtype, warn_if_slow
-from mpishard.nn.sampling import TokenSampler, checked_prompt
 from mpishard.nn.units import Batch
 from mpishard.parameters.flat import FlatParameters
 from mpishard.pipeline.runtime import Pipeline
@@ -267,42 +268,86 @@ class Decoder:
             logits_nv = self._local.scratch.module.empty((len(tokens_n), self.vocabulary_size), self.parameters.dtype)
         return self._from_last_stage(logits_nv, "logits").reshape(*np.shape(tokens), self.vocabulary_size)
 
-    def generate(self, prompt_tokens: Sequence[int], count: int, temperature: float = 1.0, seed: int = 0) -> np.ndarray:
-        """Continue a prompt by `count` sampled tokens.
+    def generate(
+        self,
+        prompt_tokens: Sequence[int] | Sequence[Sequence[int]],
+        count: int,
+        temperature: float = 1.0,
+        seed: int = 0,
+        *,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_tokens: Sequence[int] = (),
+        cache: bool = True,
+    ) -> Any:
+        """Continue a prompt, or several of any lengths together, by sampled tokens.
 
         Parameters
         ----------
-        prompt_tokens : sequence of int
-            At least one token; if longer than ``context_length``, only the last tokens count.
+        prompt_tokens : sequence of int, or sequence of these
+            At least one token each; of texts longer than ``context_length`` only the last tokens count.
         count : int
-            Tokens to add.
+            Tokens to add to each.
         temperature : float
             Divides the logits; 0 takes the most likely token.
         seed : int
-            Same seed, same text.
+            Same seed, same texts.  Each has random numbers of its own; the first has those that it would have alone.
+        top_k : int, optional
+            Draw from this many most likely tokens only.
+        top_p : float, optional
+            Draw only from the fewest most likely tokens whose probabilities have at least this sum, after `top_k`.
+        stop_tokens : sequence of int
+            A text ends with the first of these that is drawn.
+        cache : bool
+            Keep the keys and values of earlier tokens, so that a pass for a new token is over this token alone.  They
+            take memory on the ranks that compute them.  Without them logits are the same up to rounding.  Beyond
+            ``context_length``, and with embeddings or attention of one's own, nothing can be kept.
 
         Returns
         -------
-        int64 array, (len(prompt_tokens) + count,)
-            The prompt and its continuation.
+        int64 array, or list of these
+            The prompt and its continuation; for several prompts one array each.
 
         Raises
         ------
         TypeError, ValueError
-            If there is no token, tokens are no integers or out of range, or `count` or `temperature` is negative.
+            On all ranks, if a prompt is empty, tokens are no integers or out of range, another argument is, or ranks
+            that hold parts of one model have different arguments.
         """
-        tokens = checked_prompt(prompt_tokens, count, temperature)
-        self._inputs.checked("prompt tokens", tokens[None, -self.context_length :])
-        sampler = TokenSampler(temperature, seed)
-        tokens = np.concatenate([tokens.astype(np.int64), np.zeros(count, np.int64)])
-        for end in range(len(tokens) - count, len(tokens)):
-            window_n = self._inputs.checked("tokens", tokens[None, max(0, end - self.context_length) : end])
-            with self._local.forward_only():
-                logits_nv = self.pipeline.infer(Batch(window_n, None, len(window_n), last_only=True))
-            if logits_nv is not None:
-                tokens[end] = sampler.next(to_host(logits_nv[0]).astype(np.float64))
-            self._from_last_stage(tokens[end : end + 1], "token")
-        return tokens
+        request = agreed_request(
+            self._ranks_of_one_model(),
+            prompt_tokens,
+            self.vocabulary_size,
+            count=count,
+            seed=seed,
+            cache=cache,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop_tokens=stop_tokens,
+        )
+        texts = Generation(request, self.context_length, lengths_of_change(self.architecture))
+        found = texts.run(self._logits_of_last, self._share_tokens)
+        return found if request.several else found[0]
+
+    def _logits_of_last(self, tokens_bt: np.ndarray, cache: KeyValueCache | None) -> Array | None:
+        """Logits after the last token of each sequence, on the ranks of the last stage."""
+        tokens_n = self._inputs.checked("tokens", tokens_bt)
+        with self._local.forward_only():
+            return self.pipeline.infer(Batch(tokens_n, None, tokens_bt.shape[1], last_only=True, cache=cache))
+
+    def _share_tokens(self, tokens: np.ndarray) -> None:
+        """Broadcast tokens that the last stage has drawn; replicas that share parameters go on alike."""
+        self._from_last_stage(tokens, "token")
+        if self.parameters.sharded is not None:
+            self.parameters.sharded.axis.broadcast(tokens, root=0, label="token")
+
+    def _ranks_of_one_model(self) -> Axis | ModelParallelGroup | None:
+        """Those that compute together: of one data coordinate, or all if parameters are sharded; None: this one."""
+        sharded = self.parameters.sharded
+        if self.mesh is None:
+            return None if sharded is None else sharded.axis
+        return ModelParallelGroup(self.mesh) if sharded is None else self.mesh.world
 
     def _samples_for_dropout(self, samples: Array | None) -> Array | None:
         """The numbers of samples, if dropout needs them; ValueError if it does and they are missing."""

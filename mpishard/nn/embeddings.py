@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mpishard.layout.specs import ParameterSpec
@@ -105,21 +106,22 @@ class PositionEmbedding(Embedding):
         None: every tensor rank holds all of it.
     """
 
-    def add_to(self, x_btc: Array) -> None:
+    def add_to(self, x_btc: Array, starts: Sequence[int] | None = None) -> None:
         """Add the row of each position, in place.
 
         Parameters
         ----------
         x_btc : array, shape (b, t, width)
             Sequences of t tokens.
+        starts : sequence of int, optional
+            The position of the first token of each sequence; default: 0.
         """
-        rows_tc = self.parameters[self.weight_name][: x_btc.shape[1]]
-        if self.tensor.slices.ordered:
-            # -0.0 becomes 0.0, since where other ranks add zeros to the sum of token and position it would, too.
-            rows_tc = rows_tc + 0
+        length = x_btc.shape[1]
         # Sequence by sequence: NumPy takes memory for an operation on three axes of which one is broadcast or reduced.
-        for x_tc in x_btc:
-            x_tc += rows_tc
+        for x_tc, first in zip(x_btc, starts or [0] * len(x_btc), strict=True):
+            rows_tc = self.parameters[self.weight_name][first : first + length]
+            # -0.0 becomes 0.0, since where other ranks add zeros to the sum of token and position it would, too.
+            x_tc += rows_tc + 0 if self.tensor.slices.ordered else rows_tc
 
     def backward_positions(self, dx_btc: Array, work: Workspace) -> None:
         """The adjoint of `add_to`: sums over the sequences; positions beyond them get nothing.

@@ -88,8 +88,7 @@ class Inputs:
         """`tokens` on the host; TypeError or ValueError if they are not valid."""
         vocabulary_size, context_length = self._architecture.vocabulary_size, self._architecture.context_length
         tokens = np.asarray(to_host(tokens) if is_array(tokens) else tokens)
-        if tokens.dtype.kind not in "iu":
-            raise TypeError(f"{what} must be integers, got {tokens.dtype}")
+        check_tokens(what, tokens, vocabulary_size)
         if tokens.ndim != 2:
             raise ValueError(f"{what} must have shape (batch, length), got {tokens.shape}")
         if tokens.shape[1] > context_length:
@@ -98,12 +97,6 @@ class Inputs:
             )
         if tokens.shape[1] == 0:
             raise ValueError(f"{what} of shape {tokens.shape} are sequences of no token")
-        low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
-        if low < 0 or high >= vocabulary_size:
-            raise ValueError(
-                f"{what} range from {low} to {high}, but the model's vocabulary_size is {vocabulary_size}: "
-                f"valid tokens are 0 to {vocabulary_size - 1}"
-            )
         return tokens
 
     def _moved_each(self, what: str, parts: Sequence[np.ndarray]) -> list[Array]:
@@ -128,3 +121,25 @@ def _draws(samples: Any, step: int, size: int, length: int, first: int, last: in
     if np.shape(samples) != (size,):
         raise ValueError(f"samples has shape {np.shape(samples)}, but there are {size} sequences: give one number each")
     return Draws(step, tuple(int(each) for each in samples[first:last]), length)
+
+
+def check_tokens(what: str, tokens: np.ndarray, vocabulary_size: int) -> None:
+    """Raise TypeError or ValueError unless tokens of any shape are integers of the vocabulary.
+
+    Parameters
+    ----------
+    what : str
+        What they are, for the message.
+    tokens : array
+        On the host.
+    vocabulary_size : int
+        Of the model.
+    """
+    if tokens.dtype.kind not in "iu":
+        raise TypeError(f"{what} must be integers, got {tokens.dtype}")
+    low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+    if low < 0 or high >= vocabulary_size:
+        raise ValueError(
+            f"{what} range from {low} to {high}, but the model's vocabulary_size is {vocabulary_size}: "
+            f"valid tokens are 0 to {vocabulary_size - 1}"
+        )

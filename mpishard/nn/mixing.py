@@ -59,26 +59,29 @@ class CausalMixing(Layer):
         Parameters
         ----------
         q_sbhtd, k_bhtd, v_bhtd : array
-            Of axes as above.
+            Of axes as above.  If there are more keys than queries, the queries are those of the last positions.
         mixed_sbhtd, logsum_sbht : array
-            Overwritten.
+            Overwritten; `logsum` has as many positions as there are keys.
         work : Workspace
             Memory of the micro-batch.
         """
         kinds, batch, count, length, _ = q_sbhtd.shape
         matmul, block = self.matmul, self._queries_at_a_time(length)
+        keys = k_bhtd.shape[2]
+        before = keys - length
         total = work.borrow("attention total", block)
-        for sequence, heads in self._groups(batch, count, length):
+        for sequence, heads in self._groups(batch, count, length * keys):
             k, v = k_bhtd[sequence, heads], v_bhtd[sequence, heads]
             for kind in range(kinds):
                 q, mixed = q_sbhtd[kind, sequence, heads], mixed_sbhtd[kind, sequence, heads]
                 logsum = logsum_sbht[kind, sequence, heads]
                 for first in range(0, length, block):
                     last = min(first + block, length)
-                    scores = self._block(work, "scores", len(q), last, last - first)
-                    matmul(k[:, :last], q[:, first:last].swapaxes(1, 2), out=scores)
-                    self.ops.causal_softmax(scores, logsum, total, first, self.scale)
-                    matmul(scores.swapaxes(1, 2), v[:, :last], out=mixed[:, first:last])
+                    seen = before + last
+                    scores = self._block(work, "scores", len(q), seen, last - first)
+                    matmul(k[:, :seen], q[:, first:last].swapaxes(1, 2), out=scores)
+                    self.ops.causal_softmax(scores, logsum, total, before + first, self.scale)
+                    matmul(scores.swapaxes(1, 2), v[:, :seen], out=mixed[:, first:last])
 
     def backward(
         self,
@@ -107,7 +110,7 @@ class CausalMixing(Layer):
             That of the forward pass.
         """
         kinds, batch, count, length, _ = dmixed_sbhtd.shape
-        for sequence, heads in self._groups(batch, count, length):
+        for sequence, heads in self._groups(batch, count, length**2):
             k, v = heads_sbhtd[kinds, sequence, heads], heads_sbhtd[kinds + 1, sequence, heads]
             dk, dv = dheads_sbhtd[kinds, sequence, heads], dheads_sbhtd[kinds + 1, sequence, heads]
             for kind in range(kinds):
@@ -154,10 +157,10 @@ class CausalMixing(Layer):
     def _queries_at_a_time(self, length: int) -> int:
         return BLOCK if self.module is np else length
 
-    def _groups(self, batch: int, heads: int, length: int) -> Iterator[tuple[int, slice]]:
+    def _groups(self, batch: int, heads: int, scores_of_head: int) -> Iterator[tuple[int, slice]]:
         """Sequences and the heads of each that are computed at a time."""
         scores = GROUP_SCORES if self.module is np else DEVICE_SCORES
-        size = min(heads, max(1, scores // length**2))
+        size = min(heads, max(1, scores // scores_of_head))
         for sequence in range(batch):
             for first in range(0, heads, size):
                 yield sequence, slice(first, first + size)

@@ -72,25 +72,19 @@ def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, 
         On all ranks, and then there is no model: for an unknown architecture, a config that asks for what models here
         do not have, tensors that are missing, of another shape, or have no place, and files that cannot be read.
     """
-    if not (mesh is None or isinstance(mesh, Mesh)):
-        raise TypeError(f"mesh={shown(mesh)} must be mpishard.Mesh()")
+    folder = Path(folder)
     world = Axis.single("world") if mesh is None else mesh.world
     config, stored = _shared(world, folder)
-    problem: Exception | None = None
-    try:
-        own_folder = _path(folder)
-        table = table_of_config(config)
-        architecture = replace(_architecture(table, config, len(stored)), shards=options.pop("shards", 1))
-        weights = table.weights(architecture)
-        found = match(table, weights, stored, architecture.tied)
-    except Exception as error:  # of an option that one rank alone has
-        problem = error
-    world.raise_if_any(problem)
+    table = table_of_config(config)
+    architecture = replace(table.architecture(config), shards=options.pop("shards", 1))
+    weights = table.weights(architecture)
+    found = match(table, weights, stored, architecture.tied)
     if options.get("precision") is None and "dtype" not in options:
         options["dtype"] = np.float64 if any(each.dtype == "F64" for each in found.values()) else np.float32
+    model = table.build(architecture, mesh=mesh, **options)
+    problem: Exception | None = None
     try:
-        model = table.build(architecture, mesh=mesh, **options)
-        _fill(model.parameters, own_folder, {weight.spec.name: weight for weight in weights}, found)
+        _fill(model.parameters, folder, {weight.spec.name: weight for weight in weights}, found)
     except Exception as error:  # whatever one rank alone has met, the others must not go on
         problem = error
     world.raise_if_any(problem)
@@ -125,28 +119,15 @@ def export_pretrained(
     """
     table = table_of_model(model)
     parameters = model.parameters
+    stored_as = _export_dtype(parameters.dtype if dtype is None else dtype)
+    limit = integer("file_bytes", file_bytes, least=1)
     world = Axis.single("world") if model.mesh is None else model.mesh.world
-    problem: Exception | None = None
-    own: tuple[str, int] | None = None
-    try:
-        stored_as = _export_dtype(parameters.dtype if dtype is None else dtype)
-        limit = integer("file_bytes", file_bytes, least=1)
-        config = {**table.whole_config(model.architecture), "torch_dtype": stored_as.name}
-        target = _path(folder)
-        own = stored_as.name, limit
-    except (TypeError, ValueError) as error:
-        problem = error
-    world.raise_if_any(problem)
-    for rank, given in enumerate(world.allgather_object(own)):
-        if given != own:
-            raise ValueError(
-                f"all ranks must export with the same dtype and file_bytes, got {own} on rank {world.rank} and {given} "
-                f"on rank {rank}"
-            )
     files = _files(table.weights(model.architecture), limit // stored_as.itemsize)
     names = (
         [SINGLE] if len(files) == 1 else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
     )
+    config = {**table.whole_config(model.architecture), "torch_dtype": stored_as.name}
+    target = Path(folder)
     beside = target.parent / f".{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
     writes = world.rank == 0
     try:
@@ -172,18 +153,6 @@ def table_of_config(config: dict[str, Any]) -> Published:
     raise ValueError(f"config.json has model_type={shown(asked)}; the known ones are {known}")
 
 
-def _architecture(table: Published, config: dict[str, Any], tensors: int) -> Any:
-    """The architecture for a ``config.json`` beside files with so many tensors; ValueError or TypeError if unfit."""
-    try:
-        architecture = table.architecture(config)
-    except (TypeError, ValueError) as error:
-        named = "config.json" in str(error)
-        raise type(error)(f"{'' if named else 'config.json: '}{error}") from None
-    if architecture.layers > tensors:  # before a list of what they must have is made
-        raise ValueError(f"config.json asks for {architecture.layers} layers, but the files have {tensors} tensors")
-    return architecture
-
-
 def table_of_model(model: Any) -> Published:
     """The table for a model of this package; TypeError for another object."""
     if not isinstance(model, Decoder):
@@ -194,20 +163,12 @@ def table_of_model(model: Any) -> Published:
     raise ValueError(f"no model of transformers is known that is like {model.architecture}")
 
 
-def _path(folder: Any) -> Path:
-    """The folder as a path; TypeError if it is none."""
-    if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f"folder={shown(folder)} must be a path")
-    return Path(folder)
-
-
-def _shared(world: Axis, given: Any) -> tuple[dict[str, Any], list[Stored]]:
+def _shared(world: Axis, folder: Path) -> tuple[dict[str, Any], list[Stored]]:
     """The config and the headers, as the first rank reads them, on all ranks."""
     problem: Exception | None = None
     text = ""
     if world.rank == 0:
         try:
-            folder = _path(given)
             if not folder.is_dir():
                 raise FileNotFoundError(f"there is no folder {folder}; download the model first")
             if not (folder / CONFIG).is_file():

@@ -140,7 +140,7 @@ def _rotary(config: Config) -> Rotary:
     fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(fields, dict) or fields.get("partial_rotary_factor", 1) != 1:
         raise ValueError(f"config.json asks for rotary positions {shown(fields)}, which models here do not have")
-    theta = next((each for each in (fields.get("rope_theta"), config.get("rope_theta")) if each is not None), 10_000.0)
+    theta = fields.get("rope_theta") or config.get("rope_theta") or 10_000.0
     kind = str(fields.get("rope_type", fields.get("type", "default")))
     if kind == "default":
         return Rotary(theta)

@@ -14,6 +14,8 @@ from mpishard.arguments import integer, number
 
 Array = Any
 PAIRINGS = ("half-split", "interleaved")
+# Tables of texts that grow have a multiple of this many rows.
+_TABLE = 256
 SCALINGS = ("linear", "llama3", "longrope")
 
 
@@ -211,6 +213,38 @@ class Rotary:
             The same arrays in every call: not to be written to.
         """
         return _tables(self, head_width, length, np.dtype(dtype), module)
+
+    def rows(self, head_width: int, start: int, stop: int, dtype: Any, module: Any = np) -> tuple[Array, Array]:
+        """Cosines and sines of the positions from `start` to `stop` of a sequence of `stop` tokens.
+
+        Parameters
+        ----------
+        head_width : int
+            Channels of a head.
+        start, stop : int
+            Positions.
+        dtype : dtype
+            float32 or float64.
+        module : module
+            ``numpy`` or ``cupy``.
+
+        Returns
+        -------
+        (array, array), each of shape (stop - start, head_width / 2)
+            Not to be written to.
+        """
+        length = -(-stop // _TABLE) * _TABLE  # one table for many lengths
+        if (change := self.changes_after) is not None and stop <= change:
+            length = min(length, change)
+        cos_tp, sin_tp = self.tables(head_width, length, dtype, module)
+        return cos_tp[start:stop], sin_tp[start:stop]
+
+    @property
+    def changes_after(self) -> int | None:
+        """The length of a sequence beyond which all its angles are others; None if they never are."""
+        if self.scaling is None or self.scaling.kind != "longrope":
+            return None
+        return self.scaling.original_context
 
 
 # One entry serves all blocks of a model; ragged batches and the growing text of a generation have others.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpishard.nn.block import TransformerBlock
+from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.dropout import Draws, Dropout
 from mpishard.nn.embeddings import Embedding, PositionEmbedding
 from mpishard.nn.layers import Layer
@@ -38,6 +39,8 @@ class Batch:
         Predict after the last token of each sequence only.
     draws : Draws, optional
         What the masks of dropout depend on; default: nothing is dropped.
+    cache : KeyValueCache, optional
+        Keys and values of earlier tokens of the sequences, which continue there; for predictions.
     """
 
     tokens_n: Array
@@ -45,6 +48,7 @@ class Batch:
     length: int
     last_only: bool = False
     draws: Draws | None = None
+    cache: KeyValueCache | None = None
 
     @property
     def rows(self) -> int:
@@ -104,7 +108,8 @@ class EmbeddingUnit(Layer):
             if self.tensor.slices.ordered:
                 terms_nc += 0  # -0.0 becomes 0.0, as where other ranks add zeros
         elif self.tensor.rank == 0:
-            self.positions.add_to(terms_nc.reshape(-1, batch.length, self.width))
+            starts = None if batch.cache is None else batch.cache.starts
+            self.positions.add_to(terms_nc.reshape(-1, batch.length, self.width), starts)
         # Of each element one rank has the token's, and the first the position's: any order of a sum gives its bits.
         save = functools.partial(work.save, "embeddings.y")
         return self.dropout.apply(self.tensor.leave_exactly.forward([terms_nc], batch.rows, save), work)

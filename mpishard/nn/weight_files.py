@@ -142,9 +142,6 @@ class Reader:
                 self._files[file] = self._stack.enter_context(safe_open(path, framework="np"))
             except SafetensorError as error:
                 raise ValueError(f"{path} is no safetensors file, or damaged: {error}") from None
-            except OSError as error:
-                named = "" if str(path) in str(error) else f"{path}: "
-                raise type(error)(f"{named}{error}") from None
         return self._files[file]
 
     def read(self, weight: Weight, box: Box, dtype: Any) -> np.ndarray:
@@ -158,28 +155,11 @@ class Reader:
             columns = slice(run.first + start - run.start, run.first + stop - run.start)
             rows = [slice(*extent) for extent in box[:-1]]
             stored = self._stored[run.published]
-            part = self._part(stored)
+            part = self.open(stored.file).get_slice(stored.name)
             index = (columns, *rows) if weight.transposed else (*rows, columns)
             found = part[index]
             values[..., start - first : stop - first] = found.T if weight.transposed else found
         return values
-
-    def _part(self, stored: Stored) -> Any:
-        """A tensor, to take slices of; ValueError if the file has another one than the first rank has seen."""
-        from safetensors import SafetensorError
-
-        try:
-            part = self.open(stored.file).get_slice(stored.name)
-            found = part.get_dtype(), tuple(part.get_shape())
-        except SafetensorError:
-            found = None
-        if found != (stored.dtype, stored.shape):
-            there = "no such tensor" if found is None else f"{found[0]} {found[1]}"
-            raise ValueError(
-                f"{self._folder / stored.file} is another file than rank 0 reads: {stored.name} is {stored.dtype} "
-                f"{stored.shape} there, and {there} here; give all ranks copies of one folder"
-            )
-        return part
 
 
 def published_tensors(weight: Weight, values: np.ndarray, dtype: Any) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend.array import module_of
+from mpishard.nn.cache import KeyValueCache
 
 Array = Any
 
@@ -92,6 +93,8 @@ class Workspace:
     deferred : list of callables, or None
         Deferred work of a backward pass: marking gradients ready, and products for weight gradients.  None: nothing is
         deferred.
+    cache : KeyValueCache or None
+        In a pass that continues texts: the keys and values of their tokens so far.
     defers_products : bool
         False: products are not deferred, since their operands are overwritten too soon.
     """
@@ -106,6 +109,7 @@ class Workspace:
         self.draws: Any = None
         self.deferred: list[Callable[[], None]] | None = None
         self.defers_products = True
+        self.cache: KeyValueCache | None = None
         self._parts: dict[str, Workspace] = {}
 
     def save(self, name: str, *shape: int) -> Array:
@@ -183,7 +187,7 @@ class Workspace:
         Parameters
         ----------
         other : Workspace
-            Its `rows`, `draws` and `deferred` are taken over.
+            Its `rows`, `draws`, `deferred` and `cache` are taken over.
 
         Returns
         -------
@@ -191,6 +195,7 @@ class Workspace:
             This one.
         """
         self.rows, self.draws, self.deferred = other.rows, other.draws, other.deferred
+        self.cache = other.cache
         return self
 
     @property

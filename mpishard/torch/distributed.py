@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.agreement import agree_on_settings
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.whole_models import configuration_of, optimizer_for
 from mpishard.torch.buffers import MODES

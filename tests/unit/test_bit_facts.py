@@ -11,7 +11,7 @@ import threadpoolctl
 import mpishard
 from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, ShardingConfiguration, nn
 from mpishard.backend.arithmetic import arithmetic
-from mpishard.data_parallel.agreement import fingerprint
+from mpishard.comm.agreement import fingerprint
 from mpishard.data_parallel.bit_facts import ARITHMETIC, DIFFERENT_BITS, BitFacts
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.elastic.mesh_limits import MeshLimits

@@ -128,9 +128,12 @@ def test_predictions(module):
     logits = device.logits(tokens)
     assert arrays.is_device(logits)
     np.testing.assert_allclose(arrays.to_host(logits), host.logits(tokens), rtol=1e-12, atol=1e-12)
-    prompt = [1, 2, 3]
-    for temperature in (0.0, 1.0):
-        np.testing.assert_array_equal(device.generate(prompt, 5, temperature), host.generate(prompt, 5, temperature))
+    prompts = [[1, 2, 3], [4, 5]]
+    for options in (dict(temperature=0), dict(), dict(cache=False)):
+        for text, other in zip(
+            device.generate(prompts, 5, **options), host.generate(prompts, 5, **options), strict=True
+        ):
+            np.testing.assert_array_equal(text, other)
 
 
 def test_tokens_may_be_on_the_device(module):

@@ -305,21 +305,6 @@ def test_bad_models(arguments, error, message):
         nn.GPT(*arguments)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (([], 3), "at least one token"),
-        (([VOCABULARY], 0), "prompt tokens range from 11 to 11, but the model's vocabulary_size is 11"),
-        (([1], -1), "must not be negative"),
-        (([1], 1, -0.5), "must not be negative"),
-        (([1], 1, float("nan")), "must not be negative"),
-    ],
-)
-def test_bad_prompts(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        model().generate(*arguments)
-
-
 def test_several_batches_are_one_micro_batch_each():
     """Of other sizes and lengths, also an empty one; the number of micro-batches of the model is left out."""
     gpt = nn.GPT(VOCABULARY, CONTEXT, WIDTH, 4, HEADS, np.float64, schedule="interleaved", chunks=2, microbatches=3)

@@ -15,6 +15,11 @@ class ModelParallelGroup:
     It needs no communicator of its own: each method runs over the tensor axis, then over the pipeline axis.  All
     methods and the constructor are collective over these ranks.
 
+    Parameters
+    ----------
+    mesh : Mesh
+        Of which the group is this rank's.
+
     Attributes
     ----------
     members : list of int
@@ -26,20 +31,57 @@ class ModelParallelGroup:
         self.members: list[int] = self.allgather_object(mesh.rank)
 
     def all_reduce(self, buffer: Array, op: str = "sum", *, label: str = "") -> Array:
-        """As `Axis.all_reduce`, in place."""
+        """As `Axis.all_reduce`, in place.
+
+        Parameters
+        ----------
+        buffer : array
+            Overwritten by the result.
+        op : str
+            As there.
+        label : str
+            For the ledger.
+
+        Returns
+        -------
+        array
+            `buffer`.
+        """
         for axis in self._axes:
             axis.all_reduce(buffer, op=op, label=label)
         return buffer
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """As `Axis.allgather_object`, in the order of `members`."""
+        """As `Axis.allgather_object`.
+
+        Parameters
+        ----------
+        value : object
+            Numbers, strings, and tuples of them.
+
+        Returns
+        -------
+        list
+            The values of all ranks, in the order of `members`.
+        """
         values = [value]
         for axis in self._axes:
             values = [each for theirs in axis.allgather_object(tuple(values)) for each in theirs]
         return values
 
     def raise_together(self, problem: Exception | None) -> None:
-        """As `Axis.raise_together`."""
+        """As `Axis.raise_together`.
+
+        Parameters
+        ----------
+        problem : Exception or None
+            What this rank has found.
+
+        Raises
+        ------
+        Exception
+            As there.
+        """
         for axis in self._axes:
             try:
                 axis.raise_if_any(problem)

@@ -1,0 +1,122 @@
+"""The check that ranks have the same settings; if not, all raise one error.
+
+Each rank sends a fingerprint; only if these differ do ranks exchange the values, for the message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from mpishard.comm.axis import Axis
+from mpishard.comm.model_parallel_group import ModelParallelGroup
+
+_MOST_SHOWN = 4
+_WAY_OUT = "give the same on every rank"
+
+
+def agree_on_settings(
+    ranks: Axis | ModelParallelGroup,
+    settings: Mapping[str, str],
+    problem: Exception | None = None,
+    *,
+    what: str = "settings",
+    way_out: str = _WAY_OUT,
+) -> None:
+    """Raise on all of some ranks if any has a problem, or if their settings differ.
+
+    Collective over the ranks.
+
+    Parameters
+    ----------
+    ranks : Axis or ModelParallelGroup
+        Those that compare.
+    settings : mapping of str to str
+        By name the values of this rank.
+    problem : Exception, optional
+        What is wrong on this rank.
+    what : str
+        Names the settings, for the message.
+    way_out : str
+        The remedy, for the message.
+
+    Raises
+    ------
+    ValueError
+        With the settings that differ, and the ranks that have each value.
+    """
+    number = fingerprint(settings)
+    shared = np.array([problem is not None, number, -number], np.int64)
+    ranks.all_reduce(shared, op="max", label="control")
+    if shared[0]:
+        ranks.raise_together(problem)
+    if shared[1] != -shared[2]:
+        raise differing(ranks, settings, what, way_out)
+
+
+def differing(
+    ranks: Axis | ModelParallelGroup, settings: Mapping[str, str], what: str = "settings", way_out: str = _WAY_OUT
+) -> ValueError:
+    """The error for settings that differ between some ranks.
+
+    Collective over the ranks.
+
+    Parameters
+    ----------
+    ranks : Axis or ModelParallelGroup
+        Those that compare.
+    settings : mapping of str to str
+        By name the values of this rank.
+    what : str
+        Names the settings, for the message.
+    way_out : str
+        The remedy, for the message.
+
+    Returns
+    -------
+    ValueError
+        With the settings that differ, and the ranks that have each value.
+    """
+    by_rank = dict(zip(ranks.members, ranks.allgather_object(dict(settings)), strict=True))
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(name for each in by_rank.values() for name in each):
+        holders: dict[str, list[int]] = {}
+        for rank, each in by_rank.items():
+            holders.setdefault(each.get(name, "not there"), []).append(rank)
+        if len(holders) > 1:
+            shown = [f"{value} on {_ranks(members)}" for value, members in holders.items()]
+            more = f" and {len(shown) - _MOST_SHOWN} more values" if len(shown) > _MOST_SHOWN else ""
+            # For a schedule, the first step that differs is enough.
+            found.setdefault(name.partition("(")[0], f"{name} is {', '.join(shown[:_MOST_SHOWN])}{more}")
+    shown = [text for name, text in found.items() if not name.endswith("scalars")]  # they follow from other settings
+    shown = shown or list(found.values())
+    more = f"; and {len(shown) - _MOST_SHOWN} others" if len(shown) > _MOST_SHOWN else ""
+    return ValueError(f"all ranks must have the same {what}, but {'; '.join(shown[:_MOST_SHOWN])}{more}: {way_out}")
+
+
+def fingerprint(settings: Mapping[str, str]) -> int:
+    """A number of 62 bits that depends on all settings, and not on their order.
+
+    Not collective.
+
+    Parameters
+    ----------
+    settings : mapping of str to str
+        By name.
+
+    Returns
+    -------
+    int
+        The same in every process.
+    """
+    text = repr(sorted(settings.items()))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Ranks in words."""
+    shown = ", ".join(map(str, ranks[:_MOST_SHOWN]))
+    more = f" and {len(ranks) - _MOST_SHOWN} others" if len(ranks) > _MOST_SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

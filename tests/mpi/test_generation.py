@@ -1,0 +1,149 @@
+"""Texts that a model on a mesh continues: those of one rank, and the same errors on all ranks."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpishard import AdamW, Mesh, ShardingConfiguration, ZeRO3Optimizer, nn
+from mpishard.nn import generation
+from mpishard.nn.sampling import TokenSampler
+
+SIZES = dict(vocabulary_size=19, context_length=12, width=24, layers=4, heads=4)
+LONG = nn.RopeScaling("longrope", 2.0, 8, short_factors=(1.0, 1.1, 1.2), long_factors=(1.0, 2.0, 3.0))
+MODELS = {
+    "gpt": (nn.GPT, dict(tied=True)),
+    "llama": (nn.Llama, dict(hidden=40, key_value_heads=4, heads=8, head_width=6, rotary=nn.Rotary(scaling=LONG))),
+}
+# Some have fewer tokens than there are ranks; others grow beyond a change of keys and beyond the context.
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7], list(range(9)), list(range(14))]
+DRAW = dict(temperature=1.2, seed=3, top_k=7, top_p=0.9, stop_tokens=[3])
+
+
+def model(name, mesh=None, **options):
+    """Away from its initial values; the same on every mesh."""
+    kind, sizes = MODELS[name]
+    decoder = kind(mesh=mesh, dtype=np.float64, **{**SIZES, **sizes, **options})
+    for number, spec in enumerate(decoder.parameters.specs):
+        if spec.name in decoder.parameters:
+            box = tuple(slice(*extent) for extent in decoder.parameters.box(spec.name))
+            decoder.parameters[spec.name][...] += 0.3 * np.random.default_rng(number).standard_normal(spec.shape)[box]
+    return decoder
+
+
+def meshes(size):
+    """Sizes of the axes for so many ranks, and options of the model; 4 heads cannot be cut into 3."""
+    found = [(dict(), {}), (dict(pipeline=size), {})]
+    if size != 3:
+        found += [(dict(tensor=size), dict(sequence_parallel=on)) for on in (False, True)]
+        found += [(dict(tensor=size), dict(shards=4, sequence_parallel=True))]
+    if size > 1:
+        found += [(dict(pipeline=size), dict(storage_dtype=ml_dtypes.bfloat16))]
+    if size == 2:
+        found += [(dict(pipeline=2), dict(chunks=2, schedule="interleaved"))]
+    if size == 4:
+        found += [(dict(tensor=2, pipeline=2), dict(sequence_parallel=on)) for on in (False, True)]
+    return found
+
+
+@pytest.fixture
+def logits(monkeypatch):
+    """All logits of which this rank has drawn tokens."""
+    found = []
+
+    class Recording(TokenSampler):
+        def next(self, logits_v):
+            found.append(logits_v)
+            return super().next(logits_v)
+
+    monkeypatch.setattr(generation, "TokenSampler", Recording)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_are_those_of_one_rank_on_every_mesh(comm, same_on_all, name):
+    """Drawn with kept keys and without, and the most likely ones."""
+    draws = [dict(temperature=0), DRAW, DRAW | dict(cache=False)]
+    reference = model(name)
+    expected = [[text.tolist() for text in reference.generate(PROMPTS, 6, **draw)] for draw in draws]
+    for axes, options in meshes(comm.size):
+        with Mesh(comm, **axes) as mesh:
+            decoder = model(name, mesh, **options)
+            found = [[text.tolist() for text in decoder.generate(PROMPTS, 6, **draw)] for draw in draws]
+        assert found == expected, (axes, options)
+        assert same_on_all(repr(found))
+
+
+@pytest.mark.every_variant
+@pytest.mark.parametrize("name", MODELS)
+def test_shards_have_the_same_bits_on_all_ranks_and_on_one(comm, same_on_all, logits, name):
+    if comm.size == 3:
+        pytest.skip("4 heads cannot be cut into 3")
+    for cache in (True, False):
+        logits.clear()
+        expected = model(name, shards=4).generate(PROMPTS, 6, cache=cache)
+        bits = np.array(logits).tobytes()
+        with Mesh(comm, tensor=comm.size) as mesh:
+            logits.clear()
+            found = model(name, mesh, shards=4, sequence_parallel=True).generate(PROMPTS, 6, cache=cache)
+        assert np.array_equal(np.concatenate(found), np.concatenate(expected))
+        assert np.array(logits).tobytes() == bits
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_with_sharded_parameters(comm, axis):
+    size = 2 if comm.size == 4 else 1
+    with Mesh(comm, **{axis: size}) as mesh:
+        decoder = model("llama", mesh)
+        expected = [text.tolist() for text in decoder.generate(PROMPTS, 6, seed=2)]
+        optimizer = ZeRO3Optimizer(AdamW(lr=1e-2), ShardingConfiguration(mesh))
+        optimizer.bind(decoder.parameters)
+        assert [text.tolist() for text in decoder.generate(PROMPTS, 6, seed=2)] == expected
+        # Between steps, and with gathers ahead.
+        pair = np.arange(10).reshape(2, 5), np.arange(1, 11).reshape(2, 5)
+        for _ in range(2):
+            decoder.loss_and_gradient(*pair)
+            optimizer.step(decoder.parameters, count=10 * mesh.data.size)
+            kept, again = (
+                [text.tolist() for text in decoder.generate(PROMPTS, 3, 0, cache=on)] for on in (True, False)
+            )
+            assert np.array_equal(np.concatenate(kept), np.concatenate(again))
+
+
+def test_each_data_coordinate_may_continue_texts_of_its_own(comm):
+    with Mesh(comm) as mesh:
+        decoder, own = model("gpt", mesh), [1 + mesh.data.rank]
+        for count in range(mesh.data.rank, 3):
+            assert decoder.generate(own, count, 0).tolist() == model("gpt").generate(own, count, 0).tolist()
+
+
+@pytest.mark.parametrize("axes", [dict(pipeline=-1), dict(pipeline=2, tensor=2), dict()], ids=str)
+def test_different_arguments_are_one_error_on_all_ranks(comm, same_on_all, axes):
+    if comm.size == 1 or (len(axes) == 2 and comm.size != 4):
+        pytest.skip(f"{axes} is another mesh or none on {comm.size} ranks")
+    with Mesh(comm, **({"data": 1} | axes if axes else {})) as mesh:
+        decoder = nn.GPT(**SIZES, mesh=mesh, sharded_parameters=not axes)
+        here = mesh.size - 1
+        last = mesh.rank == here
+        given = dict(prompt_tokens=[[1, 2], [3]], count=2)
+        for change, message in [
+            (dict(count=3), rf"the same arguments of generate\(\), but count is 2 on .*3 on rank {here}"),
+            (dict(prompt_tokens=[[1, 2], [4]]), rf"\[\[1, 2\], \[4\]\] on rank {here}"),
+            (dict(prompt_tokens=[[1, 2] + 40 * [3], [4]]), "prompt_tokens is"),
+            (dict(temperature=0), "temperature is 1.0 on"),
+            (dict(stop_tokens=[2]), r"stop_tokens is \(\) on"),
+            (dict(cache=False), "cache is True on"),
+        ]:
+            with pytest.raises(ValueError, match=message) as info:
+                decoder.generate(**{**given, **(change if last else {})})
+            assert same_on_all(str(info.value))
+        # What is wrong on one is an error of all.
+        for change, error, message in [
+            (dict(prompt_tokens=[]), ValueError, "prompt_tokens is empty"),
+            (dict(top_k=0), ValueError, "top_k=0 must be"),
+            (dict(prompt_tokens=[1, "a"]), TypeError, "must be integers"),
+        ]:
+            with pytest.raises(error, match=message):
+                decoder.generate(**{**given, **(change if last else {})})
+        assert [text.tolist()[:1] for text in decoder.generate(**given)] == [[1], [3]]
