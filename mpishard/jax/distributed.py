@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.mesh import Mesh
-from mpishard.data_parallel.agreement import agree_on_settings
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.whole_models import configuration_of, optimizer_for
 from mpishard.jax.memory import array_module
