@@ -8,8 +8,8 @@ float32, AdamW (fused in PyTorch), 2 ranks of one thread.  All kinds run in turn
 of the ratios.
 
 Each run begins with the same parameters and sees the same samples, so that the largest difference of the losses of two
-kinds is shown too: with --small --steps 197 --repeats 1 over 200 steps, of sizes that take a minute.  conv has SiLU, not
-ReLU: at the kink of a ReLU the last bit of an activation decides a gradient, and losses part after some thirty steps.
+kinds is shown too: with --small --steps 197 --repeats 1 over 200 steps, of sizes that take a minute.  conv has SiLU:
+at the kink of a ReLU the last bit of an activation decides a gradient, and losses part after some thirty steps.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def batches(model: str, rank: int, count: int) -> Any:
     if model == "conv":
         targets = random.integers(0, CLASSES, (count, IMAGES))
         means = random.standard_normal((CLASSES, 3, PIXELS, PIXELS), np.float32)
-        inputs = means[targets] / 2 + random.standard_normal((count, IMAGES, 3, PIXELS, PIXELS), np.float32)
+        inputs = means[targets] + random.standard_normal((count, IMAGES, 3, PIXELS, PIXELS), np.float32)
     else:
         known = random.integers(0, VOCABULARY, (64, 8))
         text = known[random.integers(0, 64, (count, SEQUENCES, CONTEXT // 8 + 1))].reshape(count, SEQUENCES, -1)
