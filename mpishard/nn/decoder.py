@@ -10,12 +10,11 @@ import numpy as np
 from mpishard.arguments import integer, no_others, whole_or_fields
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
-from mpishard.comm.model_parallel_group import ModelParallelGroup
 from mpishard.nn.block import TransformerBlock
 from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.chunk import Chunk
 from mpishard.nn.decoder_architecture import DecoderArchitecture
-from mpishard.nn.generation import Generation, agreed_request, lengths_of_change
+from mpishard.nn.generation import Generation, agreed_request, lengths_of_change, ranks_of_one_model
 from mpishard.nn.inputs import Inputs
 from mpishard.nn.local_chunks import LocalChunks
 from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
@@ -270,7 +269,7 @@ class Decoder:
 
     def generate(
         self,
-        prompt_tokens: Sequence[int] | Sequence[Sequence[int]],
+        prompt_tokens: Sequence[int] | Sequence[Sequence[int]] | np.ndarray,
         count: int,
         temperature: float = 1.0,
         seed: int = 0,
@@ -284,7 +283,7 @@ class Decoder:
 
         Parameters
         ----------
-        prompt_tokens : sequence of int, or sequence of these
+        prompt_tokens : sequence of int, or sequence of these, or array
             At least one token each; of texts longer than ``context_length`` only the last tokens count.
         count : int
             Tokens to add to each.
@@ -315,7 +314,7 @@ class Decoder:
             that hold parts of one model have different arguments.
         """
         request = agreed_request(
-            self._ranks_of_one_model(),
+            ranks_of_one_model(self.mesh, self.parameters),
             prompt_tokens,
             self.vocabulary_size,
             count=count,
@@ -341,13 +340,6 @@ class Decoder:
         self._from_last_stage(tokens, "token")
         if self.parameters.sharded is not None:
             self.parameters.sharded.axis.broadcast(tokens, root=0, label="token")
-
-    def _ranks_of_one_model(self) -> Axis | ModelParallelGroup | None:
-        """Those that compute together: of one data coordinate, or all if parameters are sharded; None: this one."""
-        sharded = self.parameters.sharded
-        if self.mesh is None:
-            return None if sharded is None else sharded.axis
-        return ModelParallelGroup(self.mesh) if sharded is None else self.mesh.world
 
     def _samples_for_dropout(self, samples: Array | None) -> Array | None:
         """The numbers of samples, if dropout needs them; ValueError if it does and they are missing."""

@@ -13,6 +13,7 @@ from mpishard.arguments import flag, integer, shown
 from mpishard.backend.array import to_host
 from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.axis import Axis
+from mpishard.comm.mesh import Mesh
 from mpishard.comm.model_parallel_group import ModelParallelGroup
 from mpishard.nn.attention import CausalSelfAttention
 from mpishard.nn.block import TransformerBlock
@@ -20,6 +21,7 @@ from mpishard.nn.cache import KeyValueCache
 from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.sampling import Sampling, TokenSampler, checked_prompts
 from mpishard.nn.units import EmbeddingUnit
+from mpishard.parameters.flat import FlatParameters
 
 Array = Any
 # Logits of the tokens after some sequences of one length, (sequences, vocabulary), on ranks that have them.
@@ -106,6 +108,26 @@ def agreed_request(ranks: Axis | ModelParallelGroup | None, *arguments: Any, **n
     agree_on_settings(ranks, facts, problem, what="arguments of generate()")
     assert request is not None
     return request
+
+
+def ranks_of_one_model(mesh: Mesh | None, parameters: FlatParameters) -> Axis | ModelParallelGroup | None:
+    """The ranks that compute together: of one data coordinate, or all that share parameters.
+
+    Parameters
+    ----------
+    mesh : Mesh or None
+        That of the model.  This is collective over its tensor and pipeline axes.
+    parameters : FlatParameters
+        Those of the model.
+
+    Returns
+    -------
+    Axis or ModelParallelGroup or None
+        None: this rank is alone.
+    """
+    if parameters.sharded is None:
+        return None if mesh is None else ModelParallelGroup(mesh)
+    return parameters.sharded.axis if mesh is None else mesh.world
 
 
 def lengths_of_change(architecture: DecoderArchitecture) -> frozenset[int] | None:
