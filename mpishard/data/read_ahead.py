@@ -32,6 +32,8 @@ class ReadAhead:
 
     Attributes
     ----------
+    batch : callable
+        As given.
     calls, waits : int
         How often a micro-batch was asked for, and how often it was not ready.
     seconds_waited : float
@@ -48,7 +50,7 @@ class ReadAhead:
     def __init__(self, batch: Batch, *, max_bytes: int = 64 * 1024**2) -> None:
         if not callable(batch):
             raise TypeError(f"batch={shown(batch)} must be a function of sample indices, such as TokenData(...).batch")
-        self._batch = batch
+        self.batch: Batch = batch
         self._max_bytes = integer("max_bytes", max_bytes, least=0)
         self.calls = self.waits = self.most_bytes = 0
         self.seconds_waited = 0.0
@@ -110,7 +112,7 @@ class ReadAhead:
                 found, _ = self._ready.pop(key, (None, 0))
             self._changed.notify_all()
         if found is None:
-            found = self._batch(samples)
+            found = self.batch(samples)
         if not ready:
             self.waits += 1
             self.seconds_waited += time.perf_counter() - began
@@ -147,7 +149,7 @@ class ReadAhead:
                 self._reading = key = next(iter(self._wanted))
                 samples = self._wanted.pop(key)
             try:
-                found: Any = self._batch(samples)
+                found: Any = self.batch(samples)
                 size = sum(int(getattr(array, "nbytes", 0)) for array in found)
             except Exception as error:  # the caller raises it
                 found, size = error, 0

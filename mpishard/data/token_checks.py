@@ -21,6 +21,7 @@ def agree_on_data(ranks: Axis, sources: Sequence[Tokens], facts: Mapping[str, An
     """
     own = {name: str(value) for name, value in facts.items()}
     own |= {f"the number of tokens of {tokens.name}": f"{tokens.count}" for tokens in sources}
+    own |= {f"the dtype of {tokens.name}": tokens.dtype.str for tokens in sources}
     by_rank = ranks.allgather_object(tuple(own.values()))
     for place, name in enumerate(own):
         for rank, values in enumerate(by_rank):

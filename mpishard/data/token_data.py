@@ -104,6 +104,32 @@ class TokenData:
     def __len__(self) -> int:
         return len(self._map)
 
+    def check_model(self, vocabulary_size: int, context_length: int) -> None:
+        """Raise unless a model can take the samples; `OptimizationProblem.for_model` asks for models of `mpishard.nn`.
+
+        Not collective.  A `vocabulary_size` that the data was not given is not looked for in the files.
+
+        Parameters
+        ----------
+        vocabulary_size, context_length : int
+            Of the model.
+
+        Raises
+        ------
+        ValueError
+            If samples are longer, or the vocabulary of the data is larger.
+        """
+        if self.tokens_per_sample > context_length:
+            raise ValueError(
+                f"samples have context_length={self.tokens_per_sample} tokens, but the model's context_length is "
+                f"{context_length}: make the data with at most that, or a longer model"
+            )
+        if (self._vocabulary_size or 0) > vocabulary_size:
+            raise ValueError(
+                f"the data is for vocabulary_size={self._vocabulary_size}, but the model's is {vocabulary_size}: give "
+                "the model at least as large a one, or the data the model's, which checks the files"
+            )
+
     def batch(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Read some samples: the argument `batch` of `OptimizationProblem.for_model`.
 

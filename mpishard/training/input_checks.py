@@ -6,8 +6,12 @@ PyTorch and JAX accept them with a warning or not at all, even in a correct func
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from mpishard.data import ReadAhead, TokenData
+from mpishard.nn.decoder import Decoder
 from mpishard.parameters.flat import FlatParameters
 
 
@@ -37,3 +41,21 @@ class Untouched:
         else:
             return None
         return ValueError(f"the function changes the {what} that it is given, and must only read them: {how}")
+
+
+def check_data(model: Any, batch: Any) -> None:
+    """Raise ValueError if samples come from a `TokenData` that does not fit a model of this package.
+
+    Not collective.
+
+    Parameters
+    ----------
+    model : model
+        Of a problem; it may be a distributed one.
+    batch : callable
+        What reads its samples, maybe by a `ReadAhead`.
+    """
+    model = getattr(model, "model", model)
+    data = getattr(batch.batch if isinstance(batch, ReadAhead) else batch, "__self__", None)
+    if isinstance(model, Decoder) and isinstance(data, TokenData):
+        data.check_model(model.vocabulary_size, model.context_length)

@@ -18,6 +18,7 @@ from mpishard.nn.described import described
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.model import Model
 from mpishard.record import RunRecord
+from mpishard.training.input_checks import check_data
 from mpishard.training.loop import Loop
 from mpishard.training.objective import Objective, ObjectiveOptions
 from mpishard.training.options import RunOptions
@@ -124,6 +125,11 @@ class OptimizationProblem(Objective[P]):
         -------
         OptimizationProblem
             Its start is ``model.parameters``, which are trained in place.
+
+        Raises
+        ------
+        ValueError
+            If the samples of a `TokenData` are too long for a model of `mpishard.nn`, or for a larger vocabulary.
         """
         architecture = described(getattr(model, "architecture", None))
         own = {} if architecture is None else {"model.json": architecture}
@@ -131,6 +137,7 @@ class OptimizationProblem(Objective[P]):
         losses_and_gradient: Any = getattr(model, "losses_and_gradient", None)
         whole = getattr(model, "model", model)  # of a model that was made distributed
         drops = isinstance(whole, Decoder) and whole.dropout > 0
+        check_data(model, batch)
 
         def arguments(samples: np.ndarray) -> tuple[Any, ...]:
             return (*batch(samples), samples) if drops else batch(samples)

@@ -13,7 +13,7 @@ from mpishard.comm.held_error import HeldError
 from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data.sampling import MICRO_BATCHES, micro_batches
 from mpishard.reduction.tree_sum import tree_sum
-from mpishard.training.input_checks import Untouched
+from mpishard.training.input_checks import Untouched, check_data
 from mpishard.training.step_runner import StepRunner
 
 _AT_ONCE = 4  # micro-batches for each stage of a pipeline that pass through it together
@@ -171,6 +171,8 @@ def check_evaluation(evaluation: Any, stop_early: Any, best: bool, problem: Any)
         return
     if not isinstance(evaluation, Evaluation):
         raise TypeError(f"evaluate must be an Evaluation(function, samples, every=50), got {type(evaluation).__name__}")
+    if evaluation.of_batches:
+        check_data(problem.model, evaluation.function)
     if evaluation.of_batches and not callable(getattr(problem.model, "loss", None)):
         what = "a problem of a function" if problem.model is None else f"a {type(problem.model).__name__} without one"
         raise TypeError(

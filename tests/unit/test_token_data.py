@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
-from mpishard.data import Mixture, TokenData, TokenFile, token_files
+from mpishard import SGD, DDPOptimizer, Evaluation, Mesh, OptimizationProblem, nn
+from mpishard.data import Mixture, ReadAhead, TokenData, TokenFile, token_files
 from mpishard.data.mixture import SampleMap, apportioned
 
 
@@ -138,3 +140,26 @@ def test_tokens_outside_of_the_vocabulary(tmp_path: Path, dtype: str, wrong: int
     source = token_file(tmp_path / "a.bin", values, dtype)
     with pytest.raises(ValueError, match=rf"a.bin: token {wrong} at position 321, but vocabulary_size=50 has tokens"):
         TokenData(source, 10, vocabulary_size=50, check=check).batch(np.array([3, 32]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((50, 9), "samples have context_length=10 tokens, but the model's context_length is 9: make the data with"),
+        ((49, 10), "the data is for vocabulary_size=50, but the model's is 49: give the model at least as large"),
+    ],
+)
+def test_data_that_a_model_cannot_take(tmp_path: Path, sizes: tuple[int, int], message: str) -> None:
+    """It is refused before training begins, also as a validation set."""
+    data = TokenData(token_file(tmp_path / "a.bin", np.arange(1000) % 50), 10, vocabulary_size=50)
+    model = nn.GPT(*sizes, width=8, layers=1, heads=2)
+    for batch in (data.batch, ReadAhead(data.batch)):
+        with pytest.raises(ValueError, match=message):
+            OptimizationProblem.for_model(model, batch, samples=len(data), batch_size=4, steps=1)
+    problem = OptimizationProblem.for_model(
+        model, lambda samples: (np.zeros((len(samples), 2), int),) * 2, samples=4, batch_size=4, steps=1
+    )
+    with Mesh(MPI.COMM_SELF) as mesh, pytest.raises(ValueError, match=message):
+        DDPOptimizer(SGD(lr=0.1), mesh).optimize(
+            problem, progress=False, evaluate=Evaluation.for_model(data.batch, len(data), every=1)
+        )
