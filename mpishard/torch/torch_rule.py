@@ -81,7 +81,8 @@ class TorchRule(Rule):
         lr = self.learning_rate(1) if callable(self.lr) else self.lr
         own = {"rule": f"torch.optim.{self.kind.__name__}", "lr": lr, "weight_decay": self.weight_decay}
         groups = {"groups": "; ".join(map(str, self.groups))} if self.groups else {}
-        return {**own, **groups, **options}
+        average = {} if self.ema_decay is None else {"ema_decay": self.ema_decay}
+        return {**own, **groups, **average, **options}
 
     def update(
         self,
@@ -134,7 +135,7 @@ def rule_of(kind: type, lr: float | Callable[[int], float], **options: Any) -> T
     lr : float or callable
         The learning rate, or a function of the step, which counts from 1.
     **options
-        The other arguments of the class; `groups` as for the rules of mpishard.
+        The other arguments of the class; `groups` and `ema_decay` as for the rules of mpishard.
 
     Returns
     -------
@@ -148,13 +149,13 @@ def rule_of(kind: type, lr: float | Callable[[int], float], **options: Any) -> T
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise TypeError(f"rule_of needs a class of torch.optim such as torch.optim.RAdam, got {kind!r}")
-    groups = options.pop("groups", ())
+    groups, ema_decay = options.pop("groups", ()), options.pop("ema_decay", None)
     given = {name: _plain(value) for name, value in options.items()}
     known = _arguments(kind)
     if unknown := [name for name in given if name not in known]:
         raise TypeError(f"torch.optim.{kind.__name__} has no argument {unknown[0]!r}")
     decay = given.pop("weight_decay", known["weight_decay"].default if "weight_decay" in known else 0.0)
-    return TorchRule(lr, kind, given, float(decay), groups=groups)
+    return TorchRule(lr, kind, given, float(decay), groups=groups, ema_decay=ema_decay)
 
 
 def rule_of_optimizer(optimizer: Any, names: Mapping[int, str]) -> TorchRule:

@@ -266,6 +266,49 @@ def test_a_run_goes_on_with_its_buffers(mesh, folder):
         optimizer.load_checkpoint(folder)
 
 
+def everything(mesh, strategy, steps, folder=None, kind=torch.optim.RAdam):
+    """Parameters, their average, and losses of a run that is evaluated and stops early, and the result."""
+    module = smooth()
+    groups = [mpishard.ParameterGroup("*.bias", weight_decay=0, lr_factor=0.5)]
+    rule = mpishard.torch.rule_of(kind, 1e-2, weight_decay=0.1, groups=groups, ema_decay=0.5)
+    optimizer = strategy(rule, ShardingConfiguration(mesh, reproducible=True, max_gradient_value=0.01))
+
+    def validation(parameters, samples):
+        with torch.no_grad():
+            return losses(module, samples + 30).sum()
+
+    options = {
+        "evaluate": mpishard.Evaluation(validation, SAMPLES - 30, every=2, averaged=True),
+        "stop_early": mpishard.EarlyStopping(patience=2, min_delta=10.0),  # after the third evaluation
+        "progress": False,
+    }
+    task = problem(module, samples=30, micro_batch_size=2, steps=steps)
+    if folder is None:
+        result = optimizer.optimize(task, **options)
+    else:
+        with Checkpoints(folder, mesh, best="validation loss") as checkpoints:
+            result = optimizer.optimize(task, checkpoints=checkpoints, resume=True, **options)
+    found = [result.loss_history, result.validation_losses]
+    found.append(torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy())
+    with optimizer.averaged_parameters():
+        found.append(torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy())
+    return [each.tobytes() for each in found], result
+
+
+def test_what_happens_while_training_has_the_same_bits_under_another_strategy(mesh, folder):
+    from mpi4py import MPI
+
+    with mpishard.Mesh(MPI.COMM_SELF) as one:
+        expected, alone = everything(one, DDPOptimizer, 9)
+    for steps, strategy in ((3, DDPOptimizer), (9, ZeRO2Optimizer)):
+        found, result = everything(mesh, strategy, steps, folder)
+    assert found == expected
+    assert (result.steps, result.stop_reason) == (alone.steps, alone.stop_reason) == (6, "patience")
+    mesh.world.barrier()
+    best = alone.validation_steps[np.argmin(alone.validation_losses)]
+    assert (folder / "best").resolve().name == f"step-{best:08d}"
+
+
 @pytest.mark.parametrize("kind", ["local", "compressed"])
 def test_slow_networks(mesh, same_on_all, kind):
     module = smooth()
