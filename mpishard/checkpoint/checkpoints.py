@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mpishard.checkpoint import saver
+from mpishard.checkpoint.folder import best_step
 from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.newest import load_newest
 from mpishard.checkpoint.options import CheckpointOptions
@@ -115,6 +116,12 @@ class Checkpoints:
     def best(self) -> Literal["validation loss"] | None:
         """As given.  Not collective."""
         return self._options.best
+
+    @property
+    def best_step(self) -> int:
+        """The step of the checkpoint that ``best`` points to, as the first rank sees it; 0 if there is none."""
+        axis = self._writer.axis
+        return int(axis.allgather_object(best_step(self.folder) if axis.rank == 0 else 0)[0])
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after the step, by `every`; call it once after each step.

@@ -109,6 +109,25 @@ def named_step(path: Path) -> int | None:
     return None if named is None else int(named[1])
 
 
+def best_step(run: Path) -> int:
+    """The step of the checkpoint that ``best`` points to; 0 if there is none.  Not collective.
+
+    Parameters
+    ----------
+    run : Path
+        The folder of a run.
+
+    Returns
+    -------
+    int
+        From its name.
+    """
+    try:
+        return named_step(Path(os.readlink(run / BEST))) or 0
+    except OSError:  # no link
+        return 0
+
+
 def _candidate(path: Path) -> Candidate:
     try:
         manifest = manifests.read(path)

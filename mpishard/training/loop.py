@@ -51,6 +51,7 @@ class Loop:
         optimizer, batches = training.optimizer, training.batches
         training.begin()
         reason = training.reached_goal()
+        training.save_best()
         if optimizer.mesh.debug and not reason:
             check_sums(training.runner, batches.sampler.following(batches.position, batches.size))
         # If ranks agree in every update, they learn of Ctrl-C there, and need no further collective.

@@ -392,7 +392,7 @@ class TrainingRun:
                 self.checkpoints.wait()
 
     def save_best(self) -> None:
-        """Save the best checkpoint if a death has come between its evaluation and its save.  Collective."""
+        """Save the best checkpoint if a death came before its save, or `best` was not given before.  Collective."""
         if self._best_is_due:
             self.save(last=False)
 

@@ -135,7 +135,13 @@ class RunCheckpoints:
             return None
         optimizer.state.report_changes(found.facts)
         optimizer.state.restore(found.facts)
-        return self._comparable(self._progress(found.facts), found.facts)
+        progress = self._comparable(self._progress(found.facts), found.facts)
+        if not self.keeps_best:
+            return progress
+        # One whose link a death has prevented, or from before the best was kept, is saved as the best again.  So is one
+        # that is ahead of the run, because the newest checkpoints are damaged.
+        best = self._checkpoints.best_step
+        return replace(progress, best_saved=best if best <= optimizer.clock else 0)
 
     def _comparable(self, progress: RunProgress, facts: Mapping[str, Any]) -> RunProgress:
         """The progress, without the validation losses of another set; a message on rank 0 says so."""

@@ -107,8 +107,7 @@ class RunProgress:
         steps_before = clock - len(losses)
         samples_before = whole_fact(facts, "samples_before", sampler.consumed(steps_before))
         validated = _validated(facts, clock)
-        best = validated[-1][0] if validated else 0
-        return cls(losses, consumed, first, steps_before, skipped, len(losses), samples_before, validated, best)
+        return cls(losses, consumed, first, steps_before, skipped, len(losses), samples_before, validated)
 
 
 def _validated(facts: Mapping[str, Any], clock: int) -> tuple[tuple[int, float], ...]:

@@ -181,6 +181,25 @@ def test_the_best_checkpoint_is_kept(mesh, folder, asynchronous):
     assert facts["validation_loss"].tolist() == [2, 0]
 
 
+@pytest.mark.parametrize("how", ["added", "without its link"])
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_run_that_goes_on_keeps_the_best_that_it_begins_with(mesh, folder, how, elastic):
+    """The option is new, or the run was killed between the save and its link."""
+    options = {"progress": False, "evaluate": Evaluation(falling_until(4), 3, every=2), "resume": True}
+    for steps in (4, 9):
+        best = None if how == "added" and steps == 4 else "validation loss"
+        with Checkpoints(folder, mesh, keep=1, best=best) as checkpoints:
+            optimizer = DDPOptimizer(SGD(lr=1.0), mesh)
+            optimizer = ElasticOptimizer(optimizer) if elastic else optimizer
+            optimizer.optimize(counting(steps), checkpoints=checkpoints, **options)
+        mesh.world.barrier()
+        if mesh.rank == 0 and steps == 4:
+            (folder / "best").unlink(missing_ok=True)
+        mesh.world.barrier()
+    assert (folder / "best").resolve().name.startswith("step-00000004")
+    assert (folder / "best" / "manifest.json").is_file()
+
+
 def test_a_run_stops_early_wherever_it_goes_on(mesh, folder, capsys):
     options = {"evaluate": Evaluation(falling_until(4), 3, every=2), "stop_early": EarlyStopping(patience=3)}
     for steps, strategy, taken, reason in (
