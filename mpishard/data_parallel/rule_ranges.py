@@ -53,7 +53,7 @@ class RuleRanges:
         return [each._replace(rule=scaled[id(each.rule)]) for each in self._ranges]
 
     def _cut(self, rule: Rule) -> list[RuleRange]:
-        if not rule.groups:
+        if all(each is rule for each in self._by_tensor):
             own = enumerate(self._ownership.own)
             return [RuleRange(rule, number, 0, stop - start) for number, (start, stop) in own if stop > start]
         ranges: list[RuleRange] = []

@@ -53,7 +53,7 @@ def as_distributed(tree: Any, mesh: Mesh | ShardingConfiguration, rule: Any, *, 
         leaves = TreeLeaves.of(tree)
         array_module(leaves.platform)  # raises for a device that has no arrays
         if callable(getattr(rule, "update", None)) and callable(getattr(rule, "init", None)):
-            rule = rule_of(rule)
+            rule = rule_of(rule, tree=tree)
         optimizer = optimizer_for("a pytree of JAX", rule, config, zero)
         own = {"zero": str(zero), **leaves.described}
     except Exception as error:  # of a transformation of the user's, too

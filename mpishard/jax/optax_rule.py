@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 
 from mpishard.backend import array as arrays
+from mpishard.jax.leaf_steps import OfLeaf, alike
 from mpishard.jax.memory import as_array, as_jax, check_precision
-from mpishard.jax.transformation import Kept, checked, described
+from mpishard.jax.transformation import Kept, checked, chooser_in, described
+from mpishard.jax.tree_leaves import TreeLeaves
 from mpishard.optim import Rule
 from mpishard.optim.parameter_groups import ParameterGroup
 from mpishard.optim.rule import LearningRate
@@ -41,20 +43,19 @@ class CompiledSteps:
     ----------
     transformation : optax.GradientTransformation
         That treats each element by itself.
+    whole : optax.GradientTransformation, optional
+        Of which it is a part.
 
     Attributes
     ----------
     transformation : optax.GradientTransformation
     kept : Kept
         What it keeps.
-    description : str
-        Its names and options.
     """
 
-    def __init__(self, transformation: Any) -> None:
+    def __init__(self, transformation: Any, whole: Any = None) -> None:
         self.transformation = transformation
-        self.kept: Kept = checked(transformation)
-        self.description: str = described(transformation)
+        self.kept: Kept = checked(transformation, whole)
         self._common: tuple[int, Any, list[Any]] = (0, None, [])
         self.take: Any = jax.jit(self._take, static_argnames="first")
         self._advance: Any = jax.jit(self._later_common, static_argnames="dtype")
@@ -104,13 +105,13 @@ class CompiledSteps:
         if not first:
             leaves = jax.tree.leaves(state)
             for number, slot in zip(self.kept.slots.values(), slots, strict=True):
-                leaves[number] = slot.astype(leaves[number].dtype)
+                leaves[number] = slot.astype(leaves[number].dtype).reshape(leaves[number].shape)
             for number, value in zip(self.kept.common, common, strict=True):
                 leaves[number] = value
             state = jax.tree.unflatten(self.kept.structure, leaves)
         updates, state = self.transformation.update(gradients * factor, state, parameters)
         leaves = jax.tree.leaves(state)
-        kept = [leaves[number].astype(parameters.dtype) for number in self.kept.slots.values()]
+        kept = [leaves[number].astype(parameters.dtype).reshape(-1) for number in self.kept.slots.values()]
         return parameters + (rate * updates).astype(parameters.dtype), kept, self._common_of(leaves)
 
     def _later_common(self, steps: Any, *, dtype: np.dtype) -> list[Any]:
@@ -136,18 +137,19 @@ class OptaxRule(Rule):
         Multiplies the updates, which have optax's own learning rate already; 1 but for groups of tensors.
     transformation : str
         The names and options of optax.
+    slots : tuple of str
+        The arrays that it keeps, by the names of optax, such as ``mu``.
     steps : CompiledSteps
         Of the transformation.
+    by_name : mapping of str to CompiledSteps
+        Of each tensor, where they differ.
     """
 
     lr: LearningRate
     transformation: str
-    steps: CompiledSteps = field(compare=False, repr=False)
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        """The names of optax, such as ``mu``."""
-        return tuple(self.steps.kept.slots)
+    slots: tuple[str, ...] = ()
+    steps: CompiledSteps | None = field(default=None, compare=False, repr=False)
+    by_name: Mapping[str, CompiledSteps] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def kernel(self) -> Any:
@@ -161,6 +163,21 @@ class OptaxRule(Rule):
     def learning_rate(self, step: int) -> float:
         """NaN: optax has it, and does not tell."""
         return math.nan
+
+    def by_tensor(self, names: Sequence[str]) -> list[Rule]:
+        """The rule of each tensor, see `Rule.by_tensor`."""
+        rules = super().by_tensor(names)
+        if not self.by_name:
+            return rules
+        if other := [name for name in names if name not in self.by_name] or [
+            name for name in self.by_name if name not in names
+        ]:
+            raise ValueError(f"rule_of got another tree than the one that is trained: only one has {other[0]!r}")
+        known: dict[tuple[int, int], Rule] = {}
+        for name, rule in zip(names, rules, strict=True):
+            steps = self.by_name[name]
+            known.setdefault((id(rule), id(steps)), replace(cast(OptaxRule, rule), steps=steps, by_name={}))
+        return [known[id(rule), id(self.by_name[name])] for name, rule in zip(names, rules, strict=True)]
 
     def configuration(self) -> dict[str, Any]:
         """The transformations and their options, as a text."""
@@ -180,22 +197,31 @@ class OptaxRule(Rule):
     ) -> None:
         """Take a step in place, see `Rule.update`."""
         self._check_slots(slots)
+        steps, given = self.steps, dict(zip(self.slots, slots, strict=True))
+        assert steps is not None  # `by_tensor` has given each tensor its own
+        slots = [given[name] for name in steps.kept.slots]
         dtype = np.dtype(parameters.dtype)
         check_precision(dtype)
-        common, later = self.steps.common(step, dtype), None
+        common, later = steps.common(step, dtype), None
         factor = self.lr(step) if callable(self.lr) else self.lr
         for start in range(0, parameters.size, BLOCK):
             own = [array[start : start + BLOCK] for array in (parameters, gradients, *slots)]
             values, slopes, *state = map(_block, own)
-            results = self.steps.take(values, slopes, state, common, clip / divisor, factor, first=step == 1)
+            results = steps.take(values, slopes, state, common, clip / divisor, factor, first=step == 1)
             new, kept, later = jax.block_until_ready(results)
             for target, source in zip((own[0], *own[2:]), (new, *kept), strict=True):
                 target[...] = as_array(source, target)[: target.size]
         if later is not None:
-            self.steps.note(step + 1, dtype, later)
+            steps.note(step + 1, dtype, later)
 
 
-def rule_of(transformation: Any, *, groups: Sequence[ParameterGroup] = (), ema_decay: float | None = None) -> OptaxRule:
+def rule_of(
+    transformation: Any,
+    *,
+    tree: Any = None,
+    groups: Sequence[ParameterGroup] = (),
+    ema_decay: float | None = None,
+) -> OptaxRule:
     """An element-wise transformation of optax as a rule, for any optimizer of mpishard.
 
     Each rank takes optax's step for the elements that it updates, so that the state is divided under ZeRO, and saved
@@ -206,6 +232,8 @@ def rule_of(transformation: Any, *, groups: Sequence[ParameterGroup] = (), ema_d
     transformation : optax.GradientTransformation
         Such as ``optax.adabelief(optax.cosine_decay_schedule(1e-3, 1000))``, or a chain; ``optax.adamw`` and the others
         that mpishard has are faster there.
+    tree : pytree, optional
+        The parameters, for a transformation that chooses some of them, as ``masked`` and ``partition`` do.
     groups : sequence of ParameterGroup
         As for the rules of mpishard, with `lr_factor` only.
     ema_decay : float, optional
@@ -219,11 +247,22 @@ def rule_of(transformation: Any, *, groups: Sequence[ParameterGroup] = (), ema_d
     Raises
     ------
     TypeError, ValueError
-        If it is no transformation, or what it does to an element depends on others, on the tensor or on its shape, as
-        with clipping by norms, trust ratios, factored moments and masks.
+        If it is no transformation, or what it does to an element depends on others or on the shape of the tensor, as
+        with clipping by norms, trust ratios and factored moments; or if it chooses tensors, and there is no tree.
     """
-    steps = CompiledSteps(transformation)
-    return OptaxRule(1.0, steps.description, steps, groups=groups, ema_decay=ema_decay)
+    chooser, text = chooser_in(transformation), described(transformation)
+    options: dict[str, Any] = {"groups": groups, "ema_decay": ema_decay}
+    if not chooser:
+        steps = CompiledSteps(transformation)
+        return OptaxRule(1.0, text, tuple(steps.kept.slots), steps, **options)
+    if tree is None:
+        raise ValueError(f"optax's {chooser} chooses tensors: give the tree too, rule_of(transformation, tree=tree)")
+    leaves = TreeLeaves.of(tree)
+    by_name: dict[str, CompiledSteps] = {}
+    for first, names in alike(transformation, leaves).items():
+        by_name |= dict.fromkeys(names, CompiledSteps(OfLeaf(transformation, leaves, first), transformation))
+    slots = dict.fromkeys(name for each in by_name.values() for name in each.kept.slots)
+    return OptaxRule(1.0, text, tuple(slots), None, by_name, **options)
 
 
 def _block(array: Array) -> Any:

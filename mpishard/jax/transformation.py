@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,10 +22,7 @@ _WHOLE_TENSORS = {
     "apply_if_finite": 'ShardingConfiguration(mesh, nonfinite_gradients="skip") leaves such steps out',
     "zero_nans": 'ShardingConfiguration(mesh, nonfinite_gradients="skip") leaves such steps out',
 }
-_GROUPS = (
-    "the rules of mpishard take groups of tensors, as AdamW(lr=..., groups=[ParameterGroup('*.b', weight_decay=0)])"
-)
-_CHOICES = {"masked": _GROUPS, "partition": _GROUPS, "multi_transform": _GROUPS, "selective_transform": _GROUPS}
+_CHOICES = {"masked", "partition", "multi_transform", "selective_transform"}
 # They only hold others.
 _AROUND = ("chain", "named_chain", "with_extra_args_support", "identity")
 _DEEPEST, _SHOWN = 12, 9  # chains within chains; elements of an array
@@ -50,13 +48,38 @@ class Kept(NamedTuple):
     common: tuple[int, ...]
 
 
-def checked(transformation: Any) -> Kept:
-    """What an element-wise transformation keeps.  Not collective.
+def chooser_in(transformation: Any) -> str:
+    """The name of what chooses tensors in a transformation, as masks do; empty if nothing does.  Not collective.
 
     Parameters
     ----------
     transformation : optax.GradientTransformation
         Of any kind.
+
+    Returns
+    -------
+    str
+        Such as ``"masked"``.
+
+    Raises
+    ------
+    TypeError
+        If it is no transformation.
+    """
+    if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
+        raise TypeError(f"rule_of needs a transformation such as optax.adamw(1e-3), got {_shown(transformation)}")
+    return next((name for name in _names(transformation) if name in _CHOICES), "")
+
+
+def checked(transformation: Any, whole: Any = None) -> Kept:
+    """What an element-wise transformation keeps.  Not collective.
+
+    Parameters
+    ----------
+    transformation : optax.GradientTransformation
+        For flat arrays.
+    whole : optax.GradientTransformation, optional
+        Of which it is a part, for messages.
 
     Returns
     -------
@@ -66,17 +89,12 @@ def checked(transformation: Any) -> Kept:
     Raises
     ------
     TypeError
-        If it is none, or cannot take a step of a flat array.
+        If it cannot take a step of a flat array.
     ValueError
         If what it does to an element depends on others, on the tensor, or on its shape.
     """
-    if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
-        raise TypeError(f"rule_of needs a transformation such as optax.adamw(1e-3), got {_shown(transformation)}")
-    names = list(dict.fromkeys(_names(transformation)))
+    names = list(dict.fromkeys(_names(transformation if whole is None else whole)))
     what = f"optax's {', '.join(names) or 'transformation'}"
-    for name, instead in _CHOICES.items():
-        if name in names:
-            raise ValueError(f"{what} chooses tensors ({name}), and a rank updates parts of one flat array: {instead}")
     try:
         flat = _kept(transformation, (_LENGTH,))
         grid = _kept(transformation, (_LENGTH, _LENGTH + 2))
@@ -86,7 +104,7 @@ def checked(transformation: Any) -> Kept:
     why = ""
     if flat != grid:
         why = "what it keeps depends on the shapes of tensors"
-    elif not _close(alone, together):
+    elif not all(_close(a[0], b[0], beside=b[1]) for a, b in zip(alone, together, strict=True)):
         why = "what it does to an element depends on others"
     elif not all(_close(_numbers(state[number])[:1], state[number]) for number in flat.common):
         why = "what it counts depends on gradients"
@@ -118,12 +136,13 @@ def _kept(transformation: Any, shape: tuple[int, ...]) -> Kept:
     """What it keeps for parameters of this shape, of which nothing is made."""
     parameters = jax.ShapeDtypeStruct(shape, jnp.float32)
     paths, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(transformation.init, parameters))
+    own = getattr(transformation, "path", ())  # to the one leaf of a tree
     slots, common = [], []
     for number, (path, leaf) in enumerate(paths):
-        if leaf.shape != shape:
+        if leaf.size != math.prod(shape):
             common.append(number)
         elif jnp.issubdtype(leaf.dtype, jnp.floating):
-            slots.append((path, number))
+            slots.append((path[: len(path) - len(own)] if path[len(path) - len(own) :] == own else path, number))
         else:
             raise TypeError(f"it keeps an array of {leaf.dtype}")
     last = [_path(path[-1:]) for path, _ in slots]
@@ -137,7 +156,7 @@ def _path(path: Any) -> str:
 
 
 def _runs(transformation: Any) -> tuple[Any, Any, list[Any]]:
-    """Parameters after each of some steps, of single elements and of two tensors; common state of the elements.
+    """Updates and parameters of some steps, of single elements and of two tensors; common state of the elements.
 
     There is a NaN among the gradients.
     """
@@ -146,29 +165,40 @@ def _runs(transformation: Any) -> tuple[Any, Any, list[Any]]:
     slopes *= np.array([1.0, 1e-6, 1e6, 1e3, 1.0], np.float32)[:, None]  # what clips only large ones shows
     slopes[3, 0] = np.nan
 
-    def step(tree: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+    def step(tree: Any, state: Any, gradients: Any) -> tuple[Any, Any, Any]:
         updates, state = transformation.update(gradients, state, tree)
-        return jax.tree.map(jnp.add, tree, updates), state
+        return updates, jax.tree.map(jnp.add, tree, updates), state
 
     def run(tree: Any, gradients: list[Any], over: Any) -> tuple[list[Any], Any]:
         begin, advance = jax.jit(over(transformation.init)), jax.jit(over(step))
         state, path = begin(tree), []
         for each in gradients:
-            tree, state = advance(tree, state, each)
-            path.append(np.concatenate([np.reshape(leaf, -1) for leaf in jax.tree.leaves(tree)]))
+            updates, tree, state = advance(tree, state, each)
+            path.append([_joined(updates), _joined(tree)])
         return path, state
 
     def cut(values: np.ndarray) -> Any:
-        """A matrix and a vector."""
-        return {"a": values[:6].reshape(2, 3), "b": values[6:]}
+        """A matrix and a vector, but for what knows its tree."""
+        return values if hasattr(transformation, "path") else {"a": values[:6].reshape(2, 3), "b": values[6:]}
 
     alone, state = run(start[:, None], list(slopes[:, :, None]), jax.vmap)
     together, _ = run(cut(start), [cut(slope) for slope in slopes], lambda function: function)
     return alone, together, jax.tree.leaves(state)
 
 
-def _close(one: Any, other: Any) -> bool:
-    return np.allclose(_numbers(one), _numbers(other), rtol=1e-4, atol=1e-30, equal_nan=True)
+def _joined(tree: Any) -> np.ndarray:
+    return np.concatenate([np.reshape(leaf, -1) for leaf in jax.tree.leaves(tree)])
+
+
+def _close(one: Any, other: Any, beside: Any = 0.0) -> bool:
+    """Whether numbers are the same but for roundings, those of larger ones of which they are differences, too."""
+    one, other = _numbers(one), _numbers(other)
+    rounding = 1e-4 * _largest(other) + 2.5e-7 * _largest(_numbers(beside))
+    return np.allclose(one, other, rtol=1e-4, atol=rounding, equal_nan=True)
+
+
+def _largest(values: np.ndarray) -> float:
+    return float(np.max(np.abs(values), initial=0.0, where=np.isfinite(values)))
 
 
 def _numbers(values: Any) -> np.ndarray:

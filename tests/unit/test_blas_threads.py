@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -86,3 +87,16 @@ def test_a_choice_of_the_user_stands(variable: str, monkeypatch: pytest.MonkeyPa
     blas_threads._openblas.cache_clear()
     assert blas_threads._openblas() is None
     blas_threads._openblas.cache_clear()
+
+
+def test_xla_gets_as_many_threads_where_the_user_chose_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC", "7")
+    blas_threads._limit_xla(2)
+    assert os.environ["NPROC"] == "7"
+    monkeypatch.delenv("NPROC")
+    blas_threads._limit_xla(2)
+    assert os.environ["NPROC"] == "2"
+    monkeypatch.setattr(blas_threads, "chosen_by_user", lambda: None)
+    with threadpool_limits(2):
+        blas_threads.fix_blas_threads()
+    assert os.environ["NPROC"] == "1"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpishard
-from mpishard import FlatParameters, ParameterGroup
+from mpishard import FlatParameters, ParameterGroup, ShardingConfiguration
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 jnp = jax.numpy
@@ -226,9 +226,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "masked": (
         lambda optax: optax.adamw(1e-3, mask={"w": True, "b": False}),
         ValueError,
-        r"chooses tensors \(masked\), and a rank updates parts of one flat array: .*ParameterGroup",
+        r"optax's masked chooses tensors: give the tree too, rule_of\(transformation, tree=tree\)",
     ),
-    "muon": (lambda optax: optax.contrib.muon(1e-3), ValueError, r"chooses tensors \(partition\)"),
     "factored": (lambda optax: optax.scale_by_factored_rms(), ValueError, "keeps depends on the shapes of tensors"),
     "finite": (lambda optax: optax.apply_if_finite(optax.sgd(1.0), 3), ValueError, 'nonfinite_gradients="skip"'),
     "noise": (lambda optax: optax.add_noise(0.1, 0.5, 1), ValueError, "depends on others; use transformations of"),
@@ -242,6 +241,55 @@ def test_transformations_that_are_no_rules(name: str, optax: Any) -> None:
     make, kind, message = REFUSED[name]
     with pytest.raises(kind, match=message):
         rule_of(make(optax))
+
+
+def masks(optax: Any) -> dict[str, Any]:
+    def weights(p: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.ndim != 1, p)
+
+    labels = {"layers": [{"w": "a", "b": "b"}], "scale": "a", "none": None}
+    return {
+        "callable": optax.adamw(0.1, weight_decay=0.5, mask=weights),
+        "tree": optax.masked(optax.adam(0.1), {"layers": [{"w": False, "b": True}], "scale": True, "none": None}),
+        "partition": optax.partition(
+            {"a": optax.sgd(optax.linear_schedule(0.1, 0, 9), momentum=0.9), "b": optax.adam(0.2)}, labels
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["callable", "tree", "partition"])
+def test_masks_choose_tensors(name: str, optax: Any) -> None:
+    transformation, wanted = masks(optax)[name], jax.tree.map(jnp.asarray, tree())
+    theirs, update = transformation.init(wanted), jax.jit(transformation.update)
+    random = np.random.default_rng(5)
+    with mpishard.Mesh() as mesh:
+        optimizer = as_distributed(tree(), mesh, transformation)
+        for _ in range(3):
+            slopes = jax.tree.map(lambda leaf: random.standard_normal(leaf.shape).astype("f"), wanted)
+            updates, theirs = update(slopes, theirs, wanted)
+            wanted = optax.apply_updates(wanted, updates)
+            found = optimizer.step(slopes)
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted))
+    with pytest.raises(ValueError, match="rule_of got another tree than the one that is trained: only one has 'x'"):
+        rule_of(transformation, tree=tree()).by_tensor(["layers.0.b", "layers.0.w", "x"])
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda optax: optax.masked(optax.lamb(0.1), {"v": True}), TypeError, "this tree, at 'w': ValueError"),
+        (lambda optax: optax.masked(optax.lamb(0.1), {"w": True}), ValueError, "mpishard.LAMB has trust ratios"),
+        (
+            lambda optax: optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda leaf: leaf.shape[0] > 1, p)),
+            ValueError,
+            r"does to 'w' depends on its shape \(2, 3\), and cannot be divided",
+        ),
+        (lambda optax: optax.contrib.muon(0.1), ValueError, "muon.* cannot be divided|depends on its shape"),
+    ],
+)
+def test_masks_that_are_refused(make: Callable[[Any], Any], kind: type[Exception], message: str, optax: Any) -> None:
+    with pytest.raises(kind, match=message):
+        rule_of(make(optax), tree={"w": jnp.ones((2, 3))})
 
 
 def test_a_rule_says_what_it_is(optax: Any) -> None:
@@ -268,8 +316,15 @@ def test_float64_needs_the_flag(optax: Any) -> None:
         rule.update(np.ones(3), np.ones(3), [], 1)
 
 
-def test_on_one_rank(optax: Any) -> None:
+def test_on_one_rank(optax: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpishard.jax.tree_state.xla_threads", lambda: 9)
+    monkeypatch.setattr("mpishard.jax.tree_state.blas_threads", lambda: 2)
     with mpishard.Mesh() as mesh:
+        config = ShardingConfiguration(mesh, reproducible=True)
+        reproducible = as_distributed({"w": jnp.ones(3)}, config, optax.sgd(0.5)).optimizer
+        assert reproducible.state.facts["arithmetic.json"]["XLA threads"] == "9"
+        said = "XLA has 9 threads on rank 0, whose share of the cores is 2: make the mesh before the first array of JAX"
+        assert capfd.readouterr().err.count(said) == 1
         optimizer = as_distributed({"w": jnp.ones(3)}, mesh, optax.sgd(0.5))
         assert optimizer.step({"w": jnp.ones(3)})["w"].tolist() == [0.5] * 3
         assert optimizer.step({"w": np.ones(3, "f")}, count=2)["w"].tolist() == [0.25] * 3
