@@ -53,7 +53,11 @@ def has_module(name: str) -> bool:
     """Whether ``mpishard.a.b`` is a module, or a name in one, or a member of such a name."""
     found, parts = importlib.import_module("mpishard"), name.split(".")[1:]
     for number, part in enumerate(parts):
-        if not hasattr(found, part):
+        try:
+            there = hasattr(found, part)
+        except ModuleNotFoundError:  # what the name needs is not installed; its package knows the name
+            return part in dir(found)
+        if not there:
             try:
                 importlib.import_module(".".join(["mpishard", *parts[: number + 1]]))
             except ImportError:
