@@ -217,7 +217,9 @@ def test_a_run_stops_early_wherever_it_goes_on(mesh, folder, capsys):
 
 
 def test_an_elastic_run_stops_early_with_its_best_checkpoint(mesh, folder):
-    elastic = ElasticOptimizer(DDPOptimizer(SGD(lr=1.0), ShardingConfiguration(mesh, reproducible=True)))
+    rule = SGD(lr=1.0, groups=[mpishard.ParameterGroup("param*", weight_decay=0)], ema_decay=0.5)
+    config = ShardingConfiguration(mesh, reproducible=True, max_gradient_value=5)
+    elastic = ElasticOptimizer(DDPOptimizer(rule, config))
 
     def resize(state):
         elastic.resize(1 + state.step % mesh.world.comm.size)
@@ -239,6 +241,8 @@ def test_an_elastic_run_stops_early_with_its_best_checkpoint(mesh, folder):
     assert [each.tolist() for each in run.logged["validation_loss"]] == [[2, 4, 6, 8], [2, 0, 2, 4]]
     assert run.starts[0]["stop_early"] == {"type": "EarlyStopping", "patience": 2, "min_delta": 0.5}
     assert run.starts[0]["best"] == "validation loss"
+    noted = run.starts[0]["rule"], run.starts[0]["configuration"]["max_gradient_value"]
+    assert (noted[0]["groups"], noted[0]["ema_decay"], noted[1]) == ("param*: weight_decay=0.0", 0.5, 5)
 
 
 @pytest.mark.parametrize(
