@@ -5,7 +5,6 @@ an orbit's mean anomaly M and eccentricity e. Beside it its original, JAX alone 
 """
 
 import argparse
-import os
 import sys
 
 import jax
@@ -25,8 +24,7 @@ shift = eccentricity * np.sin(anomaly)
 orbits = np.stack([anomaly - shift, eccentricity], axis=1)
 tensors = {"w": random.standard_normal((2, 64), np.float32), "b": np.zeros(64, "f"), "v": np.zeros(64, "f")}
 
-with mpishard.Mesh() as mesh:
-    os.environ["NPROC"] = str(mesh.blas_threads)  # of XLA, which looks when JAX makes its first array
+with mpishard.Mesh() as mesh:  # before the first array of JAX: it limits the threads of XLA
     start, unravel = ravel_pytree(tensors)
 
     def summed_loss(flat: jax.Array, orbits: jax.Array, shift: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ def as_jax(array: Array) -> Any:
     -------
     jax.Array
         Of the shape and dtype of the array, on its device.  On the host JAX shares memory that begins at a multiple of
-        64 bytes, as that of FlatParameters does, and copies other memory.
+        64 bytes, as that of FlatParameters does; other memory is copied.
 
     Raises
     ------
@@ -38,6 +38,8 @@ def as_jax(array: Array) -> Any:
         For float64, if JAX would make it float32.
     """
     check_precision(array.dtype)
+    if isinstance(array, np.ndarray) and array.ctypes.data % 64:
+        array = arrays.aligned_copy(array)  # which JAX would make with a warning, or without
     return jnp.from_dlpack(array)
 
 
@@ -47,20 +49,22 @@ def as_array(values: Any, like: Array) -> Array:
     Parameters
     ----------
     values : jax.Array or numpy.ndarray
-        On the device of `like`.
+        That of JAX on the device of `like`.
     like : array
         NumPy or CuPy.
 
     Returns
     -------
     array
-        Of the kind of `like`; only to be read.  Nothing is copied.
+        Of the kind of `like`; only to be read.  Nothing is copied, unless it is NumPy's for a device.
     """
     module = arrays.module_of(like)
     if module is np:
         found: Array = np.asarray(values)
         return found
-    return module.from_dlpack(jax.block_until_ready(values))
+    return (
+        module.asarray(values) if isinstance(values, np.ndarray) else module.from_dlpack(jax.block_until_ready(values))
+    )
 
 
 def array_module(platform: str) -> Any:

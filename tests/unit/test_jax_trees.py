@@ -57,6 +57,16 @@ def test_float64(x64: None) -> None:
     assert parameters.dtype == np.float64 and tree_of(parameters)["a"].dtype == np.float64
 
 
+def test_a_run_in_float64(x64: None) -> None:
+    random = np.random.default_rng(0)
+    data, made = random.standard_normal((8, 3)), random.standard_normal(3)
+    function = jax.value_and_grad(lambda p, x: jnp.sum((x @ (p["w"] - made)) ** 2))
+    run = problem({"w": np.zeros(3)}, function, lambda samples: (data[samples],), 8, 8, steps=400)
+    with mpishard.Mesh() as mesh:
+        result = mpishard.DDPOptimizer(mpishard.SGD(lr=0.2), mesh).optimize(run, progress=False)
+    assert np.allclose(tree_of(result.parameters)["w"], made, rtol=1e-12)
+
+
 def deleted() -> Any:
     leaf = jnp.ones(2)
     leaf.delete()
