@@ -116,7 +116,8 @@ def killed_again_and_again(number, launch, ranks, asynchronous, tmp_path):
         assert started - asynchronous <= now <= started + 1, (loaded, started, now)
         loaded.append(now)
         started = int(lines[-1][1])
-        unfinished += not last and any(name.startswith(".unfinished-") for name in os.listdir(run))
+        names = os.listdir(run) if run.exists() else []  # a first kill may come before there is a folder
+        unfinished += not last and any(name.startswith(".unfinished-") for name in names)
     return loaded, unfinished
 
 
