@@ -83,7 +83,7 @@ def test_what_a_rank_reads_is_expected(mesh, strategy, options):
     problem = mpishard.OptimizationProblem.for_model(model, reader, samples=50, batch_size=20, steps=7, **options)
     strategy(mpishard.SGD(lr=0.1), mesh).optimize(problem, progress=False)
     assert {asked for asked in reader.asked if asked} <= set(reader.expected)
-    assert sum(len(asked) for asked in reader.asked) > 0
+    assert any(map(any, mesh.world.allgather_object(reader.asked)))  # not on all ranks, if there are many
 
 
 def test_errors_are_on_all_ranks(mesh, folder):
