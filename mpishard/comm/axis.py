@@ -15,6 +15,7 @@ from mpishard.comm.communicator import Communicator
 from mpishard.comm.ledger import Ledger
 from mpishard.deprecated import renamed_method
 from mpishard.io import log
+from mpishard.launch.job_notes import ECHO
 
 # The errors that `raise_if_any` can raise on a rank whose own check passed.
 _FILE_ERRORS = (OSError, PermissionError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
@@ -300,4 +301,6 @@ class Axis(Communicator):
             raise problem
         if code is not None:
             raise SystemExit(code)
-        raise _KNOWN_ERRORS.get(kind, RuntimeError)(f"rank {rank} of axis {self.name!r}: {text}")
+        error = _KNOWN_ERRORS.get(kind, RuntimeError)(f"rank {rank} of axis {self.name!r}: {text}")
+        setattr(error, ECHO, True)
+        raise error

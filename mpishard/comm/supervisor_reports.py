@@ -21,7 +21,7 @@ from mpi4py import MPI
 from mpishard.comm.abort import abort_on_exception
 from mpishard.launch.ctrl_c import Interrupts
 from mpishard.launch.exit_code import Ending
-from mpishard.launch.job_notes import Ended, Failure, JobNotes, RunLost
+from mpishard.launch.job_notes import ECHO, Ended, Failure, JobNotes, RunLost
 from mpishard.launch.processes import die_with_single_threaded_parent, end_with_daemon
 
 _POLL_S = 0.25
@@ -112,7 +112,7 @@ class Reports:
             return
         with contextlib.suppress(OSError):  # the traceback is still to be printed
             failure = Failure(type(error).__name__, str(error)[:500], _where(error), step, self._has_trained)
-            self._run.note_failure(failure)
+            self._run.note_failure(failure, echo=hasattr(error, ECHO))
 
     def _note_abort(self) -> None:
         if os.getpid() == self._process:

@@ -16,6 +16,8 @@ from typing import Any
 from mpishard.io.atomic_json import read_note, remove_notes, write_note
 
 _FOLDER, _ATTEMPT = "MPISHARD_RUN", "MPISHARD_ATTEMPT"
+# An attribute of errors that a process raises because another one has failed.
+ECHO = "mpishard_echo"
 
 
 class RunLost(RuntimeError):
@@ -170,7 +172,7 @@ class JobNotes:
         """
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        names = ("started", "training", "step", "ended", "given-up", "failure", "aborted", "healed", "ending")
+        names = ("started", "training", "step", "ended", "given-up", "failure", "echo", "aborted", "healed", "ending")
         remove_notes(path, *(f"{name}-" for name in names))
         return cls(path.absolute(), -1).next()
 
@@ -270,15 +272,18 @@ class JobNotes:
         """
         self._write("given-up", asdict(ended))
 
-    def note_failure(self, failure: Failure) -> None:
+    def note_failure(self, failure: Failure, echo: bool = False) -> None:
         """Note the failure of a process; of several the last one is kept.
 
         Parameters
         ----------
         failure : Failure
             What is told of it.
+        echo : bool
+            Whether the process fails because another one does, whose own failure counts if it is noted: else the same
+            failure would have one name or the other, by which process was later.
         """
-        self._write("failure", asdict(failure))
+        self._write("echo" if echo else "failure", asdict(failure))
 
     def note_ending(self) -> None:
         """Note that the user asked the run to end; its processes get a signal afterwards."""
@@ -312,7 +317,8 @@ class JobNotes:
     @property
     def notes(self) -> Notes:
         """All notes of the processes, of which each is a file that is read now."""
-        ended, given_up, failure = (self._read(name) for name in ("ended", "given-up", "failure"))
+        ended, given_up = (self._read(name) for name in ("ended", "given-up"))
+        failure = self._read("failure") or self._read("echo")
         return Notes(
             started=self._read("started") is not None,
             training=self._read("training"),

@@ -225,6 +225,7 @@ def test_notes_of_a_run(tmp_path):
     other.note_ended(Ended(None))
     other.note_given_up(Ended(3))
     other.note_failure(FAILURE)
+    other.note_failure(replace(FAILURE, kind="RuntimeError"), echo=True)
     other.note_healed(3, 7)
     other.note_ending()
     heal = Heal(3, 7, (first.path / "healed-0").stat().st_mtime)
@@ -233,6 +234,8 @@ def test_notes_of_a_run(tmp_path):
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in first.path.iterdir())
     second = first.next()
     assert second == JobNotes(first.path, 1) and second.notes == Notes()
+    second.note_failure(FAILURE, echo=True)
+    assert second.notes.failure == FAILURE
     assert first.is_over and not second.is_over
     again = JobNotes.create(first.path)
     assert again.attempt == 2 and again.notes == Notes() and [path.name for path in first.path.iterdir()] == ["start"]
