@@ -123,7 +123,8 @@ def test_losses_are_those_of_ddp(mesh, gloo, kind, zero):
         history.append(pair)
     history = np.array(history)
     assert np.max(np.abs(history[:, 0] - history[:, 1])) < 1e-5
-    assert history[-1, 1] < history[0, 1]
+    losses = np.mean(mesh.world.allgather_object(history[:, 1]), 0)  # a rank alone may have three samples a step
+    assert losses[-4:].mean() < losses[:4].mean()
     assert list(optimizer.parameters) == [name for name, p in module.named_parameters() if p.requires_grad]
     unused = ["unused.weight", "unused.bias"] if kind == "transformer" else []
     assert optimizer.unused_parameters == unused
