@@ -56,7 +56,7 @@ class CompiledSteps:
     def __init__(self, transformation: Any, whole: Any = None) -> None:
         self.transformation = transformation
         self.kept: Kept = checked(transformation, whole)
-        self._common: tuple[int, Any, list[Any]] = (0, None, [])
+        self._common: dict[tuple[int, np.dtype], list[Any]] = {}
         self.take: Any = jax.jit(self._take, static_argnames="first")
         self._advance: Any = jax.jit(self._later_common, static_argnames="dtype")
 
@@ -77,14 +77,14 @@ class CompiledSteps:
         list of jax.Array
             In the order of the leaves of the state.
         """
-        known, of_dtype, values = self._common
-        if (known, of_dtype) != (step, dtype):
-            values = self._advance(step - 1, dtype=dtype)
-            self._common = step, dtype, values
-        return values
+        if (step, dtype) not in self._common:
+            self._common = {(step, dtype): self._advance(step - 1, dtype=dtype)}
+        return self._common[step, dtype]
 
     def note(self, step: int, dtype: np.dtype, values: list[Any]) -> None:
-        """Keep what `common` shall return before a step.  Not collective.
+        """Keep what `common` shall return before a step, and that of the step before it for other ranges of elements.
+
+        Not collective.
 
         Parameters
         ----------
@@ -95,7 +95,9 @@ class CompiledSteps:
         values : list of jax.Array
             As `take` has returned them.
         """
-        self._common = step, dtype, values
+        before = step - 1, dtype
+        kept = {before: self._common[before]} if before in self._common else {}
+        self._common = kept | {(step, dtype): values}
 
     def _take(
         self, parameters: Any, gradients: Any, slots: Any, common: Any, factor: Any, rate: Any, *, first: bool

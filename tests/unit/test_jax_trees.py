@@ -201,7 +201,9 @@ def test_rules_take_the_steps_of_optax(name: str, dtype: str, optax: Any) -> Non
             gradient = random.standard_normal(7).astype(dtype)
             updates, theirs = update({"a": gradient[:6].reshape(2, 3) / 4, "b": gradient[6:] / 4}, theirs, wanted)
             wanted = jax.tree.map(np.add, wanted, updates)
+            common = rule.steps.common(step, np.dtype(dtype))
             for piece in (slice(0, 3), slice(3, 7)):
+                assert rule.steps.common(step, np.dtype(dtype)) is common  # not counted again from the first step
                 rule.update(values[piece], gradient[piece], [each[piece] for each in state], step, divisor=4.0)
         # Compiled by parts or whole, a moment of few bits is rounded otherwise.
         tolerance = 1e-3 if name == "half" else 2e-6 if dtype == "float32" else 1e-12
