@@ -50,7 +50,7 @@ class Decoder:
     memory : MemoryOptions, optional
         What saves memory: recomputation, sequence parallelism, sharded parameters.
     seed : int
-        Seed of the initial values.
+        Seed of the initial values, and of the masks of dropout.
     module : module
         ``numpy`` or ``cupy``: where parameters, activations and computed logits live.  Tokens may be of either.
     **options : any
@@ -119,7 +119,7 @@ class Decoder:
         self.pipeline: Pipeline = Pipeline(
             axis, self.chunks, pipeline.schedule, self.parameters, wire_dtype=precision.wire_dtype
         )
-        self._inputs = Inputs(self.architecture, module)
+        self._inputs = Inputs(self.architecture, module, seed)
         # A scaled loss may overflow in half precision; optimizers check for that.
         half = precision.compute_dtype is not None
         self._expected: dict[str, Any] = {"over": "ignore", "invalid": "ignore"} if half else {}

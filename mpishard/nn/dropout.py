@@ -17,10 +17,12 @@ Array = Any
 
 @dataclass(frozen=True)
 class Draws:
-    """What the masks of a micro-batch depend on, besides the seed and the layer.
+    """What the masks of a micro-batch depend on, besides the layer.
 
     Parameters
     ----------
+    seed : int
+        Of the model.
     step : int
         Of the run.
     samples : tuple of int
@@ -29,6 +31,7 @@ class Draws:
         Tokens of a sequence.
     """
 
+    seed: int
     step: int
     samples: tuple[int, ...]
     length: int
@@ -58,10 +61,6 @@ class Dropout(Layer):
     def __init__(self, name: str, rate: float) -> None:
         super().__init__(name)
         self.rate: float = checked_rate(rate)
-        self.seed: int = 0
-
-    def initialize(self, seed: int) -> None:
-        self.seed = seed
 
     def apply(self, x_nc: Array, work: Workspace) -> Array:
         """Drop channels, in place: the same function forward and backward, since it is linear and its own adjoint.
@@ -83,7 +82,9 @@ class Dropout(Layer):
             return x_nc
         first = self.tensor.first_row(work.rows)
         # Most samples have many rows: one key each.
-        keys_b = np.array([key(self.seed, "dropout", draws.step, each, self.name) for each in draws.samples], np.uint64)
+        keys_b = np.array(
+            [key(draws.seed, "dropout", draws.step, each, self.name) for each in draws.samples], np.uint64
+        )
         rows_n = np.arange(first, first + len(x_nc))
         keys_n = keys_b.view(np.int64)[rows_n // draws.length]
         asarray = self.module.asarray

@@ -42,7 +42,7 @@ class GPT(Decoder):
     memory : MemoryOptions, optional
         What saves memory: recomputation, sequence parallelism, sharded parameters.
     seed : int
-        Seed of the initial values.
+        Seed of the initial values, and of the masks of dropout.
     module : module
         ``numpy`` or ``cupy``: where parameters, activations and computed logits live.  Tokens may be of either.
     **options : any

@@ -27,10 +27,13 @@ class Inputs:
         What tokens are valid.
     module : module
         ``numpy`` or ``cupy``: where the model computes.
+    seed : int
+        That of the masks of dropout.
     """
 
-    def __init__(self, architecture: DecoderArchitecture, module: Any) -> None:
+    def __init__(self, architecture: DecoderArchitecture, module: Any, seed: int) -> None:
         self._architecture = architecture
+        self._seed = seed
         self._host = Pool()
         # Where they are computed with.
         self._moved = None if module is np else Pool(module)
@@ -53,7 +56,7 @@ class Inputs:
         found = []
         for first, last in pairwise(cuts):
             rows = slice(length * first, length * last)
-            draws = _draws(samples, step, size, length, first, last)
+            draws = _draws(self._seed, samples, step, size, length, first, last)
             found.append(Batch(tokens_n[rows], targets_n[rows], length, draws=draws))
         return found
 
@@ -64,7 +67,7 @@ class Inputs:
             self._pairs([each[:2] for each in batches]), batches, strict=True
         ):
             size, length = np.shape(tokens)
-            draws = _draws(samples[0] if samples else None, step, size, length, 0, size)
+            draws = _draws(self._seed, samples[0] if samples else None, step, size, length, 0, size)
             found.append(Batch(tokens_n, targets_n, length, draws=draws))
         return found
 
@@ -114,13 +117,13 @@ class Inputs:
         return [flat[first:last] for first, last in pairwise(cuts)]
 
 
-def _draws(samples: Any, step: int, size: int, length: int, first: int, last: int) -> Draws | None:
+def _draws(seed: int, samples: Any, step: int, size: int, length: int, first: int, last: int) -> Draws | None:
     """What the masks of some sequences of a batch depend on; None if no samples are given."""
     if samples is None:
         return None
     if np.shape(samples) != (size,):
         raise ValueError(f"samples has shape {np.shape(samples)}, but there are {size} sequences: give one number each")
-    return Draws(step, tuple(int(each) for each in samples[first:last]), length)
+    return Draws(seed, step, tuple(int(each) for each in samples[first:last]), length)
 
 
 def check_tokens(what: str, tokens: np.ndarray, vocabulary_size: int) -> None:

@@ -20,7 +20,7 @@ class Case:
         self.parameters = FlatParameters(layer.specs(), np.float64)
         layer.bind(self.parameters)
         self.work = nn.Workspace(np.float64)
-        self.work.rows, self.work.draws = len(np.empty(shape)), Draws(5, (4, 1), LENGTH)
+        self.work.rows, self.work.draws = len(np.empty(shape)), Draws(0, 5, (4, 1), LENGTH)
         random = np.random.default_rng(3)
         self.parameters.flat[:] = random.standard_normal(self.parameters.size)
         self.x = random.standard_normal(shape)

@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpishard
 from mpishard import nn
@@ -261,6 +262,14 @@ class TestDropout:
         losses = [self.run(**options)[0] for options in ({}, dict(step=3), dict(samples=self.SAMPLES + 1))]
         assert len(set(losses)) == 3 and self.run()[0] == losses[0]
 
+    def test_they_do_not_need_initial_values(self):
+        """As on a rank that joins an elastic run, which gets its values from the others."""
+        drawn = model("qwen3", dropout=0.3, seed=5)
+        with mpishard.Mesh(MPI.COMM_SELF) as mesh, mesh.without_initial_values():
+            joined = model("qwen3", dropout=0.3, seed=5, mesh=mesh)
+            joined.parameters.held[...] = drawn.parameters.held
+            assert run(joined, *batch(), self.SAMPLES)[0] == run(drawn, *batch(), self.SAMPLES)[0]
+
     def test_predictions_drop_nothing(self):
         dropping, plain = model("qwen3", dropout=0.3), model("qwen3")
         assert dropping.loss(*batch()) == plain.loss(*batch())
@@ -269,7 +278,7 @@ class TestDropout:
     def test_the_mean_stays(self):
         layer, work, x = nn.Dropout("a", 0.25), nn.Workspace(np.float64), np.ones((400, 50))
         layer.bind(FlatParameters([], np.float64))
-        work.rows, work.draws = 400, Draws(0, tuple(range(40)), 10)
+        work.rows, work.draws = 400, Draws(0, 0, tuple(range(40)), 10)
         layer.apply(x, work)
         assert set(np.unique(x)) == {0, 1 / 0.75}
         assert x.mean() == pytest.approx(1, abs=0.02)
