@@ -119,9 +119,7 @@ class PositionEmbedding(Embedding):
         length = x_btc.shape[1]
         # Sequence by sequence: NumPy takes memory for an operation on three axes of which one is broadcast or reduced.
         for x_tc, first in zip(x_btc, starts or [0] * len(x_btc), strict=True):
-            rows_tc = self.parameters[self.weight_name][first : first + length]
-            # -0.0 becomes 0.0, since where other ranks add zeros to the sum of token and position it would, too.
-            x_tc += rows_tc + 0 if self.tensor.slices.ordered else rows_tc
+            x_tc += self.parameters[self.weight_name][first : first + length]
 
     def backward_positions(self, dx_btc: Array, work: Workspace) -> None:
         """The adjoint of `add_to`: sums over the sequences; positions beyond them get nothing.

@@ -104,12 +104,12 @@ class EmbeddingUnit(Layer):
         terms_nc = work.borrow("terms", *shape) if self.tensor.splits_rows else work.save("embeddings.y", *shape)
         self.tokens.forward(batch.tokens_n, work, terms_nc)
         # Added on one rank only, the positions are in the sum once.  All ranks compute their whole gradient.
-        if self.positions is None:
+        if self.tensor.rank == 0:
             if self.tensor.slices.ordered:
-                terms_nc += 0  # -0.0 becomes 0.0, as where other ranks add zeros
-        elif self.tensor.rank == 0:
-            starts = None if batch.cache is None else batch.cache.starts
-            self.positions.add_to(terms_nc.reshape(-1, batch.length, self.width), starts)
+                terms_nc += 0  # -0.0 becomes 0.0, on one rank too, since where other ranks add zeros it does
+            if self.positions is not None:
+                starts = None if batch.cache is None else batch.cache.starts
+                self.positions.add_to(terms_nc.reshape(-1, batch.length, self.width), starts)
         # Of each element one rank has the token's, and the first the position's: any order of a sum gives its bits.
         save = functools.partial(work.save, "embeddings.y")
         return self.dropout.apply(self.tensor.leave_exactly.forward([terms_nc], batch.rows, save), work)
