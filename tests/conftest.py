@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,9 +25,9 @@ import pytest
 HERE = Path(__file__).parent
 AFTER_FAILURE = 20.0  # seconds that the other ranks get to reach the agreement once one has failed
 QUIET = 2.0  # seconds after which a failed rank that is still alone says so itself
-# With --sample all of tests/mpi runs at the number of ranks that finds most: half under Open MPI, half elsewhere.
+# With --sample all of tests/mpi runs at the number of ranks that finds most: a third under MPICH, else under Open MPI.
 WHOLE = 3
-SHARE = 3  # elsewhere a test runs in one of this many of its variants
+SHARE = 3  # a sample has one of this many variants of a test
 # and in half of the places, which take about as long as the other half.
 HALVES = [
     {("MPICH", 8), ("Open MPI", 4), ("MPICH", 1), ("Open MPI", 2)},
@@ -162,11 +163,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def chosen(items: list[pytest.Item], where: tuple[str, int], short: bool = False) -> set[str]:
     """The names of the sample that runs in one place: under an MPI, at a number of ranks.
 
-    At `WHOLE` ranks every other variant of each test in ``tests/mpi``, the others under the other MPI.  Elsewhere half
-    of the tests, and of each a share of the variants, at least one; other places have others.  Chosen by a hash of
-    names, since a fixed stride would leave out whole values of a parameter.  Tests marked ``every_variant`` are part of
-    every sample, those marked ``every_variant(short=False)`` of all but the short ones.  What is `short` in one sample
-    runs whole in the other at `WHOLE` ranks.
+    At `WHOLE` ranks MPICH has every third variant of each test in ``tests/mpi``, Open MPI the others: plain `tox` runs
+    MPICH, and is to be short.  Elsewhere half of the tests, and of each a share of the variants, at least one; other
+    places have others.  Chosen by a hash of names, since a fixed stride would leave out whole values of a parameter.
+    Tests marked ``every_variant`` are part of every sample, those marked ``every_variant(short=False)`` of all but the
+    short ones.  What is `short` in one sample runs whole in the other at `WHOLE` ranks.
     """
     kept: set[str] = set()
     variants: dict[str, list[str]] = {}
@@ -183,7 +184,8 @@ def chosen(items: list[pytest.Item], where: tuple[str, int], short: bool = False
         number = zlib.crc32(test.encode())
         if ranks == WHOLE:
             names.sort(key=lambda name: zlib.crc32(name.encode()))
-            kept.update(names[(number + (family == "Open MPI")) % 2 :: 2])
+            every_third = set(names[number % SHARE :: SHARE])
+            kept.update(set(names) - every_third if family == "Open MPI" else every_third)
         elif where in HALVES[number % 2]:
             names.sort(key=lambda name: zlib.crc32(f"{where} {name}".encode()))
             kept.update(names[: -(-len(names) // SHARE)])
@@ -226,6 +228,14 @@ def mesh(comm: Any) -> Iterator[Any]:
 
     with mpishard.Mesh(comm) as mesh:
         yield mesh
+
+
+@pytest.fixture
+def folder(comm: Any) -> Iterator[Path]:
+    """A folder that all ranks see, removed at the end.  Collective."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(comm.bcast(name))
+        comm.Barrier()
 
 
 @pytest.fixture

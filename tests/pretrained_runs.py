@@ -71,13 +71,25 @@ def their_texts(folder, prompts, count):
 
 
 def assert_equals(model, expected):
-    """Logits, loss, and this rank's slices of the gradients, against `computed`.  Collective over the mesh."""
+    """Logits, loss and gradients against `computed`.  Collective over the mesh."""
+    assert_logits(model, expected)
+    assert_gradients(model, expected)
+
+
+def assert_logits(model, expected):
+    """Those of `computed`.  Collective over the mesh."""
+    logits = expected[0]
+    limit = TOLERANCE[model.parameters.dtype.name]
+    found = model.logits(tokens_and_targets(logits.shape[-1])[0])
+    np.testing.assert_allclose(found, logits, rtol=limit, atol=limit * np.abs(logits).max())
+
+
+def assert_gradients(model, expected):
+    """The loss, and this rank's slices of the gradients, against `computed`.  Collective over the mesh."""
     logits, loss, gradients = expected
     limit = TOLERANCE[model.parameters.dtype.name]
-    pair = tokens_and_targets(logits.shape[-1])
-    np.testing.assert_allclose(model.logits(pair[0]), logits, rtol=limit, atol=limit * np.abs(logits).max())
     model.parameters.reset_gradients()
-    np.testing.assert_allclose(model.loss_and_gradient(*pair), loss, rtol=limit)
+    np.testing.assert_allclose(model.loss_and_gradient(*tokens_and_targets(logits.shape[-1])), loss, rtol=limit)
     table = table_of_model(model)
     specs = {spec.name: spec for spec in model.parameters.specs}
     for weight in table.weights(model.architecture):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import hybrid
 import numpy as np
 import pytest
@@ -35,14 +32,6 @@ SIZE = sum(spec.size for spec in SPECS)
 SAMPLES, BATCH = 24, 8
 GRADIENTS = np.random.default_rng(3).standard_normal((SAMPLES, SIZE))
 COMPRESSORS = [Int8Compressor(16), TopKCompressor(0.05), PowerSGDCompressor(2)]
-
-
-@pytest.fixture
-def folder(comm):
-    """A folder that all ranks see, removed at the end.  Collective."""
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(comm.bcast(name))
-        comm.Barrier()
 
 
 def zeros():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -25,14 +22,6 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 optax = pytest.importorskip("optax", reason="optax is not installed")
 jnp = jax.numpy
 SAMPLES, BATCH, STEPS = 48, 16, 6
-
-
-@pytest.fixture
-def folder(comm):
-    """A folder that all ranks see, removed at the end.  Collective."""
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(comm.bcast(name))
-        comm.Barrier()
 
 
 @pytest.fixture(scope="module")

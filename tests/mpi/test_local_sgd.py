@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from itertools import pairwise
-from pathlib import Path
 
 import hybrid
 import numpy as np
@@ -40,14 +38,6 @@ SIZE = EDGES[-1]
 START = np.linspace(-1, 1, SIZE)
 NESTEROV = SGD(lr=0.7, momentum=0.9, nesterov=True)
 ADAMW = AdamW(lr=0.01, weight_decay=0.1)
-
-
-@pytest.fixture
-def folder(comm):
-    """A folder that all ranks see, removed at the end.  Collective."""
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(comm.bcast(name))
-        comm.Barrier()
 
 
 def gradient(parameters, step, worker):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -16,14 +13,6 @@ from mpishard.layout.local_layout import ModelParallelRank
 ROWS = np.random.default_rng(0).standard_normal((37, 6))
 RULE = AdamW(lr=mpishard.cosine(0.1, steps=9), eps=1e-3)
 TOKENS = np.random.default_rng(1).integers(0, 11, (45, 6))
-
-
-@pytest.fixture
-def folder(comm):
-    """A folder that all ranks see, removed at the end.  Collective."""
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(comm.bcast(name))
-        comm.Barrier()
 
 
 def least_squares(parameters, samples, gradients):

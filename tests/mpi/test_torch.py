@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,14 +22,6 @@ from mpishard.compression import Int8Compressor
 torch = pytest.importorskip("torch")
 SAMPLES, BATCH = 48, 16
 RULE = AdamW(lr=1e-2)
-
-
-@pytest.fixture
-def folder(comm):
-    """A folder that all ranks see, removed at the end.  Collective."""
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(comm.bcast(name))
-        comm.Barrier()
 
 
 @pytest.fixture
