@@ -403,11 +403,23 @@ def aligned_copy(a: Array) -> Array:
     """A copy of `a` that JAX can share: on the host it begins at a multiple of 64 bytes, unlike most NumPy arrays."""
     if is_device(a):
         return a.copy()
-    memory = np.empty(a.nbytes + 64, np.uint8)
-    first = -memory.ctypes.data % 64
-    copy = memory[first : first + a.nbytes].view(a.dtype).reshape(a.shape)
+    copy = _aligned_empty(a.size, a.dtype).reshape(a.shape)
     np.copyto(copy, a)
     return copy
+
+
+def joined(parts: Sequence[Array]) -> Array:
+    """The elements of arrays one after the other in a new flat array, which JAX can share as an `aligned_copy`."""
+    flat = [part.reshape(-1) for part in parts]
+    if is_device(flat[0]):
+        return module_of(flat[0]).concatenate(flat)
+    return np.concatenate(flat, out=_aligned_empty(sum(part.size for part in flat), flat[0].dtype))
+
+
+def _aligned_empty(size: int, dtype: np.dtype) -> np.ndarray:
+    memory = np.empty(size * dtype.itemsize + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    return memory[first : first + size * dtype.itemsize].view(dtype)
 
 
 @elementwise

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpishard.backend.array import aligned_copy
+from mpishard.backend.array import joined
 from mpishard.backend.blas_threads import blas_threads
 from mpishard.comm.axis import Axis
 from mpishard.io import log
@@ -48,8 +48,8 @@ class TreeState:
         self.structure: Any = leaves.structure
         specs = [ParameterSpec(name, tuple(leaf.shape)) for name, leaf in leaves.named.items()]
         like = module.empty(0, str(next(iter(leaves.named.values())).dtype))
-        flat = module.concatenate([as_array(leaf, like).reshape(-1) for leaf in leaves.named.values()])
-        self.parameters: FlatParameters = FlatParameters.over(aligned_copy(flat), specs)
+        flat = joined([as_array(leaf, like) for leaf in leaves.named.values()])
+        self.parameters: FlatParameters = FlatParameters.over(flat, specs)
         self.parameters.carried = self
         self.rank = 0
         self.unfit: Exception | None = None

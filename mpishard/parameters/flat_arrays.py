@@ -62,8 +62,8 @@ def flat_of_tensors(tensors: Mapping[str, Any], module: Any) -> tuple[Array, lis
     dtypes = sorted({str(value.dtype) for value in values.values()})
     if len(dtypes) > 1:
         raise TypeError(f"tensors must be all float32 or all float64, got {' and '.join(dtypes)}")
-    flat = module.concatenate([value.reshape(-1) for value in values.values()])
-    return arrays.aligned_copy(flat), [ParameterSpec(name, each.shape) for name, each in values.items()]
+    flat = arrays.joined(list(values.values()))
+    return flat, [ParameterSpec(name, each.shape) for name, each in values.items()]
 
 
 def _from_dlpack(name: str, tensor: Any, module: Any) -> Array:

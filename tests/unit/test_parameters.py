@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -55,3 +57,16 @@ def test_copies_begin_at_64_bytes(size, dtype):
     copy = aligned_copy(array)
     assert (copy.ctypes.data % 64 == 0 or not size) and copy.flags.c_contiguous and copy.flags.writeable
     assert copy.dtype == dtype and np.array_equal(copy, array) and not np.shares_memory(copy, array)
+
+
+def test_tensors_are_copied_once():
+    """The memory that it takes is that of the flat array, which JAX can share."""
+    tensors = {"a": np.arange(2.0e5).reshape(2, -1), "b": np.array(3.0), "c": np.zeros((0, 2))}
+    tracemalloc.start()
+    try:
+        flat = FlatParameters.of(tensors).flat
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(flat, [*tensors["a"].reshape(-1), 3.0]) and flat.ctypes.data % 64 == 0
+    assert peak < 1.5 * flat.nbytes
