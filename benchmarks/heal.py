@@ -216,7 +216,7 @@ def watch(command: list[str], names: list[str]) -> dict[str, float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            ["timeout", "-k", "5", "300", *(folder if word == "FOLDER" else word for word in command)],
+            ["timeout", "-k", "5", str(TIME_LIMIT), *(folder if word == "FOLDER" else word for word in command)],
             env=children.environment(),
             capture_output=True,
             text=True,
