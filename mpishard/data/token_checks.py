@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.axis import Axis
 from mpishard.data.token_files import Tokens
 from mpishard.layout.boxes import split
@@ -15,21 +16,12 @@ _CHUNK = 1024**2  # tokens that are read at a time
 
 
 def agree_on_data(ranks: Axis, sources: Sequence[Tokens], facts: Mapping[str, Any]) -> None:
-    """Raise ValueError on all ranks if their files have other sizes, or other facts differ.  Collective over `ranks`.
-
-    Names may differ: each node may have a copy of its own.
-    """
+    """Raise ValueError on all ranks if files have other sizes, or other facts differ.  Collective over `ranks`."""
     own = {name: str(value) for name, value in facts.items()}
-    own |= {f"the number of tokens of {tokens.name}": f"{tokens.count}" for tokens in sources}
-    own |= {f"the dtype of {tokens.name}": tokens.dtype.str for tokens in sources}
-    by_rank = ranks.allgather_object(tuple(own.values()))
-    for place, name in enumerate(own):
-        for rank, values in enumerate(by_rank):
-            if values[place : place + 1] != by_rank[0][place : place + 1]:
-                raise ValueError(
-                    f"all ranks must have the same data, but {name} is {by_rank[0][place]} on rank 0 and "
-                    f"{values[place]} on rank {rank}"
-                )
+    for place, tokens in enumerate(sources):  # by place: names may differ, as each node may have a copy of its own
+        own[f"the number of tokens of sources[{place}]"] = str(tokens.count)
+        own[f"the dtype of sources[{place}]"] = tokens.dtype.str
+    agree_on_settings(ranks, own, what="data")
 
 
 def agree_on_tokens(ranks: Axis | None, sources: Sequence[Tokens], vocabulary_size: int) -> None:
