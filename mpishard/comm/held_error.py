@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+import numpy as np
 from mpi4py import MPI
 
 from mpishard.comm.axis import Axis
@@ -71,7 +72,8 @@ class HeldError:
         SystemExit
             If the first such rank has called ``sys.exit``: all ranks end with its code.
         """
-        if self.error is not None or self._world.size > 1:
+        failed = np.array([self.error is not None], np.int64)
+        if self._world.all_reduce(failed, op="max", label="control")[0]:
             self.raise_over(self.meet())
 
     def raise_over(self, axis: Axis) -> None:
@@ -83,4 +85,4 @@ class HeldError:
             As above.
         """
         error, self.error = self.error, None
-        axis.raise_if_any(error)
+        axis.raise_together(error)

@@ -18,7 +18,10 @@ class TwoRanks:
     """The axis of rank 0 of two, of which the other has called ``sys.exit(3)``."""
 
     rank, size = 0, 2
-    raise_if_any = Axis.raise_together
+    raise_together = Axis.raise_together
+
+    def all_reduce(self, buffer, op, label):
+        return np.maximum(buffer, 1)
 
     def allgather_object(self, value):
         return [value, ("SystemExit", "SystemExit: 3", 3)]
@@ -40,6 +43,15 @@ def test_all_ranks_end_with_the_code_of_one(capfd):
         HeldError(TwoRanks(), transactional=False).raise_on_all()
     assert raised.value.code == 3
     assert "rank 1 called sys.exit in the run; all ranks end with its code 3" in capfd.readouterr().err
+
+
+def test_without_an_error_nobody_meets():
+    """In an elastic run `meet` sends the spares an order to fail, and a loss may be NaN without an error."""
+    both_fine = TwoRanks()
+    both_fine.all_reduce = lambda buffer, op, label: buffer
+    held = HeldError(both_fine, transactional=True)
+    held.meet = lambda: pytest.fail("no rank has failed")
+    held.raise_on_all()
 
 
 def test_what_cannot_wait_is_raised_at_once(monkeypatch):
