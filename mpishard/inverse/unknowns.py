@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ def size_of(x0: Any) -> int:
     if has_names(x0):
         return sum(spec.size for spec in x0.specs)
     try:
-        return int(np.size(x0))
+        return math.prod(np.shape(x0))  # NumPy's size is none of a tensor of PyTorch
     except ValueError:  # which `Unknowns` explains
         return 1
 

@@ -250,3 +250,8 @@ def test_gradients_of_another_dtype_wait_for_the_error_of_the_step() -> None:
         made(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
         with pytest.raises(ValueError, match=r"memory of parameter 'weight' was replaced .* as module.to"):
             optimizer.step()
+
+
+def test_a_tensor_of_several_dimensions_can_be_the_start_of_a_minimisation() -> None:
+    result = mpishard.minimize(lambda x: (float((x - 1) @ (x - 1)), 2 * (x - 1)), torch.zeros(2, 3))
+    assert result.success and np.allclose(result.x, 1)
