@@ -278,11 +278,11 @@ class Mesh:
         ------
         None
         """
-        self.initial_values = False
+        before, self.initial_values = self.initial_values, False
         try:
             yield
         finally:
-            self.initial_values = True
+            self.initial_values = before
 
     def unwatch(self) -> None:
         """End the time limits; a rank that dies is still named where its death ends the job.  Collective."""

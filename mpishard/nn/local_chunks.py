@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from mpishard.comm.axis import Axis
@@ -19,6 +20,18 @@ from mpishard.nn.unit_costs import measure_costs
 from mpishard.nn.units import OutputHead
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
+
+_draws: ContextVar[bool] = ContextVar("_draws", default=True)
+
+
+@contextmanager
+def values_from_elsewhere() -> Iterator[None]:
+    """A context as `Mesh.without_initial_values`, also for models without a mesh.  Not collective."""
+    before = _draws.set(False)
+    try:
+        yield
+    finally:
+        _draws.reset(before)
 
 
 class LocalChunks:
@@ -87,7 +100,7 @@ class LocalChunks:
             units = [architecture.build(name, sequence_parallel=memory.sequence_parallel) for name in cut[stage]]
             for unit in units:
                 unit.bind(self.parameters, tensor, precision.compute_dtype)
-                if mesh is None or mesh.initial_values:
+                if _draws.get() and (mesh is None or mesh.initial_values):
                     unit.initialize(seed)
                 if isinstance(unit, OutputHead):
                     unit.shares_table(place.runs(0))

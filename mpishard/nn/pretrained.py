@@ -6,10 +6,10 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes  # noqa: F401 - gives NumPy the name of bfloat16
 import numpy as np
@@ -22,6 +22,7 @@ from mpishard.comm.reshard import reshard
 from mpishard.layout.local_layout import LocalLayout, Piece, cut_holding
 from mpishard.layout.run_state import PARAMETERS, Shard
 from mpishard.nn.decoder import Decoder
+from mpishard.nn.local_chunks import values_from_elsewhere
 from mpishard.nn.published import DTYPES, Published, Weight
 from mpishard.nn.published_gpt2 import PublishedGPT2
 from mpishard.nn.published_llama import PublishedLlama, PublishedQwen2, PublishedQwen3
@@ -39,6 +40,7 @@ from mpishard.nn.weight_files import (
 from mpishard.parameters.flat import FlatParameters
 
 __all__ = ["export_pretrained", "import_pretrained"]
+T = TypeVar("T")
 TABLES: tuple[Published, ...] = (PublishedGPT2(), PublishedLlama(), PublishedQwen2(), PublishedQwen3())
 
 
@@ -56,7 +58,7 @@ def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, 
     folder : path
         All ranks must see it; it need not be the same path.
     mesh : Mesh, optional
-        Default: one rank alone.
+        Default: one rank alone.  In `Mesh.without_initial_values` the weights are not read.
     **options : any
         Options of `GPT` or `Llama` beside sizes: ``shards=2, schedule="gpipe", recompute=True``.  `dtype` is float64
         for weights of float64 unless given, and float32 for others.
@@ -81,13 +83,10 @@ def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, 
     found = match(table, weights, stored, architecture.tied)
     if options.get("precision") is None and "dtype" not in options:
         options["dtype"] = np.float64 if any(each.dtype == "F64" for each in found.values()) else np.float32
-    model = table.build(architecture, mesh=mesh, **options)
-    problem: Exception | None = None
-    try:
-        _fill(model.parameters, folder, {weight.spec.name: weight for weight in weights}, found)
-    except Exception as error:  # whatever one rank alone has met, the others must not go on
-        problem = error
-    world.raise_if_any(problem)
+    with values_from_elsewhere():
+        model = table.build(architecture, mesh=mesh, **options)
+    if mesh is None or mesh.initial_values:
+        _together(world, True, lambda: _fill(model.parameters, folder, weights, found))
     return model
 
 
@@ -165,20 +164,18 @@ def table_of_model(model: Any) -> Published:
 
 def _shared(world: Axis, folder: Path) -> tuple[dict[str, Any], list[Stored]]:
     """The config and the headers, as the first rank reads them, on all ranks."""
-    problem: Exception | None = None
-    text = ""
-    if world.rank == 0:
-        try:
-            if not folder.is_dir():
-                raise FileNotFoundError(f"there is no folder {folder}; download the model first")
-            if not (folder / CONFIG).is_file():
-                raise FileNotFoundError(f"{folder} has no {CONFIG}; it is no folder of a model of transformers")
-            text = json.dumps([read_json(folder / CONFIG), stored_tensors(folder)])
-        except Exception as error:
-            problem = error
-    world.raise_if_any(problem)
+    text = _together(world, world.rank == 0, lambda: _described(folder))
     config, stored = json.loads(world.allgather_object(text)[0])
     return config, [Stored(name, file, dtype, tuple(shape)) for name, file, dtype, shape in stored]
+
+
+def _described(folder: Path) -> str:
+    """The config and the headers, as JSON."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}; download the model first")
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{folder} has no {CONFIG}; it is no folder of a model of transformers")
+    return json.dumps([read_json(folder / CONFIG), stored_tensors(folder)])
 
 
 def _holding(parameters: FlatParameters) -> LocalLayout:
@@ -188,12 +185,13 @@ def _holding(parameters: FlatParameters) -> LocalLayout:
     return cut_holding(parameters.pieces, parameters.sharded.own)
 
 
-def _fill(parameters: FlatParameters, folder: Path, weights: dict[str, Weight], stored: dict[str, Stored]) -> None:
+def _fill(parameters: FlatParameters, folder: Path, weights: Sequence[Weight], stored: dict[str, Stored]) -> None:
     """Read what this rank holds."""
+    by_name = {weight.spec.name: weight for weight in weights}
     like = parameters.held
     with Reader(folder, stored) as reader:
         for piece in _holding(parameters):
-            values = reader.read(weights[piece.name], piece.box, parameters.dtype)
+            values = reader.read(by_name[piece.name], piece.box, parameters.dtype)
             like[piece.start : piece.start + piece.size] = arrays.module_of(like).asarray(values.reshape(-1))
 
 
@@ -238,15 +236,17 @@ def _gathered(world: Axis, parameters: FlatParameters, weights: Sequence[Weight]
     return [flat[piece.start : piece.start + piece.size].reshape(piece.shape) for piece in pieces]
 
 
-def _together(world: Axis, writes: bool, work: Any) -> None:
-    """Let the first rank work; raise on all what it raises."""
+def _together(world: Axis, works: bool, work: Callable[[], T]) -> T | None:
+    """What the work of this rank returns, if it works; raise on all ranks what it raises on one."""
     problem: Exception | None = None
-    if writes:
+    result: T | None = None
+    if works:
         try:
-            work()
-        except Exception as error:
+            result = work()
+        except Exception as error:  # whatever one rank alone has met, the others must not go on
             problem = error
     world.raise_if_any(problem)
+    return result
 
 
 def _begin(target: Path, beside: Path) -> None:

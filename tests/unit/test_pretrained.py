@@ -8,9 +8,10 @@ import struct
 import numpy as np
 import pytest
 import safetensors.numpy
+from mpi4py import MPI
 from pretrained_runs import FAMILIES, assert_equals, computed, their_texts, write_theirs
 
-from mpishard import nn
+from mpishard import Mesh, nn
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
 
@@ -26,6 +27,21 @@ def folder(tmp_path):
     """A GPT-2 of our own, as `transformers` would store it."""
     nn.export_pretrained(nn.GPT(11, 5, width=8, layers=2, heads=2, tied=True), tmp_path / "gpt2")
     return tmp_path / "gpt2"
+
+
+def test_no_initial_values_are_drawn_and_weights_are_read_only_if_wanted(folder, monkeypatch):
+    def drawn(*arguments):
+        raise AssertionError("initial values are drawn")
+
+    monkeypatch.setattr("mpishard.nn.layers.normal", drawn)
+    with Mesh(MPI.COMM_SELF) as mesh:
+        for model in (nn.import_pretrained(folder), nn.import_pretrained(folder, mesh)):
+            assert model.parameters.held.any()
+        with mesh.without_initial_values():
+            with mesh.without_initial_values():
+                pass
+            assert not nn.import_pretrained(folder, mesh).parameters.held.any()
+        assert mesh.initial_values
 
 
 def stored(folder):
