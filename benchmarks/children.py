@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 Command = tuple[Sequence[str], Mapping[str, str]]
 
@@ -69,3 +71,26 @@ def run(what: str, commands: Sequence[Command], limit: float) -> list[str]:
     if any(codes):
         sys.exit(f"{what} failed with {codes}:\n" + "\n".join(texts))
     return texts
+
+
+def run_on_ranks(what: str, command: Sequence[str], ranks: int, limit: float, *, torch: bool) -> dict[str, Any]:
+    """Run `command` on so many ranks, and return the `result` of one of them.
+
+    Under mpirun; those of PyTorch get RANK and RENDEZVOUS in its place.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if torch:
+            rendezvous = {"RENDEZVOUS": f"file://{folder}/rendezvous"}
+            commands: list[Command] = [(command, rendezvous | {"RANK": str(rank)}) for rank in range(ranks)]
+        else:
+            commands = [(mpirun(ranks, command), {})]
+        return result(what, run(what, commands, limit))
+
+
+def result(what: str, texts: Sequence[str]) -> dict[str, Any]:
+    """The line of JSON that one of the commands has printed."""
+    lines = [line for text in texts for line in text.splitlines() if line.startswith('{"')]
+    if not lines:
+        sys.exit(f"{what} printed no result:\n" + "\n".join(texts))
+    found: dict[str, Any] = json.loads(lines[0])
+    return found

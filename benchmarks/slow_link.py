@@ -271,12 +271,7 @@ def launch(hosts: Sequence[Any], kind: str, folder: str, steps: int, target: flo
         commands = [(hosts[0].command(words, folder), environment)]
     else:
         commands = [(children.mpirun(RANKS, ours), {})]
-    texts = children.run(kind, commands, TIME_LIMIT)
-    lines = [line for text in texts for line in text.splitlines() if line.startswith('{"reached"')]
-    if not lines:
-        sys.exit(f"{kind} printed no result:\n" + "\n".join(texts))
-    result: dict[str, Any] = json.loads(lines[0])
-    return result
+    return children.result(kind, children.run(kind, commands, TIME_LIMIT))
 
 
 def ratios(found: dict[str, list[dict[str, Any]]], kind: str, other: str | None) -> str:

@@ -20,7 +20,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -178,18 +177,7 @@ def child(kind: str, model: str, steps: int) -> None:
 def launch(kind: str, model: str, steps: int, small: bool) -> dict[str, Any]:
     """Run all ranks of one kind; returns what rank 0 printed."""
     command = [sys.executable, __file__, model, "--child", kind, "--steps", str(steps), *["--small"] * small]
-    with tempfile.TemporaryDirectory() as folder:
-        if kind.startswith("torch"):
-            rendezvous = {"RENDEZVOUS": f"file://{folder}/rendezvous"}
-            commands = [(command, rendezvous | {"RANK": str(rank)}) for rank in range(RANKS)]
-        else:
-            commands = [(children.mpirun(RANKS, command), {})]
-        texts = children.run(KINDS[kind], commands, TIME_LIMIT)
-    lines = [line for text in texts for line in text.splitlines() if line.startswith('{"seconds"')]
-    if not lines:
-        sys.exit(f"{KINDS[kind]} printed no result:\n" + "\n".join(texts))
-    result: dict[str, Any] = json.loads(lines[0])
-    return result
+    return children.run_on_ranks(KINDS[kind], command, RANKS, TIME_LIMIT, torch=kind.startswith("torch"))
 
 
 def compare(model: str, kinds: list[str], steps: int, repeats: int, small: bool) -> None:
