@@ -105,7 +105,7 @@ class OptimizerState:
         for each in self.binding.further:
             each.consolidate()
         if self._carried is not None:
-            self._carried.synchronize(self._optimizer.config.mesh.data)
+            self._carried.consolidate(self._optimizer.config.mesh.data)
         compressed = self.binding.strategy.compressed if self.binding.is_bound else None
         if compressed is not None:
             problem = None

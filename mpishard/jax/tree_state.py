@@ -143,6 +143,9 @@ class TreeState:
     def synchronize(self, axis: Axis) -> None:
         """Nothing: there are no values."""
 
+    def consolidate(self, axis: Axis) -> None:
+        """Nothing: there are no values."""
+
 
 def parameters_of(tree: Any) -> FlatParameters:
     """A pytree of parameters as FlatParameters: one flat array, and named views into it.

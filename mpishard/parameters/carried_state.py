@@ -75,3 +75,13 @@ class CarriedState(Protocol):
             The data axis.
         """
         ...
+
+    def consolidate(self, axis: Axis) -> None:
+        """Make the values equal on all ranks before a save, and change none that are.  Collective over the axis.
+
+        Parameters
+        ----------
+        axis : Axis
+            The data axis.
+        """
+        ...

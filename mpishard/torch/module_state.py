@@ -97,6 +97,10 @@ class ModuleState:
         """Make the buffers equal on all ranks.  Collective over the axis."""
         self.buffers.synchronize(axis)
 
+    def consolidate(self, axis: Axis) -> None:
+        """Make the buffers equal on all ranks, unless they are.  Collective over the axis."""
+        self.buffers.consolidate(axis)
+
     def check_intact(self) -> None:
         """Raise ValueError if parameters were added, removed, replaced, moved, frozen or released since wrapping.
 

@@ -183,6 +183,13 @@ def test_buffers(mesh, comm, same_on_all, buffers):
     assert int(module[1].num_batches_tracked) == 1
     if buffers != "local":
         assert same_on_all(found)
+    alike = module[1].running_var.fill_(1.5 + 2**-22).numpy().copy()  # the mean of three of them is another number
+    optimizer.optimizer.state.consolidate()  # as each save does
+    assert np.array_equal(module[1].running_var.numpy(), alike)
+    module[1].running_var += mesh.rank
+    optimizer.optimizer.state.consolidate()
+    mean = {"broadcast": 0, "average": (mesh.size - 1) / 2, "local": mesh.rank}[buffers]
+    assert np.allclose(module[1].running_var.numpy(), alike + mean, atol=1e-6)
 
 
 def losses(module, samples):

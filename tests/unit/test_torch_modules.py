@@ -252,6 +252,34 @@ def test_gradients_of_another_dtype_wait_for_the_error_of_the_step() -> None:
             optimizer.step()
 
 
+class ThreeRanks:
+    """The axis of rank 0 of three with equal values, but for what is added to those of the others."""
+
+    rank, size, others = 0, 3, 0.0
+
+    def all_reduce(self, buffer: Any, op: str = "sum", label: str = "") -> Any:
+        if op == "sum":
+            buffer[...] += buffer + (buffer + 2 * self.others)
+        elif self.others:
+            buffer += 1
+        return buffer
+
+
+def test_equal_buffers_are_not_averaged_again() -> None:
+    """By a save, which must not change the run: the rounded mean of equal numbers may be another number."""
+    tensor = torch.rand(100, generator=torch.Generator().manual_seed(0))
+    before, axis = tensor.clone(), ThreeRanks()
+    buffers = Buffers({"x": tensor}, "average")
+    buffers.synchronize(axis)  # type: ignore[arg-type]
+    assert not torch.equal(tensor, before)
+    before = tensor.clone()
+    buffers.consolidate(axis)  # type: ignore[arg-type]
+    assert torch.equal(tensor, before)
+    axis.others = 3.0
+    buffers.consolidate(axis)  # type: ignore[arg-type]
+    assert torch.allclose(tensor, before + 2)
+
+
 def test_a_tensor_of_several_dimensions_can_be_the_start_of_a_minimisation() -> None:
     result = mpishard.minimize(lambda x: (float((x - 1) @ (x - 1)), 2 * (x - 1)), torch.zeros(2, 3))
     assert result.success and np.allclose(result.x, 1)
