@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import struct
+
 import numpy as np
 
 from mpishard.nn.pretrained import table_of_model
@@ -29,6 +32,19 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-11}
 
 def tokens_and_targets(vocabulary=19):
     return tuple(np.random.default_rng(0).integers(0, vocabulary, (2, BATCH, LENGTH)))
+
+
+def stored(folder):
+    """The bytes of all tensors of a folder by name, of all files."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        data = path.read_bytes()
+        size = struct.unpack("<Q", data[:8])[0]
+        for name, entry in json.loads(data[8 : 8 + size]).items():
+            if name != "__metadata__":
+                start, stop = entry["data_offsets"]
+                found[name] = entry["dtype"], entry["shape"], data[8 + size + start : 8 + size + stop]
+    return found
 
 
 def write_theirs(folder, family="gpt2", dtype="float32", save=(), **options):

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.backend.array import Backend, Kernel, register_backend, runs_overlap
+from mpishard.backend.array import Backend, Kernel, copy_to_device, register_backend, runs_overlap
 
 GARBAGE = 0xFF  # NaN in every floating-point type
 PROT_NONE = 0
@@ -289,6 +289,13 @@ def zeros(shape: int | tuple[int, ...], dtype: Any = np.float64, *, kind: type[D
     array = empty(shape, dtype, kind=kind)
     array.fill(0)
     return array
+
+
+def on_device(array: np.ndarray) -> Any:
+    """A copy of an array of the host."""
+    device = empty(array.shape, array.dtype)
+    copy_to_device(array, device)
+    return device
 
 
 class Module:

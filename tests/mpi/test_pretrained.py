@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
-from pretrained_runs import assert_gradients, assert_logits, write_theirs
+from pretrained_runs import assert_gradients, assert_logits, stored, write_theirs
 
 from mpishard import Mesh, nn
 
@@ -49,7 +48,6 @@ def layouts(size):
 )
 def test_every_layout_computes_what_transformers_does_and_writes_the_same_bytes(comm, folder, family, dtype, tied):
     expected = made(comm, folder, family, dtype, tie_word_embeddings=tied)
-    data = (folder / "theirs" / "model.safetensors").read_bytes()
     for number, layout in enumerate(layouts(comm.size)):
         axes = {name: layout[name] for name in ("tensor", "pipeline") if name in layout}
         options = {name: value for name, value in layout.items() if name not in axes}
@@ -61,17 +59,7 @@ def test_every_layout_computes_what_transformers_does_and_writes_the_same_bytes(
                 assert_gradients(model, expected)
             nn.export_pretrained(model, folder / str(number))
         if comm.rank == 0:
-            theirs, ours = (tensors(each) for each in (data, (folder / str(number) / "model.safetensors").read_bytes()))
-            assert ours == theirs, layout
-
-
-def tensors(data):
-    """Dtype, shape and bytes of each tensor."""
-    size = int.from_bytes(data[:8], "little")
-    entries = json.loads(data[8 : 8 + size])
-    entries.pop("__metadata__", None)
-    body = data[8 + size :]
-    return {name: (e["dtype"], e["shape"], body[slice(*e["data_offsets"])]) for name, e in entries.items()}
+            assert stored(folder / str(number)) == stored(folder / "theirs"), layout
 
 
 def test_all_ranks_raise_what_one_finds(comm, folder, same_on_all):

@@ -9,8 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
-from standin import DeviceArray
-from standin import empty as empty_on_device
+from standin import on_device
 
 from mpishard.backend import array as arrays
 from mpishard.backend.exact_dot import combine, dot_words, normalized, row_dot_words, values
@@ -38,12 +37,6 @@ def exact(one, other):
     quantum = Fraction(2) ** (max(math.frexp(top)[1], -1010) - 64)
     products = one.astype(np.float64) * other.astype(np.float64)
     return float(sum(round(Fraction(float(product)) / quantum) for product in products) * quantum)
-
-
-def on_device(array):
-    device = empty_on_device(array.shape, array.dtype, kind=DeviceArray)
-    arrays.copy_to_device(array, device)
-    return device
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from standin import DeviceArray
-from standin import empty as empty_on_device
+from standin import on_device
 
-from mpishard.backend import array as arrays
 from mpishard.backend.exact_changes import changed_words
 from mpishard.backend.exact_dot import normalized, row_dot_words
 from mpishard.backend.exact_rows import Changes, Factor, words_with
 
 SIZE = 10_007
-
-
-def on_device(array):
-    device = empty_on_device(array.shape, array.dtype, kind=DeviceArray)
-    arrays.copy_to_device(array, device)
-    return device
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

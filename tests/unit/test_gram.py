@@ -6,10 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from standin import DeviceArray
-from standin import empty as empty_on_device
+from standin import on_device
 
-from mpishard.backend import array as arrays
 from mpishard.backend import jit
 from mpishard.backend.compiled import HostFunction
 from mpishard.backend.exact_dot import combine
@@ -48,12 +46,6 @@ def add(gram, rows, pair):
 
 def same(one, other):
     return one.order == other.order and np.array_equal(one.sy, other.sy) and np.array_equal(one.yy, other.yy)
-
-
-def on_device(array):
-    device = empty_on_device(array.shape, array.dtype, kind=DeviceArray)
-    arrays.copy_to_device(array, device)
-    return device
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -7,10 +7,10 @@ import importlib.util
 import numpy as np
 import pytest
 import standin
+from layer_kernels import use_formulas
 
 from mpishard import nn
 from mpishard.backend import array as arrays
-from mpishard.nn import formulas
 
 VOCABULARY, CONTEXT = 11, 110  # longer than a block of attention on the host
 SIZES = VOCABULARY, CONTEXT, 12, 2, 3
@@ -30,17 +30,10 @@ def module(request):
     return cupy
 
 
-def use_formulas(layer):
-    layer.ops = formulas
-    for child in layer.children:
-        use_formulas(child)
-
-
 def pair(module, dtype, kind=nn.GPT, **options):
     """Two equal networks: on the host with the formulas that run on devices, and on the device."""
     models = kind(*SIZES, dtype=dtype, **options), kind(*SIZES, dtype=dtype, module=module, **options)
-    for unit in models[0].chunks[0].units:
-        use_formulas(unit)
+    use_formulas(models[0].chunks[0].units)
     noise = np.random.default_rng(5).standard_normal(models[0].parameters.size).astype(dtype)
     for model in models:
         values = arrays.to_host(model.parameters.flat) + dtype(0.3) * noise

@@ -6,6 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from layer_kernels import use_formulas
 
 from mpishard import nn
 from mpishard.nn import formulas, kernels
@@ -77,15 +78,9 @@ def test_loss_and_gradients_equal_pytorch(size, length):
 def test_compiled_kernels_equal_their_formulas():
     gpt, pair = model(), batch(2, CONTEXT)
     loss, gradient = run(gpt, *pair)
-
-    def use(layer):
-        layer.ops = formulas
-        for child in layer.children:
-            use(child)
-
-    for unit in gpt.chunks[0].units:
-        assert unit.ops is kernels
-        use(unit)
+    units = gpt.chunks[0].units
+    assert all(unit.ops is kernels for unit in units)
+    use_formulas(units)
     plain_loss, plain_gradient = run(gpt, *pair)
     assert gpt.blocks[0].mlp.activation.ops is formulas
     assert loss == pytest.approx(plain_loss, rel=1e-13)

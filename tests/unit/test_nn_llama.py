@@ -8,11 +8,11 @@ import types
 
 import numpy as np
 import pytest
+from layer_kernels import use_formulas
 from mpi4py import MPI
 
 import mpishard
 from mpishard import nn
-from mpishard.nn import formulas
 from mpishard.nn.described import architecture_of, described
 from mpishard.nn.dropout import Draws
 from mpishard.parameters.flat import FlatParameters
@@ -196,14 +196,7 @@ def test_options_change_no_more_than_rounding(options):
 def test_compiled_kernels_equal_their_formulas():
     llama, pair = model("qwen3"), batch()
     loss, gradients = run(llama, *pair)
-
-    def use(layer):
-        layer.ops = formulas
-        for child in layer.children:
-            use(child)
-
-    for unit in llama.chunks[0].units:
-        use(unit)
+    use_formulas(llama.chunks[0].units)
     plain_loss, plain = run(llama, *pair)
     assert plain_loss == pytest.approx(loss, rel=1e-13)
     for name, gradient in plain.items():

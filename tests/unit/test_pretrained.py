@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
 
 import numpy as np
 import pytest
 import safetensors.numpy
 from mpi4py import MPI
-from pretrained_runs import FAMILIES, assert_equals, computed, their_texts, write_theirs
+from pretrained_runs import FAMILIES, assert_equals, computed, stored, their_texts, write_theirs
 
 from mpishard import Mesh, nn
 
@@ -42,19 +41,6 @@ def test_no_initial_values_are_drawn_and_weights_are_read_only_if_wanted(folder,
                 pass
             assert not nn.import_pretrained(folder, mesh).parameters.held.any()
         assert mesh.initial_values
-
-
-def stored(folder):
-    """The bytes of all tensors by name, of all files."""
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        data = path.read_bytes()
-        size = struct.unpack("<Q", data[:8])[0]
-        for name, entry in json.loads(data[8 : 8 + size]).items():
-            if name != "__metadata__":
-                start, stop = entry["data_offsets"]
-                found[name] = entry["dtype"], entry["shape"], data[8 + size + start : 8 + size + stop]
-    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
