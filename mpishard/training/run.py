@@ -117,7 +117,7 @@ class TrainingRun:
         self.validation = Validation(options.evaluate)
         self.stop_early: EarlyStopping | None = options.stop_early
         self._best_saved = 0
-        self._stop = StopCondition(problem)
+        self._stop = StopCondition(problem, options.stop_early)
         self._steps_before, self._skipped_before, self._resumed_steps = optimizer.clock, optimizer.skipped_steps, 0
         self.checkpoints = RunCheckpoints(problem, optimizer, options, self.batches)
         self.checkpoints.check(self.progress, rehearses=begins)
@@ -152,7 +152,7 @@ class TrainingRun:
         if problem.settings != self.problem.settings:
             raise ValueError(f"{problem.settings} for this mesh, {self.problem.settings} before; make them the same")
         self.problem = self.batches.problem = self.checkpoints.problem = problem
-        self._stop = StopCondition(problem)
+        self._stop = StopCondition(problem, self.stop_early)
         self.runner = StepRunner(problem, self.optimizer, self.optimizer.mesh.debug, self.held)
 
     # -- progress ---------------------------------------------------------------------------------------------------
@@ -348,14 +348,11 @@ class TrainingRun:
         """
         if request == StopRequest.FAILED:
             self._raise_held()
-        reason = self._stop.reason(request, len(self.losses), self.optimizer.gradient_norm)
-        return self._ended or reason or self._stalled
+        return self._reason(request, self.optimizer.gradient_norm)
 
-    @property
-    def _stalled(self) -> str:
-        """The reason to stop if the validation loss no longer falls; the same on all ranks, as the losses are."""
-        stops = self.stop_early is not None and self.stop_early.stops(each.loss for each in self.validation.history)
-        return "patience" if stops else ""
+    def _reason(self, request: int, norm: float) -> str:
+        validated = [each.loss for each in self.validation.history]
+        return self._stop.reason(request, len(self.losses), norm, method_ended=self._ended, validated=validated)
 
     def _raise_held(self) -> None:
         """Raise an error that a rank holds on all ranks; return if none does.  Collective."""
@@ -447,11 +444,9 @@ class TrainingRun:
             As in `OptimizationResult.stop_reason`.
         """
         resumed, folder = self._resumed_steps, self.checkpoints.folder
-        norm = self.optimizer.gradient_norm if resumed else math.nan
-        reason = self._ended or self._stop.goal(len(self.losses), norm) or self._stalled
+        reason = self._reason(StopRequest.NONE, self.optimizer.gradient_norm if resumed else math.nan)
         if reason and resumed and folder is not None and self.optimizer.mesh.rank == 0:
-            goals = self.stop_early if reason == "patience" else self.problem
-            goal = f"the end of its method ({reason})" if self._ended else f"{reason}={getattr(goals, reason)}"
+            goal = f"the end of its method ({reason})" if self._ended else self._stop.described(reason)
             log.inform(
                 f"the run in {folder} had reached {goal} at step {self.optimizer.clock}: nothing is "
                 "left to do.  Ask for more, and it goes on from there"

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from mpishard.data.evaluation import EarlyStopping
 from mpishard.training.objective import Objective
 from mpishard.training.stopping import StopCondition, StopRequest
 
@@ -41,3 +42,14 @@ def test_a_request_comes_before_a_goal(strongest, reason):
 def test_the_strongest_request_is_the_largest():
     assert max(StopRequest.SECONDS, StopRequest.NONE, StopRequest.CALLBACK) == StopRequest.CALLBACK
     assert sorted(StopRequest)[-2:] == [StopRequest.SIGNAL, StopRequest.FAILED]
+
+
+def test_the_end_of_a_method_comes_first_and_patience_last():
+    stop = StopCondition(condition(steps=3).problem, EarlyStopping(patience=2))
+    worse = [1.0, 2.0, 1.0]
+    assert stop.reason(StopRequest.SIGNAL, 3, math.nan, method_ended="ftol", validated=worse) == "ftol"
+    assert stop.reason(StopRequest.SIGNAL, 3, math.nan, validated=worse) == "signal"
+    assert stop.reason(StopRequest.NONE, 3, math.nan, validated=worse) == "steps"
+    assert stop.reason(StopRequest.NONE, 2, math.nan, validated=worse) == "patience"
+    assert stop.reason(StopRequest.NONE, 2, math.nan, validated=worse[:2]) == ""
+    assert [stop.described(reason) for reason in ("steps", "patience")] == ["steps=3", "patience=2"]
