@@ -162,9 +162,7 @@ class StepRunner:
                 coming += share(batch, self.axis.rank, self.axis.size, self.problem.micro_batch_size)
             else:
                 micro = micro_batches(batch, self.problem.micro_batch_size)
-                in_turns = self.of_model and self.reducer.on_demand
-                own = TermAssignment(len(micro), self.axis.size, in_turns).terms(self.axis.rank)
-                coming += [micro[number] for number in own]
+                coming += [micro[number] for number in self._assignment(len(micro)).terms(self.axis.rank)]
         self.problem.expect([samples for samples in coming if len(samples)])
 
     def sums_of(self, *parts: np.ndarray) -> tuple[list[float], list[np.ndarray]]:
@@ -200,18 +198,16 @@ class StepRunner:
         Returns the losses of all micro-batches of the batch; those of other ranks are 0.
         """
         micro = micro_batches(batch, self.problem.micro_batch_size)
-        in_turns = self.of_model and self.reducer.on_demand
         # A pipeline is filled by all micro-batches of this rank in one pass.
         at_once = self._takes_several and self.optimizer.mesh.pipeline.size > 1
-        cuts = None if self.costs is None else self.costs.cuts(self.axis.size)
-        ordered.assignment = assignment = TermAssignment(len(micro), self.axis.size, in_turns, cuts)
+        ordered.assignment = assignment = self._assignment(len(micro))
         own = assignment.terms(self.axis.rank)
         tree_merges = assignment.tree_merges(self.axis.rank) or [0]
-        rounds = assignment.exchanges if in_turns else max(1, len(own))
+        rounds = assignment.exchanges if assignment.in_turns else max(1, len(own))
         losses = np.zeros(len(micro))
         if self.costs is not None:
             self.costs.begin(len(micro))
-        self.reducer.keep_apart([] if in_turns else tree_merges, in_pass=at_once)
+        self.reducer.keep_apart([] if assignment.in_turns else tree_merges, in_pass=at_once)
         if at_once:
             mine = [micro[number] for number in own] + [batch[:0]] * (rounds - len(own))
             losses[own] = self._call(mine)[: len(own)]
@@ -230,6 +226,12 @@ class StepRunner:
         else:  # a rank with fewer terms still takes part in the collectives of the other ranks in the model
             self._forward_backward(micro[0][:0])
         return losses
+
+    def _assignment(self, terms: int) -> TermAssignment:
+        """Which rank computes which of so many terms in the next step."""
+        in_turns = self.of_model and self.reducer.on_demand
+        cuts = None if self.costs is None else self.costs.cuts(self.axis.size)
+        return TermAssignment(terms, self.axis.size, in_turns, cuts)
 
     def _term(self, number: int, micro: list[np.ndarray]) -> float:
         """Forward and backward of a micro-batch that is a term of an ordered sum; returns its summed loss."""

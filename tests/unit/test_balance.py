@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mpishard.data.balance import TermCosts, balanced_cuts
 from mpishard.layout.boxes import split
+from mpishard.training.step_runner import StepRunner
 
 
 def most(costs, cuts):
@@ -51,3 +53,15 @@ def test_cuts_stay_while_others_gain_little():
     assert costs.cuts(2) is first
     costs.seconds[:] = [1.0, 1.0, 1.0, 1.0]
     assert costs.cuts(2) == (0, 2, 4)
+
+
+def test_reading_ahead_knows_the_cuts():
+    told = []
+    runner = object.__new__(StepRunner)
+    runner.problem = SimpleNamespace(expect=told.append, micro_batch_size=2)
+    runner.axis, runner.ordered, runner.of_model = SimpleNamespace(rank=1, size=2), SimpleNamespace(), False
+    runner.costs = TermCosts()
+    runner.announce([np.arange(8)])
+    runner.costs.seconds = np.array([3.0, 1.0, 1.0, 1.0])
+    runner.announce([np.arange(8)])
+    assert [np.concatenate(each).tolist() for each in told] == [[4, 5, 6, 7], [2, 3, 4, 5, 6, 7]]
