@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mpishard.arguments import flag
 from mpishard.backend.blas_threads import fix_blas_threads
 from mpishard.backend.compiled import prepare
 from mpishard.comm.axis import Axis
@@ -15,6 +14,7 @@ from mpishard.comm.mesh import Mesh
 from mpishard.data_parallel.agreement import agree_on_beginning, agree_on_step
 from mpishard.data_parallel.averaged_parameters import averaged_parameters
 from mpishard.data_parallel.configuration import ShardingConfiguration
+from mpishard.data_parallel.method_stages import begin_stage
 from mpishard.data_parallel.method_state import MethodState
 from mpishard.data_parallel.method_update import update_by_method
 from mpishard.data_parallel.optimizer_state import OptimizerState
@@ -28,6 +28,7 @@ from mpishard.data_parallel.validation import (
     check_configuration,
     check_method,
     check_problem,
+    check_replacement,
     tell_of_other_starts,
 )
 from mpishard.deprecated import renamed_attribute
@@ -108,16 +109,7 @@ class ShardedOptimizer:
 
     @rule.setter
     def rule(self, rule: Rule) -> None:
-        if isinstance(self._rule, Method) or not isinstance(rule, Rule):
-            raise TypeError(
-                f"{type(rule).__name__} cannot take the place of {type(self._rule).__name__}: what a method does next "
-                "depends on what it has learned.  Make a new optimizer; deserialize(old.serialize()) goes on with "
-                "other options"
-            )
-        if isinstance(self._rule, Rule) and (rule.ema_decay is None) != (self._rule.ema_decay is None):
-            raise ValueError("ema_decay cannot be given or left out once there is an optimizer: it is one more slot")
-        if self.parameters is not None:
-            rule.by_tensor([spec.name for spec in self.parameters.specs])  # raises for groups of another model
+        check_replacement(self._rule, rule, self.parameters)
         self._rule = rule
 
     @property
@@ -376,23 +368,7 @@ class ShardedOptimizer:
             If there is no iterate yet, as before the first step; on all ranks also if `keep_history` differs between
             ranks or is no flag.
         """
-        method = self.state.method
-        if method is None:
-            raise TypeError(
-                f"{type(self.rule).__name__} is a rule and has no stages: call optimize with the next problem"
-            )
-        if not self._binding.is_bound:
-            raise ValueError(
-                "begin_stage goes on from the last iterate, and this optimizer has no parameters yet: call it between "
-                "two calls of optimize, or after load_checkpoint; the first stage needs none"
-            )
-        problem: Exception | None = None
-        try:
-            keep_history = flag("keep_history", keep_history)
-        except TypeError as error:
-            problem = error
-        self.settings.agree({"keep_history": str(keep_history)}, problem)
-        method.begin_stage(keep_history)
+        begin_stage(self, self._binding, self.state.method, keep_history)
 
     def bind(self, parameters: FlatParameters) -> Strategy:
         """Create the state for these parameters, or attach them to existing state.

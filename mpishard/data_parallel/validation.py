@@ -57,6 +57,19 @@ def check_method(what: str, method: Method, config: ShardingConfiguration, strat
             raise ValueError(f"{name} needs the gradient of the function as it is, at every step: leave out {setting}")
 
 
+def check_replacement(was: Rule | Method, rule: Any, parameters: FlatParameters | None) -> None:
+    """Raise unless `rule` can take the place of the rule `was` of an optimizer, which may have parameters already."""
+    if isinstance(was, Method) or not isinstance(rule, Rule):
+        raise TypeError(
+            f"{type(rule).__name__} cannot take the place of {type(was).__name__}: what a method does next depends on "
+            "what it has learned.  Make a new optimizer; deserialize(old.serialize()) goes on with other options"
+        )
+    if (rule.ema_decay is None) != (was.ema_decay is None):
+        raise ValueError("ema_decay cannot be given or left out once there is an optimizer: it is one more slot")
+    if parameters is not None:
+        rule.by_tensor([spec.name for spec in parameters.specs])  # raises for groups of another model
+
+
 def check_place(parameters: FlatParameters, mesh: Mesh) -> None:
     """Raise unless the parameters are laid out for this rank's tensor and pipeline rank in the mesh.
 
