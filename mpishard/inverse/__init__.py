@@ -51,3 +51,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
         return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -167,6 +167,10 @@ def test_without_a_framework_a_message_says_what_to_install(
     assert not hasattr(package, "rules_of")
 
 
+def test_names_are_listed_before_they_are_used() -> None:
+    assert dir(mpishard.inverse) == mpishard.inverse.__all__
+
+
 def test_what_is_no_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'mpishard' has no attribute 'Mash'"):
         _ = mpishard.Mash
