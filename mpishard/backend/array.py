@@ -17,6 +17,7 @@ from mpishard.backend.compiled import HostFunction
 from mpishard.backend.elementwise import Formula
 
 Array = Any
+_FLOATS = frozenset({np.dtype(np.float32), np.dtype(np.float64)})
 
 
 class Kernel:
@@ -71,24 +72,34 @@ class Kernel:
         if len(arguments) != count + len(self.scalars):
             wanted = ", ".join((*self.arrays, *self.scalars))
             raise TypeError(f"{self.name} takes the arguments {wanted}, got {len(arguments)} of them")
-        arrays, scalars = arguments[:count], arguments[count:]
+        arrays, scalars, first = arguments[:count], arguments[count:], arguments[0]
+        backend, kind, dtype, shape = _backend(first), type(first), first.dtype, first.shape
+        like_first = [
+            type(array) is kind and array.dtype is dtype and array.shape == shape and array.flags.c_contiguous
+            for array in arrays
+        ]
+        if not (all(like_first) and len(shape) == 1 and dtype in _FLOATS):
+            self._check(arrays)
+        if not first.size:
+            return [0.0] * len(self.largest)
+        tops = backend.launch(self, arrays, tuple(map(float, scalars)))
+        return [top if math.isfinite(top) else math.inf for top in tops] if tops else tops
+
+    def _check(self, arrays: Sequence[Array]) -> None:
+        """Raise unless the arrays fit the formula and each other."""
         backend, first = _backend(arrays[0]), arrays[0]
         for name, array in zip(self.arrays, arrays, strict=True):
             if type(array) is not type(first) and _backend(array) is not backend:
                 kinds = f"{self.arrays[0]} is a {_kind(first)} but {name} is a {_kind(array)}"
                 raise TypeError(f"{self.name}: arrays must all be in one kind of memory, but {kinds}")
             is_mask = array.dtype == np.bool_ and name in self.written
-            if not is_mask and (array.dtype != first.dtype or array.dtype not in (np.float32, np.float64)):
+            if not is_mask and (array.dtype != first.dtype or array.dtype not in _FLOATS):
                 dtypes = f"{self.arrays[0]} is {first.dtype} and {name} is {array.dtype}"
                 raise TypeError(f"{self.name}: arrays must all be float32 or all float64, but {dtypes}")
             if array.ndim != 1 or array.size != first.size or not array.flags.c_contiguous:
                 shapes = f"{self.arrays[0]} has shape {first.shape} and {name} has shape {array.shape}"
                 gaps = "" if array.flags.c_contiguous else " with gaps in memory"
                 raise ValueError(f"{self.name}: arrays must be flat, contiguous, of one size, but {shapes}{gaps}")
-        if not first.size:
-            return [0.0] * len(self.largest)
-        tops = backend.launch(self, arrays, tuple(map(float, scalars)))
-        return [top if math.isfinite(top) else math.inf for top in tops]
 
     def expect(self, dtype: np.dtype) -> None:
         """Announce a call with NumPy arrays of this dtype (see `HostFunction.expect`)."""
@@ -97,9 +108,9 @@ class Kernel:
     def on_host(self, arrays: Sequence[np.ndarray], scalars: Sequence[float]) -> list[float]:
         """Run the Numba loop on NumPy arrays that were checked; returns the largest absolute values."""
         for name, array in zip(self.arrays, arrays, strict=True):
-            if name in self.written and not array.flags.writeable:
+            if not array.flags.writeable and name in self.written:
                 raise ValueError(f"{self.name} changes {name}, but that array is read-only")
-        arrays = [array.view(np.uint8) if array.dtype == np.bool_ else array for array in arrays]
+        arrays = [array.view(np.uint8) if array.dtype.kind == "b" else array for array in arrays]
         tops = self._host(arrays, scalars)
         return np.array(tops, np.int64).view(np.float64).tolist() if self.largest else []
 

@@ -161,7 +161,7 @@ class HostFunction:
 
 def _key(arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
     """The properties of arrays that decide the types of a call."""
-    return (arrays[0].dtype, *(a.flags.writeable for a in arrays))
+    return (arrays[0].dtype, *[a.flags.writeable for a in arrays])
 
 
 def _take_expected() -> Iterator[tuple[Any, tuple[Any, ...]]]:

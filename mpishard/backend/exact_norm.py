@@ -9,6 +9,7 @@ The quantum depends on the number of terms, and terms are scaled by the largest;
 from __future__ import annotations
 
 import math
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,11 @@ from mpishard.backend.compiled import HostFunction
 
 Array = Any
 
-# By element size: the integer of the same size, and all its bits but the sign.
-_BITS: dict[int, tuple[Any, Any]] = {4: (np.uint32, np.uint32(2**31 - 1)), 8: (np.uint64, np.uint64(2**63 - 1))}
+# By element size: the integer of the same size, all its bits but the sign, and how to read it as a number.
+_BITS: dict[int, tuple[Any, Any, Struct, Struct]] = {
+    4: (np.uint32, np.uint32(2**31 - 1), Struct("I"), Struct("f")),
+    8: (np.uint64, np.uint64(2**63 - 1), Struct("Q"), Struct("d")),
+}
 
 
 def largest(array: Array) -> float:
@@ -37,11 +41,10 @@ def largest(array: Array) -> float:
     """
     if not array.size:
         return 0.0
-    if is_device(array):
+    if type(array) is not np.ndarray and is_device(array):
         return float(abs(array).max())
-    integer, mask = _BITS[array.dtype.itemsize]
-    top = np.array([_largest_bits((array.view(integer),), (mask,))], integer)
-    return float(top.view(array.dtype)[0])
+    integer, mask, bits, real = _BITS[array.dtype.itemsize]
+    return float(real.unpack(bits.pack(_largest_bits((array.view(integer),), (mask,))))[0])
 
 
 def sum_of_squares(array: Array, top: float, terms: int) -> np.ndarray:
@@ -94,7 +97,7 @@ def norm_of(array: Array) -> float:
 
 def expect(dtype: np.dtype, squares: bool) -> None:
     """Announce a call of `largest` with NumPy arrays of this dtype; with `squares` also one of `sum_of_squares`."""
-    integer, mask = _BITS[dtype.itemsize]
+    integer, mask, _, _ = _BITS[dtype.itemsize]
     _largest_bits.expect((np.empty(0, integer),), (mask,))
     if squares:
         _binned_squares.expect((np.empty(0, dtype),), (0.0, 0.0, 0.0))

@@ -191,9 +191,10 @@ class Ledger:
         """
         # A user's direct call is a few frames away.  Under `optimize` the user's code is up to thirty frames away, and
         # walking them all would make an object of each: half a per cent of the step of a small model.
+        # Written out: a function call a frame costs more than the rest of this method.
         frame: FrameType | None = sys._getframe(1)
         for _ in range(_NEAR):
-            if frame is None or not _inside(frame):
+            if frame is None or not frame.f_code.co_filename.startswith(_PACKAGE):
                 break
             frame = frame.f_back
         else:

@@ -34,6 +34,8 @@ def stage_out(buffer: Array, *, reads: bool = True, arithmetic: bool = False) ->
         `buffer` itself, or memory of the host: as float32 or uint16 for half precision.
     """
     flat = buffer.reshape(-1)
+    if type(buffer) is np.ndarray and buffer.itemsize != 2 and flat.flags.aligned:
+        return flat  # what follows, for the most frequent case
     half = is_half(flat.dtype)
     if arrays.is_device(buffer):
         arrays.ready(buffer)  # the readiness gate: the work queued on the stream is done now
@@ -65,6 +67,8 @@ def stage_in(staged: Array, buffer: Array) -> Array:
     array
         `buffer`.
     """
+    if type(staged) is np.ndarray is type(buffer) and np.may_share_memory(staged, buffer):
+        return buffer  # what follows, for the most frequent case
     if arrays.is_device(staged) or (not arrays.is_device(buffer) and np.may_share_memory(staged, buffer)):
         return buffer
     widened = is_half(buffer.dtype) and staged.dtype == np.float32

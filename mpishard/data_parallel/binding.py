@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 from mpishard.comm.axis import Axis
 from mpishard.comm.model_parallel_group import ModelParallelGroup
@@ -48,6 +49,7 @@ class Binding:
         self._optimizer = optimizer
         self._on_rank: RankState | None = None
         self._deserialized: FullState | None = None  # until the first parameters are bound
+        self._checked: tuple[object, ...] = ()  # what `check_model` has found in order
 
     @property
     def is_bound(self) -> bool:
@@ -88,15 +90,22 @@ class Binding:
     def check_model(self, parameters: FlatParameters) -> None:
         """Raise ValueError unless the optimizer can train these parameters.  Not collective."""
         optimizer, was = self._optimizer, self._on_rank
-        check_layout(parameters, optimizer.config.mesh, optimizer.strategy)
-        check_layout_dependence(parameters, optimizer.config)
-        if isinstance(optimizer.rule, Rule):
-            optimizer.rule.by_tensor([spec.name for spec in parameters.specs])  # raises for groups of another model
+        rule, config = optimizer.rule, optimizer.config
+        objects = (was, parameters, parameters.sharded, rule, config)
+        if was is not None and len(self._checked) == len(objects) and all(map(is_, self._checked, objects)):
+            check_reducer(parameters, was.strategy.reducer)
+            return  # these very objects were found in order
+        check_layout(parameters, config.mesh, optimizer.strategy)
+        check_layout_dependence(parameters, config)
+        if isinstance(rule, Rule):
+            rule.by_tensor([spec.name for spec in parameters.specs])  # raises for groups of another model
         if was is not None and was.parameters is not parameters:
             check_same_model(was.parameters, parameters, optimizer.strategy)
         if self._deserialized is not None:
             self._deserialized.check_parameters(parameters.specs, parameters.dtype)
         check_reducer(parameters, None if was is None else was.strategy.reducer)
+        if was is not None and was.parameters is parameters:
+            self._checked = objects
 
     def bind(self, parameters: FlatParameters) -> Strategy:
         """Create the arrays for these parameters, or attach them to existing ones: see `ShardedOptimizer.bind`."""

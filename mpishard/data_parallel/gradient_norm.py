@@ -16,6 +16,8 @@ from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.gradient_buckets import Bucket
 
 Array = Any
+# Where every rank has all sums, and not more elements than these, each looks at all of them: a message takes longer.
+_SHORT = 16_384
 # The number of first steps that are checked even if no setting requires it.
 _FIRST_STEPS = 3
 
@@ -50,7 +52,9 @@ class Inspection:
         self._team = strategy.team
         self._pieces = parameters.pieces
         self._elements = sum(spec.size for spec in parameters.specs)
-        self._spans = spans_of(strategy.ownership.counted_parts)
+        self._sums_are_everywhere = strategy.sums_are_everywhere and parameters.size <= _SHORT
+        parts = strategy.ownership.owned_parts if self._sums_are_everywhere else strategy.ownership.counted_parts
+        self._spans = spans_of(parts)
         self._nonfinite = ""
         self._first_steps = _FIRST_STEPS
         self.nonfinite_loss = ""
@@ -78,8 +82,15 @@ class Inspection:
                 return
             start += piece.size
 
-    def norm(self, measure: bool) -> float:
+    def norm(self, measure: bool, exchange_status: bool) -> float:
         """Agree on whether the summed gradients and the losses are finite, and on whether to stop.  Collective.
+
+        Parameters
+        ----------
+        measure : bool
+            Whether the norm is needed.
+        exchange_status : bool
+            Whether a rank may have set `nonfinite_loss` or `interrupted`; the same on all ranks.
 
         Returns
         -------
@@ -92,10 +103,15 @@ class Inspection:
         tops = [exact_norm.largest(part) for part in counted]
         finite = not self._nonfinite and all(map(math.isfinite, tops))
         # MPI leaves the maximum with a NaN undefined, so that infinity stands for NaN too.
-        shared = np.array([max(tops, default=0.0) if finite else math.inf, bool(self.nonfinite_loss), self.interrupted])
-        self._team.all_reduce(shared, op="max", label="control")
-        top, nonfinite_loss, interrupted = shared.tolist()
-        self.finite_loss, self.interrupted = not nonfinite_loss, bool(interrupted)
+        top = max(tops, default=0.0) if finite else math.inf
+        if self._sums_are_everywhere and not exchange_status:
+            # All ranks find the same in the same sums: what is not finite on one rank is not finite in the sum.
+            self.finite_loss = True
+        else:
+            shared = np.array([top, bool(self.nonfinite_loss), self.interrupted])
+            self._team.all_reduce(shared, op="max", label="control")
+            top, nonfinite_loss, interrupted = shared.tolist()
+            self.finite_loss, self.interrupted = not nonfinite_loss, bool(interrupted)
         if self._first_steps:
             self._first_steps = 0 if top == 0 else self._first_steps - 1
             if top == 0 and self._strategy.mesh.rank == 0:
@@ -105,7 +121,8 @@ class Inspection:
         squares = np.zeros(2)
         for part in counted:
             squares += exact_norm.sum_of_squares(part, top, self._elements)
-        self._team.all_reduce(squares, label="control")
+        if not self._sums_are_everywhere:
+            self._team.all_reduce(squares, label="control")
         return exact_norm.norm(squares, top)
 
     def culprits(self, step: int, what: str = "gradient") -> str:

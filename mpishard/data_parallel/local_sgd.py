@@ -180,6 +180,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         rate_factor: float = 1.0,
         nonfinite_loss: str = "",
         interrupted: bool = False,
+        exchange_status: bool = True,
     ) -> bool:
         """Take this worker's own step, then average the parts that are due.
 
@@ -197,6 +198,8 @@ class LocalSGDOptimizer(ShardedOptimizer):
             A description of what is NaN or infinite in this rank's loss, if anything is; it counts as a NaN gradient.
         interrupted : bool
             Whether this rank was interrupted.
+        exchange_status : bool
+            Not used: the ranks of a worker exchange it always.
 
         Returns
         -------

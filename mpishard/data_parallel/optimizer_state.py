@@ -36,18 +36,16 @@ class OptimizerState:
     ----------
     binding : Binding
         The parameters, the arrays and the numbers.
+    method : MethodState or None
+        The minimisation of an optimizer with a method; None with a rule.
     """
 
     # Many members, none with a state of its own: the binding has it, and these are what its three users ask.
     def __init__(self, optimizer: Configured, further: Sequence[FurtherState] = ()) -> None:
         self.binding = Binding(optimizer, further)
+        self.method: MethodState | None = next((each for each in further if isinstance(each, MethodState)), None)
         self._optimizer = optimizer
         self._reported = False
-
-    @property
-    def method(self) -> MethodState | None:
-        """The minimisation of an optimizer with a method; None with a rule.  Not collective."""
-        return next((each for each in self.binding.further if isinstance(each, MethodState)), None)
 
     @property
     def batches(self) -> int:

@@ -62,6 +62,13 @@ class OwnedRanges:
             offset += stop - start
         return views
 
+    def states_of(self, slots: Sequence[Array]) -> list[list[Array]]:
+        """For each range in `own` its parts of all state arrays, in their order."""
+        if len(self.own) == 1:
+            return [list(slots)]
+        views = [self.state_views(slot) for slot in slots]
+        return [[part[number] for part in views] for number in range(len(self.own))]
+
     def counted_views(self, owned: Sequence[Array]) -> list[Array]:
         """Cut arrays that cover the ranges in `own` down to the ranges in `counted`."""
         ranges = zip(owned, self.own, self.counted, strict=True)

@@ -49,6 +49,8 @@ class RuleRanges:
     def of(self, rule: Rule, factor: float) -> list[RuleRange]:
         """The ranges in their order, each with its rule; `factor` multiplies all learning rates.  Not collective."""
         self.by_tensor(rule)
+        if factor == 1:
+            return self._ranges
         scaled = {id(each.rule): each.rule.scaled(factor) for each in self._ranges}
         return [each._replace(rule=scaled[id(each.rule)]) for each in self._ranges]
 

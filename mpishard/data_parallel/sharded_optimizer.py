@@ -214,11 +214,13 @@ class ShardedOptimizer:
         assert named is not None
         if not binding.is_bound:
             tell_of_other_starts(self.mesh, named)
-        strategy = self.bind(named)
+        # Checked with the other arguments where it is bound already.
+        strategy = binding.strategy if named is binding.parameters else self.bind(named)
         if automatic or synchronized:
             if gradients is not None:
                 strategy.reducer.memory.use_external(gradients)
-            self.update(count if count is not None else self._calls() or self.axis.size)
+            divisor = count if count is not None else self._calls() or self.axis.size
+            self.update(divisor, exchange_status=False)
             return
         strategy.reducer.accumulation.add(gradients)
 
@@ -401,6 +403,7 @@ class ShardedOptimizer:
         rate_factor: float = 1.0,
         nonfinite_loss: str = "",
         interrupted: bool = False,
+        exchange_status: bool = True,
     ) -> bool:
         """Finish the reductions and update along the summed gradient divided by `count`.
 
@@ -418,6 +421,8 @@ class ShardedOptimizer:
             A description of what is NaN or infinite in this rank's loss, if anything is; it counts as a NaN gradient.
         interrupted : bool
             Whether this rank was interrupted; all ranks learn of it if they agree in `update` (`agrees_in_update`).
+        exchange_status : bool
+            False, on all ranks, if no rank gives a `nonfinite_loss` or is `interrupted`; that may save a message.
 
         Returns
         -------
@@ -436,6 +441,7 @@ class ShardedOptimizer:
             rate_factor=rate_factor,
             nonfinite_loss=nonfinite_loss,
             interrupted=interrupted,
+            exchange_status=exchange_status,
         )
 
     # -- state ------------------------------------------------------------------------------------------------------

@@ -53,7 +53,14 @@ class DataParallel(Strategy):
             return self.hierarchical.start(bucket, gradient)
         return super().start(bucket, gradient, earlier)
 
-    def start_plain(self, bucket: Bucket, gradient: Array) -> Request:
+    @property
+    def sums_are_everywhere(self) -> bool:
+        return self.mesh.size == self.axis.size and self.compressed is None and not self.workers_differ
+
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Request | None:
+        if self.parameters.lent and len(self.buckets) == 1:  # such as a caller's array: nothing to overlap with
+            self.axis.all_reduce(gradient, label="gradients")
+            return None
         return self.axis.start_all_reduce(gradient, label="gradients")
 
     def target(self, bucket: Bucket, gradient: Array) -> Array:
@@ -273,6 +280,9 @@ class LocalUpdates(DataParallel):
 
     def finish(self, started: Sequence[tuple[Bucket, Array, Transfer]]) -> None:
         Strategy.finish(self, started)
+
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Request:
+        return self.axis.start_all_reduce(gradient, label="gradients")  # an average may take several steps
 
     def start_average(self, bucket: Bucket, delta: Array) -> Transfer:
         """Start the sum of a bucket's difference from the anchor over all workers."""

@@ -159,8 +159,8 @@ class Strategy(ABC):
         return self.start_plain(bucket, gradient)
 
     @abstractmethod
-    def start_plain(self, bucket: Bucket, gradient: Array) -> Request:
-        """Start that sum with one MPI collective: neither ordered nor compressed."""
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Request | None:
+        """Sum, or start to sum, with one MPI collective: neither ordered nor compressed."""
 
     @abstractmethod
     def target(self, bucket: Bucket, gradient: Array) -> Array:
@@ -210,6 +210,11 @@ class Strategy(ABC):
     @abstractmethod
     def resync(self, slot: Array) -> None:
         """Make all copies of a state array equal, as `TensorCopies.spread` does for the parameters."""
+
+    @property
+    def sums_are_everywhere(self) -> bool:
+        """Whether every rank of the mesh has all sums of gradients of all tensors, with the same bits."""
+        return False
 
     @property
     def error_ranges(self) -> list[Range]:

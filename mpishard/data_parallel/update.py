@@ -56,6 +56,7 @@ def update(
     rate_factor: float,
     nonfinite_loss: str,
     interrupted: bool,
+    exchange_status: bool,
 ) -> bool:
     """Update the bound parameters; the arguments and the result are those of `ShardedOptimizer.update`.
 
@@ -67,7 +68,7 @@ def update(
     strategy.reducer.finalize()
     divisor = float(count) * counters.scaling.value
     inspection.nonfinite_loss, inspection.interrupted = nonfinite_loss, interrupted
-    usable = _gradients_are_usable(optimizer, binding, divisor)
+    usable = _gradients_are_usable(optimizer, binding, divisor, exchange_status)
     if usable:
         clip = 1.0
         if config.max_gradient_norm is not None and not math.isnan(counters.gradient_norm):
@@ -94,7 +95,7 @@ def update(
     return usable
 
 
-def _gradients_are_usable(optimizer: Configured, binding: Binding, divisor: float) -> bool:
+def _gradients_are_usable(optimizer: Configured, binding: Binding, divisor: float, exchange_status: bool) -> bool:
     """Agree on whether to take the step; compute the gradient's norm if clipping or `measure_norm` needs it."""
     counters, inspection = binding.counters, binding.on_rank.inspection
     mode, limit = optimizer.config.nonfinite_gradients, optimizer.config.max_gradient_norm
@@ -102,7 +103,7 @@ def _gradients_are_usable(optimizer: Configured, binding: Binding, divisor: floa
     measure = limit is not None or optimizer.measure_norm
     if mode == "ignore" and not measure and not inspection.is_first:
         return True
-    norm = inspection.norm(measure)
+    norm = inspection.norm(measure, exchange_status)
     if not math.isinf(norm):
         counters.gradient_norm = norm / divisor
         if inspection.finite_loss:
@@ -126,14 +127,15 @@ def apply_rule(rule: Rule, on_rank: RankState, step: int, *, rate_factor: float,
     """
     strategy, slots = on_rank.strategy, [on_rank.slots[name] for name in rule.slots]
     owned, gradients = strategy.values(), strategy.gradients()
-    views = [strategy.ownership.state_views(slot) for slot in slots]
-    states = [list(parts) for parts in zip(*views, strict=True)] if views else [[] for _ in owned]
+    states = strategy.ownership.states_of(slots)
     directions = None
     if rule.norm_based:
         directions = [arrays.empty(values.size, values.dtype, like=values) for values in owned]
     for own_rule, number, start, stop in on_rank.rule_ranges.of(rule, rate_factor):
-        values, gradient = owned[number][start:stop], gradients[number][start:stop]
-        state = [part[start:stop] for part in states[number]]
+        values, gradient, state = owned[number], gradients[number], states[number]
+        if stop - start != values.size:
+            values, gradient = values[start:stop], gradient[start:stop]
+            state = [part[start:stop] for part in state]
         if directions is None:
             own_rule.update(values, gradient, state, step, divisor=divisor, clip=clip)
         else:

@@ -140,7 +140,9 @@ def check_gradients(parameters: FlatParameters, gradients: Array) -> None:
         raise ValueError(f"gradients have {gradients.size} elements, but parameters have {parameters.size}")
     if gradients.dtype != parameters.dtype:
         raise TypeError(f"gradients are {gradients.dtype}, but parameters are {parameters.dtype}; convert one of them")
-    if arrays.module_of(gradients) is not arrays.module_of(parameters.like):
+    if type(gradients) is not type(parameters.like) and (
+        arrays.module_of(gradients) is not arrays.module_of(parameters.like)
+    ):
         kinds = type(gradients).__name__, type(parameters.like).__name__
         raise TypeError(f"gradients are a {kinds[0]}, but parameters a {kinds[1]}; keep both on one device")
     if arrays.overlap(gradients, parameters.held):

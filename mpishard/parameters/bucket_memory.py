@@ -145,8 +145,9 @@ class BucketMemory:
     def use_external(self, flat: Array) -> None:
         """Use `flat`, this rank's whole gradient, as the memory of this step; afterwards it is the caller's again."""
         self.written.update(self._places)
-        buckets = [bucket for bucket in self._buckets if not bucket.second_use]
-        self._lent = {bucket.index: flat[bucket.start : bucket.stop] for bucket in buckets}
+        for bucket in self._buckets:
+            if not bucket.second_use:
+                self._lent[bucket.index] = flat[bucket.start : bucket.stop]
 
     def release(self, bucket: Bucket) -> None:
         """Free the memory of a bucket that is on demand; its tensors have no gradient any more."""
