@@ -22,7 +22,8 @@ import numpy as np
 
 from mpishard.checkpoint.atomic_write import published
 from mpishard.checkpoint.disk import unlinked
-from mpishard.checkpoint.sources import Source, blocks, inside, total_bytes
+from mpishard.checkpoint.piece_reader import inside
+from mpishard.checkpoint.sources import Source, blocks, total_bytes
 from mpishard.layout.boxes import Box
 from mpishard.layout.run_state import PARAMETERS, SLOT
 

@@ -243,7 +243,7 @@ class Checkpoints:
         """
         axis = self._writer.axis
         self.wait()
-        found = load_newest(self.folder, state, self.mesh.world, axis, check)
+        found = load_newest(self.folder, state, self.mesh, axis, check)
         if found is not None:
             self.adopt()
         return found

@@ -19,13 +19,15 @@ from typing import Any
 import xxhash
 
 from mpishard.checkpoint.pieces import pieces_file
+from mpishard.io.readers import Readers
 
 NAME = "manifest.json"
 INDEX = "index.h5"
 
 _FORMAT = "mpishard checkpoint"
 _VERSION = 1
-_BLOCK = 2**22
+# Bytes that are read and hashed at once: they stay in the cache of a core, and suffice to leave the interpreter's lock.
+_BLOCK = 2**18
 _HASH = "xxh3_128"
 _HEX = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _FILE = re.compile(r"index\.h5|pieces-\d{5,}\.h5", re.ASCII)
@@ -155,7 +157,36 @@ def read(folder: Path) -> Manifest:
         raise ValueError(f"{path} is {error}") from None
 
 
-def problems(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
+def share(manifest: Manifest, rank: int, ranks: int) -> list[str]:
+    """The files that a rank checks: about as many bytes as other ranks, and about those that it will read.
+
+    Writers and readers are ranks in one order, so that their parts of the model are, too.
+
+    Parameters
+    ----------
+    manifest : Manifest
+        That of a checkpoint.
+    rank, ranks : int
+        This rank, and how many there are.
+
+    Returns
+    -------
+    list of str
+        Each file is one rank's.
+    """
+    total = sum(entry.size for entry in manifest.files.values()) or 1
+    found, before = [], 0
+    for name in sorted(manifest.files, key=lambda name: (len(name), name)):
+        size = manifest.files[name].size
+        if (2 * before + size) * ranks // (2 * total + 1) == rank:
+            found.append(name)
+        before += size
+    return found
+
+
+def problems(
+    folder: Path, manifest: Manifest, names: Iterable[str] | None = None, readers: Readers | None = None
+) -> list[str]:
     """A text for each problem with the files of a checkpoint; hashes every byte, without HDF5.
 
     Parameters
@@ -165,9 +196,15 @@ def problems(folder: Path, manifest: Manifest, names: Iterable[str] | None = Non
         The manifest of this folder.
     names : iterable of str, optional
         Check these files only, so that several ranks can share the work; default: all.
+    readers : Readers, optional
+        The threads that read; default: this thread.
     """
+
+    def of(name: str) -> str:
+        return _problem(folder / name, manifest.files[name], manifest.id)
+
     names = manifest.files if names is None else names
-    found = (_problem(folder / name, manifest.files[name], manifest.id) for name in names)
+    found = map(of, names) if readers is None else readers.map(of, names)
     return [problem for problem in found if problem]
 
 

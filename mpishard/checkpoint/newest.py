@@ -1,4 +1,4 @@
-"""Finds the newest checkpoint and verifies that it is whole; `piece_reader` then places it in the arrays of a run."""
+"""Finds the newest checkpoint and verifies that it is whole; `filling` then places it in the arrays of a run."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from typing import Any
 
 from mpishard.checkpoint import folder, manifest, polling
 from mpishard.checkpoint.examining import contents_of
+from mpishard.checkpoint.filling import check_fits, fill
 from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.manifest import Manifest
-from mpishard.checkpoint.piece_reader import check_fits, damages, fill
+from mpishard.checkpoint.piece_reader import damages
 from mpishard.comm.axis import Axis
 from mpishard.comm.ledger import users_level
+from mpishard.comm.mesh import Mesh
+from mpishard.io.readers import Readers
 from mpishard.layout.run_state import RunState
 
 Check = Callable[[Mapping[str, Any]], None]
 
 
-def load_newest(run: Path, state: RunState, axis: Axis, patient: Axis, check: Check | None) -> Contents | None:
+def load_newest(run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Check | None) -> Contents | None:
     """Read the newest whole checkpoint in a folder into the arrays of `state`.  Collective.
 
     All of it is checked before anything is written: hashes, the index, the chunks, and whether it fits the state.  Then
-    values are read directly into the arrays.  No rank needs memory for a second copy, only for a chunk, and for a
-    bucket of elements that it sends to ranks with copies.
+    values are read directly into the arrays: on most file systems out of the page cache, in which the first pass left
+    them.  No rank needs memory for a second copy, only for a chunk, and for a bucket of elements that it sends to
+    ranks with copies.
 
     Parameters
     ----------
@@ -32,8 +36,10 @@ def load_newest(run: Path, state: RunState, axis: Axis, patient: Axis, check: Ch
         Folder of checkpoints, or of one checkpoint.
     state : RunState
         Its arrays are written.
-    axis, patient : Axis
-        Axes over the ranks of the state: for moving elements, and for waits for a disk, without a time limit.
+    mesh : Mesh
+        The ranks of the state.
+    patient : Axis
+        The same ranks, for waits for a disk, without a time limit.
     check : callable or None
         Gets the facts on all ranks before anything is written; may raise ValueError.
 
@@ -51,11 +57,19 @@ def load_newest(run: Path, state: RunState, axis: Axis, patient: Axis, check: Ch
         On every rank, if the folder cannot be listed.  Or if the disk fails after the check, and no older checkpoint
         can be read: then the arrays are partly written, and the message says so.
     """
+    with Readers(mesh.node.size) as readers:
+        return _load_newest(run, state, mesh, patient, check, readers)
+
+
+def _load_newest(
+    run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Check | None, readers: Readers
+) -> Contents | None:
+    axis = mesh.world
     known, passed_over = _find(run, patient)
     spoilt = False
     for path, listed in known:
         contents = None
-        problems = _verify(path, listed, patient)
+        problems = _verify(path, listed, patient, readers)
         if not problems:
             contents, problems = _open(path, listed, patient)
         if contents is not None and not problems:
@@ -69,7 +83,7 @@ def load_newest(run: Path, state: RunState, axis: Axis, patient: Axis, check: Ch
                 problems = [str(error)]
         if contents is not None and not problems:
             try:
-                fill(contents, state, axis, patient)
+                fill(contents, state, axis, patient, one_node=mesh.node.size == mesh.size, readers=readers)
                 return contents
             except ValueError as error:  # on all ranks
                 problems, spoilt = [str(error)], True
@@ -118,10 +132,10 @@ def _find(run: Path, axis: Axis) -> tuple[list[tuple[Path, Manifest]], list[str]
     return [(run / name, manifest.decode(text.encode())) for name, text in shared["listed"]], shared["problems"]
 
 
-def _verify(path: Path, listed: Manifest, axis: Axis) -> list[str]:
+def _verify(path: Path, listed: Manifest, axis: Axis, readers: Readers) -> list[str]:
     """The problems of the files of a checkpoint; each rank checks some of them."""
-    largest_first = sorted(listed.files, key=lambda name: (-listed.files[name].size, name))
-    return polling.gather_lists(axis, manifest.problems(path, listed, largest_first[axis.rank :: axis.size]))
+    own = manifest.share(listed, axis.rank, axis.size)
+    return polling.gather_lists(axis, manifest.problems(path, listed, own, readers))
 
 
 def _open(path: Path, listed: Manifest, axis: Axis) -> tuple[Contents | None, list[str]]:

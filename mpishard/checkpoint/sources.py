@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpishard.checkpoint.index import Contents
-from mpishard.checkpoint.piece_reader import PieceReader
+from mpishard.checkpoint.piece_reader import PieceReader, inside
 from mpishard.checkpoint.pieces import StoredPiece
 from mpishard.layout.boxes import Box, boxes_of_range, intersect
 
@@ -97,12 +97,6 @@ class Stored(AbstractContextManager["Stored"]):
 
     def __exit__(self, *exception: object) -> None:
         self._reader.__exit__(None, None, None)
-
-
-def inside(box: Box, outer: Box) -> tuple[slice | Any, ...]:
-    """The index of a box in an array of the box `outer` around it; it always gives a view, also of a scalar."""
-    slices = (slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
-    return (*slices, ...)
 
 
 def total_bytes(source: Source, kinds: Iterable[str]) -> int:

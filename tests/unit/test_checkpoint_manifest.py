@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from mpishard.checkpoint.manifest import FileEntry, Manifest, decode, hash_file, problems, read
+from mpishard.checkpoint.manifest import FileEntry, Manifest, decode, hash_file, problems, read, share
+from mpishard.checkpoint.pieces import pieces_file
 
 ID = "0123456789abcdef" * 2
 OTHER = "f" * 32
@@ -166,3 +167,17 @@ def test_a_damaged_file_is_named(checkpoint, change, message):
     (problem,) = problems(folder, manifest)
     assert message in problem and str(folder / "pieces-00000.h5") in problem
     assert problems(folder, manifest, ["index.h5"]) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 20])
+def test_each_file_is_checked_by_one_rank_which_is_that_of_its_writer(ranks):
+    entry = FileEntry(1000, "0" * 32)
+    files = {pieces_file(writer): entry for writer in range(10)} | {"index.h5": FileEntry(10, "0" * 32)}
+    manifest = Manifest("0" * 32, 1, 1, files)
+    shares = [share(manifest, rank, ranks) for rank in range(ranks)]
+    assert sorted(sum(shares, [])) == sorted(files)
+    pieces = [[name for name in names if name != "index.h5"] for names in shares]
+    assert sum(pieces, []) == [pieces_file(writer) for writer in range(10)]
+    assert max(map(len, pieces)) <= -(-10 // ranks)
+    empty = Manifest("0" * 32, 1, 1, {"index.h5": FileEntry(0, "0" * 32)})
+    assert sum((share(empty, rank, ranks) for rank in range(ranks)), []) == ["index.h5"]

@@ -1,0 +1,103 @@
+"""Threads that read files: system calls and hashes of large blocks run without the interpreter's lock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from mpishard.backend.blas_threads import cpu_quota, own_cores
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_MOST_THREADS = 8  # more of them only wait for each other
+# Bytes from which a second thread pays.
+_LEAST_SHARE = 2**23
+
+
+class Readers(AbstractContextManager["Readers"]):
+    """The share of a process of the cores of its node, as threads that read.  Not collective.
+
+    Parameters
+    ----------
+    processes : int
+        How many processes read on this node.
+    """
+
+    def __init__(self, processes: int = 1) -> None:
+        cores = min(len(own_cores()), cpu_quota())
+        self._threads = max(1, min(int(cores / processes), _MOST_THREADS))
+        self._pool = ThreadPoolExecutor(self._threads, "mpishard-read") if self._threads > 1 else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """The results of a function for all items, in their order.
+
+        Parameters
+        ----------
+        function : callable
+            Runs in several threads at once.
+        items : iterable
+            Its arguments.
+
+        Returns
+        -------
+        list
+            One result for each item.
+        """
+        return list(map(function, items) if self._pool is None else self._pool.map(function, items))
+
+    def read(self, file: int, place: int, out: Any) -> None:
+        """Read bytes of a file into memory; several threads read a large part.
+
+        Parameters
+        ----------
+        file : int
+            Its descriptor, whose position stays where it is.
+        place : int
+            The first byte.
+        out : buffer
+            Contiguous, writable; it is filled.
+
+        Raises
+        ------
+        OSError
+            If the disk fails, or the file ends before.
+        """
+        whole = memoryview(out).cast("B")
+        shares = min(self._threads, len(whole) // _LEAST_SHARE)
+        if shares < 2:
+            read_into(file, place, whole)
+            return
+        cuts = [len(whole) * share // shares for share in range(shares + 1)]
+        self.map(
+            lambda share: read_into(file, place + cuts[share], whole[cuts[share] : cuts[share + 1]]), range(shares)
+        )
+
+
+def read_into(file: int, place: int, out: Any) -> None:
+    """Read bytes of a file into memory, in this thread; as `Readers.read`.  Not collective.
+
+    Parameters
+    ----------
+    file, place, out
+        As there.
+
+    Raises
+    ------
+    OSError
+        As there.
+    """
+    left = memoryview(out).cast("B")
+    # One call reads at most 2 GiB, and may read less than requested.
+    while left:
+        count = os.preadv(file, [left], place)
+        if not count:
+            raise OSError(f"the file ends at byte {place}, {len(left)} bytes too early")
+        place, left = place + count, left[count:]
