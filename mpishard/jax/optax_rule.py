@@ -250,12 +250,17 @@ def rule_of(
     ------
     TypeError, ValueError
         If it is no transformation, or what it does to an element depends on others or on the shape of the tensor, as
-        with clipping by norms, trust ratios and factored moments; or if it chooses tensors, and there is no tree.
+        with clipping by norms, trust ratios and factored moments; or if it chooses tensors, and there is no tree; or if
+        it is ``optax.ema`` alone, and there is an `ema_decay`.
     """
     chooser, text = chooser_in(transformation), described(transformation)
     options: dict[str, Any] = {"groups": groups, "ema_decay": ema_decay}
     if not chooser:
         steps = CompiledSteps(transformation)
+        if ema_decay is not None and "ema" in steps.kept.slots:
+            raise ValueError(
+                "optax.ema alone keeps 'ema', and so does ema_decay: take it in a chain, optax.chain(optax.ema(...))"
+            )
         return OptaxRule(1.0, text, tuple(steps.kept.slots), steps, **options)
     if tree is None:
         raise ValueError(f"optax's {chooser} chooses tensors: give the tree too, rule_of(transformation, tree=tree)")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -147,7 +149,15 @@ def _kept(transformation: Any, shape: tuple[int, ...]) -> Kept:
             raise TypeError(f"it keeps an array of {leaf.dtype}")
     last = [_path(path[-1:]) for path, _ in slots]
     short = len(set(last)) == len(last) and not set(last) & {"ema", "point"}  # which mpishard has itself
-    named = {(_path(path[-1:]) if short else _path(path)): number for path, number in slots}
+    named: dict[str, int] = {}
+    for path, number in slots:
+        # Checkpoints have data sets of these names.
+        name = wanted = re.sub(r"\W", "_", _path(path[-1:]) if short else _path(path), flags=re.ASCII)
+        for again in itertools.count(2):
+            if name not in named:
+                break
+            name = f"{wanted}_{again}"
+        named[name] = number
     return Kept(structure, named, tuple(common))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -212,6 +214,45 @@ def test_rules_take_the_steps_of_optax(name: str, dtype: str, optax: Any) -> Non
         rule.steps.note(0, np.dtype(dtype), [])
         for kept, again in zip(noted, rule.steps.common(6, np.dtype(dtype)), strict=True):  # as after a restart
             assert np.allclose(kept, again, rtol=1e-6)
+
+
+# That `docs/how-to/jax.md` names, and chains of them in which two have state of one name.
+SAVED: dict[str, Callable[[Any], Any]] = {
+    **{
+        name: functools.partial(lambda name, optax: getattr(optax, name)(1e-2), name)
+        for name in "adam adamw adabelief adagrad lion nadam radam rmsprop rprop sgd clip ema".split()
+    },
+    "momentum": lambda optax: optax.sgd(0.1, momentum=0.9),
+    "ema in a chain": lambda optax: optax.chain(optax.ema(0.9), optax.adam(0.1)),
+    "twice": lambda optax: optax.chain(optax.adam(0.1), optax.scale_by_adam()),
+    "named": lambda optax: optax.named_chain(("a.b", optax.ema(0.1)), ("a_b", optax.ema(0.2)), ("größe", optax.ema(1))),
+    "accumulating": lambda optax: optax.MultiSteps(optax.adam(1e-2), 2),
+    "injected": lambda optax: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.0, 5)),
+    "masked": lambda optax: optax.masked(optax.chain(optax.ema(0.9), optax.adam(0.1)), {"w": True, "b": False}),
+    "partition": lambda optax: optax.partition(
+        {"x-y": optax.adam(0.2), "z": optax.chain(optax.adam(0.1), optax.scale_by_adam())}, {"w": "x-y", "b": "z"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_the_state_of_a_transformation_is_saved_and_loaded(name: str, optax: Any, tmp_path: Path) -> None:
+    w = {"w": np.ones((2, 3), "f"), "b": np.ones(3, "f")}
+    rule = rule_of(SAVED[name](optax), tree=w)
+    with mpishard.Mesh() as mesh:
+        saved, loaded = (as_distributed(w, mesh, rule) for _ in range(2))
+        written, read = (each.optimizer.state.binding.on_rank.slots for each in (saved, loaded))
+        for number, slot in enumerate(written.values(), 1):
+            slot[...] = number
+        saved.save_checkpoint(tmp_path)
+        loaded.load_checkpoint(tmp_path)
+    assert list(read) == list(rule.slots) and all(np.array_equal(read[slot], written[slot]) for slot in read)
+
+
+def test_two_averages_of_one_name(optax: Any) -> None:
+    with pytest.raises(ValueError, match=r"optax.ema alone keeps 'ema', and so does ema_decay: take it in a chain"):
+        rule_of(optax.ema(0.9), ema_decay=0.5)
+    assert rule_of(optax.chain(optax.ema(0.9)), ema_decay=0.5).slots == ("0_ema",)
 
 
 def test_cuts_change_no_bit(optax: Any) -> None:
