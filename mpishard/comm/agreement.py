@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from numbers import Real
+from typing import Any
 
 import numpy as np
 
+from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
 from mpishard.comm.model_parallel_group import ModelParallelGroup
 
@@ -113,6 +117,42 @@ def fingerprint(settings: Mapping[str, str]) -> int:
     """
     text = repr(sorted(settings.items()))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+
+def text_of(value: Any) -> str:
+    """A value as text that is the same in every process; functions and objects appear by name only.
+
+    Not collective.
+
+    Parameters
+    ----------
+    value : any
+        Of a setting.
+
+    Returns
+    -------
+    str
+        For dataclasses and arrays, too, it differs where values do.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, np.dtype):
+        return value.name
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if value is None or isinstance(value, bool | Real | str):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(text_of, value))})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {text_of(each)}' for key, each in value.items())}}}"
+    if arrays.is_array(value):
+        content = hashlib.blake2b(np.ascontiguousarray(arrays.to_host(value)).tobytes(), digest_size=8).hexdigest()
+        return f"{value.dtype} {value.shape} {content}"
+    if is_dataclass(value) and not isinstance(value, type):
+        inside = (f"{field.name}={text_of(getattr(value, field.name))}" for field in fields(value) if field.compare)
+        return f"{type(value).__name__}({', '.join(inside)})"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def _ranks(ranks: list[int]) -> str:

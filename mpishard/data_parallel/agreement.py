@@ -53,7 +53,7 @@ def agree_on_step(
     ValueError
         On every rank, if something differs; a problem of any rank is raised as it is.
     """
-    model = -1 if parameters is None else parameters.fingerprint
+    model = -1 if parameters is None else parameters.fingerprint ^ parameters.model_fingerprint
     if settings is not None:
         model ^= settings.fingerprint
     number = -1 if count is None else int(np.float64(count).view(np.int64))
@@ -64,8 +64,9 @@ def agree_on_step(
     assert parameters is not None
     if shared[1] != -shared[2]:
         models = ranks.allgather_object((parameters.fingerprint, parameters.description))
-        if settings is not None and len({model for model, _ in models}) == 1:
-            raise differing(ranks, settings.by_name())
+        if len({model for model, _ in models}) == 1:
+            by_name = {} if settings is None else settings.by_name()
+            raise differing(ranks, {**by_name, **parameters.model_settings})
         found = ", ".join(f"rank {rank} {what}" for rank, (_, what) in zip(ranks.members, models, strict=True))
         raise ValueError(f"all ranks must have the same parameters in the same order; here: {found}")
     if shared[3] != -shared[4]:

@@ -6,16 +6,12 @@ collectives.  `mpishard.comm.agreement` compares them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from numbers import Real
+from dataclasses import fields
 from typing import Any, Protocol
 
-import numpy as np
-
 from mpishard.backend import array as arrays
-from mpishard.comm.agreement import agree_on_settings, fingerprint
+from mpishard.comm.agreement import agree_on_settings, fingerprint, text_of
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.strategy import Strategy
@@ -92,7 +88,7 @@ class Settings:
         del config["mesh"]
         further = {name: value for each in self._further for name, value in each.settings.items()}
         kinds = {"mpishard": VERSION, "optimizer": type(optimizer).__name__, "strategy": optimizer.strategy.__name__}
-        described = {name: _text(value) for name, value in (config | further).items()}
+        described = {name: text_of(value) for name, value in (config | further).items()}
         return kinds | described | settings_of_rule(optimizer.rule)
 
     def of_state(self, parameters: FlatParameters) -> dict[str, str]:
@@ -123,11 +119,11 @@ class Settings:
 def settings_of_rule(rule: Rule | Method, of: str = "") -> dict[str, str]:
     """All settings that decide the steps of a rule or method; a function of the step appears as its values."""
     settings = {"rule": type(rule).__qualname__}
-    settings |= {field.name: _text(getattr(rule, field.name)) for field in fields(rule) if field.compare}
+    settings |= {field.name: text_of(getattr(rule, field.name)) for field in fields(rule) if field.compare}
     if isinstance(rule, Method):
         return settings
     settings.pop("lr", None)  # compared by value below: a number and a schedule may give the same rates
-    settings["slots"] = ", ".join(f"{slot} from {_text(rule.initial(slot))}" for slot in rule.slots)
+    settings["slots"] = ", ".join(f"{slot} from {text_of(rule.initial(slot))}" for slot in rule.slots)
     settings["formula"] = f"{rule.kernel.name} {fingerprint({'': rule.kernel.c_body}):x}"
     settings |= {f"lr({step})": _value(rule.learning_rate, step) for step in _STEPS}
     settings |= {f"scalars({step})": _value(rule.scalars, step) for step in _STEPS}
@@ -157,24 +153,3 @@ def _value(function: Callable[[int], Any], step: int) -> str:
         return f"({', '.join(f'{value:.9g}' for value in found)})" if isinstance(found, tuple) else f"{found:.9g}"
     except Exception as error:  # a schedule may end with the run, before the last of the compared steps
         return type(error).__name__
-
-
-def _text(value: Any) -> str:
-    """A value as text that is the same in every process; functions and objects appear by name only."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    if value is None or isinstance(value, bool | Real | str):
-        return str(value)
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(_text, value))})"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_text(each)}' for key, each in value.items())}}}"
-    if arrays.is_array(value):
-        content = hashlib.blake2b(np.ascontiguousarray(arrays.to_host(value)).tobytes(), digest_size=8).hexdigest()
-        return f"{value.dtype} {value.shape} {content}"
-    if is_dataclass(value) and not isinstance(value, type):
-        inside = (f"{field.name}={_text(getattr(value, field.name))}" for field in fields(value) if field.compare)
-        return f"{type(value).__name__}({', '.join(inside)})"
-    return str(getattr(value, "__qualname__", type(value).__qualname__))

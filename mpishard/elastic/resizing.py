@@ -144,7 +144,8 @@ class Resizing:
         chooses = self._parts.elasticity.choice is not None
         number = parameters.whole_fingerprint if chooses else parameters.fingerprint
         model = f"{parameters.description} ({number:x})"
-        own = {"model": model, **training.problem.settings, "scaling": self._parts.elasticity.scaling}
+        own: dict[str, object] = {} if chooses else dict(parameters.model_settings)
+        own |= {"model": model, **training.problem.settings, "scaling": self._parts.elasticity.scaling}
         evaluation = training.validation.evaluation
         own["stop_early"] = training.stop_early
         own["evaluation"] = None if evaluation is None else evaluation.settings

@@ -17,7 +17,7 @@ from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.generation import Generation, agreed_request, lengths_of_change, ranks_of_one_model
 from mpishard.nn.inputs import Inputs
 from mpishard.nn.local_chunks import LocalChunks
-from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
+from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision, settings_of_model
 from mpishard.nn.products import check_compute_dtype, warn_if_slow
 from mpishard.nn.units import Batch
 from mpishard.parameters.flat import FlatParameters
@@ -109,6 +109,9 @@ class Decoder:
                 warn_if_slow(precision.compute_dtype, module)
         self._local = LocalChunks(self.architecture, mesh, pipeline, precision, memory, seed, module)
         self.parameters: FlatParameters = self._local.parameters
+        self.parameters.model_settings = settings_of_model(
+            self.architecture, pipeline, axis.size, precision, memory, seed
+        )
         self.parameters.sums_by_mpi = self.architecture.shards == 1
         if precision.wire_dtype is not None:
             self.parameters.layout_dependence = "wire_dtype, which rounds where stages meet"

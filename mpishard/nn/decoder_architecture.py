@@ -9,7 +9,7 @@ from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
-from mpishard.arguments import flag
+from mpishard.arguments import flag, shown
 from mpishard.deprecated import warn_renamed
 from mpishard.layout.boxes import split
 from mpishard.layout.specs import ParameterSpec, merge_ties
@@ -128,11 +128,17 @@ class DecoderArchitecture(ABC):
             unit = _OLD_NAMES[unit]
         # With several shards layers take sums over rows themselves: no gradient is partial.
         sequence_parallel = sequence_parallel and self.shards == 1
+        built: Unit
+        kind: type[Unit]
         if unit == EMBEDDINGS:
-            return self.build_embeddings()
-        if unit == OUTPUT_HEAD:
-            return self.build_head(sequence_parallel)
-        return self.build_block(unit, sequence_parallel)
+            built, kind, method = self.build_embeddings(), EmbeddingUnit, "build_embeddings"
+        elif unit == OUTPUT_HEAD:
+            built, kind, method = self.build_head(sequence_parallel), OutputHead, "build_head"
+        else:
+            built, kind, method = self.build_block(unit, sequence_parallel), TransformerBlock, "build_block"
+        if not isinstance(built, kind):
+            raise TypeError(f"{type(self).__name__}.{method} returned {shown(built)}; it must be of {kind.__name__}")
+        return built
 
     def build_embeddings(self) -> EmbeddingUnit:
         """The first unit, for `build`: here token embeddings alone.
@@ -296,13 +302,22 @@ class DecoderArchitecture(ABC):
         Raises
         ------
         ValueError
-            As `cut`.
+            As `cut`; and if two layers have tensors of one name, except for the tied table of embeddings and output
+            head.
         """
         specs: list[ParameterSpec] = []
+        owners: dict[str, str] = {}
         for stage, units in enumerate(self.cut(stages, costs)):
             here: set[str] = set()
             for unit in units:
                 for spec in self.specs_of(unit, sequence_parallel=sequence_parallel):
+                    owner = owners.get(spec.name)
+                    if owner is not None and (owner, unit) != (EMBEDDINGS, OUTPUT_HEAD):
+                        raise ValueError(
+                            f"{spec.name!r} is a tensor of {owner}, and again of {unit}; names must be unique: begin "
+                            "those of a block with the name that build_block gets"
+                        )
+                    owners[spec.name] = unit
                     # A tie inside one stage is one tensor with two uses.
                     if spec.name not in here:
                         here.add(spec.name)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
 from mpishard.arguments import flag, whole_or_fields
+from mpishard.comm.agreement import text_of
 from mpishard.nn.products import check_half
 
 T = TypeVar("T")
@@ -129,6 +130,39 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         for name in ("recompute", "sequence_parallel", "sharded_parameters"):
             flag(name, getattr(self, name))
+
+
+def settings_of_model(
+    architecture: Any, pipeline: PipelineOptions, ranks: int, precision: Precision, memory: MemoryOptions, seed: int
+) -> dict[str, str]:
+    """What ranks that train one model must have alike, as text by name.
+
+    Parameters
+    ----------
+    architecture : DecoderArchitecture
+        Its fields, if it is a dataclass.
+    pipeline, precision, memory : PipelineOptions, Precision, MemoryOptions
+        All but the costs of stages: the cut that follows from them is in the specs of the parameters.
+    ranks : int
+        Size of the pipeline axis.
+    seed : int
+        Compared with dropout only: initial values are shared by the first step.
+
+    Returns
+    -------
+    dict of str to str
+        For `FlatParameters.model_settings`.
+    """
+    found: dict[str, Any] = {"architecture": type(architecture).__name__}
+    if is_dataclass(architecture):
+        found |= {field.name: getattr(architecture, field.name) for field in fields(architecture)}
+    found |= {"schedule": pipeline.schedule, "chunks": pipeline.chunks, "microbatches": pipeline.microbatches_on(ranks)}
+    halves = {field.name: getattr(precision, field.name) for field in fields(precision)}
+    found |= {name: None if dtype is None else np.dtype(dtype) for name, dtype in halves.items()}
+    found |= {field.name: getattr(memory, field.name) for field in fields(memory)}
+    if found.get("dropout"):
+        found["dropout"] = f"{found['dropout']:g} with seed {seed}"
+    return {f"the model's {name}": text_of(value) for name, value in found.items()}
 
 
 class ModelOptions(TypedDict, total=False):

@@ -77,6 +77,9 @@ class FlatParameters:
     sums_by_mpi : bool
         Whether MPI takes the sums of the model over its tensor ranks, so that their number decides bits.  The model
         sets it; a reproducible run then keeps this number.
+    model_settings : mapping of str to str
+        By name what the model computes beside its tensors, such as its rate of dropout, and how.  The model sets it;
+        ranks compare it when training begins and with each step.
     carried : CarriedState or None
         State of the model besides the parameters, such as the buffers of a PyTorch module.  The model sets it.
 
@@ -180,6 +183,7 @@ class FlatParameters:
         self.step: int = 0
         self.layout_dependence: str = ""
         self.sums_by_mpi: bool = False
+        self.model_settings: Mapping[str, str] = {}
         self.carried: CarriedState | None = None
 
     def _bind(self, flat: Array | None, sharded: ShardedUnits | None) -> None:
@@ -227,6 +231,11 @@ class FlatParameters:
     def whole_fingerprint(self) -> int:
         """A hash of 62 bits of names, shapes and dtype of the whole model's tensors, the same on every mesh."""
         return _fingerprint(sorted((spec.name, spec.shape) for spec in self.specs), self.dtype.name)
+
+    @functools.cached_property
+    def model_fingerprint(self) -> int:
+        """A hash of 62 bits of `model_settings`."""
+        return _fingerprint(sorted(self.model_settings.items()))
 
     def digest(self) -> int:
         """A hash of 62 bits of the values held here.  Not collective.

@@ -244,7 +244,12 @@ class OptimizationProblem(Objective[P]):
     ) -> None:
         """Raise on all ranks if any has an error, or if their problems or settings differ.  Collective."""
         start = self.start if isinstance(self.start, FlatParameters) else FlatParameters.over(self.start)
-        own = {"start": f"{start.description} ({start.fingerprint:x})", **self.settings, **given}
+        own = {
+            "start": f"{start.description} ({start.fingerprint:x})",
+            **start.model_settings,
+            **self.settings,
+            **given,
+        }
         optimizer.settings.agree({name: str(value) for name, value in own.items()}, problem)
 
 

@@ -19,6 +19,7 @@ from mpishard import (
     OptimizationProblem,
     ShardingConfiguration,
     ZeRO1Optimizer,
+    nn,
 )
 from mpishard.backend.array import elementwise
 from mpishard.optim import Rule
@@ -223,3 +224,21 @@ def test_options_of_a_run_that_differ(mesh):
     with mpishard.RunRecord("nowhere", mesh) as record:
         with pytest.raises(ValueError, match="record is False on rank 0, True on rank"):
             optimizer.optimize(task, record=record if mesh.rank else None, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(dropout=0.1), "the model's dropout is 0 on rank 0, 0.1 with seed 0 on rank"),
+        (dict(recompute=True), "the model's recompute is False on rank 0, True on rank"),
+    ],
+)
+def test_options_of_a_model_that_differ(mesh, comm, options, message):
+    model = nn.GPT(11, 4, 8, 1, 2, mesh=mesh, **(options if comm.rank else {}))
+    task = OptimizationProblem.for_model(
+        model, lambda samples: None, samples=16, batch_size=8, tokens_per_sample=4, steps=2
+    )
+    optimizer = DDPOptimizer(SGD(lr=0.1), mesh)
+    for use in (lambda: optimizer.optimize(task, progress=False), lambda: optimizer.step(model.parameters)):
+        with pytest.raises(ValueError, match=f"all ranks must have the same settings, but {message}"):
+            use()

@@ -73,6 +73,25 @@ def test_gradients_of_what_is_used_row_by_row_are_partial():
     assert all(spec.tensor_dim is None for spec in ARCHITECTURE.specs() if spec.name in partial)
 
 
+class OneName(nn.Architecture):
+    def build_block(self, name, sequence_parallel):
+        return super().build_block("same", sequence_parallel)
+
+
+class NoBlock(nn.Architecture):
+    def build_block(self, name, sequence_parallel):
+        return None
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_layers_of_ones_own_have_names_of_their_own(stages):
+    message = "'same.attention_norm.weight' is a tensor of blocks.0, and again of blocks.1; names must be unique"
+    with pytest.raises(ValueError, match=message):
+        OneName(11, 6, 8, 2, 4).specs(stages)
+    with pytest.raises(TypeError, match="NoBlock.build_block returned None; it must be of TransformerBlock"):
+        NoBlock(11, 6, 8, 2, 4).specs(stages)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
