@@ -6,13 +6,14 @@ the started form of each, and says what the arguments are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpishard.backend import array as arrays
+from mpishard.comm.capabilities import probe
 from mpishard.comm.channel import OPS, Channel
 from mpishard.comm.ledger import all_reduce_elements, ring_elements
 from mpishard.comm.request import Fields, Request
@@ -22,6 +23,10 @@ from mpishard.layout.boxes import split
 
 Array = Any
 Counts = Sequence[int] | None
+# Bytes from which a reduce-scatter is an exchange of pieces and sums of our own, by MPI library.  Open MPI 5 reduces
+# the whole buffer and scatters it: that sends 1.25 of what a ring does, and takes several times as long where the
+# buffer does not fit the caches.  MPICH's own is as fast as the exchange (`python benchmarks/reduce_scatter.py`).
+EXCHANGE_FROM: dict[str, int] = {"Open MPI": 2**15}
 
 
 class Collectives:
@@ -89,6 +94,9 @@ class Collectives:
         requests = []
         if not channel.fits(staged.size):
             self._reduce_pieces(call, staged, target, counts, op, in_place)
+        elif self._exchanges(staged, op):
+            exchange, add = self._start_exchange(staged, target, counts)
+            return Request(self._ledger, call, sent, [exchange], lambda: stage_in(add(), out), [staged])
         elif in_place:
             requests.append(self._comm.Ireduce_scatter(MPI.IN_PLACE, staged, counts, OPS[op]))
         else:
@@ -155,6 +163,32 @@ class Collectives:
         last = self._rank == (root - 1) % self._size
         sent = 0 if last else buffer.nbytes
         return Request(self._ledger, call, sent, requests, lambda: stage_in(staged, buffer))
+
+    def _exchanges(self, staged: Array, op: str) -> bool:
+        """Whether a reduce-scatter is an exchange of pieces; the same on all ranks."""
+        least = EXCHANGE_FROM.get(probe().library)
+        if least is None or self._size == 1 or op != "sum" or staged.nbytes < least:
+            return False
+        return not arrays.is_device(staged)
+
+    def _start_exchange(
+        self, staged: Array, target: Array, counts: Sequence[int]
+    ) -> tuple[MPI.Request, Callable[[], Array]]:
+        """Start to send each rank its piece; the function that is returned then adds up this rank's in `target`."""
+        starts, rank, count = _starts(counts), self._rank, counts[self._rank]
+        own = staged[starts[rank] : starts[rank] + count]
+        sent, arriving = list(counts), [count] * self._size
+        sent[rank] = arriving[rank] = 0
+        received = arrays.empty(count * (self._size - 1), staged.dtype, like=staged)
+        exchange = self._comm.Ialltoallv([staged, (sent, starts)], [received, (arriving, _starts(arriving))])
+
+        def add() -> Array:
+            total = own
+            for start in range(0, received.size, max(count, 1)):
+                total = np.add(total, received[start : start + count], out=target)
+            return target
+
+        return exchange, add
 
     def _reduce_pieces(
         self, call: Fields, staged: Array, target: Array, counts: Sequence[int], op: str, in_place: bool

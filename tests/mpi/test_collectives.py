@@ -13,7 +13,7 @@ from standin import empty as empty_on_device
 
 import mpishard
 from mpishard.backend import array as arrays
-from mpishard.comm import staging
+from mpishard.comm import collectives, staging
 from mpishard.comm.call_matching import CollectiveMismatchError
 
 SIZES = (0, 1, 7, 57)
@@ -147,9 +147,12 @@ def test_other_operations(axis, op, function):
 
 @pytest.mark.parametrize("cut", ["even", "uneven"])
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
-def test_reduce_scatter_and_all_gather(axis, memory, cut, dtype):
+def test_reduce_scatter_and_all_gather(axis, memory, cut, dtype, monkeypatch):
+    library = MPI.get_vendor()[0]
     for size in SIZES:
-        check_reduce_scatter_and_all_gather(axis, memory, size, cut, dtype)
+        for least in (2**62, 0):  # by the library, and as an exchange of pieces
+            monkeypatch.setitem(collectives.EXCHANGE_FROM, library, least)
+            check_reduce_scatter_and_all_gather(axis, memory, size, cut, dtype)
 
 
 def check_reduce_scatter_and_all_gather(axis, memory, size, cut, dtype):
