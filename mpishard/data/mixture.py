@@ -44,6 +44,10 @@ class Mixture:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("sources", "weights"):
+            given = getattr(self, name)
+            if isinstance(given, str) or not isinstance(given, Sequence | np.ndarray):
+                raise TypeError(f"{name}={shown(given)} must be a list: Mixture([first, second], [0.7, 0.3])")
         weights = [number(f"weights[{place}]", weight, above=0) for place, weight in enumerate(self.weights)]
         if not weights or len(weights) != len(self.sources):
             raise ValueError(f"{len(weights)} weights for {len(self.sources)} sources: give one for each")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class ArrayTokens:
         What has a shape, a dtype and slices.
     bounds : ndarray, int64 (documents + 1,), optional
         Where documents begin and end.
+    digest : str
+        Of the tokens and bounds, which must be the same on all ranks; empty if they are not compared.
 
     Raises
     ------
@@ -36,7 +39,7 @@ class ArrayTokens:
         If it is no such array, or is empty.
     """
 
-    def __init__(self, name: str, array: Any, bounds: np.ndarray | None = None) -> None:
+    def __init__(self, name: str, array: Any, bounds: np.ndarray | None = None, digest: str = "") -> None:
         if len(array.shape) != 1 or np.dtype(array.dtype).kind not in "iu":
             raise ValueError(
                 f"{name} has shape {tuple(array.shape)} and dtype {array.dtype}: tokens are a one-dimensional array of "
@@ -48,6 +51,7 @@ class ArrayTokens:
         self.count = int(array.shape[0])
         self.dtype = np.dtype(array.dtype)
         self.documents = 0 if bounds is None else len(bounds) - 1
+        self.digest = digest
         self._array = array
         self._bounds = bounds
 
@@ -231,8 +235,11 @@ class TextFile:
             raise ValueError(f"{self.path} is no text in UTF-8: {error}") from None
         texts = [text] if self.separator is None else text.split(self.separator)
         parts = [self._tokens(text) for text in texts if text]
+        tokens = np.concatenate([np.empty(0, np.int32), *parts])
         bounds = np.cumsum([0, *map(len, parts)])
-        return ArrayTokens(str(self.path), np.concatenate([np.empty(0, np.int32), *parts]), bounds)
+        digest = hashlib.blake2b(tokens.data, digest_size=8)
+        digest.update(bounds.data)
+        return ArrayTokens(str(self.path), tokens, bounds, digest.hexdigest())
 
     def _tokens(self, text: str) -> np.ndarray:
         tokens = np.asarray(self.tokenize(text))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import shown
 from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.axis import Axis
 from mpishard.data.token_files import Tokens
@@ -16,11 +17,16 @@ _CHUNK = 1024**2  # tokens that are read at a time
 
 
 def agree_on_data(ranks: Axis, sources: Sequence[Tokens], facts: Mapping[str, Any]) -> None:
-    """Raise ValueError on all ranks if files have other sizes, or other facts differ.  Collective over `ranks`."""
+    """Raise ValueError on all ranks if files have other sizes, texts other tokens, or other facts differ.
+
+    Collective over `ranks`.
+    """
     own = {name: str(value) for name, value in facts.items()}
     for place, tokens in enumerate(sources):  # by place: names may differ, as each node may have a copy of its own
         own[f"the number of tokens of sources[{place}]"] = str(tokens.count)
         own[f"the dtype of sources[{place}]"] = tokens.dtype.str
+        if digest := getattr(tokens, "digest", ""):
+            own[f"the digest of the tokens of sources[{place}]"] = digest
     agree_on_settings(ranks, own, what="data")
 
 
@@ -45,6 +51,17 @@ def agree_on_tokens(ranks: Axis | None, sources: Sequence[Tokens], vocabulary_si
         ranks.raise_if_any(problem)
     elif problem is not None:
         raise problem
+
+
+def check_samples(samples: Any, count: int) -> np.ndarray:
+    """Indices as an array; an error unless each is of one of `count` samples.  Not collective."""
+    known = np.asarray(samples)
+    if known.ndim != 1 or (known.size and known.dtype.kind not in "iu"):
+        raise TypeError(f"samples={shown(samples)} must be a one-dimensional array of sample indices")
+    outside = known[(known < 0) | (known >= count)]
+    if outside.size:
+        raise IndexError(f"there is no sample {outside[0]}: the data has {count}, from 0 to {count - 1}")
+    return known.astype(np.int64, copy=False)
 
 
 def check_tokens(tokens: Tokens, values: np.ndarray, start: int, vocabulary_size: int) -> None:

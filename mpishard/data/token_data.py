@@ -11,7 +11,7 @@ import numpy as np
 from mpishard.arguments import flag, integer, shown
 from mpishard.comm.mesh import Mesh
 from mpishard.data.mixture import Mixture, SampleMap
-from mpishard.data.token_checks import agree_on_data, agree_on_tokens, check_tokens
+from mpishard.data.token_checks import agree_on_data, agree_on_tokens, check_samples, check_tokens
 from mpishard.data.token_files import Tokens, TokenSource
 
 
@@ -51,7 +51,8 @@ class TokenData:
     ------
     TypeError, ValueError
         If an argument is invalid, a file is too short for one sample or no file of its kind, or a token is not in the
-        vocabulary: named with its file and position.  Of what differs between ranks: their files' sizes.
+        vocabulary: named with its file and position.  Of what differs between ranks: their files' sizes, and the
+        tokens of texts.
     OSError
         If a file cannot be read.
 
@@ -83,7 +84,9 @@ class TokenData:
         problem: Exception | None = None
         try:
             self.tokens_per_sample = integer("context_length", context_length, least=1)
-            self._vocabulary_size = None if vocabulary_size is None else integer("vocabulary_size", vocabulary_size)
+            self._vocabulary_size = vocabulary_size
+            if vocabulary_size is not None:
+                self._vocabulary_size = integer("vocabulary_size", vocabulary_size, least=1)
             self._padding = None if padding is None else _checked_padding(padding, self._vocabulary_size)
             check = flag("check", check)
             self._sources = [_opened(source) for source in _listed(sources)]
@@ -145,12 +148,17 @@ class TokenData:
 
         Raises
         ------
+        IndexError, TypeError
+            If there is no such sample, or what is given are no indices.
         ValueError
             If a token is not in the vocabulary.
+        OSError
+            If a file cannot be read, or was cut short after it was opened.
         """
+        samples = check_samples(samples, len(self))
         length = self.tokens_per_sample
         rows = np.empty((len(samples), length + 1), np.int64)
-        for source, places, windows in self._map.parts(np.asarray(samples)):
+        for source, places, windows in self._map.parts(samples):
             tokens = self._sources[source]
             for row, window in zip(places.tolist(), windows.tolist(), strict=True):
                 start, stop = window * length, window * length + length + 1

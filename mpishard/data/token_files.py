@@ -82,12 +82,15 @@ class MappedTokens:
         with open(path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._values = np.frombuffer(self._map, dtype, count, offset)
+        self._end = offset + self._values.nbytes
         # Windows are taken in random order: the kernel's guess of what comes next would read many times too much.
         self._advise("MADV_RANDOM")
         self._touched = 0
         self._lock = threading.Lock()
 
     def read(self, start: int, stop: int) -> np.ndarray:
+        if (size := self._map.size()) < self._end:  # to read beyond the end would kill the process
+            raise OSError(f"{self.name} has {size} bytes, and had {self._end}: it was cut short after it was opened")
         first = self._offset + start * self.dtype.itemsize
         page = first - first % mmap.PAGESIZE
         length = self._offset + stop * self.dtype.itemsize - page

@@ -15,6 +15,7 @@ from mpishard.jax.memory import as_jax
 from mpishard.jax.tree_leaves import TreeLeaves
 from mpishard.jax.tree_state import TreeState
 from mpishard.parameters.flat import FlatParameters
+from mpishard.training.input_checks import check_data
 from mpishard.training.objective import ObjectiveOptions
 from mpishard.training.problem import OptimizationProblem
 
@@ -69,9 +70,11 @@ def problem(
     state = TreeState(TreeLeaves.of(tree))
     function = LossAndGradient(state, value_and_grad, batch)
     expect = getattr(batch, "expect", None)
-    return OptimizationProblem(
+    made = OptimizationProblem(
         function, state.parameters, samples, batch_size, facts=facts or {}, expect=expect, **options
     )
+    check_data(None, batch, made.samples)
+    return made
 
 
 class LossAndGradient:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.data import ReadAhead, TokenData
+from mpishard.data.text import Windows
 from mpishard.nn.decoder import Decoder
 from mpishard.parameters.flat import FlatParameters
 
@@ -43,8 +44,8 @@ class Untouched:
         return ValueError(f"the function changes the {what} that it is given, and must only read them: {how}")
 
 
-def check_data(model: Any, batch: Any) -> None:
-    """Raise ValueError if samples come from a `TokenData` that does not fit a model of this package.
+def check_data(model: Any, batch: Any, samples: int) -> None:
+    """Raise ValueError if data of this package has fewer samples, or does not fit a model of this package.
 
     Not collective.
 
@@ -54,8 +55,12 @@ def check_data(model: Any, batch: Any) -> None:
         Of a problem; it may be a distributed one.
     batch : callable
         What reads its samples, maybe by a `ReadAhead`.
+    samples : int
+        Number of samples that the problem, or the evaluation, has.
     """
     model = getattr(model, "model", model)
     data = getattr(batch.batch if isinstance(batch, ReadAhead) else batch, "__self__", None)
+    if isinstance(data, TokenData | Windows) and samples > len(data):
+        raise ValueError(f"samples={samples}, but the data has {len(data)}: give samples=len(data), or less")
     if isinstance(model, Decoder) and isinstance(data, TokenData):
         data.check_model(model.vocabulary_size, model.context_length)

@@ -129,7 +129,8 @@ class OptimizationProblem(Objective[P]):
         Raises
         ------
         ValueError
-            If the samples of a `TokenData` are too long for a model of `mpishard.nn`, or for a larger vocabulary.
+            If a `TokenData` has fewer samples, or they are too long for a model of `mpishard.nn`, or for a larger
+            vocabulary.
         """
         architecture = described(getattr(model, "architecture", None))
         own = {} if architecture is None else {"model.json": architecture}
@@ -137,7 +138,6 @@ class OptimizationProblem(Objective[P]):
         losses_and_gradient: Any = getattr(model, "losses_and_gradient", None)
         whole = getattr(model, "model", model)  # of a model that was made distributed
         drops = isinstance(whole, Decoder) and whole.dropout > 0
-        check_data(model, batch)
 
         def arguments(samples: np.ndarray) -> tuple[Any, ...]:
             return (*batch(samples), samples) if drops else batch(samples)
@@ -148,7 +148,7 @@ class OptimizationProblem(Objective[P]):
         def several(parameters: Any, micro_batches: Sequence[np.ndarray], gradients: Any) -> Sequence[float]:
             return losses_and_gradient([arguments(samples) for samples in micro_batches])
 
-        return OptimizationProblem(
+        problem = OptimizationProblem(
             function,
             model.parameters,
             samples,
@@ -159,6 +159,8 @@ class OptimizationProblem(Objective[P]):
             model=model,
             **options,
         )
+        check_data(model, batch, problem.samples)
+        return problem
 
     def minimize(
         self,

@@ -170,7 +170,7 @@ def check_evaluation(evaluation: Any, stop_early: Any, best: bool, problem: Any)
     if not isinstance(evaluation, Evaluation):
         raise TypeError(f"evaluate must be an Evaluation(function, samples, every=50), got {type(evaluation).__name__}")
     if evaluation.of_batches:
-        check_data(problem.model, evaluation.function)
+        check_data(problem.model, evaluation.function, evaluation.samples)
     if evaluation.of_batches and not callable(getattr(problem.model, "loss", None)):
         what = "a problem of a function" if problem.model is None else f"a {type(problem.model).__name__} without one"
         raise TypeError(

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import mpishard
 from mpishard import nn
-from mpishard.data import Mixture, ReadAhead, TokenData, TokenFile
+from mpishard.data import Mixture, ReadAhead, TextFile, TokenData, TokenFile
 
 
 @pytest.fixture
@@ -95,6 +95,10 @@ def test_errors_are_on_all_ranks(mesh, folder):
     with pytest.raises(TypeError, match="context_length='ten'"):
         TokenData(TokenFile(folder / "a.bin"), "ten" if mesh.rank == last else 10, mesh=mesh)
     if mesh.size > 1:
+        with pytest.raises(
+            ValueError, match=rf"the digest of the tokens of sources\[0\] is .* on rank {last}: give the"
+        ):
+            TokenData(TextFile(folder / "a.bin", lambda text: [int(mesh.rank == last)] * 30), 10, mesh=mesh)
         with pytest.raises(ValueError, match=rf"the dtype of sources\[0\] is <u2 on rank.* 0.*, <i2 on rank {last}: "):
             TokenData(TokenFile(folder / "a.bin", "<i2" if mesh.rank == last else "<u2"), 10, mesh=mesh)
         with pytest.raises(ValueError, match=f"context_length is 10 on rank.* 0.*, 11 on rank {last}"):

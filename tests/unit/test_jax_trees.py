@@ -12,6 +12,7 @@ import pytest
 
 import mpishard
 from mpishard import FlatParameters, ParameterGroup, ShardingConfiguration
+from mpishard.data.text import windows
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 jnp = jax.numpy
@@ -135,6 +136,7 @@ W = {"w": np.ones(3, "f")}
         (pair(1.0, {"w": 1.0}), lambda samples: (X,), TypeError, "the gradient of 'w' is float"),
         (jax.value_and_grad(squares), lambda samples: X, TypeError, "must return a tuple of arguments, got a ndarray"),
         (None, lambda samples: (X,), TypeError, "value_and_grad must be a function, got NoneType"),
+        (squares, windows(np.zeros(3, np.uint8), 1).batch, ValueError, "samples=4, but the data has 2: give"),
         (squares, (X := np.ones((4, 3), "f"),), TypeError, "batch must be a function, got tuple"),
     ],
 )

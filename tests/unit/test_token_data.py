@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from mpi4py import MPI
 from mpishard import SGD, DDPOptimizer, Evaluation, Mesh, OptimizationProblem, nn
 from mpishard.data import Mixture, ReadAhead, TokenData, TokenFile, token_files
 from mpishard.data.mixture import SampleMap, apportioned
+from mpishard.data.text import windows as windows_of
 
 
 def token_file(path: Path, values: object, dtype: str = "<u2", header: bytes = b"") -> TokenFile:
@@ -84,6 +86,30 @@ def test_sample_by_sample_is_as_all_together() -> None:
         assert together[sample].tolist() == [source, *windows]
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_samples_that_are_not_there(tmp_path: Path, mixed: bool) -> None:
+    """Whatever the sources are; and a problem that has more is refused before it is run."""
+    sources = [token_file(tmp_path / f"{name}.bin", np.arange(101) % 50) for name in "ab"]
+    data = TokenData(Mixture(sources, [0.6, 0.4], samples=20) if mixed else sources, 10)
+    for sample in (20, -1, 10**6):
+        with pytest.raises(IndexError, match=f"there is no sample {sample}: the data has 20, from 0 to 19"):
+            data.batch(np.array([3, sample]))
+    assert [rows.shape for rows in data.batch([])] == [(0, 10)] * 2  # type: ignore[arg-type]
+    for samples in (np.array([0.5]), 3, np.array([[1]]), np.array([True])):
+        with pytest.raises(TypeError, match="must be a one-dimensional array of sample indices"):
+            data.batch(samples)  # type: ignore[arg-type]
+    model = nn.GPT(50, 10, width=8, layers=1, heads=2)
+    text = windows_of(np.zeros(201, np.uint8), 10)
+    for batch in (data.batch, ReadAhead(data.batch), text.batch):
+        with pytest.raises(ValueError, match="samples=21, but the data has 20: give samples=len.data., or less"):
+            OptimizationProblem.for_model(model, batch, samples=21, batch_size=4, steps=1)
+    problem = OptimizationProblem.for_model(model, data.batch, samples=20, batch_size=4, steps=1)
+    with Mesh(MPI.COMM_SELF) as mesh, pytest.raises(ValueError, match="samples=21, but the data has 20"):
+        DDPOptimizer(SGD(lr=0.1), mesh).optimize(
+            problem, progress=False, evaluate=Evaluation.for_model(data.batch, 21, every=1)
+        )
+
+
 @pytest.mark.parametrize("total", [0, 1, 7, 100, 10**13 + 1])
 def test_parts_sum_to_the_whole(total: int) -> None:
     parts = apportioned(total, [0.5, 0.3, 0.1, 0.1])
@@ -106,6 +132,24 @@ def test_wrong_weights(weights: list[float], message: str) -> None:
         Mixture([TokenFile("a"), TokenFile("b")], weights)
 
 
+def test_mixtures_of_what_is_no_list() -> None:
+    files = [TokenFile("a"), TokenFile("b")]
+    for sources, weights, message in (
+        (files, None, "weights=None must be"),
+        (files[0], [1.0], "sources=TokenFile.* must"),
+    ):
+        with pytest.raises(TypeError, match=rf"{message}.* a list: Mixture\(\[first, second\], \[0.7, 0.3\]\)"):
+            Mixture(sources, weights)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the file of a map cannot be cut short")
+def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
+    data = TokenData(token_file(tmp_path / "a.bin", np.arange(5000), header=bytes(10)), 10)
+    os.truncate(tmp_path / "a.bin", 2010)
+    with pytest.raises(OSError, match=r"a\.bin has 2010 bytes, and had 10010: it was cut short after it was opened"):
+        data.batch(np.array([450]))
+
+
 def test_wrong_files(tmp_path: Path) -> None:
     def refused(source: object, kind: type[Exception], message: str, **options: object) -> None:
         with pytest.raises(kind, match=message):
@@ -124,6 +168,7 @@ def test_wrong_files(tmp_path: Path) -> None:
     refused([tmp_path / "odd.bin"], TypeError, "is no source of tokens")
     refused([], ValueError, "sources is empty")
     refused(short, TypeError, "mesh=3 must be", mesh=3)
+    refused(short, ValueError, "vocabulary_size=0 must be a whole number of at least 1", vocabulary_size=0)
     with pytest.raises(TypeError, match="dtype='float32' must be an integer type"):
         TokenFile("a.bin", "float32")
     with pytest.raises(TypeError, match="path=3 must be a path"):
