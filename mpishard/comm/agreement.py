@@ -18,7 +18,7 @@ from mpishard.comm.axis import Axis
 from mpishard.comm.model_parallel_group import ModelParallelGroup
 
 _MOST_SHOWN = 4
-_WAY_OUT = "give the same on every rank"
+WAY_OUT = "give the same on every rank"
 
 
 def agree_on_settings(
@@ -27,7 +27,7 @@ def agree_on_settings(
     problem: Exception | None = None,
     *,
     what: str = "settings",
-    way_out: str = _WAY_OUT,
+    way_out: str = WAY_OUT,
 ) -> None:
     """Raise on all of some ranks if any has a problem, or if their settings differ.
 
@@ -61,7 +61,7 @@ def agree_on_settings(
 
 
 def differing(
-    ranks: Axis | ModelParallelGroup, settings: Mapping[str, str], what: str = "settings", way_out: str = _WAY_OUT
+    ranks: Axis | ModelParallelGroup, settings: Mapping[str, str], what: str = "settings", way_out: str = WAY_OUT
 ) -> ValueError:
     """The error for settings that differ between some ranks.
 

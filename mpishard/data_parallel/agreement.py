@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mpishard.comm.agreement import differing
+from mpishard.comm.agreement import WAY_OUT, differing
 from mpishard.comm.axis import Axis
 from mpishard.comm.model_parallel_group import ModelParallelGroup
 from mpishard.parameters.flat import FlatParameters
@@ -21,6 +21,8 @@ class Compared(Protocol):
 
     @property
     def fingerprint(self) -> int: ...
+    @property
+    def way_out(self) -> str: ...
     def by_name(self) -> dict[str, str]: ...
 
 
@@ -65,8 +67,8 @@ def agree_on_step(
     if shared[1] != -shared[2]:
         models = ranks.allgather_object((parameters.fingerprint, parameters.description))
         if len({model for model, _ in models}) == 1:
-            by_name = {} if settings is None else settings.by_name()
-            raise differing(ranks, {**by_name, **parameters.model_settings})
+            by_name, way_out = ({}, WAY_OUT) if settings is None else (settings.by_name(), settings.way_out)
+            raise differing(ranks, {**by_name, **parameters.model_settings}, way_out=way_out)
         found = ", ".join(f"rank {rank} {what}" for rank, (_, what) in zip(ranks.members, models, strict=True))
         raise ValueError(f"all ranks must have the same parameters in the same order; here: {found}")
     if shared[3] != -shared[4]:
@@ -104,5 +106,5 @@ def agree_on_beginning(world: Axis, has_begun: bool, settings: Compared) -> bool
             raise ValueError(f"ranks {waiting} have not called step() yet")
         return False
     if len(set(states)) > 1:
-        raise differing(world, settings.by_name())
+        raise differing(world, settings.by_name(), way_out=settings.way_out)
     return True

@@ -264,6 +264,23 @@ class OptimizerState:
         """Peak bytes of the optimizer's gradient memory on this rank.  Not collective."""
         return self.binding.strategy.gradient_bytes if self.binding.is_bound else 0
 
+    def restore_settings(self, facts: Mapping[str, Any]) -> None:
+        """Take the settings that other code changes between two steps from saved facts, and report what else differs.
+
+        Not collective.
+
+        Parameters
+        ----------
+        facts : mapping
+            The facts of the state, the same on all ranks.
+        """
+        live, saved = self.binding.settings.live, facts.get("rule.json")
+        if live is not None and isinstance(saved, Mapping):
+            problem = live.restore(saved)
+            if problem and self._optimizer.world.rank == 0:
+                log.inform(problem)
+        self.report_changes(facts)
+
     def report_changes(self, facts: Mapping[str, Any]) -> None:
         """Report on rank 0 what differs from saved facts: settings of the rules, what bits depend on.  Not collective.
 

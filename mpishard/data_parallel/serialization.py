@@ -45,7 +45,7 @@ def deserialize(state: OptimizerState, data: bytes) -> None:
         problem = error
     binding.settings.agree(None if full is None else _identity(full, data), problem, what="settings and state")
     assert full is not None
-    state.report_changes(full.facts)
+    state.restore_settings(full.facts)
     binding.fill(full)
 
 

@@ -11,13 +11,14 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from mpishard.backend import array as arrays
-from mpishard.comm.agreement import agree_on_settings, fingerprint, text_of
+from mpishard.comm.agreement import WAY_OUT, agree_on_settings, fingerprint, text_of
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.configuration import ShardingConfiguration
 from mpishard.data_parallel.strategy import Strategy
 from mpishard.layout.run_state import brief
 from mpishard.minimizers import Method
 from mpishard.optim import Rule
+from mpishard.optim.live_values import LiveValues
 from mpishard.parameters.flat import FlatParameters
 from mpishard.version import VERSION
 
@@ -63,12 +64,24 @@ class Settings:
         self._further = further
         self._rule: Rule | Method | None = None
         self._config: ShardingConfiguration | None = None
-        self._fingerprint = 0
+        self._fingerprint = self._live_fingerprint = 0
 
     @property
     def changed(self) -> bool:
-        """Whether a setting was replaced since the last comparison or fingerprint."""
-        return self._optimizer.rule is not self._rule or self._optimizer.config is not self._config
+        """Whether a setting was replaced, or other code has changed one, since the last comparison or fingerprint."""
+        live = self.live
+        return self._replaced or (live is not None and live.fingerprint != self._live_fingerprint)
+
+    @property
+    def live(self) -> LiveValues | None:
+        """The settings that other code changes between two steps, if there are any."""
+        rule = self._optimizer.rule
+        return rule.live if isinstance(rule, Rule) else None
+
+    @property
+    def way_out(self) -> str:
+        """What helps where settings differ between ranks."""
+        return WAY_OUT if self.live is None else self.live.way_out
 
     def note_change(self) -> None:
         """Note that a setting has another value.  Not collective: ranks compare with their next step or decision."""
@@ -77,12 +90,20 @@ class Settings:
     @property
     def fingerprint(self) -> int:
         """A number of 62 bits that depends on all of `by_name`."""
-        if self.changed:
-            self._note(self.by_name())
-        return self._fingerprint
+        if self._replaced:
+            self._note(self._fixed())
+        live = self.live
+        if live is None:
+            return self._fingerprint
+        self._live_fingerprint = live.fingerprint
+        return self._fingerprint ^ self._live_fingerprint
 
     def by_name(self) -> dict[str, str]:
         """All settings that decide the steps of the optimizer; every rank must have the same.  Without parameters."""
+        return {**self._fixed(), **({} if self.live is None else self.live.by_name)}
+
+    def _fixed(self) -> dict[str, str]:
+        """The settings that stay until the rule or the configuration is replaced."""
         optimizer = self._optimizer
         config = {field.name: getattr(optimizer.config, field.name) for field in fields(optimizer.config)}
         del config["mesh"]
@@ -107,9 +128,15 @@ class Settings:
 
         Collective.  The other parameters are those of `agree_on_settings`.
         """
-        settings = self.by_name()
-        agree_on_settings(self._optimizer.world, {**settings, **(further or {})}, problem, what=what)
-        self._note(settings)
+        fixed, live = self._fixed(), self.live
+        settings = {**fixed, **({} if live is None else live.by_name), **(further or {})}
+        agree_on_settings(self._optimizer.world, settings, problem, what=what, way_out=self.way_out)
+        self._note(fixed)
+        self._live_fingerprint = 0 if live is None else live.fingerprint
+
+    @property
+    def _replaced(self) -> bool:
+        return self._optimizer.rule is not self._rule or self._optimizer.config is not self._config
 
     def _note(self, settings: Mapping[str, str]) -> None:
         self._rule, self._config = self._optimizer.rule, self._optimizer.config
@@ -125,7 +152,8 @@ def settings_of_rule(rule: Rule | Method, of: str = "") -> dict[str, str]:
     settings.pop("lr", None)  # compared by value below: a number and a schedule may give the same rates
     settings["slots"] = ", ".join(f"{slot} from {text_of(rule.initial(slot))}" for slot in rule.slots)
     settings["formula"] = f"{rule.kernel.name} {fingerprint({'': rule.kernel.c_body}):x}"
-    settings |= {f"lr({step})": _value(rule.learning_rate, step) for step in _STEPS}
+    if rule.live is None:
+        settings |= {f"lr({step})": _value(rule.learning_rate, step) for step in _STEPS}
     settings |= {f"scalars({step})": _value(rule.scalars, step) for step in _STEPS}
     return {f"{of}{name}": text for name, text in settings.items()}
 
@@ -141,7 +169,8 @@ def changed_settings(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> list
             ours, theirs = ({key: each[key] for key in _CLIPPING if key in each} for each in (ours, theirs))
         else:
             ours, theirs = ({"groups": "none", **each} for each in (ours, theirs))
-        differ = [(key, value, theirs[key]) for key, value in ours.items() if key in theirs and theirs[key] != value]
+        both = [(key, value, theirs[key]) for key, value in ours.items() if key in theirs and key != "live"]
+        differ = [(key, value, then) for key, value, then in both if value != then]
         changed += [f"{of}{key}={value} in place of {brief(then)}" for key, value, then in differ]
     return changed
 

@@ -38,6 +38,8 @@ def checked_arguments(
                 f"{type(optimizer.rule).__name__} decides by the value, which step() does not have; use "
                 "optimizer.optimize(problem)"
             )
+        if optimizer.rule.live is not None:
+            optimizer.rule.live.check()
         optimizer.rule.learning_rate(binding.counters.steps + 1)  # a schedule that raises does so before all changes
     except Exception as error:  # of any kind: all ranks must learn of it
         return None, error

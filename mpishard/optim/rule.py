@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from mpishard.arguments import flag, number, returned, shown
 from mpishard.backend.array import Kernel
+from mpishard.optim.live_values import LiveValues
 from mpishard.optim.parameter_groups import GroupValues, ParameterGroup, values_by_tensor
 
 Array = Any
@@ -94,6 +95,11 @@ class Rule(ABC):
             raise TypeError(f"{what}={shown(betas)} must be two numbers of at least 0 and below 1")
         checked = tuple(number(f"{what}[{i}]", beta, least=0, below=1) for i, beta in enumerate(betas))
         object.__setattr__(self, "betas", checked)
+
+    @property
+    def live(self) -> LiveValues | None:
+        """The values that other code changes between two steps; None: there are none, as of most rules."""
+        return None
 
     @property
     @abstractmethod

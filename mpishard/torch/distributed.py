@@ -15,7 +15,7 @@ from mpishard.torch.memory import array_module
 from mpishard.torch.module_optimizer import ModuleOptimizer
 from mpishard.torch.module_state import check_unchanged, state_of
 from mpishard.torch.module_tensors import ModuleTensors
-from mpishard.torch.torch_rule import rule_of_optimizer
+from mpishard.torch.torch_rule import TorchRule, rule_of_optimizer
 
 
 def as_distributed(
@@ -85,4 +85,6 @@ def as_distributed(
     torch.set_num_threads(config.mesh.blas_threads)
     state = state_of(module, tensors, buffers)
     optimizer.bind(state.parameters)
+    if isinstance(rule, TorchRule) and rule.live is not None:
+        rule.live.claim()
     return ModuleOptimizer(state, optimizer)

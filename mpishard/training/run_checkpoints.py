@@ -133,7 +133,7 @@ class RunCheckpoints:
         found = self._checkpoints.load(optimizer.state.capture(), check=check)
         if found is None:
             return None
-        optimizer.state.report_changes(found.facts)
+        optimizer.state.restore_settings(found.facts)
         optimizer.state.restore(found.facts)
         progress = self._comparable(self._progress(found.facts), found.facts)
         if not self.keeps_best:

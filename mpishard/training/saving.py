@@ -132,7 +132,7 @@ def load_checkpoint(
     if found is None:
         raise FileNotFoundError(f"there is no checkpoint in {folder}")
     if optimizer is not None:
-        optimizer.state.report_changes(found.facts)
+        optimizer.state.restore_settings(found.facts)
         optimizer.state.restore(found.facts)
     elif named.sharded is not None:
         named.sharded.drop()

@@ -452,9 +452,28 @@ def test_an_optimizer_of_pytorch_with_its_scheduler(mesh, gloo, zero):
             loss.backward()
             optimizer.step()
             scheduler.step()
+            groups[2]["lr"] = 1e-2 / (1 + step)
             history.append(loss.item())
         runs.append(history)
     assert np.allclose(*runs, atol=1e-5)
+
+
+def test_a_learning_rate_of_one_rank_is_refused_at_its_first_step(mesh):
+    """As that of a scheduler that looks at the rank's own loss."""
+    if mesh.size == 1:
+        pytest.skip("needs two ranks, which differ")
+    module, x, y = make("convolutional")
+    theirs = torch.optim.SGD(module.parameters(), lr=0.5)
+    optimizer = mpishard.torch.as_distributed(module, mesh, theirs, zero=1)
+    loss_of(module, x, y, samples_of(mesh, 0)).backward()
+    optimizer.step()
+    before = optimizer.parameters.flat.copy()
+    if mesh.rank == 0:
+        theirs.param_groups[0]["lr"] = 0.25
+    loss_of(module, x, y, samples_of(mesh, 1)).backward()
+    with pytest.raises(ValueError, match=r"lr of param_groups\[0\] is 0.25 on rank 0, 0.5 on rank.*ReduceLROnPlateau"):
+        optimizer.step()
+    assert np.array_equal(optimizer.parameters.flat, before)
 
 
 def test_workers_that_leave_and_come_change_no_bit(mesh):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,7 +177,10 @@ def test_optimizers_that_are_no_rules(make: Callable[[], Any], kind: type[Except
     ("change", "message"),
     [
         (lambda groups: groups.pop(), "parameter 'bias' of the module is not in the optimizer"),
-        (lambda groups: groups[1].update(betas=(0.5, 0.5)), "may differ in lr and weight_decay, not in 'betas'"),
+        (
+            lambda groups: groups[1].update(amsgrad=True),
+            r"\[1\] .* keeps .*, max_exp_avg_sq, and param_groups\[0\] exp",
+        ),
         (lambda groups: groups[0]["params"].append(torch.nn.Parameter(torch.zeros(1))), "has 1 parameters that the"),
         (lambda groups: groups[0].pop("lr"), "has no learning rate 'lr'"),
     ],
@@ -185,11 +189,127 @@ def test_an_optimizer_of_other_parameters_is_refused(change: Callable[[Any], Any
     made = module()
     optimizer = torch.optim.AdamW([{"params": [made.weight]}, {"params": [made.bias], "weight_decay": 0.0}], lr=0.1)
     names = {id(p): name for name, p in made.named_parameters()}
-    (group,) = rule_of_optimizer(optimizer, names).groups
-    assert (group.patterns, group.weight_decay, group.lr_factor) == (("bias",), 0.0, 1.0)
+    rule_of_optimizer(optimizer, names)
     change(optimizer.param_groups)
     with pytest.raises((TypeError, ValueError), match=message):
         rule_of_optimizer(optimizer, names)
+
+
+def adamw(made: Any) -> Any:
+    return torch.optim.AdamW([{"params": [made.weight]}, {"params": [made.bias], "weight_decay": 0.0}], lr=0.1)
+
+
+def adagrad(made: Any) -> Any:
+    """Which makes its state before the first step."""
+    return torch.optim.Adagrad([{"params": [made.weight]}, {"params": [made.bias]}], 0.1, initial_accumulator_value=0.1)
+
+
+def sgd(made: Any) -> Any:
+    return torch.optim.SGD([{"params": [made.bias]}, {"params": [made.weight], "momentum": 0.5}], lr=0.1, momentum=0.9)
+
+
+def backward(made: Any) -> None:
+    made(torch.ones(4, 3)).square().mean().backward()
+
+
+@pytest.mark.parametrize("make", [adamw, adagrad, sgd])
+def test_each_group_of_an_optimizer_follows_its_own_values(make: Callable[[Any], Any], tmp_path: Path) -> None:
+    """As in PyTorch alone: two schedules, the first from 0, and options that are set; also after a checkpoint."""
+    made = [module(), module()]
+    made[1].load_state_dict(made[0].state_dict())
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        for own in made:
+            optimizer = theirs = make(own)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(theirs, [lambda step: step / 4, lambda step: 0.5**step])
+            if own is made[1]:
+                optimizer = mpishard.torch.as_distributed(own, mesh, theirs)
+            for step in range(5):
+                if step == 2:
+                    theirs.param_groups[1].update(weight_decay=0.5, eps=1e-3)
+                if step == 3 and own is made[1]:
+                    optimizer.save_checkpoint(tmp_path)
+                    saved, state = theirs.param_groups, optimizer.state_dict()
+                    theirs = make(own)
+                    optimizer = mpishard.torch.as_distributed(own, mesh, theirs)
+                    optimizer.load_state_dict(state)
+                    assert [group["lr"] for group in theirs.param_groups] == [group["lr"] for group in saved]
+                    theirs.param_groups[0]["lr"] = 1.0
+                    optimizer.load_checkpoint(tmp_path)
+                    assert [{**each, "params": 0} for each in theirs.param_groups] == [
+                        {**each, "params": 0} for each in saved
+                    ]
+                    again = torch.optim.lr_scheduler.LambdaLR(theirs, scheduler.lr_lambdas, last_epoch=2)
+                    again.load_state_dict(scheduler.state_dict())
+                    scheduler = again
+                backward(own)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    for name, p in made[0].named_parameters():
+        assert torch.allclose(p, made[1].get_parameter(name), atol=1e-7), name
+
+
+def test_what_a_loaded_state_changes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    made = module()
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        optimizer = mpishard.torch.as_distributed(made, mesh, adamw(made))
+        backward(made)
+        optimizer.step()
+        state = optimizer.state_dict()
+        theirs = torch.optim.AdamW(made.parameters(), lr=0.2)
+        for rule in (adamw(made), theirs, rule_of(torch.optim.AdamW, 0.3)):
+            capsys.readouterr()
+            optimizer = mpishard.torch.as_distributed(made, mesh, rule)
+            optimizer.load_state_dict(state)
+            text = capsys.readouterr().err
+            if rule is theirs:
+                assert "has 2 parameter groups and this AdamW 1: their learning rates and other values stay" in text
+                assert "lr=0.2 in place of 0.1" in text
+            else:
+                assert text == ("" if isinstance(rule, torch.optim.Optimizer) else text)
+                assert "betas" not in text
+        assert "goes on with lr=0.3 in place of 0.1" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda theirs: theirs.add_param_group({"params": [parameter(1)]}),
+            r"groups of \[1, 1, 1\] .*, and had \[1, 1\]",
+        ),
+        (lambda theirs: theirs.param_groups[1].update(lr=float("nan")), r"lr of param_groups\[1\] .* finite, got nan"),
+        (
+            lambda theirs: theirs.param_groups[1].update(amsgrad=True),
+            "and needs max_exp_avg_sq now, which did not exist",
+        ),
+        (lambda theirs: theirs.state[theirs.param_groups[0]["params"][0]].update(step=1), "has got a state of its own"),
+    ],
+)
+def test_an_optimizer_that_was_changed_is_refused(change: Callable[[Any], Any], message: str) -> None:
+    made = module()
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        theirs = adamw(made)
+        optimizer = mpishard.torch.as_distributed(made, mesh, theirs)
+        change(theirs)
+        backward(made)
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+
+
+def test_an_optimizer_takes_no_step_by_itself() -> None:
+    made = module()
+    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+        theirs = adamw(made)
+        optimizer = mpishard.torch.as_distributed(made, mesh, theirs)
+        settings = optimizer.optimizer.settings
+        backward(made)
+        with pytest.raises(RuntimeError, match="mpishard takes the steps of this AdamW: call step.. of what"):
+            theirs.step()
+        assert not settings.changed
+        theirs.param_groups[1]["lr"] = 0.5
+        assert settings.changed  # so that the loops of mpishard compare it
+        assert settings.by_name()["lr of param_groups[1]"] == "0.5"
 
 
 def with_buffer() -> tuple[Any, Any]:

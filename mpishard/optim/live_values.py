@@ -1,0 +1,44 @@
+"""Hyper-parameters that other code changes between two steps, as schedulers of PyTorch do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class LiveValues(Protocol):
+    """Such values of one rule; each step uses those of that moment, which must be the same on all ranks."""
+
+    @property
+    def by_name(self) -> Mapping[str, str]:
+        """The values now, as text.  Not collective."""
+        ...
+
+    @property
+    def fingerprint(self) -> int:
+        """A number of 62 bits that depends on all of `by_name`.  Not collective."""
+        ...
+
+    @property
+    def way_out(self) -> str:
+        """What helps where the values differ between ranks."""
+        ...
+
+    def check(self) -> None:
+        """Raise ValueError unless a step can use the values.  Not collective: `step` compares the ranks."""
+        ...
+
+    def restore(self, configuration: Mapping[str, Any]) -> str:
+        """Take the values from those of a saved rule.  Not collective.
+
+        Parameters
+        ----------
+        configuration : mapping
+            As `Rule.configuration` has returned it.
+
+        Returns
+        -------
+        str
+            Why nothing was taken; empty if all is well.
+        """
+        ...
