@@ -66,6 +66,8 @@ class Decoder:
     blocks : list of TransformerBlock
         The blocks in these chunks.
     pipeline : Pipeline
+    token_ids : dict
+        Numbers of special tokens, by their names in the ``config.json`` that the model was imported from.
 
     Raises
     ------
@@ -99,6 +101,7 @@ class Decoder:
         if memory.sharded_parameters and mesh is None:
             raise ValueError("sharded_parameters needs a mesh, over whose data axis to share them; pass mesh=")
         self.mesh = mesh
+        self.token_ids: dict[str, Any] = {}
         axis = Axis.single("pipeline") if mesh is None else mesh.pipeline
         self.microbatches: int = pipeline.microbatches_on(axis.size)
         plan = make_schedule(pipeline.schedule, axis.size, self.microbatches, pipeline.chunks)

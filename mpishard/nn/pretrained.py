@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,32 +15,21 @@ import numpy as np
 
 from mpishard.arguments import integer, shown
 from mpishard.backend import array as arrays
+from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
 from mpishard.comm.reshard import reshard
 from mpishard.layout.local_layout import LocalLayout, Piece, cut_holding
 from mpishard.layout.run_state import PARAMETERS, Shard
 from mpishard.nn.decoder import Decoder
+from mpishard.nn.import_plan import TABLES, Plan
 from mpishard.nn.local_chunks import values_from_elsewhere
 from mpishard.nn.published import DTYPES, Published, Weight
-from mpishard.nn.published_gpt2 import PublishedGPT2
-from mpishard.nn.published_llama import PublishedLlama, PublishedQwen2, PublishedQwen3
-from mpishard.nn.weight_files import (
-    CONFIG,
-    INDEX,
-    SINGLE,
-    Reader,
-    Stored,
-    match,
-    published_tensors,
-    read_json,
-    stored_tensors,
-)
+from mpishard.nn.weight_files import CONFIG, INDEX, SINGLE, Reader, published_tensors
 from mpishard.parameters.flat import FlatParameters
 
 __all__ = ["export_pretrained", "import_pretrained"]
 T = TypeVar("T")
-TABLES: tuple[Published, ...] = (PublishedGPT2(), PublishedLlama(), PublishedQwen2(), PublishedQwen3())
 
 
 def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, **options: Any) -> Decoder:
@@ -49,9 +37,9 @@ def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, 
 
     The folder has ``config.json`` and ``model.safetensors``, or several files and their index.  Known are GPT-2, Llama
     2 and 3, Qwen2 and Qwen3.  Each rank reads the slices that it holds.  Vocabularies need not divide by anything.
-    Logits are those of `transformers`; models here have no dropout, whatever the config says.
+    Logits are those of `transformers`; the model has no dropout unless `dropout` is given, whatever the config says.
 
-    Collective over all ranks of the mesh.
+    Collective over all ranks of the mesh; arguments and files must be the same on all of them.
 
     Parameters
     ----------
@@ -60,33 +48,39 @@ def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, 
     mesh : Mesh, optional
         Default: one rank alone.  In `Mesh.without_initial_values` the weights are not read.
     **options : any
-        Options of `GPT` or `Llama` beside sizes: ``shards=2, schedule="gpipe", recompute=True``.  `dtype` is float64
-        for weights of float64 unless given, and float32 for others.
+        Options of `GPT` or `Llama` beside the architecture: ``dropout=0.1, shards=2, schedule="gpipe",
+        recompute=True``.  `dtype` is float64 for weights of float64 unless given, and float32 for others.
 
     Returns
     -------
     GPT or Llama
-        With the sizes of ``config.json``.
+        With the sizes of ``config.json``; `token_ids` has the numbers of its special tokens.
 
     Raises
     ------
     ValueError, TypeError, OSError
         On all ranks, and then there is no model: for an unknown architecture, a config that asks for what models here
-        do not have, tensors that are missing, of another shape, or have no place, and files that cannot be read.
+        do not have, tensors that are missing, of another shape, or have no place, files that cannot be read, and
+        arguments or files that differ between ranks.
     """
-    folder = Path(folder)
     world = Axis.single("world") if mesh is None else mesh.world
-    config, stored = _shared(world, folder)
-    table = table_of_config(config)
-    architecture = replace(table.architecture(config), shards=options.pop("shards", 1))
-    weights = table.weights(architecture)
-    found = match(table, weights, stored, architecture.tied)
-    if options.get("precision") is None and "dtype" not in options:
-        options["dtype"] = np.float64 if any(each.dtype == "F64" for each in found.values()) else np.float32
+    plan, problem = None, None
+    try:
+        plan = Plan.of(folder, 1 if mesh is None else mesh.pipeline.size, options)
+    except Exception as error:  # whatever one rank alone has met, the others must not go on
+        problem = error
+    agree_on_settings(
+        world,
+        {} if plan is None else plan.facts,
+        problem,
+        what="arguments of import_pretrained(), and files in its folder",
+    )
+    assert plan is not None
     with values_from_elsewhere():
-        model = table.build(architecture, mesh=mesh, **options)
+        model = plan.table.build(plan.architecture, mesh=mesh, **plan.options)
+    model.token_ids = plan.token_ids
     if mesh is None or mesh.initial_values:
-        _together(world, True, lambda: _fill(model.parameters, folder, weights, found))
+        _together(world, True, lambda: _fill(model.parameters, plan))
     return model
 
 
@@ -116,16 +110,26 @@ def export_pretrained(
     ValueError, TypeError, OSError
         On all ranks, and then nothing is written.
     """
-    table = table_of_model(model)
+    if not isinstance(model, Decoder):
+        raise TypeError(f"export_pretrained needs a model of mpishard.nn, got {shown(model)}")
     parameters = model.parameters
-    stored_as = _export_dtype(parameters.dtype if dtype is None else dtype)
-    limit = integer("file_bytes", file_bytes, least=1)
     world = Axis.single("world") if model.mesh is None else model.mesh.world
+    facts, problem = {}, None
+    try:
+        table = table_of_model(model)
+        stored_as = _export_dtype(parameters.dtype if dtype is None else dtype)
+        limit = integer("file_bytes", file_bytes, least=1)
+        if not os.fspath(folder):
+            raise ValueError("export_pretrained needs the name of a folder, got an empty one")
+        facts = {"dtype": stored_as.name, "file_bytes": str(limit)}
+    except (TypeError, ValueError) as error:
+        problem = error
+    agree_on_settings(world, facts, problem, what="arguments of export_pretrained()")
     files = _files(table.weights(model.architecture), limit // stored_as.itemsize)
     names = (
         [SINGLE] if len(files) == 1 else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
     )
-    config = {**table.whole_config(model.architecture), "torch_dtype": stored_as.name}
+    config = {**table.whole_config(model.architecture), **model.token_ids, "torch_dtype": stored_as.name}
     target = Path(folder)
     beside = target.parent / f".{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
     writes = world.rank == 0
@@ -141,41 +145,12 @@ def export_pretrained(
             shutil.rmtree(beside, ignore_errors=True)
 
 
-def table_of_config(config: dict[str, Any]) -> Published:
-    """The table for a ``config.json``; ValueError for an unknown architecture, or what models here do not have."""
-    asked = config.get("model_type")
-    for table in TABLES:
-        if table.model_type == asked:
-            table.check(config)
-            return table
-    known = ", ".join(table.model_type for table in TABLES)
-    raise ValueError(f"config.json has model_type={shown(asked)}; the known ones are {known}")
-
-
-def table_of_model(model: Any) -> Published:
-    """The table for a model of this package; TypeError for another object."""
-    if not isinstance(model, Decoder):
-        raise TypeError(f"export_pretrained needs a model of mpishard.nn, got {shown(model)}")
+def table_of_model(model: Decoder) -> Published:
+    """The table for a model of this package; ValueError if there is none."""
     for table in TABLES:
         if table.describes(model.architecture):
             return table
     raise ValueError(f"no model of transformers is known that is like {model.architecture}")
-
-
-def _shared(world: Axis, folder: Path) -> tuple[dict[str, Any], list[Stored]]:
-    """The config and the headers, as the first rank reads them, on all ranks."""
-    text = _together(world, world.rank == 0, lambda: _described(folder))
-    config, stored = json.loads(world.allgather_object(text)[0])
-    return config, [Stored(name, file, dtype, tuple(shape)) for name, file, dtype, shape in stored]
-
-
-def _described(folder: Path) -> str:
-    """The config and the headers, as JSON."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}; download the model first")
-    if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"{folder} has no {CONFIG}; it is no folder of a model of transformers")
-    return json.dumps([read_json(folder / CONFIG), stored_tensors(folder)])
 
 
 def _holding(parameters: FlatParameters) -> LocalLayout:
@@ -185,13 +160,16 @@ def _holding(parameters: FlatParameters) -> LocalLayout:
     return cut_holding(parameters.pieces, parameters.sharded.own)
 
 
-def _fill(parameters: FlatParameters, folder: Path, weights: Sequence[Weight], stored: dict[str, Stored]) -> None:
+def _fill(parameters: FlatParameters, plan: Plan) -> None:
     """Read what this rank holds."""
-    by_name = {weight.spec.name: weight for weight in weights}
+    by_name = {weight.spec.name: weight for weight in plan.weights}
     like = parameters.held
-    with Reader(folder, stored) as reader:
+    with Reader(plan.folder, plan.stored) as reader:
         for piece in _holding(parameters):
-            values = reader.read(by_name[piece.name], piece.box, parameters.dtype)
+            weight = by_name[piece.name]
+            values = reader.read(weight, piece.box, parameters.dtype)
+            if plan.has_copy_of_table and weight.is_table:
+                reader.check_copy_of_table(weight, piece.box, values)
             like[piece.start : piece.start + piece.size] = arrays.module_of(like).asarray(values.reshape(-1))
 
 

@@ -16,6 +16,7 @@ from mpishard.arguments import shown
 from mpishard.layout.specs import ParameterSpec
 from mpishard.nn.decoder import Decoder
 from mpishard.nn.decoder_architecture import DecoderArchitecture
+from mpishard.nn.units import TABLE
 
 Config = Mapping[str, Any]
 # The output head has this name in all models, without a prefix.
@@ -61,6 +62,11 @@ class Weight:
     spec: ParameterSpec
     runs: tuple[Run, ...]
     transposed: bool = False
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is the table of the token embedding."""
+        return self.spec.name == f"{TABLE}.weight"
 
     def published_shapes(self) -> dict[str, tuple[int, ...]]:
         """The published tensors, and the shape of each."""
@@ -168,7 +174,7 @@ class Published(ABC):
             **{theirs: getattr(architecture, ours) for ours, theirs in self.sizes.items()},
             **{name: values[0] for name, values in self.required.items()},
             "tie_word_embeddings": architecture.tied,
-            # Which tokens begin and end a text is known to the tokenizer only.
+            # An export writes those of the config that the model was imported from, if it was.
             "bos_token_id": None,
             "eos_token_id": None,
             **self.config(architecture),

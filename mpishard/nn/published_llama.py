@@ -23,6 +23,12 @@ _SCALING = {
     "long_factors": "long_factor",
     "attention_factor": "attention_factor",
 }
+# Those that a kind of scaling must have.
+_NEEDED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_context", "low_frequency_factor", "high_frequency_factor"),
+    "longrope": ("original_context", "short_factors", "long_factors"),
+}
 
 
 class PublishedLlama(Published):
@@ -140,13 +146,16 @@ def _rotary(config: Config) -> Rotary:
     fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(fields, dict) or fields.get("partial_rotary_factor", 1) != 1:
         raise ValueError(f"config.json asks for rotary positions {shown(fields)}, which models here do not have")
-    theta = fields.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    kind = str(fields.get("rope_type", fields.get("type", "default")))
-    if kind == "default":
-        return Rotary(theta)
+    thetas = [theta for theta in (fields.get("rope_theta"), config.get("rope_theta")) if theta is not None]
+    theta = thetas[0] if thetas else 10_000.0
     given = {ours: fields[theirs] for ours, theirs in _SCALING.items() if fields.get(theirs) is not None}
+    kind = fields.get("rope_type", fields.get("type"))
+    if kind == "default" or (kind is None and not given):
+        return Rotary(theta)
     if kind == "longrope":
         original = given.setdefault("original_context", config.get("original_max_position_embeddings"))
         if original and "factor" not in given:
             given["factor"] = config["max_position_embeddings"] / original
-    return Rotary(theta, scaling=RopeScaling(kind, **given))
+    if absent := [_SCALING[name] for name in _NEEDED.get(str(kind), ()) if given.get(name) is None]:
+        raise ValueError(f"config.json asks for the rope scaling {kind} without {', '.join(absent)}; give all of them")
+    return Rotary(theta, scaling=RopeScaling(str(kind), **given))

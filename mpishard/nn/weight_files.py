@@ -6,8 +6,9 @@ Not collective.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from mpishard.arguments import shown
 from mpishard.layout.boxes import Box
-from mpishard.nn.published import DTYPES, HEAD, Published, Weight
+from mpishard.nn.published import DTYPES, HEAD, Published, Run, Weight
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -71,8 +72,8 @@ def stored_tensors(folder: Path) -> list[Stored]:
     return found
 
 
-def match(table: Published, weights: Iterable[Weight], stored: Iterable[Stored], tied: bool) -> dict[str, Stored]:
-    """The stored tensors by their published names.
+def match(table: Published, weights: Sequence[Weight], stored: Iterable[Stored], tied: bool) -> dict[str, Stored]:
+    """The stored tensors by their published names; with the copy of a tied output head, if there is one.
 
     Raises
     ------
@@ -90,8 +91,10 @@ def match(table: Published, weights: Iterable[Weight], stored: Iterable[Stored],
             if full[short] in found:
                 raise ValueError(f"the weights have {each.name} and {found[full[short]].name}, which are one tensor")
             found[full[short]] = each
-        # Of a tied head some files have a copy.
-        elif not table.unused.fullmatch(short) and not (tied and each.name == HEAD):
+        elif tied and each.name == HEAD:  # some files have a copy of a tied head
+            found[HEAD] = each
+            wanted[HEAD] = next(weight.spec.shape for weight in weights if weight.is_table)
+        elif not table.unused.fullmatch(short):
             extra.append(each.name)
     if missing := [name for name in wanted if name not in found]:
         raise ValueError(f"the weights lack {_list(missing)}, which a model of this config.json has")
@@ -160,6 +163,15 @@ class Reader:
             found = part[index]
             values[..., start - first : stop - first] = found.T if weight.transposed else found
         return values
+
+    def check_copy_of_table(self, weight: Weight, box: Box, values: np.ndarray) -> None:
+        """ValueError unless a tied output head is stored with these values, those of a box of the table."""
+        copy = replace(weight, runs=(Run(0, weight.spec.shape[-1], HEAD),))
+        if not np.array_equal(self.read(copy, box, values.dtype), values, equal_nan=True):
+            raise ValueError(
+                f"{self._folder} has {HEAD} with other values than {weight.runs[0].published}, but {CONFIG} ties them: "
+                'give it "tie_word_embeddings": false, or leave the tensor out'
+            )
 
 
 def published_tensors(weight: Weight, values: np.ndarray, dtype: Any) -> dict[str, np.ndarray]:

@@ -74,3 +74,20 @@ def test_all_ranks_raise_what_one_finds(comm, folder, same_on_all):
             nn.import_pretrained(seen, mesh)
         with pytest.raises(FileExistsError, match="there already"):
             nn.export_pretrained(model, folder / "gpt2")
+        if comm.size == 1:
+            return
+        other = comm.rank == comm.size - 1
+        if comm.rank == 0:
+            nn.export_pretrained(nn.GPT(11, 5, width=8, layers=1, heads=8), folder / "other")
+        comm.barrier()
+        for options, message in [
+            (dict(recompute=True), "the model's recompute is False on rank.*, True on rank"),
+            (dict(dtype="float64"), "the model's dtype is float32 on rank.*, float64 on rank"),
+            (dict(depth=3), "unexpected keyword argument 'depth'"),
+        ]:
+            with pytest.raises((ValueError, TypeError), match=message):
+                nn.import_pretrained(folder / "gpt2", mesh, **(options if other else {}))
+        with pytest.raises(ValueError, match="config.json's n_layer is 2 on rank"):
+            nn.import_pretrained(folder / ("other" if other else "gpt2"), mesh)
+        with pytest.raises(ValueError, match="file_bytes is 9 on rank"):
+            nn.export_pretrained(model, folder / "again", file_bytes=8 if other else 9)

@@ -98,6 +98,36 @@ def test_names_without_prefix_masks_and_a_copy_of_a_tied_head_are_known(folder):
     np.testing.assert_array_equal(nn.import_pretrained(folder).parameters.flat, expected)
 
 
+def test_another_copy_of_a_tied_head_is_refused(folder):
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    message = r"has lm_head.weight with other values than transformer.wte.weight, but config.json ties them: give it"
+    with pytest.raises(ValueError, match=message):
+        nn.import_pretrained(folder)
+    config(tie_word_embeddings=False)(folder)
+    model = nn.import_pretrained(folder)
+    np.testing.assert_array_equal(model.parameters["head.weight"].T, tensors["lm_head.weight"])
+
+
+def test_options_may_follow(folder, tmp_path):
+    """Dropout too, but no other architecture; an export has the special tokens of the config that was imported."""
+    config(bos_token_id=3, eos_token_id=[1, 2])(folder)
+    model = nn.import_pretrained(folder, dropout=0.1, recompute=True, precision=nn.Precision(dtype="float64"))
+    assert model.dropout == 0.1 and model.parameters.dtype == np.float64
+    nn.export_pretrained(model, tmp_path / "tuned", dtype="float32")
+    assert stored(tmp_path / "tuned") == stored(folder)
+    fields = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert (fields["bos_token_id"], fields["eos_token_id"]) == (3, [1, 2])
+    for options, message in [
+        (dict(context_length=3), "takes no context_length=: .* config.json, which has n_positions=5; batches may have"),
+        (dict(architecture=model.architecture), "takes no architecture=: the architecture is that of config.json"),
+        (dict(layer=3), r"import_pretrained\(\) got an unexpected keyword argument 'layer'"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            nn.import_pretrained(folder, **options)
+
+
 def config(**fields):
     def change(folder):
         path = folder / "config.json"
@@ -175,7 +205,13 @@ def test_a_bad_folder_is_refused_in_one_line(folder, change, kind, message):
         (dict(num_key_value_heads=1), "k_proj.weight has the shape"),
         (dict(rope_scaling={"type": "yarn", "factor": 2.0}), "there is no rope scaling 'yarn'"),
         (dict(rope_parameters={"partial_rotary_factor": 0.5}), "asks for rotary positions"),
-        (dict(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "needs original_context"),
+        (
+            dict(rope_scaling={"rope_type": "llama3", "factor": 2.0}),
+            "llama3 without original_max_position_embeddings, low",
+        ),
+        (dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), "rope scaling linear without factor; give"),
+        (dict(rope_scaling={"factor": 2.0}), "there is no rope scaling 'None'"),
+        (dict(rope_parameters={"rope_type": "default", "rope_theta": 0}), "theta of rotary positions.* 0"),
         (dict(model_type="qwen2"), "the weights lack model.layers.0.self_attn.q_proj.bias"),
         (dict(model_type="qwen2", use_sliding_window=True), "use_sliding_window=True"),
     ],
@@ -195,6 +231,8 @@ def test_a_model_that_transformers_does_not_have_is_not_exported(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             nn.export_pretrained(nn.Llama(**sizes, **options), tmp_path / "x")
+    with pytest.raises(ValueError, match="needs the name of a folder"):
+        nn.export_pretrained(nn.GPT(**(sizes | dict(heads=2))), "")
     assert not list(tmp_path.iterdir())
 
 
