@@ -6,10 +6,12 @@ PyTorch and JAX accept them with a warning or not at all, even in a correct func
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import shown
 from mpishard.data import ReadAhead, TokenData
 from mpishard.data.text import Windows
 from mpishard.nn.decoder import Decoder
@@ -64,3 +66,28 @@ def check_data(model: Any, batch: Any, samples: int) -> None:
         raise ValueError(f"samples={samples}, but the data has {len(data)}: give samples=len(data), or less")
     if isinstance(model, Decoder) and isinstance(data, TokenData):
         data.check_model(model.vocabulary_size, model.context_length)
+
+
+def arguments_of_loss(batch: Any, samples: np.ndarray) -> tuple[Any, ...]:
+    """What a user's ``batch(samples)`` returns; TypeError if that is no tuple of arguments.
+
+    Not collective.
+
+    Parameters
+    ----------
+    batch : callable
+        Of a problem or an evaluation.
+    samples : ndarray
+        Indices of samples.
+
+    Returns
+    -------
+    tuple
+        The arguments of a model's loss.
+    """
+    found = batch(samples)
+    if not isinstance(found, Iterable):
+        raise TypeError(
+            f"batch(samples) must return the arguments of the model's loss, as (tokens, targets), got {shown(found)}"
+        )
+    return tuple(found)

@@ -18,7 +18,7 @@ from mpishard.nn.described import described
 from mpishard.parameters.flat import FlatParameters
 from mpishard.parameters.model import Model
 from mpishard.record import RunRecord
-from mpishard.training.input_checks import check_data
+from mpishard.training.input_checks import arguments_of_loss, check_data
 from mpishard.training.loop import Loop
 from mpishard.training.objective import Objective, ObjectiveOptions
 from mpishard.training.options import RunOptions
@@ -140,7 +140,7 @@ class OptimizationProblem(Objective[P]):
         drops = isinstance(whole, Decoder) and whole.dropout > 0
 
         def arguments(samples: np.ndarray) -> tuple[Any, ...]:
-            return (*batch(samples), samples) if drops else batch(samples)
+            return arguments_of_loss(batch, samples) + ((samples,) if drops else ())
 
         def function(parameters: Any, samples: np.ndarray, gradients: Any) -> float:
             return model.loss_and_gradient(*arguments(samples))

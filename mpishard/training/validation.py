@@ -13,7 +13,7 @@ from mpishard.comm.held_error import HeldError
 from mpishard.data.evaluation import EarlyStopping, Evaluation
 from mpishard.data.sampling import MICRO_BATCHES, micro_batches
 from mpishard.reduction.tree_sum import tree_sum
-from mpishard.training.input_checks import Untouched, check_data
+from mpishard.training.input_checks import Untouched, arguments_of_loss, check_data
 from mpishard.training.step_runner import StepRunner
 
 _AT_ONCE = 4  # micro-batches for each stage of a pipeline that pass through it together
@@ -124,8 +124,8 @@ class Validation:
         assert self.evaluation is not None
         batch, model = self.evaluation.function, runner.problem.model
         if hasattr(model, "losses"):
-            return lambda micro: model.losses([batch(samples) for samples in micro])
-        return lambda micro: [model.loss(*batch(samples)) for samples in micro]
+            return lambda micro: model.losses([arguments_of_loss(batch, samples) for samples in micro])
+        return lambda micro: [model.loss(*arguments_of_loss(batch, samples)) for samples in micro]
 
 
 def _number(loss: Any) -> float:

@@ -110,6 +110,25 @@ def test_samples_that_are_not_there(tmp_path: Path, mixed: bool) -> None:
         )
 
 
+def test_a_batch_that_is_none_is_named() -> None:
+    model = nn.GPT(50, 10, width=8, layers=1, heads=2)
+    rows = np.zeros((4, 11), np.int64)
+    message = r"batch\(samples\) must return the arguments of the model's loss, as \(tokens, targets\), got None"
+    options = dict(samples=4, batch_size=4, steps=1)
+
+    def none(samples: np.ndarray) -> None:
+        return None
+
+    good = OptimizationProblem.for_model(model, lambda samples: (rows[samples, :-1], rows[samples, 1:]), **options)
+    with Mesh(MPI.COMM_SELF) as mesh:
+        for problem, evaluate in (
+            (OptimizationProblem.for_model(model, none, **options), None),  # type: ignore[arg-type]
+            (good, Evaluation.for_model(none, 4, every=1)),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(TypeError, match=message):
+                DDPOptimizer(SGD(lr=0.1), mesh).optimize(problem, progress=False, evaluate=evaluate)
+
+
 @pytest.mark.parametrize("total", [0, 1, 7, 100, 10**13 + 1])
 def test_parts_sum_to_the_whole(total: int) -> None:
     parts = apportioned(total, [0.5, 0.3, 0.1, 0.1])
