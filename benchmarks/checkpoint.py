@@ -1,11 +1,14 @@
 """Checkpoints of a model of 85 million float32 parameters and two slots of AdamW, 1.02 GB, against plain files.
 
-    python benchmarks/checkpoint.py [--repeats R] [--folder F] [--no-torch]
+    python benchmarks/checkpoint.py [--repeats R] [--folder F] [--no-torch] [--tensors T]
 
 save: 2 ranks, ZeRO-1, to the disk of the folder (default: here), against `numpy.tofile` plus fsync of the same bytes
 from the same ranks, and against `torch.distributed.checkpoint` of the same tensors, sharded over the ranks.
 stall: how long a save that goes on in the background keeps a rank, against a copy of what it copies.
-load: what 8 ranks wrote, by 3 ranks, against 3 ranks that read the same files as they are; both from the page cache.
+load: what 8 ranks wrote, by 3 ranks and by 1, against as many that read the same files as they are; both from the page
+cache.
+
+With --tensors, instead: seconds of 1 and 2 ranks to save and to load so many tensors of 40 parameters.
 
 All kinds run in turns, in the same processes, so that a machine or disk that slows down slows all; the disk is idle
 before each, and what the one before wrote is removed.  Figures are bandwidths by the slowest rank; those that count are
@@ -30,15 +33,17 @@ from typing import Any
 import children
 
 WIDTH, LAYERS = 768, 12
-SAVERS, WRITERS, READERS = 2, 8, 3
+SAVERS, WRITERS, READERS = 2, 8, (3, 1)
 TIME_LIMIT = 900
 BLOCK = 2**24
 
 
-def specs() -> list[Any]:
-    """The blocks of GPT-2 small."""
+def specs(tensors: int = 0) -> list[Any]:
+    """The blocks of GPT-2 small, or so many small tensors."""
     from mpishard import ParameterSpec
 
+    if tensors:
+        return [ParameterSpec(f"blocks.{i}.weight", (8, 5)) for i in range(tensors)]
     shapes = {
         "norm1.weight": (WIDTH,),
         "norm1.bias": (WIDTH,),
@@ -56,13 +61,13 @@ def specs() -> list[Any]:
     return [ParameterSpec(f"blocks.{i}.{name}", shape) for i in range(LAYERS) for name, shape in shapes.items()]
 
 
-def state_of(mesh: Any) -> Any:
+def state_of(mesh: Any, tensors: int = 0) -> Any:
     """The state of a run with ZeRO-1 and AdamW, filled with noise."""
     import numpy as np
 
     import mpishard
 
-    parameters = mpishard.FlatParameters(specs())
+    parameters = mpishard.FlatParameters(specs(tensors))
     parameters.flat[:] = np.random.default_rng(0).standard_normal(parameters.size, np.float32)
     optimizer = mpishard.ZeRO1Optimizer(mpishard.AdamW(lr=1e-3), mesh)
     optimizer.bind(parameters)
@@ -161,6 +166,26 @@ def child_write(folder: Path) -> dict[str, Any] | None:
         return {} if mesh.rank == 0 else None
 
 
+def child_small(folder: Path, repeats: int, tensors: int) -> dict[str, Any] | None:
+    import mpishard
+
+    with mpishard.Mesh() as mesh:
+        state = state_of(mesh, tensors)
+        found: dict[str, list[float]] = {"save": [], "load": []}
+        with mpishard.Checkpoints(folder / "small", mesh, keep=1) as checkpoints:
+            works: dict[str, Callable[[], Any]] = {
+                "save": lambda: checkpoints.save(state),
+                "load": lambda: checkpoints.load(state),
+            }
+            for repeat in range(repeats + 1):
+                for name, work in works.items():
+                    seconds = timed(mesh, work)
+                    if repeat:
+                        found[name].append(seconds)
+        files = (folder / "small" / "latest").iterdir()
+        return {"seconds": found, "bytes": sum(file.stat().st_size for file in files)} if mesh.rank == 0 else None
+
+
 def child_load(folder: Path, repeats: int) -> dict[str, Any] | None:
     import numpy as np
 
@@ -199,7 +224,8 @@ def child_load(folder: Path, repeats: int) -> dict[str, Any] | None:
 
 
 def launch(what: str, ranks: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", what, "--folder", str(folder), "--repeats", str(options.repeats)]
+    command = [sys.executable, __file__, "--child", what, "--folder", str(folder)]
+    command += ["--repeats", str(options.repeats), "--tensors", str(options.tensors)]
     if options.no_torch:
         command.append("--no-torch")
     (text,) = children.run(what, [(children.mpirun(ranks, command), {})], TIME_LIMIT)
@@ -225,7 +251,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="runs of each kind (default 5)")
     parser.add_argument("--folder", type=Path, default=Path(), help="where to write (default: here)")
     parser.add_argument("--no-torch", action="store_true", help="leave torch.distributed.checkpoint out")
-    parser.add_argument("--child", choices=["save", "write", "load"], help=argparse.SUPPRESS)
+    parser.add_argument("--tensors", type=int, default=0, help="save and load so many small tensors instead")
+    parser.add_argument("--child", choices=["save", "write", "load", "small"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")
@@ -234,16 +261,24 @@ def main() -> None:
             "save": lambda: child_save(options.folder, options.repeats, not options.no_torch),
             "write": lambda: child_write(options.folder),
             "load": lambda: child_load(options.folder, options.repeats),
+            "small": lambda: child_small(options.folder, options.repeats, options.tensors),
         }[options.child]()
         if result is not None:
             print(json.dumps(result), flush=True)
         return
-    if not options.no_torch and importlib.util.find_spec("torch") is None:
+    if not options.tensors and not options.no_torch and importlib.util.find_spec("torch") is None:
         sys.exit(
             "this benchmark compares with PyTorch, which is not installed: pip install torch==2.13.0, or --no-torch"
         )
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoint-benchmark-") as name:
         folder = Path(name).resolve()
+        if options.tensors:
+            for ranks in (1, 2):
+                result = launch("small", ranks, folder, options)
+                print(f"{options.tensors} tensors, {ranks} ranks, {result['bytes'] / 1e6:.1f} MB on disk:")
+                for what, seconds in result["seconds"].items():
+                    print(f"  {what}: {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})")
+            return
         result = launch("save", SAVERS, folder, options)
         print(f"{result['bytes'] / 1e9:.2f} GB from {SAVERS} ranks, medians of {options.repeats}:")
         names = {
@@ -256,9 +291,10 @@ def main() -> None:
         report(result, names, [("save", "plain"), ("save", "torch"), ("copy", "stall")])
         shutil.rmtree(folder / "run", ignore_errors=True)
         launch("write", WRITERS, folder, options)
-        result = launch("load", READERS, folder, options)
-        print(f"{result['bytes'] / 1e9:.2f} GB written by {WRITERS} ranks, read by {READERS}:")
-        report(result, {"plain": "plain read", "load": "mpishard, ZeRO-1"}, [("load", "plain")])
+        for readers in READERS:
+            result = launch("load", readers, folder, options)
+            print(f"{result['bytes'] / 1e9:.2f} GB written by {WRITERS} ranks, read by {readers}:")
+            report(result, {"plain": "plain read", "load": "mpishard, ZeRO-1"}, [("load", "plain")])
 
 
 if __name__ == "__main__":

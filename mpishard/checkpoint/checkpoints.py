@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from mpishard.checkpoint import saver
+from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.folder import best_step
-from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.newest import load_newest
 from mpishard.checkpoint.options import CheckpointOptions
 from mpishard.checkpoint.retention import Retention

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
 
@@ -122,12 +122,17 @@ def check_cover(shape: Sequence[int], boxes: Iterable[Box]) -> None:
 
 
 @contextmanager
-def naming_tensor(kind: str, name: str) -> Iterator[None]:
-    """Add the name of the tensor to a ValueError."""
+def naming(what: str) -> Iterator[None]:
+    """Add to a ValueError what it is about."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{kind} of tensor {name!r}: {error}") from error
+        raise ValueError(f"{what}: {error}") from error
+
+
+def naming_tensor(kind: str, name: str) -> AbstractContextManager[None]:
+    """Add the name of the tensor to a ValueError."""
+    return naming(f"{kind} of tensor {name!r}")
 
 
 def check_pieces(
@@ -139,9 +144,12 @@ def check_pieces(
         if (piece.kind, piece.name) not in found:
             raise ValueError(f"{piece.kind} of tensor {piece.name!r} are not among the tensors and kinds")
         found[piece.kind, piece.name].append(piece)
+    wholes = {name: tuple((0, extent) for extent in shape) for name, shape in tensors.items()}
     for (kind, name), parts in found.items():
+        if len(parts) == 1 and parts[0].box == wholes[name] and 0 not in tensors[name]:
+            continue
         with naming_tensor(kind, name):
-            if len({(part.file, part.dataset) for part in parts}) < len(parts):
+            if len({(part.file, part.dataset, part.start) for part in parts}) < len(parts):
                 raise ValueError("two of its pieces are one data set")
             check_cover(tensors[name], [part.box for part in parts])
     return found

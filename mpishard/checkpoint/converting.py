@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
+import numpy as np
 
 from mpishard.checkpoint import disk
 from mpishard.checkpoint import manifest as manifests
 from mpishard.checkpoint.atomic_write import provisional, published
+from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.folder import Unfinished, named_step, publish
-from mpishard.checkpoint.index import Contents, write_index
+from mpishard.checkpoint.index import write_index
 from mpishard.checkpoint.manifest import INDEX, FileEntry, Manifest
-from mpishard.checkpoint.pieces import BLOCK, PieceValues, StoredPiece, new_file, pieces_file, stored, write_pieces
+from mpishard.checkpoint.pieces import BLOCK, StoredPiece, new_file, pieces_file, stored, write_pieces
 from mpishard.checkpoint.sources import Source, Stored, blocks, total_bytes
-from mpishard.layout.boxes import split
-from mpishard.layout.local_layout import WHOLE, LocalLayout, cut_holding
+from mpishard.layout.boxes import Box, split
+from mpishard.layout.local_layout import WHOLE, cut_holding
 from mpishard.layout.run_state import link_name
 from mpishard.layout.specs import ParameterSpec
 
@@ -62,11 +64,11 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
         with disk.hold(path / manifests.NAME) as held:
             for writer, bounds in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
                 layout = cut_holding(whole, [bounds])
-                boxes = [(kind, piece.name, piece.box) for kind in source.kinds for piece in layout]
-                if boxes:
+                parts = [_Part(source, (kind, piece.name, piece.box)) for kind in source.kinds for piece in layout]
+                if parts:
                     file = pieces_file(writer)
-                    write_pieces(path / file, _parts(source, layout), id=id, writer=writer)
-                    pieces += stored(boxes, file)
+                    write_pieces(path / file, parts, id=id, writer=writer)
+                    pieces += stored([part.where for part in parts], file)
             write_index(
                 path / INDEX,
                 id=id,
@@ -83,10 +85,16 @@ def write_checkpoint(source: Source, target: Path, *, files: int = 1, generation
             publish(Unfinished(path, target, id, generation, held), Manifest(id, generation, step, entries))
 
 
-def _parts(source: Source, layout: LocalLayout) -> Iterator[PieceValues]:
-    for kind in source.kinds:
-        for piece in layout:
-            yield PieceValues(kind, piece.name, piece.box, source.read(kind, piece.name, piece.box))
+@dataclass(frozen=True)
+class _Part:
+    """A piece of a source, whose values are read when they are asked for."""
+
+    source: Source
+    where: tuple[str, str, Box]
+
+    @property
+    def values(self) -> np.ndarray:
+        return self.source.read(*self.where)
 
 
 def write_plain(contents: Contents, target: Path) -> None:
@@ -116,6 +124,8 @@ def write_plain(contents: Contents, target: Path) -> None:
             for group in ("json", "history"):
                 if group in index:
                     index.copy(group, h5)
+            if "json/pieces" in h5 and contents.version > 1:
+                del h5["json/pieces"]  # there are none
             for kind, dtype in contents.kinds.items():
                 for name, shape in contents.tensors.items():
                     dataset = h5.create_dataset(f"{kind}/{link_name(name)}", shape, dtype)

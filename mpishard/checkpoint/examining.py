@@ -9,9 +9,11 @@ from pathlib import Path
 
 from mpishard.checkpoint import folder as folders
 from mpishard.checkpoint import manifest as manifests
+from mpishard.checkpoint import virtual_tensors
 from mpishard.checkpoint.comparing import figures
+from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.folder import Candidate
-from mpishard.checkpoint.index import Contents, read_index
+from mpishard.checkpoint.index import read_index
 from mpishard.checkpoint.manifest import INDEX, Manifest
 from mpishard.checkpoint.piece_reader import damages
 from mpishard.checkpoint.sources import Stored
@@ -138,10 +140,11 @@ def examine(candidate: Candidate) -> Examination:
     if not manifests.problems(folder, manifest, [INDEX]):
         try:
             contents = contents_of(folder, manifest)
+            virtual_tensors.check(contents)
         except ValueError as error:
             problems.append(str(error))
     if contents is not None and not problems:
-        problems += damages(contents, contents.pieces)
+        problems += damages(contents)
     return Examination(folder, manifest, contents, tuple(problems))
 
 

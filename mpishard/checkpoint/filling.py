@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.checkpoint import polling
-from mpishard.checkpoint.index import Contents
-from mpishard.checkpoint.piece_reader import PieceReader, inside
+from mpishard.checkpoint.contents import Contents
+from mpishard.checkpoint.piece_reader import PieceReader, inside, run_start
 from mpishard.checkpoint.pieces import StoredPiece
 from mpishard.comm.axis import Axis
 from mpishard.comm.reshard import reshard
 from mpishard.io.readers import Readers
-from mpishard.layout.boxes import intersect
-from mpishard.layout.local_layout import LocalLayout
+from mpishard.layout.boxes import Box, intersect
+from mpishard.layout.local_layout import LocalLayout, Piece
 from mpishard.layout.run_state import RunState, Shard, check_same_tensors
 
 _MOST_SHOWN = 3
+# Elements that are read at once for a device, where so many lie end to end.
+_LEAST_STAGING = 2**20
 
 
 def check_fits(contents: Contents, state: RunState) -> None:
@@ -113,17 +118,77 @@ def _read(reader: PieceReader, contents: Contents, shard: Shard, pieces: LocalLa
     for piece in contents.pieces:
         if piece.kind == shard.kind:
             stored[piece.name].append(piece)
+    runs: list[_Run] = []
+    others = []
+    for wanted in pieces:
+        found = [_run(wanted, source, common) for source, common in _common(wanted, stored[wanted.name])]
+        whole = [run for run in found if run is not None]
+        if len(whole) < len(found):
+            others.append(wanted)
+        else:
+            runs += whole
+    most = max((piece.size for piece in pieces), default=0)
     staging = None
     if arrays.is_device(shard.array):
-        most = max((piece.size for piece in pieces), default=0)
+        most = max(most, min(_LEAST_STAGING, sum(piece.size for piece in pieces)))
         staging = arrays.pinned_empty(most, shard.array.dtype, shard.array)
-    for wanted in pieces:
+    for run in _joined(runs, None if staging is None else most):
+        target = shard.array[run.place : run.place + run.size]
+        host = target if staging is None else staging[: run.size]
+        reader.read_run(run.source, run.start, host)
+        if staging is not None:
+            arrays.copy_to_device(host, target)
+    for wanted in others:
         target = shard.array[wanted.start : wanted.start + wanted.size]
         host = target if staging is None else staging[: wanted.size]
         values = host.reshape(wanted.shape)
-        for source in stored[wanted.name]:
-            common = intersect(wanted.box, source.box)
-            if common is not None:
-                reader.read(source, common, values[inside(common, wanted.box)])
+        for source, common in _common(wanted, stored[wanted.name]):
+            reader.read(source, common, values[inside(common, wanted.box)])
         if staging is not None:
             arrays.copy_to_device(host, target)
+
+
+class _Run(NamedTuple):
+    """Elements that lie end to end in a data set and in an array."""
+
+    source: StoredPiece
+    start: int
+    place: int
+    size: int
+
+
+def _common(wanted: Piece, sources: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, Box]]:
+    """The boxes of a piece that are in the sources."""
+    for source in sources:
+        common = wanted.box if wanted.box == source.box else intersect(wanted.box, source.box)
+        if common is not None:
+            yield source, common
+
+
+def _run(wanted: Piece, source: StoredPiece, box: Box) -> _Run | None:
+    """The box as a run, if it is one."""
+    if source.start is None:
+        return None
+    start, place = run_start(box, source.box), run_start(box, wanted.box)
+    if start is None or place is None:
+        return None
+    return _Run(source, source.start + start, wanted.start + place, prod(stop - first for first, stop in box))
+
+
+def _joined(runs: Iterable[_Run], most: int | None) -> Iterator[_Run]:
+    """Runs in the order of the files; of at most so many elements, as one where they lie side by side at both ends."""
+    last: _Run | None = None
+    for run in sorted(runs, key=lambda run: (run.source.file, run.start)):
+        if last is None:
+            last = run
+        elif (
+            run.source.file == last.source.file
+            and (run.start, run.place) == (last.start + last.size, last.place + last.size)
+            and (most is None or last.size + run.size <= most)
+        ):
+            last = last._replace(size=last.size + run.size)
+        else:
+            yield last
+            last = run
+    if last is not None:
+        yield last

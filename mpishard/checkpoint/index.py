@@ -1,7 +1,7 @@
 """The index of a checkpoint: every tensor as a whole, by name, as a virtual data set over the files of pieces.
 
-Other HDF5 programs read the tensors through it.  Mpishard takes only the locations of the pieces from it, and reads the
-pieces themselves: a virtual data set without its sources silently reads as fill values.
+Other HDF5 programs read the tensors through it.  Mpishard takes only the locations of the pieces from it, from a table
+since version 2, and reads the pieces themselves: a virtual data set without its sources silently reads as fill values.
 
 An index may have any origin.  Its tables of tensors and kinds determine what must be in it; anything else is rejected.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
@@ -20,92 +20,31 @@ from typing import Any
 import h5py
 import numpy as np
 
-from mpishard.checkpoint import checks
-from mpishard.checkpoint.pieces import BLOCK, DTYPES, VERSION, StoredPiece, new_file, read_mark
-from mpishard.io import hdf5
-from mpishard.layout.run_state import link_name
+from mpishard.checkpoint import checks, virtual_tensors
+from mpishard.checkpoint.contents import INDEX, Contents, Origin
+from mpishard.checkpoint.disk import DiskFile
+from mpishard.checkpoint.pieces import (
+    BLOCK,
+    DTYPES,
+    VERSION,
+    VERSIONS,
+    StoredPiece,
+    new_file,
+    pieces_file,
+    read_mark,
+    writer_of,
+)
+from mpishard.io import hdf5, virtual_datasets
+from mpishard.layout.boxes import Box
 from mpishard.version import VERSION as MPISHARD_VERSION
 
-INDEX = "index.h5"
 _FORMAT = "mpishard checkpoint"
 _OWN = {"format": str, "version": int, "mpishard_version": str, "id": str, "generation": int, "saved": str}
-_TABLES = ("tensors", "kinds")
+_TABLES = ("tensors", "kinds", "pieces")
 _JSON = ".json"
 _FACT = re.compile(r"[A-Za-z]\w*([.-]\w+)*", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{32}")
-_PIECES = re.compile(r"pieces-[0-9]{5,}\.h5")
-_NUMBER = re.compile(r"0|[1-9][0-9]*")
 _MOST_ELEMENTS = 2**60
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Which checkpoint an index belongs to, and what wrote it.
-
-    Parameters
-    ----------
-    id : str
-        32 hexadecimal digits, unique to this checkpoint.
-    generation : int
-        Counts the checkpoints of a run.
-    saved : str
-        Time of the save: ISO 8601, UTC.
-    mpishard_version : str
-        The version that wrote it.
-    """
-
-    id: str
-    generation: int
-    saved: str = ""
-    mpishard_version: str = ""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a checkpoint, without the values.
-
-    Parameters
-    ----------
-    folder : Path
-        That of the checkpoint.
-    origin : Origin
-        What has saved it.
-    facts : dict
-        As in `RunState.facts`.
-    tensors : dict
-        Names to global shapes, in the order of the model.
-    kinds : dict
-        The kinds of arrays stored for each tensor, with their dtypes: ``"parameters"``, ``"optimizer/exp_avg"``.
-    pieces : tuple of StoredPiece
-        Together they cover each element of each tensor and kind once.
-    """
-
-    folder: Path
-    origin: Origin
-    facts: dict[str, Any]
-    tensors: dict[str, tuple[int, ...]]
-    kinds: dict[str, np.dtype]
-    pieces: tuple[StoredPiece, ...]
-
-    @property
-    def id(self) -> str:
-        """`Origin.id`."""
-        return self.origin.id
-
-    @property
-    def generation(self) -> int:
-        """`Origin.generation`."""
-        return self.origin.generation
-
-    @property
-    def saved(self) -> str:
-        """`Origin.saved`."""
-        return self.origin.saved
-
-    @property
-    def mpishard_version(self) -> str:
-        """`Origin.mpishard_version`."""
-        return self.origin.mpishard_version
 
 
 def index_mark(id: str) -> bytes:
@@ -137,16 +76,24 @@ def write_index(
     ValueError
         If pieces do not cover each element once, or kinds or facts cannot be stored.
     """
+    pieces = list(pieces)
     tables = {
         "tensors": [[name, list(shape)] for name, shape in tensors.items()],
         "kinds": {kind: np.dtype(dtype).name for kind, dtype in kinds.items()},
+        "pieces": _table(tensors, kinds, pieces),
     }
     texts = {name: json.dumps(table) for name, table in tables.items()}
     check_facts(facts)
     for kind in kinds:
         checks.check_kind(kind)
     by_tensor = checks.check_pieces(tensors, kinds, pieces)
-    with new_file(path, index_mark(id)) as (h5, disk):
+    groups: dict[str, int] = {}
+
+    def add_tensors(disk: DiskFile) -> None:
+        added = virtual_tensors.of(tensors, kinds, by_tensor)
+        virtual_datasets.fill_groups(disk, [(groups[kind], kinds[kind], each) for kind, each in added if each])
+
+    with new_file(path, index_mark(id), finish=add_tensors) as (h5, disk):
         h5.attrs.update(format=_FORMAT, version=VERSION, mpishard_version=MPISHARD_VERSION, id=id)
         h5.attrs.update(generation=generation, saved=datetime.now(UTC).isoformat(timespec="seconds"))
         for name, value in facts.items():
@@ -158,11 +105,29 @@ def write_index(
                 h5.attrs[name] = value
         for name, text in texts.items():
             h5.create_dataset(f"json/{name}", data=text, dtype=h5py.string_dtype())
-        for kind, dtype in kinds.items():
-            group = h5.create_group(kind).id
-            for name, shape in tensors.items():
-                _create_whole(group, link_name(name), tuple(shape), np.dtype(dtype), by_tensor[kind, name])
-                disk.check()
+        groups |= {kind: virtual_datasets.group_address(h5.create_group(kind)) for kind in kinds}
+        disk.check()
+
+
+def _table(
+    tensors: Mapping[str, Sequence[int]], kinds: Iterable[str], pieces: Iterable[StoredPiece]
+) -> dict[str, list[list[Any]]]:
+    """For each kind its pieces, in the order of each file: number of the tensor, writer, and box unless it is whole."""
+    numbers = {name: number for number, name in enumerate(tensors)}
+    wholes = {name: _box(shape) for name, shape in tensors.items()}
+    table: dict[str, list[list[Any]]] = {kind: [] for kind in kinds}
+    writers: dict[str, int] = {}
+    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.start)):
+        if piece.file not in writers:
+            writers[piece.file] = writer_of(piece.file)
+        if piece.kind in table and piece.name in numbers:
+            box = [] if piece.box == wholes[piece.name] else [piece.box]
+            table[piece.kind].append([numbers[piece.name], writers[piece.file], *box])
+    return table
+
+
+def _box(shape: Sequence[int]) -> Box:
+    return tuple((0, extent) for extent in shape)
 
 
 def check_facts(facts: Mapping[str, Any]) -> None:
@@ -202,27 +167,6 @@ def _check_fact(name: str, value: Any) -> None:
         raise ValueError(f"the fact {name!r} has a zero byte; name it '{name}.json' to store it as JSON")
 
 
-def _create_whole(
-    group: h5py.h5g.GroupID, link: str, shape: tuple[int, ...], dtype: np.dtype, pieces: Sequence[StoredPiece]
-) -> None:
-    """One tensor as a virtual data set; one without elements as a plain one."""
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plist.set_fill_value(np.array(np.nan, dtype))
-    for piece in pieces:
-        space, source = _space(shape), _space(piece.shape)
-        if shape:
-            space.select_hyperslab(tuple(start for start, _ in piece.box), piece.shape)
-        # In the names of sources "%b" is a block number, and "%%" a percent sign.
-        plist.set_virtual(space, piece.file.encode(), piece.dataset.replace("%", "%%").encode(), source)
-    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    links.set_char_encoding(h5py.h5t.CSET_UTF8)
-    h5py.h5d.create(group, link.encode(), h5py.h5t.py_create(dtype, logical=True), _space(shape), plist, links)
-
-
-def _space(shape: tuple[int, ...]) -> h5py.h5s.SpaceID:
-    return h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
-
-
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -234,8 +178,8 @@ def read_index(folder: Path) -> Contents:
     Raises
     ------
     ValueError
-        If it is missing, of a later version, no index, or not as `write_index` writes it: links or virtual data sets
-        that lead out of the folder, elements covered by no piece or by several, missing files of pieces.
+        If it is missing, of a later version, no index, or its tables are not as `write_index` writes them: elements
+        covered by no piece or by several, missing files of pieces.  `virtual_tensors.check` checks the rest.
     """
     folder = Path(folder)
     path = checks.file_inside(folder, INDEX)
@@ -243,24 +187,21 @@ def read_index(folder: Path) -> Contents:
         mark = read_mark(path)
         with h5py.File(path, "r", locking=False) as h5:
             own = _check_origin(h5, mark)
-            texts = {name: _text(h5, name) for name in _children(h5, "json")}
+            texts = {name: _text(h5, name) for name in hdf5.children(h5, "json")}
             tensors, kinds = _tensors(texts.pop("tensors")), _kinds(texts.pop("kinds"))
-            history = _children(h5, "history")
-            checks.check_links(h5, _expected(h5, tensors, kinds, [*texts, *_TABLES], history))
+            history = hdf5.children(h5, "history")
+            if own["version"] == VERSION:
+                pieces = _placed(texts.pop("pieces"), tensors, kinds)
+            else:
+                pieces = virtual_tensors.read_pieces(h5, tensors, kinds, own["version"])
             facts = {name: hdf5.attribute(h5, name) for name in h5.attrs if name not in own}
             facts |= {name + _JSON: value for name, value in texts.items()}
             facts |= {name: _numbers(h5, name) for name in history}
-            pieces = [
-                piece
-                for kind, dtype in kinds.items()
-                for name, shape in tensors.items()
-                for piece in _mapped(h5, kind, name, shape, dtype)
-            ]
         checks.check_pieces(tensors, kinds, pieces)
         for file in sorted({piece.file for piece in pieces}):
             checks.file_inside(folder, file)
     origin = Origin(own["id"], own["generation"], own["saved"], own["mpishard_version"])
-    return Contents(folder, origin, facts, tensors, kinds, tuple(pieces))
+    return Contents(folder, origin, facts, tensors, kinds, tuple(pieces), own["version"])
 
 
 def _check_origin(h5: h5py.File, mark: bytes) -> dict[str, Any]:
@@ -268,10 +209,10 @@ def _check_origin(h5: h5py.File, mark: bytes) -> dict[str, Any]:
     own: dict[str, Any] = {name: hdf5.attribute(h5, name) if name in h5.attrs else None for name in _OWN}
     if own["format"] != _FORMAT:
         raise ValueError(f"its format is {own['format']!r}, not {_FORMAT!r}")
-    if own["version"] != VERSION:
+    if own["version"] not in VERSIONS:
         raise ValueError(
             f"it has version {own['version']} of the format, written by mpishard {own['mpishard_version']}; "
-            f"this mpishard {MPISHARD_VERSION} reads version {VERSION}"
+            f"this mpishard {MPISHARD_VERSION} reads versions {VERSIONS[0]} to {VERSION}"
         )
     for name, kind in _OWN.items():
         if type(own[name]) is not kind:
@@ -279,14 +220,6 @@ def _check_origin(h5: h5py.File, mark: bytes) -> dict[str, Any]:
     if not _ID.fullmatch(own["id"]) or mark != index_mark(own["id"]):
         raise ValueError(f"its id {own['id']!r} is not that of its first bytes, {mark[:47]!r}")
     return own
-
-
-def _children(h5: h5py.File, group: str) -> list[str]:
-    """Names in a group, which may be missing; a link out of the file is not followed."""
-    if not h5.id.links.exists(group.encode()):
-        return []
-    hdf5.check_hard_link(h5, group)
-    return list(h5[group])
 
 
 def _text(h5: h5py.File, name: str) -> Any:
@@ -325,47 +258,26 @@ def _kinds(table: Any) -> dict[str, np.dtype]:
     return found
 
 
-def _expected(
-    h5: h5py.File, tensors: Iterable[str], kinds: Iterable[str], texts: Sequence[str], history: Sequence[str]
-) -> set[str]:
-    """The paths of all links of an index with these tables."""
-    links = [link_name(name) for name in tensors]
-    paths = {f"{kind}/{link}" for kind in kinds for link in links}
-    paths |= {f"json/{name}" for name in texts} | {f"history/{name}" for name in history}
-    paths |= {"json", *kinds, *(kind.partition("/")[0] for kind in kinds)}
-    return paths | ({"history"} if h5.id.links.exists(b"history") else set())
-
-
-def _mapped(h5: h5py.File, kind: str, name: str, shape: tuple[int, ...], dtype: np.dtype) -> list[StoredPiece]:
-    """The pieces of a virtual data set."""
-    dataset = h5py.h5d.open(h5.id, f"{kind}/{link_name(name)}".encode())
-    with checks.naming_tensor(kind, name):
-        pieces: list[StoredPiece] = []
-        if 0 in shape:
-            hdf5.check_lies_here(dataset)
-        else:
-            plist = dataset.get_create_plist()
-            if plist.get_layout() != h5py.h5d.VIRTUAL:
-                raise ValueError("it is not a virtual data set over pieces")
-            pieces = [_source(plist, number, kind, name) for number in range(plist.get_virtual_count())]
-        # Last: to get the shape HDF5 may open the sources.
-        if dataset.shape != shape or dataset.dtype != dtype:
-            raise ValueError(f"it is {dataset.dtype} {dataset.shape}, in the tables {dtype} {shape}")
-        return pieces
-
-
-def _source(plist: h5py.h5p.PropDCID, number: int, kind: str, name: str) -> StoredPiece:
-    file = plist.get_virtual_filename(number)
-    if not _PIECES.fullmatch(file):
-        raise ValueError(f"it takes values from {file!r}, which is no file of pieces in this folder")
-    dataset = plist.get_virtual_dsetname(number).replace("%%", "%")
-    front = f"/{kind}/{link_name(name)}/"
-    if not dataset.startswith(front) or not _NUMBER.fullmatch(dataset.removeprefix(front)):
-        raise ValueError(f"it takes values from {dataset!r} of {file}; wanted {front}0, 1, and so on")
-    box = checks.box_of(plist.get_virtual_vspace(number))
-    source = plist.get_virtual_srcspace(number)
-    # The index does not have the extent of a source that is used as a whole; `PieceReader` checks it in the data set.
-    whole = source.get_select_type() == h5py.h5s.SEL_ALL
-    if not whole and checks.box_of(source) != tuple((0, stop - start) for start, stop in box):
-        raise ValueError(f"it takes only a part of {dataset} of {file}, or more than it has")
-    return StoredPiece(kind, name, box, file, dataset)
+def _placed(table: Any, tensors: Mapping[str, tuple[int, ...]], kinds: Mapping[str, np.dtype]) -> list[StoredPiece]:
+    """The pieces of `_table`."""
+    if table.keys() != kinds.keys():
+        raise ValueError(f"its table of pieces has {', '.join(table)}; wanted {', '.join(kinds)}")
+    names = list(tensors)
+    wholes = {name: _box(shape) for name, shape in tensors.items()}
+    files: dict[int, str] = {}
+    found = []
+    for kind, rows in table.items():
+        ends: Counter[int] = Counter()
+        for row in rows:
+            number, writer, *boxes = row
+            bounds = [bound for box in boxes for run in box for bound in run]
+            if any(type(each) is not int or each < 0 for each in (number, writer, *bounds)) or number >= len(names):
+                raise ValueError(f"its table of pieces has {row!r}")
+            name = names[number]
+            box = tuple((start, stop) for start, stop in boxes[0]) if boxes else wholes[name]
+            if writer not in files:
+                files[writer] = pieces_file(writer)
+            piece = StoredPiece(kind, name, box, files[writer], f"/{kind}", ends[writer])
+            found.append(piece)
+            ends[writer] += piece.size
+    return found

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mpishard.checkpoint import folder, manifest, polling
+from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.examining import contents_of
 from mpishard.checkpoint.filling import check_fits, fill
-from mpishard.checkpoint.index import Contents
 from mpishard.checkpoint.manifest import Manifest
 from mpishard.checkpoint.piece_reader import damages
 from mpishard.comm.axis import Axis
@@ -151,8 +151,7 @@ def _open(path: Path, listed: Manifest, axis: Axis) -> tuple[Contents | None, li
 
 def _decode(contents: Contents, state: RunState, axis: Axis) -> list[str]:
     """The problems of the pieces of a checkpoint that a state needs; each rank checks some of them."""
-    wanted = [piece for piece in contents.pieces if piece.kind in state.kinds]
-    return polling.gather_lists(axis, damages(contents, wanted[axis.rank :: axis.size]))
+    return polling.gather_lists(axis, damages(contents, state.kinds, axis.rank, axis.size))
 
 
 def _warn(axis: Axis, text: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import EllipsisType
@@ -12,7 +13,7 @@ import h5py
 import numpy as np
 
 from mpishard.checkpoint import checks
-from mpishard.checkpoint.index import Contents
+from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.pieces import StoredPiece, pieces_mark, read_mark, writer_of
 from mpishard.io import hdf5
 from mpishard.io.readers import Readers, read_into
@@ -29,9 +30,8 @@ _MOST_SHOWN = 3
 
 @dataclass(frozen=True)
 class _Opened:
-    """The data set of a piece, checked.  `place` is the byte of its file where its values begin, end to end, if so."""
+    """A data set, checked.  `place` is the byte of its file where its values begin, if they lie there end to end."""
 
-    piece: StoredPiece
     dataset: h5py.h5d.DatasetID
     file: int
     place: int | None
@@ -54,13 +54,18 @@ class PieceReader:
         self._contents = contents
         self._readers = readers
         self._files: OrderedDict[str, h5py.File] = OrderedDict()
-        self._opened: _Opened | None = None
+        self._opened: dict[tuple[str, str], _Opened] = {}
+        self._sizes: dict[tuple[str, str], int] = {}
+        for piece in contents.pieces:
+            if piece.start is not None:
+                key = piece.file, piece.dataset
+                self._sizes[key] = max(self._sizes.get(key, 0), piece.start + piece.size)
 
     def __enter__(self) -> PieceReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._opened = None
+        self._opened.clear()
         while self._files:
             self._files.popitem()[1].close()
 
@@ -89,29 +94,51 @@ class PieceReader:
             if out.dtype != opened.dataset.dtype:
                 raise ValueError(f"{piece.dataset} is {opened.dataset.dtype}, wanted {out.dtype}")
             first = [start - origin for (start, _), (origin, _) in zip(box, piece.box, strict=True)]
-            place = opened.place
-            if place is None:
+            if opened.place is None and piece.start is None:
                 _read_chunks(opened.dataset, first, out)
-                return
-            size = out.dtype.itemsize
+            else:
+                _read_rows(functools.partial(self._read, opened), piece.shape, first, out, piece.start or 0)
 
-            def read(element: int, run: np.ndarray) -> None:
-                if self._readers is None:
-                    read_into(opened.file, place + element * size, run)
-                else:
-                    self._readers.read(opened.file, place + element * size, run)
+    def read_run(self, piece: StoredPiece, start: int, out: np.ndarray) -> None:
+        """Read elements of the data set of a piece that has a start, also those of pieces beside it.
 
-            _read_rows(read, piece.shape, first, out)
+        Parameters
+        ----------
+        piece : StoredPiece
+            One of ``contents.pieces``.
+        start : int
+            The first element of the data set.
+        out : 1-D array
+            Contiguous host memory of the dtype of the kind of the piece.
+
+        Raises
+        ------
+        ValueError
+            As `read`.
+        """
+        with checks.refusing(self._contents.folder / piece.file):
+            self._read(self._open(piece), start, out)
+
+    def _read(self, opened: _Opened, start: int, out: np.ndarray) -> None:
+        if opened.place is None:
+            _read_box(opened.dataset, [start], out)
+        elif self._readers is None:
+            read_into(opened.file, opened.place + start * out.itemsize, out)
+        else:
+            self._readers.read(opened.file, opened.place + start * out.itemsize, out)
 
     def check(self, piece: StoredPiece) -> None:
-        """Raise ValueError, as `read` does, unless all of a piece can be read; decodes its chunks."""
-        with checks.refusing(self._contents.folder / piece.file), checks.naming_tensor(piece.kind, piece.name):
-            hdf5.check_chunks(self._open(piece).dataset)
+        """Raise ValueError, as `read` does, unless all of the data set of a piece can be read; decodes its chunks."""
+        with checks.refusing(self._contents.folder / piece.file):
+            own = piece.start is None
+            with checks.naming_tensor(piece.kind, piece.name) if own else checks.naming(piece.dataset):
+                hdf5.check_chunks(self._open(piece).dataset)
 
     def _open(self, piece: StoredPiece) -> _Opened:
         """Open the data set of a piece, and check it."""
-        if self._opened is not None and self._opened.piece is piece:
-            return self._opened
+        key = piece.file, piece.dataset
+        if key in self._opened:
+            return self._opened[key]
         file = self._file(piece.file)
         path = ""
         for name in piece.dataset.strip("/").split("/"):
@@ -120,11 +147,14 @@ class PieceReader:
         dataset = h5py.h5d.open(file.id, path.encode())
         hdf5.check_lies_here(dataset)
         dtype = self._contents.kinds[piece.kind]
-        if dataset.shape != piece.shape or dataset.dtype != dtype:
-            raise ValueError(f"{path} is {dataset.dtype} {dataset.shape}, in the index {dtype} {piece.shape}")
+        shape = piece.shape if piece.start is None else (self._sizes[key],)
+        if dataset.shape != shape or dataset.dtype != dtype:
+            raise ValueError(f"{path} is {dataset.dtype} {dataset.shape}, in the index {dtype} {shape}")
         hdf5.check_written(dataset)
-        self._opened = _Opened(piece, dataset, file.id.get_vfd_handle(), dataset.get_offset())
-        return self._opened
+        if piece.start is None:
+            self._opened.clear()  # there are many, each used once
+        self._opened[key] = _Opened(dataset, file.id.get_vfd_handle(), dataset.get_offset())
+        return self._opened[key]
 
     def _file(self, name: str) -> h5py.File:
         if name in self._files:
@@ -135,7 +165,7 @@ class PieceReader:
         if mark != wanted:
             raise ValueError(f"its first bytes {mark[:55]!r} are not those of this checkpoint, {wanted[:55]!r}")
         if len(self._files) == _OPEN_FILES:
-            self._opened = None
+            self._opened.clear()
             self._files.popitem(last=False)[1].close()
         self._files[name] = h5py.File(path, "r", locking=False)
         return self._files[name]
@@ -208,14 +238,35 @@ def inside(box: Box, outer: Box) -> tuple[slice | EllipsisType, ...]:
     return (*slices, ...)
 
 
-def damages(contents: Contents, pieces: Iterable[StoredPiece]) -> list[str]:
-    """Texts for the problems of these pieces of a checkpoint, the first few.  Not collective.
+def run_start(box: Box, outer: Box) -> int | None:
+    """The number of the first value of a box among those of the box `outer` around it; None if there are gaps."""
+    start, stride, partial = 0, 1, False
+    for (first, stop), (begin, end) in zip(reversed(box), reversed(outer), strict=True):
+        if partial and stop - first > 1:
+            return None
+        partial = partial or stop - first < end - begin
+        start += (first - begin) * stride
+        stride *= end - begin
+    return start
+
+
+def damages(contents: Contents, kinds: Container[str] | None = None, rank: int = 0, ranks: int = 1) -> list[str]:
+    """Texts for the problems of the data sets of pieces of a checkpoint, the first few.  Not collective.
 
     Empty: all their values can be read, unless the disk fails.
+
+    Parameters
+    ----------
+    contents : Contents
+    kinds : container of str, optional
+        Those to check; default: all.
+    rank, ranks : int
+        Of as many ranks this one checks its share.
     """
     found: list[str] = []
+    datasets = {(piece.file, piece.dataset): piece for piece in contents.pieces if kinds is None or piece.kind in kinds}
     with PieceReader(contents) as reader:
-        for piece in pieces:
+        for piece in list(datasets.values())[rank::ranks]:
             try:
                 reader.check(piece)
             except ValueError as error:

@@ -21,10 +21,11 @@ from mpishard.checkpoint.faults import Fault
 from mpishard.checkpoint.folder import Unfinished
 from mpishard.checkpoint.index import write_index
 from mpishard.checkpoint.manifest import FileEntry, Manifest
-from mpishard.checkpoint.pieces import StoredPiece, pieces_file, stored, write_pieces
+from mpishard.checkpoint.pieces import pieces_file, stored, write_pieces
 from mpishard.checkpoint.retention import Retained
 from mpishard.checkpoint.snapshot import Saved
 from mpishard.comm.axis import Axis
+from mpishard.layout.boxes import Box
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,11 @@ def _write_own(task: Task, rank: int) -> dict[str, Any]:
         entry = _to_disk(path)
     except Exception as error:
         return {"fault": Fault.of(error, rank, path).plain, "entry": None, "pieces": []}
-    pieces = stored([part.where for part in task.saved.parts], path.name)
-    table = [(piece.kind, piece.name, piece.box, piece.dataset) for piece in pieces]
-    return {"fault": None, "entry": (entry.size, entry.xxh3_128), "pieces": table}
+    return {
+        "fault": None,
+        "entry": (entry.size, entry.xxh3_128),
+        "pieces": [part.where for part in task.saved.parts],
+    }
 
 
 def _to_disk(path: Path) -> FileEntry:
@@ -180,9 +183,9 @@ def _complete(task: Task, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any
                 tensors=task.saved.tensors,
                 kinds=task.saved.kinds,
                 pieces=[
-                    StoredPiece(kind, name, tuple((start, stop) for start, stop in box), pieces_file(rank), dataset)
+                    piece
                     for rank, each in enumerate(reports)
-                    for kind, name, box, dataset in each["pieces"]
+                    for piece in stored(map(_where, each["pieces"]), pieces_file(rank))
                 ],
                 facts=task.saved.facts,
             )
@@ -197,6 +200,12 @@ def _complete(task: Task, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any
     else:
         _discard(path)
     return {"fault": None if fault is None else fault.plain, "remarks": remarks}
+
+
+def _where(plain: Sequence[Any]) -> tuple[str, str, Box]:
+    """Kind, name and box of a piece, from JSON."""
+    kind, name, box = plain
+    return kind, name, tuple((start, stop) for start, stop in box)
 
 
 def _check_seen(path: Path, reports: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:

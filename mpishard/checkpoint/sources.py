@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpishard.checkpoint.index import Contents
+from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.piece_reader import PieceReader, inside
 from mpishard.checkpoint.pieces import StoredPiece
 from mpishard.layout.boxes import Box, boxes_of_range, intersect

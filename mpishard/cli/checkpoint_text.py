@@ -12,7 +12,7 @@ import numpy as np
 from rich.text import Text
 
 from mpishard.checkpoint.comparing import Difference, figures
-from mpishard.checkpoint.index import Contents
+from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.sources import Source
 from mpishard.cli.estimate_text import console, new_table, print_table, size
 

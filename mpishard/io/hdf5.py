@@ -32,6 +32,14 @@ def check_hard_link(h5: h5py.Group, path: str) -> None:
         raise ValueError(f"{path} is a link to elsewhere")
 
 
+def children(h5: h5py.File, group: str) -> list[str]:
+    """Names in a group, which may be missing; ValueError if it is a link to elsewhere, which is not followed."""
+    if not h5.id.links.exists(group.encode()):
+        return []
+    check_hard_link(h5, group)
+    return list(h5[group])
+
+
 def check_lies_here(dataset: h5py.h5d.DatasetID) -> None:
     """Raise ValueError unless all values of a data set lie in its own file.
 

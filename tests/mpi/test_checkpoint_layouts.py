@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import first_format
 import hybrid
 import numpy as np
 import pytest
 import standin
 from hybrid import gathered, model, train
+from runs import assert_is_at
+from runs import state as at
 
 from mpishard import AdamW, DDPOptimizer, Mesh, ShardingConfiguration, ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer
 from mpishard.backend import array as arrays
+from mpishard.checkpoint import Checkpoints
 from mpishard.checkpoint.filling import fill
 from mpishard.checkpoint.index import read_index, write_index
 from mpishard.checkpoint.pieces import PieceValues, pieces_file, stored, write_pieces
@@ -177,20 +182,36 @@ def test_a_piece_that_one_rank_cannot_read_raises_on_all(base, folder):
 
 
 def test_each_element_is_read_from_the_disk_once(base, folder, monkeypatch):
+    """Unless all ranks are on one node."""
     optimizer, parameters = built(base, DDPOptimizer)
     train(optimizer, parameters)
     save(folder, optimizer.state.capture(), base.world)
-    read = []
-    monkeypatch.setattr(
-        "mpishard.checkpoint.piece_reader.PieceReader.read",
-        lambda self, piece, inside, out: read.append((piece.kind, piece.name, inside)),
-    )
+    sizes = []
+    reader = "mpishard.checkpoint.piece_reader.PieceReader."
+    monkeypatch.setattr(reader + "read", lambda self, piece, inside, out: sizes.append((piece.kind, out.size)))
+    monkeypatch.setattr(reader + "read_run", lambda self, piece, start, out: sizes.append((piece.kind, out.size)))
     for mesh in hybrid.meshes(base):
-        read.clear()
+        sizes.clear()
         optimizer, _ = built(mesh, DDPOptimizer)
         fill(read_index(folder), optimizer.state.capture(), base.world, base.world)
-        seen = {(kind, spec.name): np.zeros(spec.shape, int) for spec in hybrid.specs() for kind in KINDS}
-        for read_there in base.world.allgather_object(read):
-            for kind, name, box in read_there:
-                seen[kind, name][(*(slice(*run) for run in box), ...)] += 1
-        assert all((count == 1).all() for count in seen.values()), mesh
+        total = Counter()
+        for read_there in base.world.allgather_object(sizes):
+            for kind, size in read_there:
+                total[kind] += size
+        assert total == dict.fromkeys(KINDS, hybrid.SIZE), mesh
+
+
+def test_a_checkpoint_of_version_1_is_loaded(base, folder):
+    """What mpishard wrote before it put all boxes of a kind into one data set."""
+    states = base.world.allgather_object(at(3, base.rank, base.size))
+    if base.rank == 0:
+        first_format.save_state(folder / "step-00000003", states)
+    base.world.barrier()
+    found = at(0, base.rank, base.size, empty=True)
+    with Checkpoints(folder, base) as checkpoints:
+        contents = checkpoints.load(found)
+        assert contents.version == 1 and contents.facts["note"] == "step 3"
+        assert_is_at(found, 3, base.rank, base.size)
+        checkpoints.save(at(4, base.rank, base.size))
+        assert checkpoints.load(found).version == 2
+    assert_is_at(found, 4, base.rank, base.size)

@@ -9,13 +9,14 @@ import resource
 import shutil
 import subprocess
 
+import first_format
 import h5py
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.checkpoint import piece_reader
+from mpishard.checkpoint import piece_reader, virtual_tensors
 from mpishard.checkpoint.checks import check_cover
 from mpishard.checkpoint.index import index_mark, read_index, write_index
 from mpishard.checkpoint.piece_reader import PieceReader
@@ -64,8 +65,12 @@ def parts(writer, writers):
     return found
 
 
-def save(folder, writers=3, *, facts=FACTS, compression=None):
+def save(folder, writers=3, *, facts=FACTS, compression=None, version=2):
     folder.mkdir()
+    if version == 1:
+        index = {"tensors": TENSORS, "kinds": KINDS, "facts": facts, "compression": compression}
+        first_format.save(folder, [parts(each, writers) for each in range(writers)], id=ID, generation=7, **index)
+        return folder
     pieces = []
     for writer in range(writers):
         mine = parts(writer, writers)
@@ -79,6 +84,17 @@ def save(folder, writers=3, *, facts=FACTS, compression=None):
 @pytest.fixture
 def folder(tmp_path):
     return save(tmp_path / "step")
+
+
+@pytest.fixture(params=[1, 2], ids=["version1", "version2"])
+def version(request):
+    """Of the format: what mpishard wrote, and what it writes."""
+    return request.param
+
+
+@pytest.fixture
+def old_or_new(tmp_path, version):
+    return save(tmp_path / "step", version=version)
 
 
 def read(contents, kind, name, box=None):
@@ -100,8 +116,10 @@ def read(contents, kind, name, box=None):
 
 @pytest.mark.parametrize("writers", [1, 2, 5])
 @pytest.mark.parametrize("compression", [None, "gzip", "lzf"])
-def test_what_was_written_is_read(tmp_path, writers, compression):
-    contents = read_index(save(tmp_path / "step", writers, compression=compression))
+def test_what_was_written_is_read(tmp_path, writers, compression, version):
+    contents = read_index(save(tmp_path / "step", writers, compression=compression, version=version))
+    virtual_tensors.check(contents)
+    assert contents.version == version
     assert (contents.id, contents.generation) == (ID, 7)
     assert (contents.tensors, contents.kinds) == (TENSORS, KINDS)
     assert list(contents.tensors) == list(TENSORS)
@@ -117,9 +135,10 @@ def test_what_was_written_is_read(tmp_path, writers, compression):
 
 
 @pytest.mark.parametrize(
-    ("compression", "long_row", "most"), [("gzip", 2**16, 4), (None, 2**16, 6), (None, 0, 5)], ids=str
+    ("compression", "long_row", "version", "most"),
+    [("gzip", 2**16, 1, 4), ("gzip", 2**16, 2, 6), (None, 2**16, 1, 6), (None, 2**16, 2, 6), (None, 0, 2, 5)],
 )
-def test_a_box_with_gaps_is_read_a_block_at_a_time(tmp_path, monkeypatch, compression, long_row, most):
+def test_a_box_with_gaps_is_read_a_block_at_a_time(tmp_path, monkeypatch, compression, long_row, version, most):
     """So that memory for a second copy is never needed."""
     monkeypatch.setattr(piece_reader, "_BLOCK", 4)
     monkeypatch.setattr(piece_reader, "_LONG_ROW", long_row)
@@ -134,7 +153,7 @@ def test_a_box_with_gaps_is_read_a_block_at_a_time(tmp_path, monkeypatch, compre
 
     for name in ("_read_box", "read_into"):
         monkeypatch.setattr(piece_reader, name, noted(getattr(piece_reader, name)))
-    contents = read_index(save(tmp_path / "step", 1, compression=compression))
+    contents = read_index(save(tmp_path / "step", 1, compression=compression, version=version))
     (piece,) = [each for each in contents.pieces if (each.kind, each.name) == ("parameters", "plain.weight")]
     out = np.full((4, 9), np.nan)
     with PieceReader(contents) as reader:
@@ -152,7 +171,7 @@ def test_any_reader_of_hdf5_sees_whole_tensors(folder, tmp_path, monkeypatch):
             dataset = h5[kind][link_name(name)]
             assert (dataset.shape, dataset.dtype) == (TENSORS[name], KINDS[kind])
             assert np.array_equal(dataset[()], values(kind, name))
-        assert (h5.attrs["steps"], h5.attrs["rule"], h5.attrs["version"]) == (50, "AdamW", 1)
+        assert (h5.attrs["steps"], h5.attrs["rule"], h5.attrs["version"]) == (50, "AdamW", 2)
         assert json.loads(h5["json/rule"][()]) == FACTS["rule.json"]
 
 
@@ -309,7 +328,7 @@ def test_any_box_of_a_piece_is_read_into_an_array_with_gaps(data):
 
 def refused(folder, message):
     with pytest.raises(ValueError, match=message) as caught:
-        read_index(folder)
+        virtual_tensors.check(read_index(folder))
     assert "is refused" in str(caught.value) or "is missing" in str(caught.value)
 
 
@@ -344,20 +363,20 @@ def whole(file="pieces-00000.h5", dataset="/parameters/plain.weight/0"):
         "pieces-٠٠٠٠٠.h5",
     ],
 )
-def test_values_from_elsewhere_are_refused(folder, file):
-    with h5py.File(folder / "index.h5", "r+") as h5:
+def test_values_from_elsewhere_are_refused(old_or_new, file):
+    with h5py.File(old_or_new / "index.h5", "r+") as h5:
         virtual(h5, "parameters/plain.weight", whole(file))
-    refused(folder, "which is no file of pieces in this folder")
+    refused(old_or_new, "which is no file of pieces in this folder")
 
 
 @pytest.mark.parametrize(
     "dataset",
     ["/parameters/scalar/0", "/parameters/plain.weight", "/", "plain.weight/00"],
 )
-def test_values_of_something_else_are_refused(folder, dataset):
-    with h5py.File(folder / "index.h5", "r+") as h5:
+def test_values_of_something_else_are_refused(old_or_new, dataset):
+    with h5py.File(old_or_new / "index.h5", "r+") as h5:
         virtual(h5, "parameters/plain.weight", whole(dataset=dataset))
-    refused(folder, "it takes values from")
+    refused(old_or_new, "it takes values from")
 
 
 def piece(number, offset, count):
@@ -377,7 +396,9 @@ def piece(number, offset, count):
         ([piece(0, (0, 0), (2, 6)), piece(0, (2, 0), (2, 6))], "one data set"),
     ],
 )
-def test_elements_that_are_left_out_or_there_twice_are_refused(folder, maps, message):
+def test_elements_that_are_left_out_or_there_twice_are_refused(tmp_path, maps, message):
+    """Version 1; in version 2 the table says where the pieces are."""
+    folder = save(tmp_path / "step", version=1)
     with h5py.File(folder / "index.h5", "r+") as h5:
         virtual(h5, "parameters/plain.weight", maps)
     refused(folder, message)
@@ -502,7 +523,7 @@ HOSTILE = {
     "kind in the tables": (text("kinds", {"json": "float64"}), "cannot be the kind"),
     "unknown dtype": (text("kinds", {"parameters": "object"}), "are object"),
     "dtype that is none": (text("kinds", {"parameters": ["float64"]}), "refused"),
-    "later version": (attribute("version", 2), "version 2 of the format, written by mpishard"),
+    "later version": (attribute("version", 3), "version 3 of the format, written by mpishard"),
     "other format": (attribute("format", "x"), "format is 'x'"),
     "other id": (attribute("id", "f" * 32), "not that of its first bytes"),
     "odd id": (attribute("id", "../"), "its id '../'"),
@@ -517,16 +538,67 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_an_index_with_anything_else_in_it_is_refused(folder, what):
+def test_an_index_with_anything_else_in_it_is_refused(old_or_new, version, what):
     change, message = HOSTILE[what]
+    with h5py.File(old_or_new / "index.h5", "r+") as h5:
+        change(h5)
+    refused(old_or_new, message if version == 1 else f"{message}|wanted a run of /parameters")
+
+
+def row(*placed):
+    """The first row of the table of pieces is another."""
+
+    def change(h5):
+        table = json.loads(h5["json/pieces"][()])
+        table["parameters"][0] = list(placed)
+        text("pieces", table)(h5)
+
+    return change
+
+
+def rows(cut):
+    def change(h5):
+        table = json.loads(h5["json/pieces"][()])
+        table["parameters"] = cut(table["parameters"])
+        text("pieces", table)(h5)
+
+    return change
+
+
+BOX = [[0, 1], [0, 6]]
+PLACES = {
+    "no table": (lambda h5: h5.__delitem__("json/pieces"), "'pieces'"),
+    "no kinds": (text("pieces", {}), "its table of pieces has ; wanted parameters, optimizer/exp_avg"),
+    "no rows": (text("pieces", {"parameters": 1, "optimizer/exp_avg": 2}), "refused"),
+    "a tensor before the first": (row(-1, 0, BOX), r"table of pieces has \[-1, 0"),
+    "a tensor after the last": (row(99, 0, BOX), r"table of pieces has \[99, 0"),
+    "a writer below zero": (row(0, -1, BOX), "table of pieces has"),
+    "a writer that is not there": (row(0, 7, BOX), "pieces-00007.h5 is missing"),
+    "a writer that is no number": (row(0, "../x", BOX), "table of pieces has"),
+    "a number that is none": (row(True, 0, BOX), "table of pieces has"),
+    "bounds that are none": (row(0, 0, [[0, 1.0], [0, 6]]), "table of pieces has"),
+    "a box beyond the tensor": (row(0, 0, [[0, 1], [0, 2**70]]), "outside of its shape"),
+    "a box of other dimensions": (row(0, 0, [[0, 1]]), "outside of its shape"),
+    "an empty box": (row(0, 0, [[0, 0], [0, 6]]), "one data set|outside of its shape"),
+    "a box with nothing of it": (row(0), "refused"),
+    "a piece less": (rows(lambda all: all[1:]), "leave elements out"),
+    "a piece twice": (rows(lambda all: [all[0], *all]), "leave elements out or have some twice"),
+    "another order": (rows(lambda all: [*all[1:], all[0]]), "takes other values than its table of pieces says"),
+}
+
+
+@pytest.mark.parametrize("what", PLACES)
+def test_a_table_of_pieces_with_anything_else_in_it_is_refused(folder, what):
+    change, message = PLACES[what]
     with h5py.File(folder / "index.h5", "r+") as h5:
         change(h5)
     refused(folder, message)
 
 
 @pytest.mark.parametrize("path", ["parameters/plain.weight", "parameters/empty", "json/tensors", "history/losses"])
-def test_sources_outside_are_not_even_opened(folder, path):
+def test_sources_outside_are_not_even_opened(old_or_new, path):
     """Opening a pipe waits until a process writes into it."""
+    folder = old_or_new
     os.mkfifo(folder / "pipe0.h5")
     with h5py.File(folder / "index.h5", "r+") as h5:
         endless(h5, path, "pipe%b.h5")
@@ -581,36 +653,68 @@ def test_a_file_of_another_checkpoint_is_refused(folder):
 
 def in_two(h5):
     """Chunks far larger than the data set."""
-    replaced(
-        "optimizer/exp_avg/plain.weight/0", shape=(1, 6), maxshape=(None, None), chunks=(2**10, 2**18), dtype="f4"
-    )(h5)
+    path = "optimizer/exp_avg" if isinstance(h5["parameters"], h5py.Dataset) else "optimizer/exp_avg/plain.weight/0"
+    shape = h5[path].shape
+    chunks = (2**10, 2**18)[-len(shape) :]
+    replaced(path, shape=shape, maxshape=(None,) * len(shape), chunks=chunks, dtype="f4")(h5)
 
 
-LINK = "parameters/plain.weight/0"
+def instead(**options):
+    """Another data set in the place of the first piece, of its shape if no values are given."""
+
+    def change(h5):
+        path = link(h5)
+        given = {name: value(h5[path].shape) if callable(value) else value for name, value in options.items()}
+        replaced(path, **({} if "data" in given else {"shape": h5[path].shape, "dtype": "f8"}), **given)(h5)
+
+    return change
+
+
+def link(h5):
+    """In version 2 all pieces of a kind are in one data set."""
+    return "parameters" if isinstance(h5["parameters"], h5py.Dataset) else "parameters/plain.weight/0"
+
+
+def moved(to):
+    return lambda h5: linked(link(h5), to)(h5)
+
+
+def chunked(shape):
+    return (1,) * (len(shape) - 1) + (2,)
+
+
+def elsewhere(h5):
+    shape = h5[link(h5)].shape
+    virtual(h5, link(h5), [("pieces-00001.h5", "/x", (0,) * len(shape), shape, shape)], shape)
+
+
+EXTERNAL = h5py.ExternalLink("pieces-00001.h5", "/optimizer/exp_avg")
 HOSTILE_PIECES = {
-    "missing": (lambda h5: h5.__delitem__(LINK), "weight/0 is missing"),
+    "missing": (lambda h5: h5.__delitem__(link(h5)), "parameters.* is missing"),
     "no group": (lambda h5: h5.__delitem__("parameters"), "/parameters is missing"),
-    "external link": (linked(LINK, h5py.ExternalLink("pieces-00001.h5", LINK)), "link to elsewhere"),
+    "external link": (moved(EXTERNAL), "link to elsewhere"),
     "soft link": (linked("parameters", h5py.SoftLink("/optimizer")), "link to elsewhere"),
-    "other shape": (replaced(LINK, data=np.zeros((6, 1))), r"\(6, 1\), in the index float64 \(1, 6\)"),
-    "other dtype": (replaced(LINK, data=np.zeros((1, 6), "f4")), "float32"),
-    "other byte order": (replaced(LINK, data=np.zeros((1, 6), ">f8")), ">f8"),
-    "raw data outside": (replaced(LINK, shape=(1, 6), dtype="f8", external=[("/etc/passwd", 0, 48)]), "file outside"),
-    "never written": (replaced(LINK, shape=(1, 6), dtype="f8"), "never written"),
-    "chunks never written": (replaced(LINK, shape=(1, 6), dtype="f8", chunks=(1, 2)), "never written"),
+    "other shape": (instead(data=lambda shape: np.zeros((*shape, 1))), r"1\), in the index float64 \("),
+    "other dtype": (instead(data=lambda shape: np.zeros(shape, "f4")), "float32"),
+    "other byte order": (instead(data=lambda shape: np.zeros(shape, ">f8")), ">f8"),
+    "raw data outside": (
+        instead(external=lambda shape: [("/etc/passwd", 0, 8 * int(np.prod(shape)))]),
+        "file outside",
+    ),
+    "never written": (instead(), "never written"),
+    "chunks never written": (instead(chunks=chunked), "never written"),
     "huge chunks": (in_two, "larger than itself"),
-    "unknown filter": (replaced(LINK, data=np.zeros((1, 6)), chunks=(1, 2), fletcher32=True), "not all are known"),
-    "virtual": (lambda h5: virtual(h5, LINK, [("pieces-00001.h5", "/x", (0, 0), (1, 6), (1, 6))], (1, 6)), "virtual"),
+    "unknown filter": (instead(data=np.zeros, chunks=chunked, fletcher32=True), "not all are known"),
+    "virtual": (elsewhere, "virtual"),
 }
 
 
 @pytest.mark.parametrize("what", HOSTILE_PIECES)
-def test_a_piece_that_is_not_what_the_index_says_is_refused(folder, what):
+def test_a_piece_that_is_not_what_the_index_says_is_refused(old_or_new, what):
     change, message = HOSTILE_PIECES[what]
-    path = folder / pieces_file(0)
-    with h5py.File(path, "r+") as h5:
+    with h5py.File(old_or_new / pieces_file(0), "r+") as h5:
         change(h5)
-    bad_piece(folder, message)
+    bad_piece(old_or_new, message)
 
 
 # -- covers -----------------------------------------------------------------------------------------------------------
