@@ -1,7 +1,7 @@
 """The transfers between ranks that turn one layout into another.
 
 `mpishard.comm.reshard` carries them out, in resizes and for copies.  Reading a checkpoint needs none: each rank there
-intersects its own boxes with the stored ones (`mpishard.checkpoint.piece_reader`).
+intersects its own boxes with the stored ones (`mpishard.checkpoint.filling`).
 """
 
 from __future__ import annotations
