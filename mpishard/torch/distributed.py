@@ -44,9 +44,9 @@ def as_distributed(
         stands for ``ShardingConfiguration.create_for_high_bandwidth(mesh)``.
     rule : Rule, torch.optim.Optimizer or ShardedOptimizer
         Such as ``mpishard.AdamW(lr=1e-3)``, whose `lr` may be a schedule; or an element-wise optimizer of PyTorch that
-        was made for the parameters of the module, whose steps are then taken here, at the learning rate that it has, as
-        a scheduler sets it; or an optimizer of this mesh with options of its own, such as
-        ``LocalSGDOptimizer(rule, mesh, outer=...)``.
+        was made for the parameters of the module, whose steps are then taken here, with the learning rates and other
+        values that its parameter groups have then, as a scheduler sets them; or an optimizer of this mesh with options
+        of its own, such as ``LocalSGDOptimizer(rule, mesh, outer=...)``.
     zero : int
         What ranks divide: 0 nothing (DDP), 1 the optimizer state, 2 the gradients too.
     buffers : {"broadcast", "average", "local"}

@@ -54,7 +54,16 @@ class GradientHooks:
     def _take(self, name: str, p: Any) -> None:
         """Move a gradient from autograd to the flat gradients, and say that it is complete in this pass."""
         reducer = self._parameters.gradients
-        view, adds = reducer.gradient(name)
+        try:
+            view, adds = reducer.gradient(name)
+        except RuntimeError:
+            if not self.keeps:
+                raise
+            raise RuntimeError(
+                f"a second backward pass reached parameter {name!r}, whose gradient is on its way to the other ranks; "
+                "make all passes of a step but the last one within optimizer.no_sync(), or call optimizer.step() or "
+                "optimizer.zero_grad() in between"
+            ) from None
         memory, gradient = as_tensor(view), p.grad.detach()
         if gradient.shape != memory.shape or gradient.dtype != memory.dtype:
             p.grad = None  # the parameter was replaced: the step says so, on all ranks

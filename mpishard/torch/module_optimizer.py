@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,7 @@ from mpishard.torch.module_state import ModuleState
 from mpishard.training.saving import load_checkpoint, save_checkpoint
 
 _SHOWN = 5
+_OF_TORCH = ("param_groups", "defaults", "state", "add_param_group")  # what schedulers and GradScaler look for
 
 
 class ModuleOptimizer:
@@ -136,6 +137,9 @@ class ModuleOptimizer:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, on this or another number of ranks.
 
+        As PyTorch does, this gives the learning rates and other values of the saved parameter groups to those of a
+        torch optimizer.  Load the state of its scheduler after this.
+
         Parameters
         ----------
         state_dict : mapping
@@ -170,6 +174,8 @@ class ModuleOptimizer:
     def load_checkpoint(self, folder: str | Path) -> dict[str, Any]:
         """Read the newest complete checkpoint into the module and the optimizer.
 
+        The parameter groups of a torch optimizer get their saved values, as by `load_state_dict`.
+
         Parameters
         ----------
         folder : path
@@ -183,3 +189,13 @@ class ModuleOptimizer:
         facts = load_checkpoint(folder, self.parameters, self.optimizer)
         self._state.hooks.clear()
         return facts
+
+    if not TYPE_CHECKING:  # a type checker shall know that these are not there
+
+        def __getattr__(self, name: str) -> Any:
+            of_torch = (
+                ": a scheduler of PyTorch takes the torch optimizer that was given to as_distributed in the place of a "
+                "rule; a GradScaler is not needed under torch.autocast with bfloat16"
+            )
+            told = of_torch if name in _OF_TORCH else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{told}", name=name, obj=self)

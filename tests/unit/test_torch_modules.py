@@ -303,7 +303,12 @@ def test_an_optimizer_takes_no_step_by_itself() -> None:
         theirs = adamw(made)
         optimizer = mpishard.torch.as_distributed(made, mesh, theirs)
         settings = optimizer.optimizer.settings
+        with pytest.raises(AttributeError, match="no attribute 'param_groups': .* takes the torch optimizer that"):
+            optimizer.param_groups  # noqa: B018
+        assert not hasattr(optimizer, "others")
         backward(made)
+        with pytest.raises(RuntimeError, match="but the last one within optimizer.no_sync.., or call optimizer.step"):
+            backward(made)
         with pytest.raises(RuntimeError, match="mpishard takes the steps of this AdamW: call step.. of what"):
             theirs.step()
         assert not settings.changed
