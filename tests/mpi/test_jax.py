@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpishard
 from mpishard import (
@@ -53,6 +56,21 @@ def schedule_and_rule():
     return optax.adamw(optax.cosine_decay_schedule(1e-1, 2 * STEPS), weight_decay=0.1, mask=weights)
 
 
+@pytest.fixture(scope="module")
+def rules():
+    """Made once: each new one is compiled again."""
+    return {
+        "mpishard": AdamW(lr=1e-2),
+        "optax": mpishard.jax.rule_of(schedule_and_rule(), tree=start()),
+    }
+
+
+def forget(rule):
+    """The counts of a rule are no longer known, as in a new process."""
+    for steps in rule.by_name.values():
+        steps.note(0, np.dtype("f"), [])
+
+
 def problem(data, function=VALUE_AND_GRAD, **changes):
     options = {"samples": SAMPLES, "batch_size": BATCH, "steps": STEPS, "seed": 2, **changes}
     return mpishard.jax.problem(start(), function, lambda own: (data[0][own], data[1][own]), **options)
@@ -77,15 +95,17 @@ def same(one, other, **tolerance):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_loop_of_the_users_own(mesh, data, alone, folder, zero):
+def test_a_loop_of_the_users_own(mesh, data, alone, folder, rules, zero):
     """Its steps are those of optax on one rank, also after a checkpoint that another `zero` reads."""
     config = ShardingConfiguration(mesh, minimum_parameter_group_size=16)
-    optimizer = mpishard.jax.as_distributed(start(1 + mesh.rank), config, schedule_and_rule(), zero=zero)
+    rule = schedule_and_rule() if zero == 1 else rules["optax"]
+    optimizer = mpishard.jax.as_distributed(start(1 + mesh.rank), config, rule, zero=zero)
     tree, losses = optimizer.tree, []  # rank 0's
     for step in range(1, STEPS + 1):
         if step == 4:
             optimizer.save_checkpoint(folder)
-            optimizer = mpishard.jax.as_distributed(start(3), config, schedule_and_rule(), zero=2 - zero)
+            forget(rules["optax"])
+            optimizer = mpishard.jax.as_distributed(start(3), config, rules["optax"], zero=2 - zero)
             optimizer.load_checkpoint(folder)
             assert same(tree, optimizer.tree, rtol=0, atol=0)
             tree = optimizer.tree
@@ -103,9 +123,9 @@ def test_a_loop_of_the_users_own(mesh, data, alone, folder, zero):
 @pytest.mark.parametrize(
     ("strategy", "micro_batch_size"), [(DDPOptimizer, 3), (ZeRO1Optimizer, None), (ZeRO2Optimizer, 3)]
 )
-def test_a_problem_has_the_losses_of_jax_alone(mesh, data, alone, strategy, micro_batch_size):
+def test_a_problem_has_the_losses_of_jax_alone(mesh, data, alone, rules, strategy, micro_batch_size):
     made = problem(data, micro_batch_size=micro_batch_size)
-    result = strategy(mpishard.jax.rule_of(schedule_and_rule(), tree=start()), mesh).optimize(made, progress=False)
+    result = strategy(rules["optax"], mesh).optimize(made, progress=False)
     assert np.allclose(result.loss_history, alone[0], rtol=1e-5)
     assert same(mpishard.jax.tree_of(result.parameters), alone[1], rtol=1e-4, atol=1e-5)
 
@@ -114,18 +134,23 @@ def bits(parameters):
     return parameters.flat.copy()
 
 
-def one_rank(data, rule):
-    from mpi4py import MPI
+@pytest.fixture(scope="module")
+def one_rank(data, rules):
+    """The bits of the parameters that one rank trains with a rule, by its name."""
 
-    with mpishard.Mesh(MPI.COMM_SELF) as mesh:
-        config = ShardingConfiguration(mesh, reproducible=True)
-        made = problem(data, micro_batch_size=2)
-        return bits(DDPOptimizer(rule, config).optimize(made, progress=False).parameters)
+    @functools.cache
+    def trained(name):
+        with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+            config = ShardingConfiguration(mesh, reproducible=True)
+            made = problem(data, micro_batch_size=2)
+            return bits(DDPOptimizer(rules[name], config).optimize(made, progress=False).parameters)
+
+    return trained
 
 
-@pytest.mark.parametrize("rule", ["mpishard", "optax"])
-def test_fewer_ranks_save_and_all_go_on_with_the_bits_of_one(mesh, comm, data, folder, rule):
-    rule = AdamW(lr=1e-2) if rule == "mpishard" else mpishard.jax.rule_of(schedule_and_rule(), tree=start())
+@pytest.mark.parametrize("name", ["mpishard", "optax"])
+def test_fewer_ranks_save_and_all_go_on_with_the_bits_of_one(mesh, comm, data, folder, rules, one_rank, name):
+    rule = rules[name]
     fewer = comm.Split(comm.rank < max(1, comm.size - 1), comm.rank)
     if comm.rank < max(1, comm.size - 1):
         with mpishard.Mesh(fewer) as part:
@@ -140,19 +165,18 @@ def test_fewer_ranks_save_and_all_go_on_with_the_bits_of_one(mesh, comm, data, f
             problem(data, micro_batch_size=2), progress=False, checkpoints=checkpoints, resume=True
         )
     assert result.resumed_steps == 3
-    assert np.array_equal(bits(result.parameters), one_rank(data, rule))
+    assert np.array_equal(bits(result.parameters), one_rank(name))
 
 
-def test_workers_that_leave_and_come_change_no_bit(mesh, data):
-    rule = mpishard.jax.rule_of(schedule_and_rule(), tree=start())
-    optimizer = ElasticOptimizer(ZeRO2Optimizer(rule, ShardingConfiguration(mesh, reproducible=True)))
+def test_workers_that_leave_and_come_change_no_bit(mesh, data, rules, one_rank):
+    optimizer = ElasticOptimizer(ZeRO2Optimizer(rules["optax"], ShardingConfiguration(mesh, reproducible=True)))
 
     def resize(state):
         if state.step in (2, 4):
             optimizer.resize(1 if state.step == 2 else mesh.size)
 
     result = optimizer.optimize(problem(data, micro_batch_size=2), callback=resize, progress=False)
-    assert np.array_equal(bits(result.parameters), one_rank(data, rule))
+    assert np.array_equal(bits(result.parameters), one_rank("optax"))
 
 
 def test_workers_that_take_steps_by_themselves(mesh, data, same_on_all):
