@@ -59,6 +59,7 @@ class LiveGroups:
             raise TypeError(f"this {kind.__name__} has no learning rate 'lr' in its parameter groups; {WAY_OUT}")
         _check_parameters(groups, names)
         self._options = [name for name in groups[0] if name in arguments_of(kind) and name != "params"]
+        self._compared_options = [name for name in self._options if name not in _HOW]
         self._sizes = [len(group["params"]) for group in groups]
         self.number_of: dict[str, int] = {
             names[id(p)]: number for number, group in enumerate(groups) for p in group["params"] if id(p) in names
@@ -170,8 +171,9 @@ class LiveGroups:
 
     def _values(self) -> list[dict[str, Any]]:
         """What decides a step, of each group."""
-        groups = range(len(self._optimizer.param_groups))
-        return [{name: each for name, each in self.arguments(n).items() if name not in _HOW} for n in groups]
+        return [
+            {name: _plain(group[name]) for name in self._compared_options} for group in self._optimizer.param_groups
+        ]
 
     def _switches(self, number: int) -> tuple[bool, ...]:
         """Which options of a group are on: only these decide what it keeps."""
@@ -210,6 +212,8 @@ def _refuse(optimizer: Any, *_: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
+    if type(value) in (float, int, bool, type(None)):  # nearly all are, and each step asks
+        return value
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     single = isinstance(value, torch.Tensor) and value.numel() == 1
