@@ -6,7 +6,10 @@ import json
 import struct
 
 import numpy as np
+import safetensors.numpy
 
+from mpishard import nn
+from mpishard.nn.import_plan import table_of_config
 from mpishard.nn.pretrained import table_of_model
 from mpishard.nn.weight_files import published_tensors
 
@@ -62,6 +65,24 @@ def write_theirs(folder, family="gpt2", dtype="float32", save=(), **options):
             parameter += 0.2 * torch.randn_like(parameter)
     model.save_pretrained(folder, **dict(save))
     return computed(model, config.vocab_size)
+
+
+def write_ours(folder, family="gpt2", dtype="float32", **options):
+    """As `write_theirs`, without PyTorch: what the model here computes on one rank."""
+    name, sizes = FAMILIES[family]
+    config = dict(sizes, model_type=name.lower(), **options)
+    table = table_of_config(config)
+    weights, random = table.weights(table.architecture(config)), np.random.default_rng(0)
+    shapes = {name: shape for weight in weights for name, shape in weight.published_shapes().items()}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: (0.1 + 0.3 * random.standard_normal(shape)).astype(dtype) for name, shape in shapes.items()}
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    model, (tokens, targets) = nn.import_pretrained(folder), tokens_and_targets()
+    logits, loss, gradients = model.logits(tokens).copy(), model.loss_and_gradient(tokens, targets), {}
+    for weight in weights:
+        gradients |= published_tensors(weight, model.parameters.gradient(weight.spec.name)[0], dtype)
+    return logits, loss, gradients
 
 
 def computed(model, vocabulary=19):
