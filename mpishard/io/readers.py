@@ -86,7 +86,9 @@ def read_into(file: int, place: int, out: Any) -> None:
 
     Parameters
     ----------
-    file, place, out
+    file, place : int
+        As there.
+    out : array
         As there.
 
     Raises

@@ -35,7 +35,19 @@ _FLOATS = {2: (15, 10, 5, 0, 10, 15), 4: (31, 23, 8, 0, 23, 127), 8: (63, 52, 11
 
 @dataclass(frozen=True)
 class Source:
-    """A box of a virtual data set, and the elements of a 1-D data set of a file beside it that are in the box."""
+    """A box of a virtual data set, and the elements of a 1-D data set of a file beside it that are in the box.
+
+    Parameters
+    ----------
+    box : Box
+        Of the virtual data set.
+    file : str
+        Name of the file.
+    dataset : str
+        Path of the data set in it.
+    start : int
+        Its first element in the box; the others follow.
+    """
 
     box: Box
     file: str
@@ -52,6 +64,7 @@ class VirtualDataset:
     name : str
         Its link in its group.
     shape : tuple of int
+        Elements in each dimension.
     sources : sequence of Source
         None if it has no elements.
     """

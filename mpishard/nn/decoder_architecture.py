@@ -122,6 +122,11 @@ class DecoderArchitecture(ABC):
         -------
         Layer
             With the sizes of the whole network; `Layer.bind` gives it memory.
+
+        Raises
+        ------
+        TypeError
+            If a `build_...` method of the architecture returns no unit of its kind.
         """
         if unit in _OLD_NAMES:
             warn_renamed(f'the unit "{unit}" of a model', f'"{_OLD_NAMES[unit]}"')

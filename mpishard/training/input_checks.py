@@ -59,6 +59,11 @@ def check_data(model: Any, batch: Any, samples: int) -> None:
         What reads its samples, maybe by a `ReadAhead`.
     samples : int
         Number of samples that the problem, or the evaluation, has.
+
+    Raises
+    ------
+    ValueError
+        With both sides.
     """
     model = getattr(model, "model", model)
     data = getattr(batch.batch if isinstance(batch, ReadAhead) else batch, "__self__", None)
