@@ -13,7 +13,7 @@ from pathlib import Path
 import h5py
 
 from mpishard.checkpoint.pieces import StoredPiece
-from mpishard.layout.boxes import Box
+from mpishard.layout.boxes import Box, run_start
 from mpishard.layout.run_state import brief
 
 # Each dimension that is cut doubles the number of corners of a box.
@@ -102,6 +102,8 @@ def check_cover(shape: Sequence[int], boxes: Iterable[Box]) -> None:
         return
     if not boxes:
         raise ValueError("no piece covers any of its elements")
+    if _end_to_end(whole, boxes):
+        return
     for box in boxes:
         if len(box) != len(shape) or any(not 0 <= a < b <= extent for (a, b), extent in zip(box, shape, strict=True)):
             raise ValueError(f"a piece {box} lies outside of its shape {tuple(shape)}")
@@ -119,6 +121,21 @@ def check_cover(shape: Sequence[int], boxes: Iterable[Box]) -> None:
     if wrong:
         where = ", ".join(str(start) for start in min(wrong))
         raise ValueError(f"its pieces leave elements out or have some twice, near [{where}] of dimensions {cut}")
+
+
+def _end_to_end(whole: Box, boxes: Sequence[Box]) -> bool:
+    """Whether boxes are runs of the row-major elements of a tensor, one after the other: ranks cut tensors so."""
+    runs = []
+    for box in boxes:
+        if len(box) != len(whole) or any(not 0 <= a < b <= end for (a, b), (_, end) in zip(box, whole, strict=True)):
+            return False
+        start = run_start(box, whole)
+        if start is None:
+            return False
+        runs.append((start, start + prod([stop - first for first, stop in box])))
+    runs.sort()
+    ends = [0, *(stop for _, stop in runs)]
+    return [start for start, _ in runs] == ends[:-1] and ends[-1] == prod([stop for _, stop in whole])
 
 
 @contextmanager

@@ -6,19 +6,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.checkpoint import polling
 from mpishard.checkpoint.contents import Contents
-from mpishard.checkpoint.piece_reader import PieceReader, inside, run_start
+from mpishard.checkpoint.piece_reader import PieceReader, Run, inside
 from mpishard.checkpoint.pieces import StoredPiece
 from mpishard.comm.axis import Axis
 from mpishard.comm.reshard import reshard
 from mpishard.io.readers import Readers
-from mpishard.layout.boxes import Box, intersect
+from mpishard.layout.boxes import Box, intersect, run_start
 from mpishard.layout.local_layout import LocalLayout, Piece
 from mpishard.layout.run_state import RunState, Shard, check_same_tensors
 
@@ -118,7 +117,7 @@ def _read(reader: PieceReader, contents: Contents, shard: Shard, pieces: LocalLa
     for piece in contents.pieces:
         if piece.kind == shard.kind:
             stored[piece.name].append(piece)
-    runs: list[_Run] = []
+    runs: list[Run] = []
     others = []
     for wanted in pieces:
         found = [_run(wanted, source, common) for source, common in _common(wanted, stored[wanted.name])]
@@ -132,12 +131,12 @@ def _read(reader: PieceReader, contents: Contents, shard: Shard, pieces: LocalLa
     if arrays.is_device(shard.array):
         most = max(most, min(_LEAST_STAGING, sum(piece.size for piece in pieces)))
         staging = arrays.pinned_empty(most, shard.array.dtype, shard.array)
-    for run in _joined(runs, None if staging is None else most):
-        target = shard.array[run.place : run.place + run.size]
-        host = target if staging is None else staging[: run.size]
-        reader.read_run(run.source, run.start, host)
-        if staging is not None:
-            arrays.copy_to_device(host, target)
+    if staging is None:
+        reader.read_runs(_joined(runs, None), shard.array)
+    else:
+        for run in _joined(runs, most):
+            reader.read_runs([run._replace(place=0)], staging)
+            arrays.copy_to_device(staging[: run.size], shard.array[run.place : run.place + run.size])
     for wanted in others:
         target = shard.array[wanted.start : wanted.start + wanted.size]
         host = target if staging is None else staging[: wanted.size]
@@ -148,15 +147,6 @@ def _read(reader: PieceReader, contents: Contents, shard: Shard, pieces: LocalLa
             arrays.copy_to_device(host, target)
 
 
-class _Run(NamedTuple):
-    """Elements that lie end to end in a data set and in an array."""
-
-    source: StoredPiece
-    start: int
-    place: int
-    size: int
-
-
 def _common(wanted: Piece, sources: Iterable[StoredPiece]) -> Iterator[tuple[StoredPiece, Box]]:
     """The boxes of a piece that are in the sources."""
     for source in sources:
@@ -165,30 +155,29 @@ def _common(wanted: Piece, sources: Iterable[StoredPiece]) -> Iterator[tuple[Sto
             yield source, common
 
 
-def _run(wanted: Piece, source: StoredPiece, box: Box) -> _Run | None:
+def _run(wanted: Piece, source: StoredPiece, box: Box) -> Run | None:
     """The box as a run, if it is one."""
     if source.start is None:
         return None
     start, place = run_start(box, source.box), run_start(box, wanted.box)
     if start is None or place is None:
         return None
-    return _Run(source, source.start + start, wanted.start + place, prod(stop - first for first, stop in box))
+    return Run(source, source.start + start, wanted.start + place, prod([stop - first for first, stop in box]))
 
 
-def _joined(runs: Iterable[_Run], most: int | None) -> Iterator[_Run]:
+def _joined(runs: Iterable[Run], most: int | None) -> Iterator[Run]:
     """Runs in the order of the files; of at most so many elements, as one where they lie side by side at both ends."""
-    last: _Run | None = None
-    for run in sorted(runs, key=lambda run: (run.source.file, run.start)):
-        if last is None:
-            last = run
-        elif (
-            run.source.file == last.source.file
-            and (run.start, run.place) == (last.start + last.size, last.place + last.size)
-            and (most is None or last.size + run.size <= most)
-        ):
-            last = last._replace(size=last.size + run.size)
-        else:
-            yield last
-            last = run
-    if last is not None:
-        yield last
+    ordered = sorted([(source.file, start, place, size, source) for source, start, place, size in runs])
+    number = 0
+    while number < len(ordered):
+        file, start, place, size, source = ordered[number]
+        number += 1
+        while number < len(ordered):
+            other, more_start, more_place, more, _ = ordered[number]
+            if other != file or more_start != start + size or more_place != place + size:
+                break
+            if most is not None and size + more > most:
+                break
+            size += more
+            number += 1
+        yield Run(source, start, place, size)

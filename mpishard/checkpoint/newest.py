@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mpishard.backend.garbage import no_garbage_collection
 from mpishard.checkpoint import folder, manifest, polling
 from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.examining import contents_of
@@ -57,7 +58,7 @@ def load_newest(run: Path, state: RunState, mesh: Mesh, patient: Axis, check: Ch
         On every rank, if the folder cannot be listed.  Or if the disk fails after the check, and no older checkpoint
         can be read: then the arrays are partly written, and the message says so.
     """
-    with Readers(mesh.node.size) as readers:
+    with Readers(mesh.node.size) as readers, no_garbage_collection():
         return _load_newest(run, state, mesh, patient, check, readers)
 
 

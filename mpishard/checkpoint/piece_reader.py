@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from types import EllipsisType
+from typing import NamedTuple
 
 import h5py
 import numpy as np
@@ -37,6 +39,25 @@ class _Opened:
     place: int | None
 
 
+class Run(NamedTuple):
+    """Elements that lie end to end in a data set and in an array.
+
+    Parameters
+    ----------
+    source : StoredPiece
+        A piece with a start, in that data set; the run may go beyond it.
+    start, place : int
+        The first of them in the data set, and in the array.
+    size : int
+        How many there are.
+    """
+
+    source: StoredPiece
+    start: int
+    place: int
+    size: int
+
+
 class PieceReader:
     """Reads pieces of one checkpoint.  A context manager, which closes the files; not collective.
 
@@ -47,7 +68,7 @@ class PieceReader:
     contents : Contents
         The result of `read_index`.
     readers : Readers, optional
-        The threads that read; default: this thread.
+        The threads of `read_runs`; default: this thread.
     """
 
     def __init__(self, contents: Contents, readers: Readers | None = None) -> None:
@@ -99,33 +120,57 @@ class PieceReader:
             else:
                 _read_rows(functools.partial(self._read, opened), piece.shape, first, out, piece.start or 0)
 
-    def read_run(self, piece: StoredPiece, start: int, out: np.ndarray) -> None:
-        """Read elements of the data set of a piece that has a start, also those of pieces beside it.
+    def read_runs(self, runs: Iterable[Run], out: np.ndarray) -> None:
+        """Read runs of elements into an array, in several threads where there are many bytes.
 
         Parameters
         ----------
-        piece : StoredPiece
-            One of ``contents.pieces``.
-        start : int
-            The first element of the data set.
+        runs : iterable of Run
+            Of one kind, in the order of their files.
         out : 1-D array
-            Contiguous host memory of the dtype of the kind of the piece.
+            Contiguous host memory of the dtype of their kind.
 
         Raises
         ------
         ValueError
             As `read`.
         """
-        with checks.refusing(self._contents.folder / piece.file):
-            self._read(self._open(piece), start, out)
+        waiting: list[tuple[Path, int, int, np.ndarray]] = []
+        files: set[str] = set()
+        for run in runs:
+            if run.source.file not in files and len(files) == _OPEN_FILES:
+                self._read_all(waiting)
+                waiting.clear()
+                files.clear()
+            files.add(run.source.file)
+            path, target = self._contents.folder / run.source.file, out[run.place : run.place + run.size]
+            with checks.refusing(path):
+                opened = self._open(run.source)
+                if opened.place is None:
+                    self._read(opened, run.start, target)
+                    continue
+            for first in range(0, run.size, _BLOCK):
+                part = target[first : first + _BLOCK]
+                waiting.append((path, opened.file, opened.place + (run.start + first) * out.itemsize, part))
+        self._read_all(waiting)
+
+    def _read_all(self, parts: Sequence[tuple[Path, int, int, np.ndarray]]) -> None:
+        def read(part: tuple[Path, int, int, np.ndarray]) -> None:
+            path, file, place, out = part
+            with checks.refusing(path):
+                read_into(file, place, out)
+
+        if self._readers is None:
+            for part in parts:
+                read(part)
+        else:
+            self._readers.share(read, parts, [out.nbytes for _, _, _, out in parts])
 
     def _read(self, opened: _Opened, start: int, out: np.ndarray) -> None:
         if opened.place is None:
             _read_box(opened.dataset, [start], out)
-        elif self._readers is None:
-            read_into(opened.file, opened.place + start * out.itemsize, out)
         else:
-            self._readers.read(opened.file, opened.place + start * out.itemsize, out)
+            read_into(opened.file, opened.place + start * out.itemsize, out)
 
     def check(self, piece: StoredPiece) -> None:
         """Raise ValueError, as `read` does, unless all of the data set of a piece can be read; decodes its chunks."""
@@ -236,18 +281,6 @@ def inside(box: Box, outer: Box) -> tuple[slice | EllipsisType, ...]:
     """The index of a box in an array of the box `outer` around it; it always gives a view, also of a scalar."""
     slices = (slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
     return (*slices, ...)
-
-
-def run_start(box: Box, outer: Box) -> int | None:
-    """The number of the first value of a box among those of the box `outer` around it; None if there are gaps."""
-    start, stride, partial = 0, 1, False
-    for (first, stop), (begin, end) in zip(reversed(box), reversed(outer), strict=True):
-        if partial and stop - first > 1:
-            return None
-        partial = partial or stop - first < end - begin
-        start += (first - begin) * stride
-        stride *= end - begin
-    return start
 
 
 def damages(contents: Contents, kinds: Container[str] | None = None, rank: int = 0, ranks: int = 1) -> list[str]:

@@ -15,15 +15,16 @@ import numpy as np
 from mpishard.comm.axis import Axis
 from mpishard.comm.request import Request
 
-_FIRST_S, _LONGEST_S = 0.0005, 0.02
+_FIRST_S, _LONGEST_S = 0.0002, 0.02
+# Of the wait so far: it gets longer by no more.
+_PART = 0.1
 
 
 def finish(pending: Request) -> Any:
     """Wait for `pending` by polling, and return its result; MPI.Exception if a rank dies or revokes the axis (ULFM)."""
-    pause_s = _FIRST_S
+    began = time.monotonic()
     while not pending.test():
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_S)
+        time.sleep(min(max(_FIRST_S, _PART * (time.monotonic() - began)), _LONGEST_S))
     return pending.wait()
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpishard.backend.garbage import no_garbage_collection
 from mpishard.checkpoint import disk, folder, manifest, polling
 from mpishard.checkpoint.faults import Fault
 from mpishard.checkpoint.folder import Unfinished
@@ -176,19 +177,20 @@ def _complete(task: Task, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any
         try:
             entries = _check_seen(path, reports)
             index = path / manifest.INDEX
-            write_index(
-                index,
-                id=task.unfinished.id,
-                generation=task.unfinished.generation,
-                tensors=task.saved.tensors,
-                kinds=task.saved.kinds,
-                pieces=[
-                    piece
-                    for rank, each in enumerate(reports)
-                    for piece in stored(map(_where, each["pieces"]), pieces_file(rank))
-                ],
-                facts=task.saved.facts,
-            )
+            with no_garbage_collection():
+                write_index(
+                    index,
+                    id=task.unfinished.id,
+                    generation=task.unfinished.generation,
+                    tensors=task.saved.tensors,
+                    kinds=task.saved.kinds,
+                    pieces=[
+                        piece
+                        for rank, each in enumerate(reports)
+                        for piece in stored(map(_where, each["pieces"]), pieces_file(rank))
+                    ],
+                    facts=task.saved.facts,
+                )
             entries[index.name] = _to_disk(index)
             folder.publish(
                 task.unfinished, Manifest(task.unfinished.id, task.unfinished.generation, task.step, entries)

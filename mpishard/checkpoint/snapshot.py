@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
+from mpishard.backend.garbage import no_garbage_collection
 from mpishard.checkpoint.pieces import PieceValues
 from mpishard.layout.local_layout import LocalLayout, Piece
 from mpishard.layout.run_state import RunState, Shard
@@ -67,7 +68,8 @@ class Snapshot:
         try:
             facts = copy.deepcopy(dict(state.facts))
             copied = copied or any(arrays.is_device(shard.array) for shard in state.shards)
-            parts = self.take(state.shards) if copied else live_parts(state.shards)
+            with no_garbage_collection():
+                parts = self.take(state.shards) if copied else live_parts(state.shards)
         except Exception as error:
             problem = error
         tensors = {spec.name: spec.shape for spec in state.specs}

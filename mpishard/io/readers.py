@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from mpishard.backend.blas_threads import cpu_quota, own_cores
@@ -53,48 +55,49 @@ class Readers(AbstractContextManager["Readers"]):
         """
         return list(map(function, items) if self._pool is None else self._pool.map(function, items))
 
-    def read(self, file: int, place: int, out: Any) -> None:
-        """Read bytes of a file into memory; several threads read a large part.
+    def share(self, function: Callable[[Item], object], items: Sequence[Item], sizes: Sequence[int]) -> None:
+        """Call a function for all items: each thread takes some that lie side by side, of about as many bytes.
 
         Parameters
         ----------
-        file : int
-            Its descriptor, whose position stays where it is.
-        place : int
-            The first byte.
-        out : buffer
-            Contiguous, writable; it is filled.
-
-        Raises
-        ------
-        OSError
-            If the disk fails, or the file ends before.
+        function : callable
+            Runs in several threads at once.
+        items : sequence
+            Its arguments.
+        sizes : sequence of int
+            How many bytes each reads.
         """
-        whole = memoryview(out).cast("B")
-        shares = min(self._threads, len(whole) // _LEAST_SHARE)
-        if shares < 2:
-            read_into(file, place, whole)
+        ends = list(accumulate(sizes))
+        threads = min(self._threads, ends[-1] // _LEAST_SHARE) if ends else 0
+        if threads < 2:
+            for item in items:
+                function(item)
             return
-        cuts = [len(whole) * share // shares for share in range(shares + 1)]
-        self.map(
-            lambda share: read_into(file, place + cuts[share], whole[cuts[share] : cuts[share + 1]]), range(shares)
-        )
+        cuts = [bisect_left(ends, ends[-1] * thread / threads) for thread in range(threads)] + [len(items)]
+
+        def run(thread: int) -> None:
+            for item in items[cuts[thread] : cuts[thread + 1]]:
+                function(item)
+
+        self.map(run, range(threads))
 
 
 def read_into(file: int, place: int, out: Any) -> None:
-    """Read bytes of a file into memory, in this thread; as `Readers.read`.  Not collective.
+    """Read bytes of a file into memory.  Not collective.
 
     Parameters
     ----------
-    file, place : int
-        As there.
-    out : array
-        As there.
+    file : int
+        Its descriptor, whose position stays where it is.
+    place : int
+        The first byte.
+    out : buffer
+        Contiguous, writable; it is filled.
 
     Raises
     ------
     OSError
-        As there.
+        If the disk fails, or the file ends before.
     """
     left = memoryview(out).cast("B")
     # One call reads at most 2 GiB, and may read less than requested.

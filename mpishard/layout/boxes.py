@@ -152,3 +152,26 @@ def subtract(box: Box, hole: Box) -> list[Box]:
             rest.append((*done, (hole_stop, stop), *box[dim + 1 :]))
         done = (*done, (hole_start, hole_stop))
     return rest
+
+
+def run_start(box: Box, outer: Box) -> int | None:
+    """The place of a box in the row-major values of a box around it, if its values lie there end to end.
+
+    Parameters
+    ----------
+    box, outer : Box
+        With elements, the one inside the other.
+
+    Returns
+    -------
+    int or None
+        The number of its first value; None if there are others between its values.
+    """
+    start, stride, partial = 0, 1, False
+    for (first, stop), (begin, end) in zip(reversed(box), reversed(outer), strict=True):
+        if partial and stop - first > 1:
+            return None
+        partial = partial or stop - first < end - begin
+        start += (first - begin) * stride
+        stride *= end - begin
+    return start

@@ -189,7 +189,9 @@ def test_each_element_is_read_from_the_disk_once(base, folder, monkeypatch):
     sizes = []
     reader = "mpishard.checkpoint.piece_reader.PieceReader."
     monkeypatch.setattr(reader + "read", lambda self, piece, inside, out: sizes.append((piece.kind, out.size)))
-    monkeypatch.setattr(reader + "read_run", lambda self, piece, start, out: sizes.append((piece.kind, out.size)))
+    monkeypatch.setattr(
+        reader + "read_runs", lambda self, runs, out: sizes.extend((run.source.kind, run.size) for run in runs)
+    )
     for mesh in hybrid.meshes(base):
         sizes.clear()
         optimizer, _ = built(mesh, DDPOptimizer)

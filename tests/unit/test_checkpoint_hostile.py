@@ -215,14 +215,15 @@ def test_a_disk_that_fails_after_all_was_checked_is_told_of(tmp_path, mesh, monk
     with Checkpoints(tmp_path, mesh) as checkpoints:
         checkpoints.save(state(1))
         checkpoints.save(state(2))
-        real, failing = piece_reader.PieceReader.read_run, ["step-00000002"]
+        real, failing = piece_reader.PieceReader.read_runs, ["step-00000002"]
 
-        def read(reader, piece, *arguments):
-            if reader._contents.folder.name in failing and piece.kind == KINDS[-1]:
+        def read(reader, runs, out):
+            runs = list(runs)
+            if reader._contents.folder.name in failing and runs[0].source.kind == KINDS[-1]:
                 raise ValueError("input/output error")
-            real(reader, piece, *arguments)
+            real(reader, runs, out)
 
-        monkeypatch.setattr(piece_reader.PieceReader, "read_run", read)
+        monkeypatch.setattr(piece_reader.PieceReader, "read_runs", read)
         found = state(0, empty=True)
         with pytest.warns(RuntimeWarning, match="input/output error"):
             assert checkpoints.load(found).facts["step"] == 1

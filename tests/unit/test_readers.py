@@ -1,34 +1,47 @@
-"""Files are read whole, by several threads where a part is large."""
+"""Files are read whole, by several threads where there are many bytes."""
 
 from __future__ import annotations
 
 import os
+import threading
 
 import numpy as np
 import pytest
 
 from mpishard.io import readers
-from mpishard.io.readers import Readers
+from mpishard.io.readers import Readers, read_into
 
 
 @pytest.mark.parametrize("cores", [1, 3, 100])
-def test_a_part_of_a_file_is_read_by_so_many_threads(tmp_path, monkeypatch, cores):
+def test_many_bytes_are_shared_by_the_threads(monkeypatch, cores):
     monkeypatch.setattr(readers, "own_cores", lambda: set(range(2 * cores)))
     monkeypatch.setattr(readers, "cpu_quota", lambda: 1000.0)
-    monkeypatch.setattr(readers, "_LEAST_SHARE", 1000)
-    real, calls = readers.read_into, []
-    monkeypatch.setattr(readers, "read_into", lambda *arguments: (calls.append(arguments), real(*arguments)))
-    whole = np.random.default_rng(0).bytes(100_003)
-    (tmp_path / "file").write_bytes(whole)
-    file = os.open(tmp_path / "file", os.O_RDONLY)
+    monkeypatch.setattr(readers, "_LEAST_SHARE", 100)
+    names: dict[int, str] = {}
+
+    def note(item):
+        assert item not in names
+        names[item] = threading.current_thread().name
+
     with Readers(processes=2) as reading:
-        for size in (100_000, 999, 0):
-            calls.clear()
-            out = np.zeros(size, np.uint8)
-            reading.read(file, 3, out)
-            assert out.tobytes() == whole[3 : 3 + size]
-            assert len(calls) == (min(cores, 8) if size > 1000 else 1)
-        with pytest.raises(OSError, match="ends at byte 100003, 2 bytes too early"):
-            reading.read(file, 5, np.zeros(100_000, np.uint8))
+        for sizes in ([50] * 40, [1] * 99, [10**6, 1, 1], [1, 1, 10**6], [0, 0], []):
+            names.clear()
+            reading.share(note, range(len(sizes)), sizes)
+            assert sorted(names) == list(range(len(sizes)))
+            if len(sizes) != 40:
+                continue
+            assert len(set(names.values())) <= min(cores, 8)
         assert reading.map(abs, [-1, 2, -3]) == [1, 2, 3]
+        with pytest.raises(ZeroDivisionError):
+            reading.share(lambda item: 1 // item, range(40), [50] * 40)
+
+
+def test_a_file_that_ends_too_early_is_told_of(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    out = np.zeros(60, np.uint8)
+    read_into(file, 40, out)
+    assert out.tolist() == list(range(40, 100))
+    with pytest.raises(OSError, match="ends at byte 100, 2 bytes too early"):
+        read_into(file, 42, out)
     os.close(file)
