@@ -150,8 +150,8 @@ def test_other_operations(axis, op, function):
 def test_reduce_scatter_and_all_gather(axis, memory, cut, dtype, monkeypatch):
     library = MPI.get_vendor()[0]
     for size in SIZES:
-        for least in (2**62, 0):  # by the library, and as an exchange of pieces
-            monkeypatch.setitem(collectives.EXCHANGE_FROM, library, least)
+        for exchanged in (range(0), range(2**62)):  # by the library, and as an exchange of pieces
+            monkeypatch.setitem(collectives.EXCHANGED_BYTES, library, exchanged)
             check_reduce_scatter_and_all_gather(axis, memory, size, cut, dtype)
 
 
