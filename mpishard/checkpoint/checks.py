@@ -162,11 +162,15 @@ def check_pieces(
             raise ValueError(f"{piece.kind} of tensor {piece.name!r} are not among the tensors and kinds")
         found[piece.kind, piece.name].append(piece)
     wholes = {name: tuple((0, extent) for extent in shape) for name, shape in tensors.items()}
+    covers: dict[str, list[Box]] = {}  # kinds are mostly cut alike
     for (kind, name), parts in found.items():
-        if len(parts) == 1 and parts[0].box == wholes[name] and 0 not in tensors[name]:
+        boxes = [part.box for part in parts]
+        if boxes == [wholes[name]] and 0 not in tensors[name]:
             continue
         with naming_tensor(kind, name):
             if len({(part.file, part.dataset, part.start) for part in parts}) < len(parts):
                 raise ValueError("two of its pieces are one data set")
-            check_cover(tensors[name], [part.box for part in parts])
+            if covers.get(name) != boxes:
+                check_cover(tensors[name], boxes)
+                covers[name] = boxes
     return found

@@ -265,19 +265,29 @@ def _placed(table: Any, tensors: Mapping[str, tuple[int, ...]], kinds: Mapping[s
     names = list(tensors)
     wholes = {name: _box(shape) for name, shape in tensors.items()}
     files: dict[int, str] = {}
-    found = []
+    found: list[StoredPiece] = []
+    last: list[StoredPiece] = []
+    last_rows: Any = None
     for kind, rows in table.items():
+        dataset = f"/{kind}"
+        if rows == last_rows:  # kinds are mostly cut alike
+            last = [StoredPiece(kind, each.name, each.box, each.file, dataset, each.start) for each in last]
+            found += last
+            continue
+        last, last_rows = [], rows
         ends: Counter[int] = Counter()
         for row in rows:
             number, writer, *boxes = row
             bounds = [bound for box in boxes for run in box for bound in run]
-            if any(type(each) is not int or each < 0 for each in (number, writer, *bounds)) or number >= len(names):
+            sound = all(type(each) is int and each >= 0 for each in (number, writer, *bounds))
+            if not sound or number >= len(names) or len(boxes) > 1:
                 raise ValueError(f"its table of pieces has {row!r}")
             name = names[number]
             box = tuple((start, stop) for start, stop in boxes[0]) if boxes else wholes[name]
             if writer not in files:
                 files[writer] = pieces_file(writer)
-            piece = StoredPiece(kind, name, box, files[writer], f"/{kind}", ends[writer])
-            found.append(piece)
+            piece = StoredPiece(kind, name, box, files[writer], dataset, ends[writer])
+            last.append(piece)
             ends[writer] += piece.size
+        found += last
     return found

@@ -581,6 +581,7 @@ PLACES = {
     "a box of other dimensions": (row(0, 0, [[0, 1]]), "outside of its shape"),
     "an empty box": (row(0, 0, [[0, 0], [0, 6]]), "one data set|outside of its shape"),
     "a box with nothing of it": (row(0), "refused"),
+    "two boxes": (row(0, 0, BOX, BOX), "table of pieces has"),
     "a piece less": (rows(lambda all: all[1:]), "leave elements out"),
     "a piece twice": (rows(lambda all: [all[0], *all]), "leave elements out or have some twice"),
     "another order": (rows(lambda all: [*all[1:], all[0]]), "takes other values than its table of pieces says"),
