@@ -23,6 +23,9 @@ _SEARCHES: Mapping[str, tuple[type[LineSearch[Any]], dict[str, float]]] = {
     "hager-zhang": (HagerZhang, {"epsilon": 1e-12}),
 }
 _FIRST = 0.01  # the first step moves the point by this part of its largest element (Hager and Zhang 2006, step I0)
+# A point whose elements would make a first step this much shorter than the value does is zero but for rounding: steps
+# that grow from there do not arrive.
+_ROUNDING = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +198,9 @@ class ConjugateGradients(Descent):
         """The step to try first: it should gain what the last one has gained, or moves the point a little."""
         if self._decrease > 0:
             return self._decrease / -slope
-        if base_top > 0:
-            return _FIRST * base_top / top
-        return 2 * _FIRST * abs(self.progress.value) / -slope if self.progress.value else 1 / top
+        by_point = _FIRST * base_top / top
+        by_value = 2 * _FIRST * abs(self.progress.value) / -slope if self.progress.value else 1 / top
+        return by_point if by_point > _ROUNDING * by_value else by_value
 
     def _times_preconditioner(self, vector: Array) -> Array:
         """P times a vector, of the elements that move: a new array, or the vector itself if P is 1."""
