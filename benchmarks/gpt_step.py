@@ -9,6 +9,9 @@ pipeline parallelism on two ranks against data parallelism on two ranks, with th
 4 layers, width 256, 8 heads, sequence 256, 16 sequences a step, vocabulary 256, float32, AdamW; 2 ranks of one thread
 each.  All kinds run in turns, so that a machine that slows down slows all; the figure that counts is the median of the
 ratios.  OpenBLAS chooses its kernels by itself: OPENBLAS_CORETYPE is taken out of the environment.
+
+Of mpishard DDP the bound is shown too: the arithmetic of the products of a step, causal attention counted by half, at
+the best rate that NumPy's product reached for the shapes of the step, on all ranks at once, right after the steps.
 """
 
 from __future__ import annotations
@@ -76,6 +79,26 @@ def timed(step: Callable[[int], float], barrier: Callable[[], Any], steps: int) 
     return {"seconds": time.perf_counter() - start, "loss": loss}
 
 
+def bound_s(sequences: int, barrier: Callable[[], Any]) -> float:
+    """Seconds of a rank's products in one step of the GPT, at the best rate of products of these shapes."""
+    import numpy as np
+
+    rows = sequences * CONTEXT
+    linear = 2 * rows * (12 * LAYERS * WIDTH**2 + VOCABULARY * WIDTH)
+    attention = 2 * LAYERS * rows * CONTEXT * WIDTH  # two products, by half
+    rate = 0.0
+    random = np.random.default_rng(0)
+    for n, k, m in ((rows, WIDTH, 3 * WIDTH), (rows, WIDTH, 4 * WIDTH), (rows, 4 * WIDTH, WIDTH), (WIDTH, rows, WIDTH)):
+        one, other = random.random((n, k), np.float32), random.random((k, m), np.float32)
+        out = np.empty((n, m), np.float32)
+        barrier()
+        for _ in range(20):
+            began = time.perf_counter()
+            np.matmul(one, other, out=out)
+            rate = max(rate, 2 * n * k * m / (time.perf_counter() - began))
+    return 3 * (linear + attention) / rate
+
+
 def run_ours(kind: str, steps: int) -> dict[str, Any] | None:
     import threadpoolctl
 
@@ -106,6 +129,8 @@ def run_ours(kind: str, steps: int) -> dict[str, Any] | None:
     result["blas"] = "; ".join(
         sorted({f"{b['internal_api']} {b['architecture']}, {b['num_threads']} thread(s)" for b in pools})
     )
+    if kind == "ddp":
+        result["bound"] = bound_s(SEQUENCES // mesh.data.size, mesh.world.barrier)
     total = sum(entry.seconds for entry in mesh.ledger.totals.values())
     result["communication"] = total / (WARM_UP + steps)
     return result if mesh.rank == 0 else None
@@ -247,6 +272,9 @@ def main() -> None:
                 note = f"; loss {result['loss']:.3f} after {arguments.steps} steps"
                 if "communication" in result:
                     note += f"; {1e3 * result['communication']:.0f} ms of a step inside communication calls (rank 0)"
+                if "bound" in result:
+                    step = result["seconds"] / arguments.steps
+                    note += f"; a step {1e3 * step:.0f} ms, {step / result['bound']:.2f} of its bound"
                 print(f"{KINDS[kind]}: {result['blas']}{note}")
         print(f"repeat {repeat + 1}: " + ", ".join(f"{kind} {rates[kind][-1]:,.0f}" for kind in kinds) + " tokens/s")
     print(f"median over {arguments.repeats} repeats, {RANKS} ranks of one thread:")
