@@ -8,8 +8,8 @@ float32, AdamW (fused in PyTorch), 2 ranks of one thread.  All kinds run in turn
 of the ratios.
 
 Each run begins with the same parameters and sees the same samples, so that the largest difference of the losses of two
-kinds is shown too: with --small --steps 197 --repeats 1 over 200 steps, of sizes that take a minute.  conv has SiLU:
-at the kink of a ReLU the last bit of an activation decides a gradient, and losses part after some thirty steps.
+kinds is shown too: with --small --steps 197 --repeats 1 over 200 steps, of sizes that take a minute.  conv has SiLU and
+transformer GELU: at the kink of a ReLU the last bit of an activation decides a gradient, and losses part.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def make(model: str) -> tuple[Any, list[Any]]:
         gpt = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **off))
         return gpt, list(gpt.transformer.h)
     if model == "transformer":
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
         encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
         made = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), encoder, nn.Linear(WIDTH, VOCABULARY))
         return made, list(encoder.layers)
