@@ -142,7 +142,7 @@ class Binding:
 
     def rebuild(self, parameters: FlatParameters) -> None:
         """Create new arrays for the parameters after the mesh has moved to other ranks; the old ones stay unchanged."""
-        self._on_rank = None
+        self._on_rank, self._checked = None, ()  # neither keeps the old arrays alive
         parameters.renew()
         self.bind(parameters)
 
