@@ -183,6 +183,7 @@ class PieceReader:
         """Open the data set of a piece, and check it."""
         key = piece.file, piece.dataset
         if key in self._opened:
+            self._files.move_to_end(piece.file)  # what uses it, may use its descriptor later
             return self._opened[key]
         file = self._file(piece.file)
         path = ""

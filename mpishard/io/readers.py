@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -53,7 +53,11 @@ class Readers(AbstractContextManager["Readers"]):
         list
             One result for each item.
         """
-        return list(map(function, items) if self._pool is None else self._pool.map(function, items))
+        if self._pool is None:
+            return [function(item) for item in items]
+        futures = [self._pool.submit(function, item) for item in items]
+        wait(futures)  # before one raises: no thread writes to memory that the caller then uses otherwise
+        return [future.result() for future in futures]
 
     def share(self, function: Callable[[Item], object], items: Sequence[Item], sizes: Sequence[int]) -> None:
         """Call a function for all items: each thread takes some that lie side by side, of about as many bytes.
@@ -73,7 +77,8 @@ class Readers(AbstractContextManager["Readers"]):
             for item in items:
                 function(item)
             return
-        cuts = [bisect_left(ends, ends[-1] * thread / threads) for thread in range(threads)] + [len(items)]
+        inner = [bisect_right(ends, ends[-1] * thread / threads) for thread in range(1, threads)]
+        cuts = [0, *inner, len(items)]
 
         def run(thread: int) -> None:
             for item in items[cuts[thread] : cuts[thread + 1]]:

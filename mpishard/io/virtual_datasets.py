@@ -75,7 +75,7 @@ class VirtualDataset:
 
 
 def group_address(group: h5py.Group) -> int:
-    """Where the header of a group lies that `fill_group` shall fill."""
+    """Where the header of a group lies that `fill_groups` shall fill."""
     return int(h5py.h5o.get_info(group.id).addr)
 
 
@@ -103,11 +103,12 @@ def fill_groups(file: io.FileIO, groups: Iterable[tuple[int, np.dtype, Iterable[
         symbols = _add_symbols(added, sorted(_add_datasets(added, dtype, datasets)))
         # A group's header says where its symbols are, and so does the link that leads to it.
         before = image[base + address + 24 : base + address + 40]
-        place = image.find(before)
-        while place >= 0:
+        link = struct.pack("<QII", address, 1, 0)  # where the header is, that the link says so, and nothing
+        found = image.find(link + before)
+        assert found >= 0, address
+        for place in (base + address + 24, found + len(link)):
             file.seek(place)
             file.write(struct.pack("<QQ", *symbols))
-            place = image.find(before, place + 1)
     file.seek(base + 40)
     file.write(struct.pack("<Q", base + added.address))
     file.seek(start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -34,6 +35,45 @@ def test_many_bytes_are_shared_by_the_threads(monkeypatch, cores):
         assert reading.map(abs, [-1, 2, -3]) == [1, 2, 3]
         with pytest.raises(ZeroDivisionError):
             reading.share(lambda item: 1 // item, range(40), [50] * 40)
+
+
+def two_threads(monkeypatch):
+    monkeypatch.setattr(readers, "own_cores", lambda: {0, 1})
+    monkeypatch.setattr(readers, "cpu_quota", lambda: 2.0)
+    monkeypatch.setattr(readers, "_LEAST_SHARE", 1)
+    return Readers()
+
+
+def test_no_thread_goes_on_when_another_has_failed(monkeypatch):
+    failed, ended = threading.Event(), threading.Event()
+
+    def read(item):
+        if item == 0:
+            failed.set()
+            raise OSError("the disk")
+        failed.wait(20)
+        time.sleep(0.1)  # in which a map that did not wait would have raised
+        ended.set()
+
+    with two_threads(monkeypatch) as reading:
+        with pytest.raises(OSError, match="the disk"):
+            reading.map(read, [0, 1])
+        assert ended.is_set()
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_equal_items_are_shared_evenly(monkeypatch, count):
+    names = []
+    both = threading.Barrier(2)
+
+    def note(item):
+        if item in (0, count // 2):  # the first of each thread
+            both.wait(20)
+        names.append(threading.current_thread().name)
+
+    with two_threads(monkeypatch) as reading:
+        reading.share(note, range(count), [10] * count)
+    assert sorted(map(names.count, set(names))) == [count // 2, count // 2]
 
 
 def test_a_file_that_ends_too_early_is_told_of(tmp_path):
