@@ -95,7 +95,7 @@ class Collectives:
         requests = []
         if not channel.fits(staged.size):
             self._reduce_pieces(call, staged, target, counts, op, in_place)
-        elif self._exchanges(staged, op):
+        elif self._exchanges(staged, counts, op):
             exchange, add = self._start_exchange(staged, target, counts)
             return Request(self._ledger, call, sent, [exchange], lambda: stage_in(add(), out), [staged])
         elif in_place:
@@ -165,9 +165,13 @@ class Collectives:
         sent = 0 if last else buffer.nbytes
         return Request(self._ledger, call, sent, requests, lambda: stage_in(staged, buffer))
 
-    def _exchanges(self, staged: Array, op: str) -> bool:
+    def _exchanges(self, staged: Array, counts: Sequence[int], op: str) -> bool:
         """Whether a reduce-scatter is an exchange of pieces; the same on all ranks."""
         if self._size == 1 or op != "sum" or arrays.is_device(staged):
+            return False
+        # What arrives at the owner of the largest piece, which needs memory for it.
+        most = max(counts) * (self._size - 1)
+        if most > 2 * staged.size or not self.channel.fits(most):
             return False
         return staged.nbytes in EXCHANGED_BYTES.get(probe().library, ())
 

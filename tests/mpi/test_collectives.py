@@ -155,6 +155,32 @@ def test_reduce_scatter_and_all_gather(axis, memory, cut, dtype, monkeypatch):
             check_reduce_scatter_and_all_gather(axis, memory, size, cut, dtype)
 
 
+@pytest.mark.mpi(min_size=3)
+def test_pieces_too_uneven_to_exchange(shared_mesh, monkeypatch):
+    """The owner of nearly all would get that from each other rank; an exchange is made of what is even enough."""
+    axis, made = shared_mesh.data, []
+    ranks, start = axis.size, collectives.Collectives._start_exchange
+    monkeypatch.setattr(
+        collectives.Collectives, "_start_exchange", lambda *arguments: made.append(1) or start(*arguments)
+    )
+    size = 20 * ranks
+    even, nearly_all = [20] * ranks, [size - ranks + 1] + [1] * (ranks - 1)
+    for counts, limit, exchanged in (
+        (even, None, True),
+        (even, size, True),
+        (nearly_all, None, ranks == 3),  # twice the buffer at most
+        (nearly_all, size, False),  # more than one call takes
+    ):
+        monkeypatch.setattr(axis._channel, "largest_count", limit)
+        own = slice(sum(counts[: axis.rank]), sum(counts[: axis.rank + 1]))
+        for allowed in (range(0), range(2**62)):
+            monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], allowed)
+            made.clear()
+            piece = axis.reduce_scatter(numbers(axis.rank, size), counts=counts)
+            assert np.array_equal(piece, sum(numbers(rank, size) for rank in range(ranks))[own])
+            assert bool(made) == (exchanged and bool(allowed))
+
+
 def check_reduce_scatter_and_all_gather(axis, memory, size, cut, dtype):
     counts = None if cut == "even" else uneven(size, axis.size)
     lengths = counts or [len(part) for part in np.array_split(np.zeros(size), axis.size)]
