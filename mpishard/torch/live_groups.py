@@ -43,8 +43,8 @@ class LiveGroups:
     """
 
     way_out = (
-        "give the same on every rank; a scheduler such as ReduceLROnPlateau needs one number on all ranks, such as the "
-        "mean of their losses by mesh.world.all_reduce"
+        "give the same on every rank; if it is a value of param_groups, set it there: a scheduler such as "
+        "ReduceLROnPlateau needs one number on all ranks, such as the mean of their losses by mesh.world.all_reduce"
     )
 
     def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
@@ -96,6 +96,21 @@ class LiveGroups:
         """
         group = self._optimizer.param_groups[number]
         return {name: _plain(group[name]) for name in self._options}
+
+    def rate(self, number: int) -> float:
+        """The learning rate of a group.  Not collective.
+
+        Parameters
+        ----------
+        number : int
+            Of the group.
+
+        Returns
+        -------
+        float
+            As it is now.
+        """
+        return float(self._optimizer.param_groups[number]["lr"])
 
     @property
     def saved(self) -> list[dict[str, Any]]:

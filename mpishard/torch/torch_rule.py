@@ -198,7 +198,7 @@ class _LiveRate:
         self._group = group
 
     def __call__(self, step: int) -> float:
-        return float(self._live.arguments(self._group)["lr"])
+        return self._live.rate(self._group)
 
     def __repr__(self) -> str:
         return f"lr of torch.optim.{self._live.kind.__name__}"
