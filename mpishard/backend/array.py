@@ -17,7 +17,7 @@ from mpishard.backend.compiled import HostFunction
 from mpishard.backend.elementwise import Formula
 
 Array = Any
-_FLOATS = frozenset({np.dtype(np.float32), np.dtype(np.float64)})
+FLOATS = frozenset({np.dtype(np.float32), np.dtype(np.float64)})  # dtypes of parameters
 
 
 class Kernel:
@@ -78,7 +78,7 @@ class Kernel:
             type(array) is kind and array.dtype is dtype and array.shape == shape and array.flags.c_contiguous
             for array in arrays
         ]
-        if not (all(like_first) and len(shape) == 1 and dtype in _FLOATS):
+        if not (all(like_first) and len(shape) == 1 and dtype in FLOATS):
             self._check(arrays)
         if not first.size:
             return [0.0] * len(self.largest)
@@ -93,7 +93,7 @@ class Kernel:
                 kinds = f"{self.arrays[0]} is a {_kind(first)} but {name} is a {_kind(array)}"
                 raise TypeError(f"{self.name}: arrays must all be in one kind of memory, but {kinds}")
             is_mask = array.dtype == np.bool_ and name in self.written
-            if not is_mask and (array.dtype != first.dtype or array.dtype not in _FLOATS):
+            if not is_mask and (array.dtype != first.dtype or array.dtype not in FLOATS):
                 dtypes = f"{self.arrays[0]} is {first.dtype} and {name} is {array.dtype}"
                 raise TypeError(f"{self.name}: arrays must all be float32 or all float64, but {dtypes}")
             if array.ndim != 1 or array.size != first.size or not array.flags.c_contiguous:

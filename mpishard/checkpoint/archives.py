@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from mpishard.backend.array import FLOATS
 from mpishard.checkpoint.atomic_write import published
 from mpishard.checkpoint.disk import unlinked
 from mpishard.checkpoint.piece_reader import inside
@@ -30,7 +31,6 @@ from mpishard.layout.run_state import PARAMETERS, SLOT
 SUFFIXES = (".safetensors", ".npz")
 _SLOTS = SLOT.format("")
 _CODES: dict[str, np.dtype] = {"F16": np.dtype(np.float16), "F32": np.dtype(np.float32), "F64": np.dtype(np.float64)}
-_READ = (np.dtype(np.float32), np.dtype(np.float64))  # a model's parameters are one of these
 _MOST_DIMENSIONS = 32  # of HDF5
 _EXTENT_LIMIT = 2**60  # sizes of longer tensors would overflow int64
 _FACTS = "mpishard"
@@ -179,7 +179,7 @@ class Archive(AbstractContextManager["Archive"]):
                 raise ValueError(f"entry {label!r} names no tensor")
             if len(shape) > _MOST_DIMENSIONS or not all(0 <= extent < _EXTENT_LIMIT for extent in shape):
                 raise ValueError(f"{label!r} has shape {shape}, which no tensor has")
-            if dtype not in _READ:
+            if dtype not in FLOATS:
                 raise ValueError(f"{label!r} is {dtype}; convert it to float32 or float64 first")
             if kinds.setdefault(kind, dtype) != dtype:
                 raise ValueError(f"{label!r} is {dtype}, others of {kind} are {kinds[kind]}; convert them to one dtype")

@@ -49,7 +49,7 @@ class Binding:
         self._optimizer = optimizer
         self._on_rank: RankState | None = None
         self._deserialized: FullState | None = None  # until the first parameters are bound
-        self._checked: tuple[object, ...] = ()  # what `check_model` has found in order
+        self._checked: tuple[object, ...] | None = None  # what `check_model` has found in order
 
     @property
     def is_bound(self) -> bool:
@@ -92,7 +92,7 @@ class Binding:
         optimizer, was = self._optimizer, self._on_rank
         rule, config = optimizer.rule, optimizer.config
         objects = (was, parameters, parameters.sharded, rule, config)
-        if was is not None and len(self._checked) == len(objects) and all(map(is_, self._checked, objects)):
+        if was is not None and self._checked is not None and all(map(is_, self._checked, objects)):
             check_reducer(parameters, was.strategy.reducer)
             return  # these very objects were found in order
         check_layout(parameters, config.mesh, optimizer.strategy)
@@ -142,7 +142,7 @@ class Binding:
 
     def rebuild(self, parameters: FlatParameters) -> None:
         """Create new arrays for the parameters after the mesh has moved to other ranks; the old ones stay unchanged."""
-        self._on_rank, self._checked = None, ()  # neither keeps the old arrays alive
+        self._on_rank = self._checked = None  # neither keeps the old arrays alive
         parameters.renew()
         self.bind(parameters)
 

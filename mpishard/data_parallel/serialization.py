@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import h5py
 import numpy as np
 
+from mpishard.backend.array import FLOATS
 from mpishard.data_parallel.counters import check_numbers
 from mpishard.data_parallel.full_state import FullState
 from mpishard.data_parallel.optimizer_state import OptimizerState
@@ -118,7 +119,7 @@ def _read(h5: h5py.File, length: int) -> FullState:
     specs = tuple(ParameterSpec(name, shape) for name, shape in zip(names, shapes, strict=True))
     facts = {name: hdf5.attribute(h5, name) for name in h5.attrs}
     dtype = np.dtype(facts["dtype"])
-    if dtype not in (np.float32, np.float64):
+    if dtype not in FLOATS:
         raise ValueError(f"state of dtype {dtype}")
     check_numbers(facts)
     groups, others = _children(h5, "slots"), _children(h5, "others")

@@ -188,4 +188,4 @@ def _real_array(x0: Any) -> Array:
             raise TypeError(f"x0 must be an array of numbers, got {shown(x0)}") from None
     if values.dtype.kind not in "biuf":
         raise TypeError(f"x0 must be an array of real numbers, got {values.dtype} in {type(x0).__name__}")
-    return values if values.dtype in (np.float32, np.float64) else values.astype(np.float64)
+    return values if values.dtype in arrays.FLOATS else values.astype(np.float64)

@@ -9,6 +9,7 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from mpishard.arguments import flag, whole_or_fields
+from mpishard.backend.array import FLOATS
 from mpishard.comm.agreement import text_of
 from mpishard.nn.products import check_half
 
@@ -96,7 +97,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
-        if self.dtype not in (np.float32, np.float64):
+        if self.dtype not in FLOATS:
             raise TypeError(f"dtype is {self.dtype}; GPT computes in float32 or float64")
         for name in ("storage_dtype", "wire_dtype"):
             if getattr(self, name) is not None:

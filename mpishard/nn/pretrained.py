@@ -8,7 +8,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ml_dtypes  # noqa: F401 - gives NumPy the name of bfloat16
 import numpy as np
@@ -29,7 +29,6 @@ from mpishard.nn.weight_files import CONFIG, INDEX, SINGLE, Reader, published_te
 from mpishard.parameters.flat import FlatParameters
 
 __all__ = ["export_pretrained", "import_pretrained"]
-T = TypeVar("T")
 
 
 def import_pretrained(folder: str | os.PathLike[str], mesh: Mesh | None = None, **options: Any) -> Decoder:
@@ -214,17 +213,15 @@ def _gathered(world: Axis, parameters: FlatParameters, weights: Sequence[Weight]
     return [flat[piece.start : piece.start + piece.size].reshape(piece.shape) for piece in pieces]
 
 
-def _together(world: Axis, works: bool, work: Callable[[], T]) -> T | None:
-    """What the work of this rank returns, if it works; raise on all ranks what it raises on one."""
+def _together(world: Axis, works: bool, work: Callable[[], None]) -> None:
+    """Do the work of this rank, if it works; raise on all ranks what it raises on one.  Collective over `world`."""
     problem: Exception | None = None
-    result: T | None = None
     if works:
         try:
-            result = work()
+            work()
         except Exception as error:  # whatever one rank alone has met, the others must not go on
             problem = error
     world.raise_if_any(problem)
-    return result
 
 
 def _begin(target: Path, beside: Path) -> None:

@@ -102,7 +102,7 @@ class FlatParameters:
         sharded_over: Axis | None = None,
     ) -> None:
         dtype = np.dtype(dtype)
-        if dtype not in (np.float32, np.float64):
+        if dtype not in arrays.FLOATS:
             raise TypeError(f"parameters must be float32 or float64, got {dtype}")
         self._set_layout(TensorLayout(specs, place, units))
         if sharded_over is not None:

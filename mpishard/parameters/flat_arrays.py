@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend import array as arrays
-from mpishard.backend.array import is_array
+from mpishard.backend.array import FLOATS, is_array
 from mpishard.layout.specs import ParameterSpec
 
 Array = Any
-_FLOATS = frozenset({np.dtype(np.float32), np.dtype(np.float64)})
 
 
 def check_flat(what: str, array: Array, *, written: bool = False) -> None:
@@ -36,13 +35,13 @@ def check_flat(what: str, array: Array, *, written: bool = False) -> None:
     ValueError
         If it is not flat, contiguous and aligned, or read-only although it is written to.
     """
-    if type(array) is np.ndarray and array.ndim == 1 and array.dtype in _FLOATS and array.flags.carray:
+    if type(array) is np.ndarray and array.ndim == 1 and array.dtype in FLOATS and array.flags.carray:
         return  # contiguous, aligned and writeable: asked at every step
     if not is_array(array):
         raise TypeError(f"{what} must be a flat NumPy or CuPy array, got {type(array).__name__}")
     if array.ndim != 1:
         raise ValueError(f"{what} must be flat (1-D), got shape {array.shape}; pass array.reshape(-1)")
-    if array.dtype not in _FLOATS:
+    if array.dtype not in FLOATS:
         raise TypeError(f"{what} must be float32 or float64, got {array.dtype}")
     if not array.flags.c_contiguous:
         raise ValueError(f"{what} must be contiguous in memory; pass a copy (array.copy())")

@@ -351,7 +351,7 @@ class TrainingRun:
         return self._reason(request, self.optimizer.gradient_norm)
 
     def _reason(self, request: int, norm: float) -> str:
-        validated = [each.loss for each in self.validation.history]
+        validated = (each.loss for each in self.validation.history)
         return self._stop.reason(request, len(self.losses), norm, method_ended=self._ended, validated=validated)
 
     def _raise_held(self) -> None:
