@@ -228,9 +228,7 @@ def launch(what: str, ranks: int, folder: Path, options: argparse.Namespace) -> 
     command += ["--repeats", str(options.repeats), "--tensors", str(options.tensors)]
     if options.no_torch:
         command.append("--no-torch")
-    (text,) = children.run(what, [(children.mpirun(ranks, command), {})], TIME_LIMIT)
-    result: dict[str, Any] = json.loads(text.splitlines()[-1])
-    return result
+    return children.run_on_ranks(what, command, ranks, TIME_LIMIT)
 
 
 def report(result: dict[str, Any], names: dict[str, str], pairs: list[tuple[str, str]]) -> None:

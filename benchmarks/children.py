@@ -73,7 +73,7 @@ def run(what: str, commands: Sequence[Command], limit: float) -> list[str]:
     return texts
 
 
-def run_on_ranks(what: str, command: Sequence[str], ranks: int, limit: float, *, torch: bool) -> dict[str, Any]:
+def run_on_ranks(what: str, command: Sequence[str], ranks: int, limit: float, *, torch: bool = False) -> dict[str, Any]:
     """Run `command` on so many ranks, and return the `result` of one of them.
 
     Under mpirun; those of PyTorch get RANK and RENDEZVOUS in its place.

@@ -85,12 +85,7 @@ def measured(steps: int, small: bool) -> None:
 def launch(ranks: int, steps: int, small: bool) -> dict[str, Any]:
     """Measure and predict all layouts of so many ranks once."""
     own = [sys.executable, __file__, "--child", "--steps", str(steps), *(["--small"] if small else [])]
-    (text,) = children.run(f"{ranks} ranks", [(children.mpirun(ranks, own), {})], TIME_LIMIT)
-    lines = [line for line in text.splitlines() if line.startswith('{"layouts"')]
-    if not lines:
-        sys.exit(f"the run printed no result:\n{text}")
-    result: dict[str, Any] = json.loads(lines[0])
-    return result
+    return children.run_on_ranks(f"{ranks} ranks", own, ranks, TIME_LIMIT)
 
 
 def main() -> None:

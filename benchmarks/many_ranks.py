@@ -75,7 +75,7 @@ def work() -> None:
             "collectives": sum(total.calls for total in totals) / STEPS,
             "bytes": sum(total.sent for total in totals) / STEPS,
         }
-        print("FOUND " + json.dumps(found))
+        print(json.dumps(found))
 
 
 def main() -> None:
@@ -94,9 +94,7 @@ def main() -> None:
     for ranks in options.ranks:
         # MPICH's ranks that wait let go of their core: there are more than cores.
         job = (children.mpirun(ranks, command), {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"})
-        (text,) = children.run(f"{ranks} ranks", [job], TIME_LIMIT)
-        line = next(line for line in text.splitlines() if line.startswith("FOUND "))
-        found = json.loads(line.removeprefix("FOUND "))
+        found = children.result(f"{ranks} ranks", children.run(f"{ranks} ranks", [job], TIME_LIMIT))
         parts = " ".join(f"{found['times'][part]:10.2f}" for part in PARTS)
         print(
             f"{ranks:5} {parts} {found['memory']:10.0f} {found['threads']:8} "

@@ -68,12 +68,7 @@ def train(kind: str, seed: int, steps: int, settings: dict[str, Any]) -> None:
 
 def launch(kind: str, seed: int, steps: int, settings: dict[str, Any]) -> dict[str, Any]:
     own = [sys.executable, __file__, "--child", kind, str(seed), str(steps), json.dumps(settings)]
-    (text,) = children.run(kind, [(children.mpirun(RANKS, own), {})], TIME_LIMIT)
-    lines = [line for line in text.splitlines() if line.startswith('{"held_out"')]
-    if not lines:
-        sys.exit(f"{kind} printed no result:\n{text}")
-    result: dict[str, Any] = json.loads(lines[0])
-    return result
+    return children.run_on_ranks(kind, own, RANKS, TIME_LIMIT)
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> None:

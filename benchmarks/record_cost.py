@@ -193,11 +193,7 @@ def main() -> None:
         for way, runs in found.items():
             with tempfile.TemporaryDirectory() as folder:
                 own = [sys.executable, __file__, "--child", way, str(options.steps), folder]
-                (text,) = children.run("record", [(children.mpirun(options.ranks, own), {})], TIME_LIMIT)
-            lines = [line for line in text.splitlines() if line.startswith('{"step_s"')]
-            if not lines:
-                sys.exit(f"the run printed no result:\n{text}")
-            runs.append(json.loads(lines[0]))
+                runs.append(children.run_on_ranks("record", own, options.ranks, TIME_LIMIT))
     print(found["turns"][0]["blas"])
     step = statistics.median(run["step_s"] for run in found["turns"])
     print(f"{options.ranks} ranks, {step * 1e3:.1f} ms a step")

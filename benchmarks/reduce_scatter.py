@@ -75,7 +75,7 @@ def work(kilobytes: list[int], repeats: int) -> None:
                 }
         library = MPI.Get_library_version().split(",")[0].splitlines()[0]
         if mesh.rank == 0:
-            print("FOUND " + json.dumps({"library": library, "found": found}))
+            print(json.dumps({"library": library, "found": found}))
 
 
 def main() -> None:
@@ -91,10 +91,8 @@ def main() -> None:
         return
     same = ["--kilobytes", *map(str, options.kilobytes), "--repeats", str(options.repeats)]
     for ranks in options.ranks:
-        command = children.mpirun(ranks, [sys.executable, __file__, "--worker", *same])
-        (text,) = children.run(f"{ranks} ranks", [(command, TCP if options.wire else {})], TIME_LIMIT)
-        line = next(line for line in text.splitlines() if line.startswith("FOUND "))
-        result = json.loads(line.removeprefix("FOUND "))
+        job = children.mpirun(ranks, [sys.executable, __file__, "--worker", *same]), TCP if options.wire else {}
+        result = children.result(f"{ranks} ranks", children.run(f"{ranks} ranks", [job], TIME_LIMIT))
         print(f"{ranks} ranks, {result['library']}{', TCP' if options.wire else ''}")
         for what, each in result["found"].items():
             name, size = what.split()

@@ -114,8 +114,7 @@ def main() -> None:
         return
     own = [sys.executable, __file__, "--as-child", f"--repeats={options.repeats}", f"--steps={options.steps}"]
     for ranks in options.ranks:
-        (text,) = children.run(f"{ranks} ranks", [(children.mpirun(ranks, own), {})], TIME_LIMIT)
-        report(ranks, json.loads(text.splitlines()[-1]))
+        report(ranks, children.run_on_ranks(f"{ranks} ranks", own, ranks, TIME_LIMIT))
 
 
 if __name__ == "__main__":

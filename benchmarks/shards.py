@@ -96,9 +96,7 @@ def child(kind: Kind, steps: int) -> dict[str, Any]:
 def launch(kind: Kind, steps: int) -> dict[str, Any]:
     """Run all ranks of a kind; returns what rank 0 printed."""
     own = [sys.executable, __file__, f"--as-child={json.dumps(kind)}", f"--steps={steps}"]
-    (text,) = children.run(str(kind), [(children.mpirun(kind.ranks, own), {})], TIME_LIMIT)
-    found: dict[str, Any] = json.loads(next(line for line in text.splitlines() if line.startswith('{"rate"')))
-    return found
+    return children.run_on_ranks(str(kind), own, kind.ranks, TIME_LIMIT)
 
 
 def compare(kinds: list[Kind], steps: int, repeats: int) -> None:

@@ -98,7 +98,7 @@ def work(sizes: list[int], repeats: int, count_calls: bool) -> None:
                 found["calls"] = {kind: calls_of(step) for kind, step in steps.items() if kind != BARE}
         library = MPI.Get_library_version().split(",")[0].splitlines()[0]
         if mesh.rank == 0:
-            print("FOUND " + json.dumps({"library": library, "times": found}))
+            print(json.dumps({"library": library, "times": found}))
 
 
 def calls_of(step: Callable[[], None]) -> int:
@@ -130,10 +130,8 @@ def main() -> None:
     same += ["--calls"] if options.calls else []
     print("microseconds a step, and more than by hand (median of the differences)")
     for ranks in options.ranks:
-        command = children.mpirun(ranks, [sys.executable, __file__, "--worker", *same])
-        (text,) = children.run(f"{ranks} ranks", [(command, {})], TIME_LIMIT)
-        line = next(line for line in text.splitlines() if line.startswith("FOUND "))
-        found = json.loads(line.removeprefix("FOUND "))
+        command = [sys.executable, __file__, "--worker", *same]
+        found = children.run_on_ranks(f"{ranks} ranks", command, ranks, TIME_LIMIT)
         calls = found["times"].pop("calls", None)
         print(f"\n{ranks} ranks, {found['library']}")
         for size, times in found["times"].items():

@@ -19,7 +19,6 @@ them, with {ranks} for their number; by default that of Debian's python3-petsc4p
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
@@ -81,10 +80,8 @@ def measured(kind: str, ranks: int, options: argparse.Namespace, iterations: int
         peer = shlex.split(options.petsc.format(ranks=ranks))
         command = [*peer, str(FOLDER / "tao_petsc.py"), kind, size, str(iterations)]
     pages = {"NUMPY_MADVISE_HUGEPAGE": "0"}
-    (text,) = children.run(f"{KINDS[kind]} on {ranks} ranks", [(command, pages)], TIME_LIMIT)
-    line = next(line for line in text.splitlines() if line.startswith("REPORT "))
-    found: dict[str, Any] = json.loads(line.removeprefix("REPORT "))
-    return found
+    what = f"{KINDS[kind]} on {ranks} ranks"
+    return children.result(what, children.run(what, [(command, pages)], TIME_LIMIT))
 
 
 def times(options: argparse.Namespace) -> None:

@@ -62,4 +62,4 @@ def report(function: Rosenbrock, seconds: float, iterations: int, value: float, 
         "value": value,
         "bytes": most,
     }
-    print("REPORT " + json.dumps(found), flush=True)
+    print(json.dumps(found), flush=True)
