@@ -9,9 +9,12 @@ from typing import Annotated
 import typer
 
 from mpishard.cli.arguments import RecordFolder
+from mpishard.cli.estimate_text import console, print_table
 from mpishard.cli.figure import write
+from mpishard.cli.trace_text import split_table
 from mpishard.record.reading import check_record
 from mpishard.record.stack_requests import ask_for_trace
+from mpishard.record.time_split import split_times
 from mpishard.record.trace import chrome_events, read_trace
 
 
@@ -23,9 +26,11 @@ def trace(
     upcoming: Annotated[int | None, typer.Option("--next", min=1, help="So many steps that a run takes next.")] = None,
     png: Annotated[bool, typer.Option("--png", help="A Gantt chart beside it, NAME.png.")] = False,
 ) -> None:
-    """Write a timeline of all ranks, and draw it as a Gantt chart.
+    """Write a timeline of all ranks, draw it as a Gantt chart, and show how each rank spent its steps.
 
-    The file is for ui.perfetto.dev or chrome://tracing, the chart comes with --png.  The steps to trace are chosen at
+    The file is for ui.perfetto.dev or chrome://tracing, the chart comes with --png.  A table shows the milliseconds of
+    a step, and its shares: matrix products of mpishard's layers on the host, communication, which is mostly waiting,
+    and the rest, which is element-wise kernels, the optimizer and Python.  The steps to trace are chosen at
     the start, mpishard.RunRecord(folder, mesh, trace=(100, 104)), or of a run that goes on by --next 3.
     """
     check_record(run)
@@ -52,3 +57,4 @@ def trace(
 
         left_out = draw(chosen, path.with_suffix(".png"))
         typer.echo(f"{path.with_suffix('.png')}" + (f" (without the last {left_out} ranks)" if left_out else ""))
+    print_table(console(), split_table(split_times(chosen)))

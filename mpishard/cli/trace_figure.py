@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpishard.cli.figure import ACTIONS, AXES, save
+from mpishard.comm.ledger import PRODUCT
 from mpishard.record.trace import Traced
 
 _MOST_ROWS = 64
-# Drawing order: calls interrupt everything, and the actions of a pipeline are inside the function.
-_LAYERS = {"step": 0, "phase": 1, "function": 1, "F": 2, "B": 2, "I": 2, "W": 2}
-_COLOURS = {"step": "0.9", "phase": "0.6", "function": "#cfe3f2", **ACTIONS, **AXES}
+# Drawing order: calls interrupt everything; the actions of a pipeline are inside the function, and products in these.
+_LAYERS = {"step": 0, "phase": 1, "function": 1, "F": 2, "B": 2, "I": 2, "W": 2, PRODUCT: 3}
+_OF_CALLS = 4
+_COLOURS = {"step": "0.9", "phase": "0.6", "function": "#cfe3f2", PRODUCT: "#44546a", **ACTIONS, **AXES}
 _WORDS = {
     "step": "rest of the step",
     "phase": "update, saving",
@@ -21,6 +23,7 @@ _WORDS = {
     "B": "backward",
     "I": "input gradient",
     "W": "weight gradient",
+    PRODUCT: "matrix products",
 }
 _MOST_NUMBERS = 12  # numbers of steps along the axis
 
@@ -40,9 +43,9 @@ def draw(spans: Sequence[Traced], path: Path) -> int:
             bars[span.kind][rows[span.rank]].append(((span.start - first) * 1e3, span.seconds * 1e3))
     figure = Figure(figsize=(8, 1.4 + 0.36 * len(shown)), layout="constrained")
     axis = figure.subplots()
-    kinds = sorted(bars, key=lambda kind: (_LAYERS.get(kind, 3), kind))
+    kinds = sorted(bars, key=lambda kind: (_LAYERS.get(kind, _OF_CALLS), kind))
     for kind in kinds:
-        layer = _LAYERS.get(kind, 3)
+        layer = _LAYERS.get(kind, _OF_CALLS)
         height = 0.9 - 0.14 * layer
         for row, where in bars[kind].items():
             axis.broken_barh(where, (row - height / 2, height), color=_colour(kind), zorder=2 + layer, lw=0)

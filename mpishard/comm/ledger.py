@@ -16,6 +16,8 @@ import numpy as np
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _KEEP = 1000
+# The kind of a span that is a matrix product of the layers.
+PRODUCT = "product"
 # The number of frames between `begin` and a user's code that calls an axis directly.
 _NEAR = 4
 _MAIN = threading.main_thread().ident or 0

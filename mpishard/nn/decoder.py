@@ -19,6 +19,7 @@ from mpishard.nn.inputs import Inputs
 from mpishard.nn.local_chunks import LocalChunks
 from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision, settings_of_model
 from mpishard.nn.products import check_compute_dtype, warn_if_slow
+from mpishard.nn.traced_products import TracedProducts
 from mpishard.nn.units import Batch
 from mpishard.parameters.flat import FlatParameters
 from mpishard.pipeline.runtime import Pipeline
@@ -125,6 +126,7 @@ class Decoder:
         self.pipeline: Pipeline = Pipeline(
             axis, self.chunks, pipeline.schedule, self.parameters, wire_dtype=precision.wire_dtype
         )
+        self._traced_products = TracedProducts([unit for chunk in self.chunks for unit in chunk.units], axis.ledger)
         self._inputs = Inputs(self.architecture, module, seed)
         # A scaled loss may overflow in half precision; optimizers check for that.
         half = precision.compute_dtype is not None
@@ -177,6 +179,7 @@ class Decoder:
             samples.
         """
         samples = self._samples_for_dropout(samples)
+        self._traced_products.follow_trace()
         with np.errstate(**self._expected):
             return self.pipeline.train(
                 self._inputs.micro_batches(tokens, targets, self.microbatches, samples, self.parameters.step)
@@ -203,6 +206,7 @@ class Decoder:
             As `loss_and_gradient`.
         """
         pairs = [(*each[:2], self._samples_for_dropout(each[2] if len(each) > 2 else None)) for each in batches]
+        self._traced_products.follow_trace()
         with np.errstate(**self._expected):
             return self.pipeline.train_each(self._inputs.each_batch(pairs, self.parameters.step))
 

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpishard.comm.ledger import PRODUCT
 from mpishard.record.json_lines import read_lines
 from mpishard.record.reading import TRACE, process_files
+
+# The kinds of spans that are no calls on an axis.
+OF_NO_AXIS = {"step", "phase", "function", PRODUCT, "F", "B", "I", "W"}
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Traced:
         What happened.
     kind : str
         ``"step"``, ``"phase"`` of it, ``"function"`` of the problem, an action of a pipeline (``"F"``, ``"B"``,
-        ``"I"``, ``"W"``), or the axis of a call.
+        ``"I"``, ``"W"``), ``"product"`` of matrices, or the axis of a call.
     start, seconds : float
         Start in seconds since 1970 by the clock of its host, and duration.
     """

@@ -404,7 +404,10 @@ class TestTrace:
         names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
         assert names == ["rank 0", "rank 1"]
         assert (run / "trace.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-        assert capsys.readouterr().out.split() == [str(run / "trace.json"), str(run / "trace.png")]
+        written, drawn, _, *rows = capsys.readouterr().out.splitlines()
+        assert [written, drawn] == [str(run / "trace.json"), str(run / "trace.png")]
+        figures = "250.00 0.00 (0%) 62.50 (25%) 187.50 (75%)".split()
+        assert [row.split() for row in rows] == [["0", *figures], ["1", *figures], ["mean", "of", "2", *figures]]
 
     def test_a_chart_in_the_place_of_the_timeline(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["trace", str(run), "--png", "-o", str(run / "a.png")]) == 2
