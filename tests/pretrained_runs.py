@@ -9,6 +9,7 @@ import numpy as np
 import safetensors.numpy
 
 from mpishard import nn
+from mpishard.layout.boxes import box_shape
 from mpishard.nn.import_plan import table_of_config
 from mpishard.nn.pretrained import table_of_model
 from mpishard.nn.weight_files import published_tensors
@@ -133,7 +134,7 @@ def assert_gradients(model, expected):
         name = weight.spec.name
         spec = specs[name]
         box = model.parameters.place.box(spec)
-        found = np.zeros([stop - start for start, stop in box], model.parameters.dtype)
+        found = np.zeros(box_shape(box), model.parameters.dtype)
         if name in model.parameters:
             found[...] = model.parameters.gradient(name)[0]
         if spec.partial and model.mesh is not None:

@@ -7,6 +7,7 @@ import secrets
 import numpy as np
 
 from mpishard.checkpoint.converting import write_checkpoint
+from mpishard.layout.boxes import whole_box
 
 # A slash, a percent sign, dots, brackets, letters of other alphabets; no elements, and no dimensions.
 SHAPES = {
@@ -49,7 +50,7 @@ class Arrays:
             set(other.tensors.items()),
         )
         return all(
-            values.tobytes() == other.read(*key, tuple((0, extent) for extent in values.shape)).tobytes()
+            values.tobytes() == other.read(*key, whole_box(values.shape)).tobytes()
             for key, values in self.values.items()
         )
 

@@ -23,9 +23,8 @@ import numpy as np
 from mpishard.backend.array import FLOATS
 from mpishard.checkpoint.atomic_write import published
 from mpishard.checkpoint.disk import unlinked
-from mpishard.checkpoint.piece_reader import inside
 from mpishard.checkpoint.sources import Source, blocks, total_bytes
-from mpishard.layout.boxes import Box
+from mpishard.layout.boxes import Box, inside, whole_box
 from mpishard.layout.run_state import PARAMETERS, SLOT
 
 SUFFIXES = (".safetensors", ".npz")
@@ -213,7 +212,7 @@ class Archive(AbstractContextManager["Archive"]):
         """
         with self._refused():
             whole = self._file.read(_label(kind, name))
-        return np.asarray(whole[inside(box, tuple((0, extent) for extent in whole.shape))], self.kinds[kind], order="C")
+        return np.asarray(whole[inside(box, whole_box(whole.shape))], self.kinds[kind], order="C")
 
     @contextmanager
     def _refused(self) -> Iterator[None]:

@@ -7,13 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from math import prod
 from pathlib import Path
 
 import h5py
 
 from mpishard.checkpoint.pieces import StoredPiece
-from mpishard.layout.boxes import Box, run_start
+from mpishard.layout.boxes import Box, box_size, run_start, whole_box
 from mpishard.layout.run_state import brief
 
 # Each dimension that is cut doubles the number of corners of a box.
@@ -83,7 +82,7 @@ def box_of(space: h5py.h5s.SpaceID) -> Box:
         raise ValueError("a mapping of its virtual data set selects single points, or nothing")
     first, last = space.get_select_bounds()
     box = tuple((int(start), int(stop) + 1) for start, stop in zip(first, last, strict=True))
-    if space.get_select_npoints() != prod(stop - start for start, stop in box):
+    if space.get_select_npoints() != box_size(box):
         raise ValueError(f"a mapping of its virtual data set selects only some elements within {box}")
     return box
 
@@ -94,7 +93,7 @@ def check_cover(shape: Sequence[int], boxes: Iterable[Box]) -> None:
     A box is a signed sum of the orthants at its corners, and two sums of orthants are equal only if their terms are.
     So all corners must cancel, except those of the whole tensor.  The time is linear in the number of boxes.
     """
-    whole = tuple((0, extent) for extent in shape)
+    whole = whole_box(shape)
     boxes = list(boxes)
     if 0 in shape:
         if boxes:
@@ -132,10 +131,10 @@ def _end_to_end(whole: Box, boxes: Sequence[Box]) -> bool:
         start = run_start(box, whole)
         if start is None:
             return False
-        runs.append((start, start + prod([stop - first for first, stop in box])))
+        runs.append((start, start + box_size(box)))
     runs.sort()
     ends = [0, *(stop for _, stop in runs)]
-    return [start for start, _ in runs] == ends[:-1] and ends[-1] == prod([stop for _, stop in whole])
+    return [start for start, _ in runs] == ends[:-1] and ends[-1] == box_size(whole)
 
 
 @contextmanager
@@ -161,7 +160,7 @@ def check_pieces(
         if (piece.kind, piece.name) not in found:
             raise ValueError(f"{piece.kind} of tensor {piece.name!r} are not among the tensors and kinds")
         found[piece.kind, piece.name].append(piece)
-    wholes = {name: tuple((0, extent) for extent in shape) for name, shape in tensors.items()}
+    wholes = {name: whole_box(shape) for name, shape in tensors.items()}
     covers: dict[str, list[Box]] = {}  # kinds are mostly cut alike
     for (kind, name), parts in found.items():
         boxes = [part.box for part in parts]

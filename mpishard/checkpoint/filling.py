@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from math import prod
 
 import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.checkpoint import polling
 from mpishard.checkpoint.contents import Contents
-from mpishard.checkpoint.piece_reader import PieceReader, Run, inside
+from mpishard.checkpoint.piece_reader import PieceReader, Run
 from mpishard.checkpoint.pieces import StoredPiece
 from mpishard.comm.axis import Axis
 from mpishard.comm.reshard import reshard
 from mpishard.io.readers import Readers
-from mpishard.layout.boxes import Box, intersect, run_start
+from mpishard.layout.boxes import Box, box_size, inside, intersect, run_start
 from mpishard.layout.local_layout import LocalLayout, Piece
 from mpishard.layout.run_state import RunState, Shard, check_same_tensors
 
@@ -162,7 +161,7 @@ def _run(wanted: Piece, source: StoredPiece, box: Box) -> Run | None:
     start, place = run_start(box, source.box), run_start(box, wanted.box)
     if start is None or place is None:
         return None
-    return Run(source, source.start + start, wanted.start + place, prod([stop - first for first, stop in box]))
+    return Run(source, source.start + start, wanted.start + place, box_size(box))
 
 
 def _joined(runs: Iterable[Run], most: int | None) -> Iterator[Run]:

@@ -35,7 +35,7 @@ from mpishard.checkpoint.pieces import (
     writer_of,
 )
 from mpishard.io import hdf5, virtual_datasets
-from mpishard.layout.boxes import Box
+from mpishard.layout.boxes import whole_box
 from mpishard.version import VERSION as MPISHARD_VERSION
 
 _FORMAT = "mpishard checkpoint"
@@ -114,7 +114,7 @@ def _table(
 ) -> dict[str, list[list[Any]]]:
     """For each kind its pieces, in the order of each file: number of the tensor, writer, and box unless it is whole."""
     numbers = {name: number for number, name in enumerate(tensors)}
-    wholes = {name: _box(shape) for name, shape in tensors.items()}
+    wholes = {name: whole_box(shape) for name, shape in tensors.items()}
     table: dict[str, list[list[Any]]] = {kind: [] for kind in kinds}
     writers: dict[str, int] = {}
     for piece in sorted(pieces, key=lambda piece: (piece.file, piece.start)):
@@ -124,10 +124,6 @@ def _table(
             box = [] if piece.box == wholes[piece.name] else [piece.box]
             table[piece.kind].append([numbers[piece.name], writers[piece.file], *box])
     return table
-
-
-def _box(shape: Sequence[int]) -> Box:
-    return tuple((0, extent) for extent in shape)
 
 
 def check_facts(facts: Mapping[str, Any]) -> None:
@@ -263,7 +259,7 @@ def _placed(table: Any, tensors: Mapping[str, tuple[int, ...]], kinds: Mapping[s
     if table.keys() != kinds.keys():
         raise ValueError(f"its table of pieces has {', '.join(table)}; wanted {', '.join(kinds)}")
     names = list(tensors)
-    wholes = {name: _box(shape) for name, shape in tensors.items()}
+    wholes = {name: whole_box(shape) for name, shape in tensors.items()}
     files: dict[int, str] = {}
     found: list[StoredPiece] = []
     last: list[StoredPiece] = []

@@ -8,7 +8,6 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import EllipsisType
 from typing import NamedTuple
 
 import h5py
@@ -19,7 +18,7 @@ from mpishard.checkpoint.contents import Contents
 from mpishard.checkpoint.pieces import StoredPiece, pieces_mark, read_mark, writer_of
 from mpishard.io import hdf5
 from mpishard.io.readers import Readers, read_into
-from mpishard.layout.boxes import Box, boxes_of_range, intersect
+from mpishard.layout.boxes import Box, box_shape, boxes_of_range, inside, intersect, whole_box
 
 # Files stay open for the next piece, but a process may only have about a thousand open files.
 _OPEN_FILES = 64
@@ -108,8 +107,7 @@ class PieceReader:
             With file and data set, if either is missing, belongs to another checkpoint, or is not as `write_pieces`
             writes this piece.
         """
-        shape = tuple(stop - start for start, stop in box)
-        assert intersect(box, piece.box) == box and out.shape == shape, (box, piece, out.shape)
+        assert intersect(box, piece.box) == box and out.shape == box_shape(box), (box, piece, out.shape)
         with checks.refusing(self._contents.folder / piece.file):
             opened = self._open(piece)
             if out.dtype != opened.dataset.dtype:
@@ -264,9 +262,9 @@ def _read_chunks(dataset: h5py.h5d.DatasetID, first: Sequence[int], out: np.ndar
         return
     for begin in range(0, out.size, _BLOCK):
         for box in boxes_of_range(out.shape, begin, min(begin + _BLOCK, out.size)):
-            part = np.empty([stop - start for start, stop in box], out.dtype)
+            part = np.empty(box_shape(box), out.dtype)
             _read_box(dataset, [a + start for a, (start, _) in zip(first, box, strict=True)], part)
-            out[inside(box, tuple((0, extent) for extent in out.shape))] = part
+            out[inside(box, whole_box(out.shape))] = part
 
 
 def _read_box(dataset: h5py.h5d.DatasetID, first: Sequence[int], out: np.ndarray) -> None:
@@ -276,12 +274,6 @@ def _read_box(dataset: h5py.h5d.DatasetID, first: Sequence[int], out: np.ndarray
         space.select_hyperslab(tuple(first), out.shape)
     memory = h5py.h5s.create_simple(out.shape) if out.shape else h5py.h5s.create(h5py.h5s.SCALAR)
     dataset.read(memory, space, out)
-
-
-def inside(box: Box, outer: Box) -> tuple[slice | EllipsisType, ...]:
-    """The index of a box in an array of the box `outer` around it; it always gives a view, also of a scalar."""
-    slices = (slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
-    return (*slices, ...)
 
 
 def damages(contents: Contents, kinds: Container[str] | None = None, rank: int = 0, ranks: int = 1) -> list[str]:

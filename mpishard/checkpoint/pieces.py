@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +23,7 @@ import h5py
 import numpy as np
 
 from mpishard.checkpoint.disk import DiskFile
-from mpishard.layout.boxes import Box
+from mpishard.layout.boxes import Box, box_shape, box_size
 
 VERSION = 2
 # In version 1 each box was a data set of its own.
@@ -57,11 +56,11 @@ class StoredPiece:
 
     @property
     def size(self) -> int:
-        return prod([stop - start for start, stop in self.box])
+        return box_size(self.box)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.box)
+        return box_shape(self.box)
 
 
 class Values(Protocol):
@@ -117,7 +116,7 @@ def stored(boxes: Iterable[tuple[str, str, Box]], file: str) -> list[StoredPiece
     ends: Counter[str] = Counter()
     found = []
     for kind, name, box in boxes:
-        if size := _size(box):
+        if size := box_size(box):
             found.append(StoredPiece(kind, name, box, file, f"/{kind}", ends[kind]))
             ends[kind] += size
     return found
@@ -151,7 +150,7 @@ def write_pieces(path: Path, parts: Sequence[Values], *, id: str, writer: int, c
     sizes: Counter[str] = Counter()
     for part in parts:
         kind, _, box = part.where
-        sizes[kind] += _size(box)
+        sizes[kind] += box_size(box)
     with new_file(path, pieces_mark(id, writer)) as (h5, disk):
         h5.attrs.update(format="mpishard pieces", version=VERSION, id=id, writer=writer)
         kinds: dict[str, _Kind] = {}
@@ -172,7 +171,7 @@ def write_pieces(path: Path, parts: Sequence[Values], *, id: str, writer: int, c
 
 def _check_values(where: tuple[str, str, Box], values: np.ndarray) -> None:
     kind, name, box = where
-    shape = tuple([stop - start for start, stop in box])
+    shape = box_shape(box)
     if values.shape != shape or values.dtype not in DTYPES:
         raise ValueError(
             f"the piece {box} of {kind} {name!r} has values of {values.dtype} {values.shape}; "
@@ -214,11 +213,6 @@ class _Kind:
         space.select_hyperslab((self._end,), values.shape)
         self._dataset.write(h5py.h5s.create_simple(values.shape), space, values)
         self._end += values.size
-
-
-def _size(box: Box) -> int:
-    """The elements of a box."""
-    return prod([max(0, stop - start) for start, stop in box])
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpishard.checkpoint.contents import Contents
-from mpishard.checkpoint.piece_reader import PieceReader, inside
+from mpishard.checkpoint.piece_reader import PieceReader
 from mpishard.checkpoint.pieces import StoredPiece
-from mpishard.layout.boxes import Box, boxes_of_range, intersect
+from mpishard.layout.boxes import Box, box_shape, boxes_of_range, inside, intersect
 
 BLOCK = 2**22  # elements read at once
 
@@ -88,7 +88,7 @@ class Stored(AbstractContextManager["Stored"]):
         ValueError
             If a piece does not match the index.
         """
-        values = np.empty(tuple(stop - start for start, stop in box), self.kinds[kind])
+        values = np.empty(box_shape(box), self.kinds[kind])
         for piece in self._pieces[kind, name]:
             common = intersect(box, piece.box)
             if common is not None:

@@ -16,6 +16,7 @@ from mpishard.checkpoint.contents import INDEX, Contents
 from mpishard.checkpoint.pieces import StoredPiece
 from mpishard.io import hdf5
 from mpishard.io.virtual_datasets import Source, VirtualDataset
+from mpishard.layout.boxes import box_shape, whole_box
 from mpishard.layout.run_state import link_name
 
 _PIECES = re.compile(r"pieces-[0-9]{5,}\.h5")
@@ -148,6 +149,6 @@ def _source(plist: h5py.h5p.PropDCID, number: int, kind: str, name: str, version
         raise ValueError(f"it takes values from {dataset!r} of {file}; wanted {front}0, 1, and so on")
     # The index does not have the extent of a source that is used as a whole; `PieceReader` checks it in the data set.
     whole = source.get_select_type() == h5py.h5s.SEL_ALL
-    if not whole and checks.box_of(source) != tuple((0, stop - start) for start, stop in box):
+    if not whole and checks.box_of(source) != whole_box(box_shape(box)):
         raise ValueError(f"it takes only a part of {dataset} of {file}, or more than it has")
     return StoredPiece(kind, name, box, file, dataset)

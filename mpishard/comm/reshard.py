@@ -9,14 +9,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from mpishard.backend import array as arrays
 from mpishard.comm.axis import Axis
-from mpishard.layout.boxes import Box, boxes_of_range
+from mpishard.layout.boxes import Box, box_shape, box_size, boxes_of_range
 from mpishard.layout.local_layout import LocalLayout, Piece
 from mpishard.layout.run_state import RunState, Shard, check_same_tensors
 from mpishard.layout.transfers import Holders, Transfer
@@ -180,7 +179,7 @@ def _check_sharing(source: Shard, target: Shard, local: Sequence[Transfer]) -> N
     same = source.array is target.array
     if not same and not arrays.module_of(source.array).may_share_memory(source.array, target.array):
         return
-    in_place = sum(prod(stop - start for start, stop in move.box) for move in local if _stays(move))
+    in_place = sum(box_size(move.box) for move in local if _stays(move))
     if not same or len(local) != sum(map(_stays, local)) or in_place != sum(piece.size for piece in source.holding):
         raise ValueError(
             f"source and target of {source.kind!r} share memory, but elements lie elsewhere in the one than in the "
@@ -240,7 +239,7 @@ class _Stream:
 
     def __init__(self, boxes: Sequence[tuple[Piece, Box]]) -> None:
         self.boxes = boxes
-        self.starts = list(accumulate((prod(stop - start for start, stop in box) for _, box in boxes), initial=0))
+        self.starts = list(accumulate((box_size(box) for _, box in boxes), initial=0))
         self.size = self.starts[-1]
 
     def between(self, start: int, stop: int) -> Iterator[tuple[Piece, Box]]:
@@ -253,8 +252,7 @@ class _Stream:
             if start <= first and last <= stop:
                 yield piece, box
                 continue
-            shape = [end - begin for begin, end in box]
-            for part in boxes_of_range(shape, max(start, first) - first, min(stop, last) - first):
+            for part in boxes_of_range(box_shape(box), max(start, first) - first, min(stop, last) - first):
                 yield piece, tuple((a + begin, b + begin) for (a, b), (begin, _) in zip(part, box, strict=True))
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from mpishard.comm.axis import Axis
-from mpishard.layout.boxes import Box
+from mpishard.layout.boxes import Box, box_size
 from mpishard.layout.local_layout import cut_holding
 from mpishard.layout.specs import ParameterSpec
 from mpishard.parameters.flat import FlatParameters
@@ -44,7 +43,7 @@ def gather_whole(world: Axis, parameters: FlatParameters, ranges: Sequence[Range
     ]
     own = np.concatenate([values[:0], *(values[piece.start : piece.start + piece.size] for piece in pieces)])
     layouts = world.allgather_object(tuple((number[piece.name], piece.box) for piece in pieces))
-    counts = [sum(_size(box) for _, box in boxes) for boxes in layouts]
+    counts = [sum(box_size(box) for _, box in boxes) for boxes in layouts]
     joined = world.all_gather(np.empty(sum(counts), values.dtype), own, counts, label="state")
     whole = np.empty(sum(spec.size for spec in specs), values.dtype)
     tensors = _tensors(whole, specs)
@@ -52,8 +51,8 @@ def gather_whole(world: Axis, parameters: FlatParameters, ranges: Sequence[Range
     for boxes in layouts:
         for tensor, box in boxes:
             target = tensors[tensor][_slices(box)]
-            target[...] = joined[offset : offset + _size(box)].reshape(target.shape)
-            offset += _size(box)
+            target[...] = joined[offset : offset + box_size(box)].reshape(target.shape)
+            offset += box_size(box)
     return whole
 
 
@@ -67,10 +66,6 @@ def cut_whole(whole: np.ndarray, parameters: FlatParameters, ranges: Sequence[Ra
 def _tensors(whole: np.ndarray, specs: Sequence[ParameterSpec]) -> list[np.ndarray]:
     starts = accumulate((spec.size for spec in specs), initial=0)
     return [whole[start : start + spec.size].reshape(spec.shape) for spec, start in zip(specs, starts, strict=False)]
-
-
-def _size(box: Box) -> int:
-    return prod(stop - start for start, stop in box)
 
 
 def _slices(box: Box) -> tuple[Any, ...]:

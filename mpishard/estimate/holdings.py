@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpishard.estimate.layouts import Layout
-from mpishard.layout.boxes import counts, split
+from mpishard.layout.boxes import box_size, counts, split
 from mpishard.layout.local_layout import ModelParallelRank
 from mpishard.nn.decoder_architecture import DecoderArchitecture
 from mpishard.nn.units import EMBEDDINGS, OUTPUT_HEAD
@@ -146,9 +146,7 @@ def _tensors(
 ) -> Sequence[tuple[str, int, int, bool]]:
     found = []
     for spec in architecture.specs_of(unit, sequence_parallel=sequence_parallel):
-        size = 1
-        for start, stop in ModelParallelRank(0, tensor).box(spec):
-            size *= stop - start
+        size = box_size(ModelParallelRank(0, tensor).box(spec))
         everywhere = spec.size * (tensor if spec.tensor_dim is None else 1)
         found.append((spec.name, size, everywhere, spec.partial and tensor > 1))
     return found

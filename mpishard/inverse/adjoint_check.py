@@ -13,6 +13,7 @@ from mpishard.backend import array as arrays
 from mpishard.backend.random import uniform_in_box
 from mpishard.comm.axis import Axis
 from mpishard.comm.mesh import Mesh
+from mpishard.layout.boxes import whole_box
 
 Array = Any
 
@@ -125,7 +126,7 @@ def _random(like: Any, seed: int, name: str) -> Array:
     """Random numbers of the shape, dtype and device of an array; what is no float32 becomes float64."""
     shape = np.shape(like)
     half = getattr(like, "dtype", None) == np.float32
-    numbers = uniform_in_box(seed, name, shape, [(0, extent) for extent in shape])
+    numbers = uniform_in_box(seed, name, shape, whole_box(shape))
     values = numbers.astype(np.float32 if half else np.float64)
     return arrays.module_of(like).asarray(values) if arrays.is_device(like) else values
 

@@ -19,7 +19,7 @@ from math import prod
 import h5py
 import numpy as np
 
-from mpishard.layout.boxes import Box
+from mpishard.layout.boxes import Box, box_shape
 
 _UNDEFINED = b"\xff" * 8
 # Defaults of the superblock: symbols in a leaf of a group, and children of a node above.
@@ -199,7 +199,7 @@ def _encoded(dataset: VirtualDataset, names: dict[tuple[str, str], bytes]) -> by
         if key not in names:
             # In the names of sources "%b" is a block number, and "%%" a percent sign.
             names[key] = each.file.encode() + b"\0" + each.dataset.replace("%", "%%").encode() + b"\0"
-        sizes = tuple([stop - start for start, stop in each.box])
+        sizes = box_shape(each.box)
         parts += (
             names[key],
             _selection(((each.start, each.start + prod(sizes)),)),

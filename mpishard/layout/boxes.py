@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from types import EllipsisType
 
 Box = tuple[tuple[int, int], ...]
 
@@ -86,6 +87,54 @@ def counts(offsets: Sequence[int]) -> list[int]:
     return [stop - start for start, stop in zip(offsets[:-1], offsets[1:], strict=True)]
 
 
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box that covers a whole tensor.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the tensor.
+
+    Returns
+    -------
+    Box
+        From 0 to the extent in each dimension.
+    """
+    return tuple([(0, extent) for extent in shape])
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The extents of a box.
+
+    Parameters
+    ----------
+    box : Box
+        Of any tensor.
+
+    Returns
+    -------
+    tuple of int
+        One for each dimension.
+    """
+    return tuple([stop - start for start, stop in box])
+
+
+def box_size(box: Box) -> int:
+    """The number of elements of a box.
+
+    Parameters
+    ----------
+    box : Box
+        Of any tensor.
+
+    Returns
+    -------
+    int
+        1 for a scalar, whose box has no dimensions.
+    """
+    return prod([stop - start for start, stop in box])
+
+
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Cut the row-major range ``[start, stop)`` of a tensor into boxes, in order.
 
@@ -118,7 +167,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         first += 1
     whole = stop // row
     if whole > first:
-        boxes.append(((first, whole), *((0, extent) for extent in shape[1:])))
+        boxes.append(((first, whole), *whole_box(shape[1:])))
     if stop % row:
         boxes += boxes_of_range(shape, whole * row, stop)
     return boxes
@@ -152,6 +201,23 @@ def subtract(box: Box, hole: Box) -> list[Box]:
             rest.append((*done, (hole_stop, stop), *box[dim + 1 :]))
         done = (*done, (hole_start, hole_stop))
     return rest
+
+
+def inside(box: Box, outer: Box) -> tuple[slice | EllipsisType, ...]:
+    """The index of a box in an array of the box around it; it always gives a view, also of a scalar.
+
+    Parameters
+    ----------
+    box, outer : Box
+        The one inside the other.
+
+    Returns
+    -------
+    tuple of slices
+        For an array shaped like `outer`.
+    """
+    slices = (slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
+    return (*slices, ...)
 
 
 def run_start(box: Box, outer: Box) -> int | None:

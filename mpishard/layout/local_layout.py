@@ -10,9 +10,8 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 
-from mpishard.layout.boxes import Box, boxes_of_range, nested_split
+from mpishard.layout.boxes import Box, box_shape, box_size, boxes_of_range, nested_split
 from mpishard.layout.specs import ParameterSpec
 
 
@@ -37,12 +36,12 @@ class Piece:
     @property
     def shape(self) -> tuple[int, ...]:
         """Extents of the box."""
-        return tuple(stop - start for start, stop in self.box)
+        return box_shape(self.box)
 
     @property
     def size(self) -> int:
         """Number of elements of the box."""
-        return prod(self.shape)
+        return box_size(self.box)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from mpishard.arguments import flag, integer, shown
-from mpishard.layout.boxes import Box
+from mpishard.layout.boxes import Box, whole_box
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ParameterSpec:
     @property
     def box(self) -> Box:
         """The box that covers the whole tensor."""
-        return tuple((0, extent) for extent in self.shape)
+        return whole_box(self.shape)
 
 
 def _cut(spec: ParameterSpec) -> tuple[object, ...]:

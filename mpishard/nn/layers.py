@@ -25,6 +25,7 @@ import numpy as np
 
 from mpishard.backend.array import module_of
 from mpishard.backend.random import normal
+from mpishard.layout.boxes import box_shape
 from mpishard.layout.specs import ParameterSpec
 from mpishard.nn import formulas, kernels
 from mpishard.nn.products import Matmul, make_matmul
@@ -125,7 +126,7 @@ class Layer:
         self._assign(name, normal(seed, name, shape, scale, np.float64)[own])
 
     def _fill(self, name: str, value: float) -> None:
-        self._assign(name, np.full([stop - start for start, stop in self.parameters.box(name)], value))
+        self._assign(name, np.full(box_shape(self.parameters.box(name)), value))
 
     def _assign(self, name: str, values: np.ndarray) -> None:
         self.parameters.assign(name, self.module.asarray(values.astype(self.parameters.dtype)))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.arguments import shown
-from mpishard.layout.boxes import Box
+from mpishard.layout.boxes import Box, box_shape
 from mpishard.nn.published import DTYPES, HEAD, Published, Run, Weight
 
 CONFIG = "config.json"
@@ -149,7 +149,7 @@ class Reader:
 
     def read(self, weight: Weight, box: Box, dtype: Any) -> np.ndarray:
         """A box of a tensor, from those parts of the files that have it."""
-        values = np.empty([stop - start for start, stop in box], dtype)
+        values = np.empty(box_shape(box), dtype)
         first, last = box[-1]
         for run in weight.runs:
             start, stop = max(first, run.start), min(last, run.stop)

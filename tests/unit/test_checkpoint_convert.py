@@ -24,6 +24,7 @@ from mpishard.checkpoint.converting import write_plain
 from mpishard.checkpoint.examining import newest_whole
 from mpishard.checkpoint.index import read_index
 from mpishard.checkpoint.sources import Stored, blocks
+from mpishard.layout.boxes import whole_box
 from mpishard.layout.run_state import link_name
 
 SIZE = sum(math.prod(shape) for shape in SHAPES.values())
@@ -206,7 +207,7 @@ def test_files_of_other_programs(tmp_path):
         with Archive(tmp_path / name) as archive:
             assert archive.facts == {}
             for tensor, values in MODEL.items():
-                found = archive.read("parameters", tensor, tuple((0, extent) for extent in values.shape))
+                found = archive.read("parameters", tensor, whole_box(values.shape))
                 assert found.dtype == np.float32 and np.array_equal(found, values)
             assert np.array_equal(archive.read("parameters", "w", ((1, 2), (0, 2))), [[3, 4]])
 
@@ -325,7 +326,7 @@ def test_damaged_archives_are_refused_or_read(suffix, good, tmp_path):
         try:
             with Archive(file) as archive:
                 for name, shape in archive.tensors.items():
-                    assert archive.read("parameters", name, tuple((0, extent) for extent in shape)).shape == shape
+                    assert archive.read("parameters", name, whole_box(shape)).shape == shape
         except ValueError:
             refused += 1
     assert refused > 100

@@ -21,7 +21,7 @@ from mpishard.checkpoint.checks import check_cover
 from mpishard.checkpoint.index import index_mark, read_index, write_index
 from mpishard.checkpoint.piece_reader import PieceReader
 from mpishard.checkpoint.pieces import PieceValues, pieces_file, pieces_mark, stored, write_pieces
-from mpishard.layout.boxes import boxes_of_range
+from mpishard.layout.boxes import box_shape, boxes_of_range, whole_box
 from mpishard.layout.run_state import link_name
 
 ID = "0123456789abcdef" * 2
@@ -99,8 +99,8 @@ def old_or_new(tmp_path, version):
 
 def read(contents, kind, name, box=None):
     """A box of a tensor, by way of the pieces."""
-    box = tuple((0, extent) for extent in TENSORS[name]) if box is None else box
-    out = np.full([stop - start for start, stop in box], np.nan, KINDS[kind])
+    box = whole_box(TENSORS[name]) if box is None else box
+    out = np.full(box_shape(box), np.nan, KINDS[kind])
     with PieceReader(contents) as reader:
         for piece in contents.pieces:
             if (piece.kind, piece.name) == (kind, name):

@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given, settings
 from layouts import filled, lower_bound, random_layout, random_model, tensors_of, view
 
-from mpishard.layout.boxes import boxes_of_range, intersect, nested_split, split, subtract
+from mpishard.layout.boxes import (
+    box_shape,
+    box_size,
+    boxes_of_range,
+    inside,
+    intersect,
+    nested_split,
+    split,
+    subtract,
+    whole_box,
+)
 from mpishard.layout.local_layout import WHOLE, ModelParallelRank, Piece, cut_holding
 from mpishard.layout.specs import ParameterSpec, merge_ties
 from mpishard.layout.transfers import Holders, transfers
@@ -180,7 +190,19 @@ def test_subtract_leaves_the_rest(extents):
     for part in [*subtract(box, hole), hole]:
         marks[tuple(slice(*pair) for pair in part)] += 1
     assert marks.max(initial=0) <= 1
-    assert marks.sum() == prod(stop - start for start, stop in box)
+    assert marks.sum() == box_size(box)
+
+
+@given(st.lists(ordered, max_size=3))
+def test_a_box_in_an_array_of_the_box_around_it(extents):
+    outer = tuple((start, stop) for start, _, _, stop in extents)
+    box = tuple((start, stop) for _, start, stop, _ in extents)
+    tensor = np.arange(10 ** len(extents)).reshape((10,) * len(extents))
+    around = tensor[(*(slice(*pair) for pair in outer), ...)]
+    view = around[inside(box, outer)]
+    assert view.shape == box_shape(box) and view.size == box_size(box)
+    assert np.shares_memory(view, tensor) or not view.size
+    assert np.array_equal(view, tensor[inside(box, whole_box(tensor.shape))])
 
 
 @pytest.mark.parametrize(("name", "shape"), [("", (3,)), ("w", (3, -1))])

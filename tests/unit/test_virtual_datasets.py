@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mpishard.io.virtual_datasets import Source, VirtualDataset, fill_groups, group_address, lookup3
+from mpishard.layout.boxes import whole_box
 
 OWN = "beside.h5"
 
@@ -27,7 +28,7 @@ def made(path, groups, userblock=512):
 
 
 def whole(name, shape, start):
-    return VirtualDataset(name, shape, [Source(tuple((0, n) for n in shape), OWN, "/values", start)])
+    return VirtualDataset(name, shape, [Source(whole_box(shape), OWN, "/values", start)])
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 256, 257, 20_000])
