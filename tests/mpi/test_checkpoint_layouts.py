@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import first_format
 import hybrid
@@ -36,16 +33,6 @@ KINDS = ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 def base(comm):
     with Mesh(comm) as mesh:
         yield mesh
-
-
-@pytest.fixture
-def folder(comm):
-    """A new folder that all ranks know.  Collective."""
-    path = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)
-    yield Path(path)
-    comm.barrier()
-    if comm.rank == 0:
-        shutil.rmtree(path)
 
 
 def layouts(base):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +11,6 @@ import mpishard
 from mpishard import Checkpoints, OptimizationProblem
 
 ROWS = np.random.default_rng(0).standard_normal((64, 6))
-
-
-@pytest.fixture
-def folder(mesh, tmp_path):
-    return Path(mesh.world.allgather_object(str(tmp_path))[0])
 
 
 class Timed(Checkpoints):

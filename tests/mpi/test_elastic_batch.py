@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,11 +59,6 @@ def check(run, taken, rates):
     for epoch in range(len(consumed) // SAMPLES):
         assert Counter(consumed[epoch * SAMPLES : (epoch + 1) * SAMPLES].tolist()) == Counter(range(SAMPLES))
     assert bits(run.result) == plain(taken, rates)
-
-
-@pytest.fixture
-def folder(mesh, tmp_path):
-    return Path(mesh.world.allgather_object(str(tmp_path))[0])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -218,12 +217,6 @@ def test_the_start_of_rank_0_is_that_of_all(mesh, same_on_all):
         result = minimize(rosenbrock, START + mesh.rank, method="L-BFGS", mesh=mesh)
     assert same_on_all(result.x) and result.nfev == minimize(rosenbrock, START, method="L-BFGS").nfev
     assert any("ranks start from different" in str(each.message) for each in found) == (mesh.rank == 0 < mesh.size - 1)
-
-
-@pytest.fixture
-def folder(mesh, tmp_path):
-    """One folder for all ranks."""
-    return Path(mesh.world.allgather_object(str(tmp_path))[0])
 
 
 @pytest.mark.parametrize(("method", "options"), METHODS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +17,6 @@ from mpishard.record.summary import COMPUTATION, spent
 from mpishard.record.trace import read_trace
 
 ROWS = np.random.default_rng(0).standard_normal((37, 6))
-
-
-@pytest.fixture
-def folder(comm):
-    """A folder that all ranks see, removed at the end.  Collective."""
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(comm.bcast(name)) / "run"
-        comm.Barrier()
 
 
 def problem(steps, **changes):
@@ -120,6 +111,7 @@ def test_steps_that_a_checkpoint_makes_past_are_written(mesh, folder):
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(mesh, folder):
+    folder = folder / "run"
     if mesh.rank == 0:
         folder.write_text("a file")
     mesh.world.barrier()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -11,13 +9,6 @@ from mpi4py import MPI
 import mpishard
 from mpishard import nn
 from mpishard.data import Mixture, ReadAhead, TextFile, TokenData, TokenFile
-
-
-@pytest.fixture
-def folder(mesh, tmp_path_factory):
-    """A folder that all ranks see."""
-    made = str(tmp_path_factory.mktemp("tokens")) if mesh.rank == 0 else None
-    return Path(mesh.world.comm.bcast(made))
 
 
 def write(mesh, path, values, dtype="u2"):
