@@ -1,4 +1,4 @@
-"""How benchmarks run what they measure: in child processes of one thread each, with the BLAS kernels users get."""
+"""How benchmarks run what they measure: in child processes of one thread each, as users have them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ Command = tuple[Sequence[str], Mapping[str, str]]
 
 
 def environment() -> dict[str, str]:
-    """One thread a rank, this tree's package, and no choice of BLAS kernels."""
-    variables = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
+    """One thread a rank, this tree's package, no choice of BLAS kernels, and modules that are compiled once."""
+    unusual = ("OPENBLAS_CORETYPE", "PYTHONDONTWRITEBYTECODE")
+    variables = {name: value for name, value in os.environ.items() if name not in unusual}
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         variables[name] = "1"
     # Open MPI as root, or with fewer cores than ranks; other MPI libraries do not read these.

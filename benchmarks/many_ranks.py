@@ -4,7 +4,8 @@
 
 A small GPT takes a few steps on every number of ranks.  Seconds are of the slowest rank since its process began;
 with more ranks than cores they share these, so that a time divided by the ranks of a core is what one rank needs.
-Memory is the proportional share (PSS) of the rank with most.  Collectives are those of one step of rank 0, with the
+CPU is the processor time of a rank until its first step is over, in seconds, the mean of all ranks.  Memory is the
+proportional share (PSS) of the rank with most.  Collectives are those of one step of rank 0, with the
 bytes that it sends.
 """
 
@@ -57,12 +58,14 @@ def work() -> None:
     times["model"] = since_start()
     step()
     times["first step"] = since_start()
+    processor = time.process_time()
     mesh.ledger.clear()
     for _ in range(STEPS):
         step()
     totals = mesh.ledger.totals.values()
     own = {
         "times": times,
+        "processor": processor,
         "memory": field("/proc/self/smaps_rollup", "Pss") / 1024,
         "threads": field("/proc/self/status", "Threads"),
     }
@@ -70,6 +73,7 @@ def work() -> None:
     if mesh.rank == 0:
         found = {
             "times": {part: max(each["times"][part] for each in everyone) for part in PARTS},
+            "processor": sum(each["processor"] for each in everyone) / mesh.size,
             "memory": max(each["memory"] for each in everyone),
             "threads": max(each["threads"] for each in everyone),
             "collectives": sum(total.calls for total in totals) / STEPS,
@@ -89,7 +93,9 @@ def main() -> None:
     children.run("2 ranks", [(children.mpirun(2, command), {})], TIME_LIMIT)  # fills the cache of compiled kernels
     print(f"{os.cpu_count()} cores; seconds until a part is over, of the slowest rank")
     print(
-        f"{'ranks':>5} " + " ".join(f"{part:>10}" for part in PARTS) + "  MB a rank  threads  collectives, bytes a step"
+        f"{'ranks':>5} "
+        + " ".join(f"{part:>10}" for part in PARTS)
+        + "  CPU a rank  MB a rank  threads  collectives, bytes a step"
     )
     for ranks in options.ranks:
         # MPICH's ranks that wait let go of their core: there are more than cores.
@@ -97,7 +103,7 @@ def main() -> None:
         found = children.result(f"{ranks} ranks", children.run(f"{ranks} ranks", [job], TIME_LIMIT))
         parts = " ".join(f"{found['times'][part]:10.2f}" for part in PARTS)
         print(
-            f"{ranks:5} {parts} {found['memory']:10.0f} {found['threads']:8} "
+            f"{ranks:5} {parts} {found['processor']:11.2f} {found['memory']:10.0f} {found['threads']:8} "
             f"{found['collectives']:12.1f} {found['bytes']:9,.0f}",
             flush=True,
         )

@@ -7,6 +7,7 @@ imported when the first CuPy array appears, and not before.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,8 +45,12 @@ class Kernel:
         self.written: tuple[str, ...] = translated.written
         self.largest: tuple[str, ...] = translated.largest
         self.c_body: str = translated.c_body
-        self._host = HostFunction(translated.as_function())
+        self._translated = translated
         self._device: Any = None
+
+    @functools.cached_property
+    def _host(self) -> HostFunction:
+        return HostFunction(self._translated.as_function())
 
     def __repr__(self) -> str:
         return f"Kernel({self.name}: {', '.join(self.arrays)} / {', '.join(self.scalars)})"

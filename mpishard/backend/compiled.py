@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+from mpishard.backend.garbage import no_garbage_collection
 
 _before: list[Callable[[], None]] = []
 # Announced calls: by function and types of the arguments, arguments of these types.
@@ -91,10 +94,15 @@ def prefetch(array: np.ndarray, index: int) -> None:
 
 
 def prepare() -> None:
-    """Do the set-up now that the first call of a compiled function does once per process (some tenths of a second)."""
-    from mpishard.backend import jit
+    """Do the set-up now that the first call of a compiled function does once per process (over a tenth of a second)."""
+    _jit().prepare()
 
-    jit.prepare()
+
+def _jit() -> ModuleType:
+    """The module that imports Numba: imported at the first call."""
+    with no_garbage_collection():
+        from mpishard.backend import jit
+    return jit
 
 
 class HostFunction:
@@ -136,10 +144,10 @@ class HostFunction:
             _expected[self, key] = (*arrays, *scalars)
 
     def _compile(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
-        from mpishard.backend import jit
-
+        jit = _jit()
         _expected.pop((self, key), None)
-        jit.in_turn((self.dispatcher(), jit.types_of(arguments)), _take_expected())
+        with no_garbage_collection():  # each would look at all of Numba's objects
+            jit.in_turn((self.dispatcher(), jit.types_of(arguments)), _take_expected())
         self._compiled.add(key)
 
     def dispatcher(self) -> Any:
@@ -150,12 +158,10 @@ class HostFunction:
         numba.core.dispatcher.Dispatcher
             The same at every call.
         """
-        from mpishard.backend import jit
-
         while _before:
             _before.pop(0)()
         if self._dispatcher is None:
-            self._dispatcher = jit.jit(self._function, **self._options)
+            self._dispatcher = _jit().jit(self._function, **self._options)
         return self._dispatcher
 
 
@@ -166,8 +172,6 @@ def _key(arrays: Sequence[np.ndarray]) -> tuple[Any, ...]:
 
 def _take_expected() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Yield the dispatchers and types of all announced calls, and forget the calls."""
-    from mpishard.backend import jit
-
     while _expected:
         (function, _), arguments = _expected.popitem()
-        yield function.dispatcher(), jit.types_of(arguments)
+        yield function.dispatcher(), _jit().types_of(arguments)

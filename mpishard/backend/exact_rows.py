@@ -333,5 +333,4 @@ def _rows_with_loop(
                         _add_one(picked[one, :count], few[0, :count], of_changes[p], changed[p])
 
 
-# Without counting references, which takes longer than a run.
-_rows_with = HostFunction(_rows_with_loop, _nrt=False)
+_rows_with = HostFunction(_rows_with_loop)

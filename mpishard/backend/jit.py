@@ -13,7 +13,6 @@ from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 
 from mpishard.backend import compile_turns
-from mpishard.backend.garbage import no_garbage_collection
 
 # Numba's dispatcher of a function, and the types of its arguments.
 Function = tuple[Any, tuple[Any, ...]]
@@ -26,19 +25,25 @@ class _Cache(FunctionCache):
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        rtsys.initialize(target_context)  # arrays are counted
         with self._guard_against_spurious_io_errors():
             return self._load_overload(sig, target_context)
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        # Not what older versions of mpishard have cached at the same place: that needs the runtime.
+        return (*super()._index_key(sig, codegen), "_nrt=False")
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
     """``numba.njit`` without the GIL, with NumPy's division, and with a cache on disk where that is possible.
 
     Without ``error_model="numpy"`` every division carries a check for zero, which keeps loops from being
-    vectorised.
+    vectorised.  Functions that make arrays need ``_nrt=True``, Numba's runtime, which counts references: each process
+    compiles it, which takes as long as loading ten functions, and with it a function takes a tenth longer to compile.
     """
     # These functions are not called from C; a wrapper for that would take a tenth of the compile time.
-    options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, **options}
+    options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False, **options}
+    if options["_nrt"]:
+        rtsys.initialize(cpu_target.target_context)
     dispatcher = numba.njit(**options)(function)
     # RuntimeError: neither the folder of the source nor the user's cache folder is writable.
     with contextlib.suppress(RuntimeError):
@@ -47,7 +52,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def prepare() -> None:
-    rtsys.initialize(cpu_target.target_context)
+    _ = cpu_target.target_context  # made at the first use
 
 
 def types_of(arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -62,17 +67,17 @@ def in_turn(wanted: Function, expected: Iterable[Function]) -> None:
     """
     dispatcher, types = wanted
     if dispatcher.stats.cache_path is None:  # without a cache it cannot load what another process compiles
-        _compile(dispatcher, types)
+        dispatcher.compile(types)
     elif not _load(dispatcher, types):
         _share(wanted, expected)
         compile_turns.load_or_make(
-            _name(dispatcher), lambda: _load(dispatcher, types), lambda: _compile(dispatcher, types)
+            _name(dispatcher), lambda: _load(dispatcher, types), lambda: dispatcher.compile(types)
         )
 
 
 def _share(wanted: Function, expected: Iterable[Function]) -> None:
     """If a core is free, compile the functions that are neither cached nor being compiled by another process."""
-    with compile_turns.core() as free, no_garbage_collection():
+    with compile_turns.core() as free:
         # The longest first, so that all processes finish at about the same time.
         functions = sorted([wanted, *expected], key=_length, reverse=True) if free else []
         for dispatcher, types in functions:
@@ -80,7 +85,7 @@ def _share(wanted: Function, expected: Iterable[Function]) -> None:
                 continue
             with compile_turns.attempt(_name(dispatcher)) as mine:
                 if mine and not _load(dispatcher, types):
-                    _compile(dispatcher, types)
+                    dispatcher.compile(types)
 
 
 def _length(function: Function) -> int:
@@ -104,8 +109,3 @@ def _load(dispatcher: Any, types: tuple[Any, ...]) -> bool:
         dispatcher.targetctx.insert_user_function(found.entry_point, found.fndesc, [found.library])
         dispatcher.add_overload(found)
         return True
-
-
-def _compile(dispatcher: Any, types: tuple[Any, ...]) -> None:
-    with no_garbage_collection():  # among the compiler's millions of objects it took a third of the time
-        dispatcher.compile(types)

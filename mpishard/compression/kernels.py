@@ -251,7 +251,7 @@ to_float16: HostFunction = HostFunction(_to_float16)
 from_float16: HostFunction = HostFunction(_from_float16)
 to_bfloat16: HostFunction = HostFunction(_to_bfloat16)
 from_bfloat16: HostFunction = HostFunction(_from_bfloat16)
-to_int8: HostFunction = HostFunction(_to_int8)
+to_int8: HostFunction = HostFunction(_to_int8, _nrt=True)  # it makes an array
 from_int8: HostFunction = HostFunction(_from_int8)
 to_signs: HostFunction = HostFunction(_to_signs, fastmath={"reassoc"})
 from_signs: HostFunction = HostFunction(_from_signs)

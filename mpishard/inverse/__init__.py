@@ -3,8 +3,9 @@
 A name's module is imported when it is first asked for: `minimize` without a mesh does without MPI.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mpishard.lazy import names_when_used
 
 if TYPE_CHECKING:
     from mpishard.inverse.adjoint_check import AdjointCheck, check_adjoint
@@ -31,26 +32,20 @@ __all__ = [
     "regularized",
 ]
 
-_MODULES = {
-    "adjoint_check": "AdjointCheck check_adjoint",
-    "gradient_check": "GradientCheck check_gradient",
-    "minimization": "minimize",
-    "regularization": "SmoothedTotalVariation Tikhonov",
-    "regularized_function": "regularized",
-    "result": "OptimizeResult",
-    "reverse_communication": "EvaluationRequest ReverseCommunication",
-    "time_steps": "backward_in_time",
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
-
-
 if not TYPE_CHECKING:  # a type checker has the names from above
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-        return value
+    __getattr__ = names_when_used(
+        __name__,
+        {
+            "adjoint_check": "AdjointCheck check_adjoint",
+            "gradient_check": "GradientCheck check_gradient",
+            "minimization": "minimize",
+            "regularization": "SmoothedTotalVariation Tikhonov",
+            "regularized_function": "regularized",
+            "result": "OptimizeResult",
+            "reverse_communication": "EvaluationRequest ReverseCommunication",
+            "time_steps": "backward_in_time",
+        },
+    )
 
 
 def __dir__() -> list[str]:

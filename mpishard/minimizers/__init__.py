@@ -1,9 +1,30 @@
 """Methods that choose their own steps from values and gradients: quasi-Newton, conjugate gradients, Newton.  No MPI."""
 
-from mpishard.minimizers.lbfgs import LBFGS
-from mpishard.minimizers.lbfgsb import LBFGSB
-from mpishard.minimizers.method import Method
-from mpishard.minimizers.newton import TruncatedNewton
-from mpishard.minimizers.nonlinear_cg import NonlinearCG
+from typing import TYPE_CHECKING
+
+from mpishard.lazy import names_when_used
+
+if TYPE_CHECKING:
+    from mpishard.minimizers.lbfgs import LBFGS
+    from mpishard.minimizers.lbfgsb import LBFGSB
+    from mpishard.minimizers.method import Method
+    from mpishard.minimizers.newton import TruncatedNewton
+    from mpishard.minimizers.nonlinear_cg import NonlinearCG
 
 __all__ = ["LBFGS", "LBFGSB", "Method", "NonlinearCG", "TruncatedNewton"]
+
+if not TYPE_CHECKING:  # a type checker has the names from above
+    __getattr__ = names_when_used(
+        __name__,
+        {
+            "lbfgs": "LBFGS",
+            "lbfgsb": "LBFGSB",
+            "method": "Method",
+            "newton": "TruncatedNewton",
+            "nonlinear_cg": "NonlinearCG",
+        },
+    )
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

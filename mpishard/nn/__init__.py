@@ -4,28 +4,33 @@ They write gradients straight into a ``FlatParameters`` and allocate nothing aft
 serves one rank and many: split over the tensor axis, cut into pipeline stages, sharded over the data axis.
 """
 
-from mpishard.nn.architecture import Architecture
-from mpishard.nn.attention import AttentionOptions, CausalSelfAttention
-from mpishard.nn.block import MLP, Block, TransformerBlock
-from mpishard.nn.chunk import Chunk
-from mpishard.nn.decoder import Decoder
-from mpishard.nn.decoder_architecture import DecoderArchitecture
-from mpishard.nn.dropout import Dropout
-from mpishard.nn.embeddings import Embedding, PositionEmbedding
-from mpishard.nn.gated import GatedMLP
-from mpishard.nn.gpt import GPT
-from mpishard.nn.layers import GELU, Layer
-from mpishard.nn.linear import Linear, TiedLinear
-from mpishard.nn.llama import Llama
-from mpishard.nn.llama_architecture import LlamaArchitecture
-from mpishard.nn.loss import cross_entropy
-from mpishard.nn.norms import LayerNorm, RMSNorm
-from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
-from mpishard.nn.pretrained import export_pretrained, import_pretrained
-from mpishard.nn.rotary import RopeScaling, Rotary
-from mpishard.nn.tensor_parallel import TensorParallel
-from mpishard.nn.units import EmbeddingUnit, OutputHead
-from mpishard.nn.workspace import Workspace
+from typing import TYPE_CHECKING
+
+from mpishard.lazy import names_when_used
+
+if TYPE_CHECKING:
+    from mpishard.nn.architecture import Architecture
+    from mpishard.nn.attention import AttentionOptions, CausalSelfAttention
+    from mpishard.nn.block import MLP, Block, TransformerBlock
+    from mpishard.nn.chunk import Chunk
+    from mpishard.nn.decoder import Decoder
+    from mpishard.nn.decoder_architecture import DecoderArchitecture
+    from mpishard.nn.dropout import Dropout
+    from mpishard.nn.embeddings import Embedding, PositionEmbedding
+    from mpishard.nn.gated import GatedMLP
+    from mpishard.nn.gpt import GPT
+    from mpishard.nn.layers import GELU, Layer
+    from mpishard.nn.linear import Linear, TiedLinear
+    from mpishard.nn.llama import Llama
+    from mpishard.nn.llama_architecture import LlamaArchitecture
+    from mpishard.nn.loss import cross_entropy
+    from mpishard.nn.norms import LayerNorm, RMSNorm
+    from mpishard.nn.options import MemoryOptions, PipelineOptions, Precision
+    from mpishard.nn.pretrained import export_pretrained, import_pretrained
+    from mpishard.nn.rotary import RopeScaling, Rotary
+    from mpishard.nn.tensor_parallel import TensorParallel
+    from mpishard.nn.units import EmbeddingUnit, OutputHead
+    from mpishard.nn.workspace import Workspace
 
 __all__ = [
     "GELU",
@@ -63,3 +68,36 @@ __all__ = [
     "export_pretrained",
     "import_pretrained",
 ]
+
+if not TYPE_CHECKING:  # a type checker has the names from above
+    __getattr__ = names_when_used(
+        __name__,
+        {
+            "architecture": "Architecture",
+            "attention": "AttentionOptions CausalSelfAttention",
+            "block": "MLP Block TransformerBlock",
+            "chunk": "Chunk",
+            "decoder": "Decoder",
+            "decoder_architecture": "DecoderArchitecture",
+            "dropout": "Dropout",
+            "embeddings": "Embedding PositionEmbedding",
+            "gated": "GatedMLP",
+            "gpt": "GPT",
+            "layers": "GELU Layer",
+            "linear": "Linear TiedLinear",
+            "llama": "Llama",
+            "llama_architecture": "LlamaArchitecture",
+            "loss": "cross_entropy",
+            "norms": "LayerNorm RMSNorm",
+            "options": "MemoryOptions PipelineOptions Precision",
+            "pretrained": "export_pretrained import_pretrained",
+            "rotary": "RopeScaling Rotary",
+            "tensor_parallel": "TensorParallel",
+            "units": "EmbeddingUnit OutputHead",
+            "workspace": "Workspace",
+        },
+    )
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -60,8 +60,7 @@ def kernel_apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compiled(function: Callable[..., Any]) -> tuple[HostFunction, Callable[..., Any]]:
     arrays = sum(annotation in ("Array", "Indices") for annotation in function.__annotations__.values())
-    # They allocate nothing, and compile a tenth faster without the code that counts references.
-    compiled = HostFunction(function, fastmath={"reassoc", "contract", "nsz"}, _nrt=False)
+    compiled = HostFunction(function, fastmath={"reassoc", "contract", "nsz"})
     return compiled, lambda *arguments: compiled(arguments[:arrays], arguments[arrays:])
 
 

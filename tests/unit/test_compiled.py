@@ -8,7 +8,9 @@ import sys
 
 SCRIPT = """
 import sys
+import numba
 import numpy as np
+from numba.core.runtime.nrt import rtsys
 from mpishard.backend.compiled import HostFunction
 
 def total(array, factor):
@@ -19,9 +21,13 @@ def total(array, factor):
 
 function = HostFunction(total)
 for dtype in sys.argv[1:]:
+    if dtype == "counted":
+        print(numba.njit(cache=True)(total)(np.arange(5.0), 0.5))
+        continue
     value = function((np.arange(5, dtype=dtype),), (0.5,))
     hits = sum(function._dispatcher.stats.cache_hits.values())
-    print(value, hits, "compiler" if "numba.np.linalg" in sys.modules else "loaded")
+    used = "compiler" if "numba.np.linalg" in sys.modules else "runtime" if rtsys._init else "loaded"
+    print(value, hits, used)
 """
 
 # A step of a model; then whether kernels had arguments of the types that were expected, those of the model, and others.
@@ -49,19 +55,27 @@ print(before == [list(function.dispatcher().overloads) for function in others], 
 
 
 def run(script, cache, *dtypes):
-    """Lines that it prints: value, functions found in the cache, and whether Numba's compiler was imported."""
+    """Lines that it prints: value, functions found in the cache, and what of Numba the process needed."""
     # With a lock file of its own, or a function that another process compiles now would not be compiled here.
     environment = os.environ | {"NUMBA_CACHE_DIR": str(cache), "TMPDIR": str(cache.parent)}
     command = [sys.executable, *script, *dtypes]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def test_what_is_cached_is_loaded_without_the_compiler(tmp_path):
+def test_what_is_cached_is_loaded_without_compiler_and_runtime(tmp_path):
     script, cache = tmp_path / "script.py", tmp_path / "cache"
     script.write_text(SCRIPT)
     assert run([script], cache, "float64") == ["5.0 0 compiler"]
     assert run([script], cache, "float64", "int64", "float64") == ["5.0 1 loaded", "5.0 1 compiler", "5.0 1 compiler"]
     assert run([script], cache, "int64", "float64") == ["5.0 1 loaded", "5.0 2 loaded"]
+
+
+def test_what_was_cached_with_the_runtime_is_compiled_again(tmp_path):
+    script, cache = tmp_path / "script.py", tmp_path / "cache"
+    script.write_text(SCRIPT)
+    assert run([script], cache, "counted") == ["5.0"]
+    assert run([script], cache, "float64") == ["5.0 0 compiler"]
+    assert run([script], cache, "float64", "counted") == ["5.0 1 loaded", "5.0"]
 
 
 def test_a_function_that_has_no_file_is_compiled(tmp_path):

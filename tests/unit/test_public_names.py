@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -134,17 +135,38 @@ def test_runs_without_checkpoints_need_no_hdf5() -> None:
     assert seen_after(code)[1].isdisjoint(("h5py", "xxhash", "matplotlib"))
 
 
+def test_a_step_of_a_rule_needs_neither_methods_nor_published_weights() -> None:
+    modules = seen_after("import mpishard; mpishard.nn.GPT, mpishard.ZeRO1Optimizer, mpishard.AdamW")[1]
+    unused = ("minimizers.descent", "nn.pretrained", "nn.llama")
+    assert modules.isdisjoint(f"mpishard.{name}" for name in unused)
+
+
 def test_a_rank_starts_mpi_when_it_imports_mpishard() -> None:
     # Its launcher waits for that: a rank that failed before it would leave the others waiting.
     assert "mpi4py.MPI" in seen_after("import mpishard", MPI_LOCALNRANKS="1")[1]
 
 
-def test_type_checkers_and_python_find_the_same_names() -> None:
-    tree = ast.parse(Path(mpishard.__file__).read_text("utf-8"))
+def names_for_type_checkers(package: ModuleType) -> dict[str, str | None]:
+    """Names that the package imports for them alone, and the modules of these."""
+    tree = ast.parse(Path(package.__file__ or "").read_text("utf-8"))
     (checked,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    modules = {
+    return {
         alias.name: node.module for node in checked.body for alias in node.names if isinstance(node, ast.ImportFrom)
     }
+
+
+@pytest.mark.parametrize("name", ["inverse", "minimizers", "nn"])
+def test_type_checkers_and_python_find_the_same_names_in_packages(name: str) -> None:
+    package = importlib.import_module(f"mpishard.{name}")
+    for each, module in names_for_type_checkers(package).items():
+        assert getattr(package, each) is getattr(importlib.import_module(module or ""), each)
+    assert sorted(names_for_type_checkers(package)) == sorted(package.__all__) == sorted(dir(package))
+    with pytest.raises(AttributeError, match=f"module 'mpishard.{name}' has no attribute 'Missing'"):
+        _ = package.Missing
+
+
+def test_type_checkers_and_python_find_the_same_names() -> None:
+    modules = names_for_type_checkers(mpishard)
     assert modules == {"nn": "mpishard"} | {name: f"mpishard.{module}" for name, module in mpishard._MODULE_OF.items()}
     assert sorted(modules) == sorted(mpishard.__all__)
     assert sorted(dir(mpishard)) == sorted([*mpishard.__all__, "__version__"])

@@ -1,0 +1,37 @@
+"""Packages whose modules are imported when one of their names is first used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def names_when_used(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Make the ``__getattr__`` of a package: it imports the module of a name, and keeps the name in the package.
+
+    Every rank of a job reads what it imports from the same file system, and takes time to run it.
+
+    Parameters
+    ----------
+    package : str
+        The package's ``__name__``.
+    modules : mapping of str to str
+        Modules in the package, and the names in each of them, between spaces.
+
+    Returns
+    -------
+    callable
+        With a name; raises AttributeError for one that is not in `modules`.
+    """
+    module_of = {name: module for module, names in modules.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{package}.{module_of[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return find
