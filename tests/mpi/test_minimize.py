@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import standin
+from descent import curvature, rosenbrock
 
 import mpishard
 from mpishard import FlatParameters, ParameterSpec, ReverseCommunication, minimize
@@ -18,24 +19,6 @@ from mpishard.record.reading import began_after
 
 SIZE = 13
 START = np.where(np.arange(SIZE) % 2, 1.0, -1.2)
-
-
-def rosenbrock(x):
-    forward, ahead = 1 - x[:-1], x[1:] - x[:-1] ** 2
-    gradient = np.zeros_like(x)
-    gradient[:-1] = -2 * forward - 400 * x[:-1] * ahead
-    gradient[1:] += 200 * ahead
-    return float((forward**2).sum() + 100 * (ahead**2).sum()), gradient
-
-
-def curvature(x, d):
-    """The Hessian of `rosenbrock` times a direction."""
-    product = np.zeros_like(x)
-    product[:-1] = (2 - 400 * (x[1:] - 3 * x[:-1] ** 2)) * d[:-1] - 400 * x[:-1] * d[1:]
-    product[1:] += 200 * d[1:] - 400 * x[:-1] * d[:-1]
-    return product
-
-
 METHODS = [("L-BFGS-B", {"bounds": (-1.5, 0.9)}), ("trust-ncg", {"hessp": curvature})]
 
 
