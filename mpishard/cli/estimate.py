@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
+from mpishard.cli.estimate_startup import estimate_startup
 from mpishard.cli.estimate_text import console, details, new_table, overview, size
 from mpishard.cli.machine import Network, Speeds
-from mpishard.estimate import TYPICAL, Workload, layouts, model_state_bytes, table
+from mpishard.estimate import TYPICAL, Cluster, Workload, layouts, model_state_bytes, table
 from mpishard.estimate.zero import STAGES
 from mpishard.nn.architecture import Architecture
 from mpishard.nn.decoder_architecture import DecoderArchitecture
@@ -33,9 +35,23 @@ _ZERO = {
 _WITH_PARAMETERS = {"parameters", "ranks", "memory_limit", "as_json"}
 
 
+# Options that --startup takes: assumptions, some of which mean the same elsewhere, and others.
+_ASSUMED = {each.name for each in fields(Cluster)}
+_ELSEWHERE = {"parameters", "ranks_per_node"}
+_WITH_STARTUP = {
+    *("startup", "ranks", "as_json", "profile", "flops", "bandwidth", "latency", "memory_bandwidth"),
+    *("network_bandwidth", "network_latency"),
+}
+
+
+def _assumed(name: str, what: str) -> Any:
+    """The option of an assumption of --startup, with its default."""
+    return typer.Option(help=f"{what} ({getattr(Cluster, name):g}).")
+
+
 def estimate(
     context_of_command: typer.Context,
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")],
+    ranks: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
     vocabulary: Annotated[int | None, typer.Option(help="Size of the vocabulary.")] = None,
     context: Annotated[int | None, typer.Option(help="Longest sequence.")] = None,
     width: Annotated[int | None, typer.Option(help="Channels.")] = None,
@@ -73,6 +89,26 @@ def estimate(
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node, with the two below.")] = None,
     network_bandwidth: Annotated[float | None, typer.Option(help="Bytes a second of a rank between nodes.")] = None,
     network_latency: Annotated[float | None, typer.Option(help="Seconds of a short message between nodes.")] = None,
+    startup: Annotated[
+        bool,
+        typer.Option(
+            "--startup",
+            help="Instead of layouts: start, step, checkpoint and healing on 1,000 to 100,000 ranks (or --ranks), and "
+            "what breaks first.  The start is measured here; the options below are assumptions.",
+        ),
+    ] = False,
+    cores_per_node: Annotated[int | None, _assumed("cores_per_node", "Cores of a node")] = None,
+    opens_per_second: Annotated[
+        float | None, _assumed("opens_per_second", "Opens and questions that the file system answers a second")
+    ] = None,
+    file_bandwidth: Annotated[float | None, _assumed("file_bandwidth", "Bytes a second of the file system")] = None,
+    days_between_failures: Annotated[
+        float | None, _assumed("days_between_failures", "Days between two deaths of one node")
+    ] = None,
+    detection_seconds: Annotated[
+        float | None, _assumed("detection_seconds", "Seconds until all ranks know of a death")
+    ] = None,
+    step_seconds: Annotated[float | None, _assumed("step_seconds", "Seconds of computing a step")] = None,
     rows: Annotated[int, typer.Option(help="Most lines of the table: the best layouts.")] = 10,
     show_all: Annotated[bool, typer.Option("--all", help="All layouts.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
@@ -82,6 +118,23 @@ def estimate(
     One that is left alone by --data, --tensor, --pipeline, --zero and --schedule is shown in detail.
     """
     limit = math.inf if memory_limit is None else parse_bytes(memory_limit)
+    given = {option: name for name, option in _given(context_of_command)}
+    if startup:
+        if other := [option for option, name in given.items() if name not in {*_WITH_STARTUP, *_ASSUMED}]:
+            raise ValueError(f"--startup is about many ranks, not about layouts: leave {', '.join(other)} out")
+        machine = Speeds(profile, flops, bandwidth, latency, memory_bandwidth).machine()
+        assumed = {name: context_of_command.params[name] for name in given.values() if name in _ASSUMED}
+        if machine.network:
+            assumed.setdefault("ranks_per_node", machine.ranks_per_node)
+        cluster = Cluster(**assumed)
+        if network_bandwidth is not None or network_latency is not None:
+            machine = Network(cluster.ranks_per_node, network_bandwidth, network_latency).between(machine)
+        estimate_startup(ranks, cluster, machine, as_json)
+        return
+    if other := [option for option, name in given.items() if name in _ASSUMED - _ELSEWHERE]:
+        raise ValueError(f"{', '.join(other)}: only for --startup")
+    if ranks is None:
+        raise ValueError("the number of ranks is missing: give --ranks")
     if parameters is not None:
         _check_alone(context_of_command)
         _zero_table(parameters, ranks, limit, as_json)

@@ -13,24 +13,33 @@ import mpishard.comm  # noqa: F401  before MPI starts
 from mpishard.estimate.benchmark import measure
 from mpishard.estimate.estimates import Estimate, estimate, table
 from mpishard.estimate.layouts import Layout, layouts
+from mpishard.estimate.many_ranks import Break, Cluster, Costs, breaks, costs
 from mpishard.estimate.profile import TYPICAL, Link, MachineProfile
 from mpishard.estimate.stages import Memory, StageEstimate
+from mpishard.estimate.start_parts import StartParts, measure_start
 from mpishard.estimate.workload import BatchShape, Workload
 from mpishard.estimate.zero import model_state_bytes
 
 __all__ = [
     "TYPICAL",
     "BatchShape",
+    "Break",
+    "Cluster",
+    "Costs",
     "Estimate",
     "Layout",
     "Link",
     "MachineProfile",
     "Memory",
     "StageEstimate",
+    "StartParts",
     "Workload",
+    "breaks",
+    "costs",
     "estimate",
     "layouts",
     "measure",
+    "measure_start",
     "model_state_bytes",
     "table",
 ]
