@@ -4,7 +4,7 @@ Loops are written out plainly, since that compiles fastest and LLVM vectorises i
 of rows, ``contract`` lets it use fused multiply-add; NaN and infinity keep their meaning.  Two habits decide whether
 a loop vectorises: an array that is read and written is one argument (two arguments that overlap fail the check that
 guards the vectorised loop), and a loop over part of a row runs from 0 over a slice (an index that might be negative
-carries Python's wrap-around).
+carries Python's wrap-around).  Kernels with an exponential ask for wide vectors; most others wait for memory.
 """
 
 from __future__ import annotations
@@ -90,23 +90,52 @@ def _overload_exp() -> None:
     @overload(exp, jit_options={"error_model": "numpy", "fastmath": {"contract"}})
     def exp_overload(x: Any) -> Any:
         # Cephes expf: x = n log 2 + r with |r| <= log(2) / 2, exp(x) = 2^n exp(r). The two parts of log 2 make n times
-        # the first exact. The comparisons let NaN through and keep 2^n a normal number: nothing is smaller than about
-        # 1e-38.
+        # the first exact. A number as large as `whole` has no places behind the point: its lowest bits are n, from
+        # which those of 2^n are made. The comparisons let NaN through and keep 2^n a normal number: nothing is smaller
+        # than about 1e-38.
         log2e, high, low = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
         c0, c1, c2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
-        c3, c4, c5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
-        half, one, least, most = np.float32(0.5), np.float32(1.0), np.float32(-87.33654), np.float32(88.72283)
+        c3, c4, half = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+        whole, one, least, most = np.float32(1.5 * 2**23), np.float32(1.0), np.float32(-87.33654), np.float32(88.72283)
 
         def exp32(x: Any) -> Any:
             x = least if x < least else x
             x = most if x > most else x
-            n = np.floor(x * log2e + half)
+            shifted = x * log2e + whole
+            n = shifted - whole
             r = x - n * high - n * low
-            p = ((((c0 * r + c1) * r + c2) * r + c3) * r + c4) * r + c5
-            power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
-            return (p * r * r + r + one) * power
+            p = (((((c0 * r + c1) * r + c2) * r + c3) * r + c4) * r + half) * r + one
+            power = np.int32((np.float32(shifted).view(np.int32) + np.int32(127)) << np.int32(23)).view(np.float32)
+            return (p * r + one) * power
 
         def exp64(x: Any) -> Any:
             return math.exp(x)
 
         return exp32 if x == numba.float32 else exp64
+
+
+def wide_vectors() -> None:
+    """In a kernel: use vectors of 512 bits where the processor has them, for loops that compute more than they load.
+
+    LLVM prefers 256 bits for some processors, of which early ones run slower while they use wider vectors.  But they do
+    so for the products of a step anyway.
+    """
+
+
+@before_compiling
+def _define_wide_vectors() -> None:
+    from numba.core import types
+    from numba.extending import intrinsic, overload
+
+    @intrinsic
+    def widen(context):  # type: ignore[no-untyped-def]
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            # An attribute of LLVM that llvmlite does not know, and would refuse.
+            set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
+    @overload(wide_vectors, inline="always")  # the attribute is one of the function that it is called in
+    def wide_vectors_overload():  # type: ignore[no-untyped-def]
+        return lambda: widen()  # type: ignore[call-arg]

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from mpishard.nn.compiling import Array, Indices, KernelGroup, exp, kernel_apart
+from mpishard.nn.compiling import Array, Indices, KernelGroup, exp, kernel_apart, wide_vectors
 from mpishard.nn.formulas import GELU_CUBIC, GELU_SLOPE
 from mpishard.nn.llama_kernels import (  # noqa: F401 - all functions of ``formulas`` are found here
     drop,
@@ -21,6 +21,10 @@ from mpishard.nn.llama_kernels import (  # noqa: F401 - all functions of ``formu
 )
 
 GROUP = KernelGroup()
+
+# A loop over part of a row begins at a multiple of this: then few rows leave elements that fill no whole vector, each
+# of which takes as long as a vector.
+LANES = 16
 
 
 @GROUP.kernel
@@ -114,6 +118,7 @@ def layer_norm_backward(
 
 @GROUP.kernel
 def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
+    wide_vectors()
     rows, columns = x_nc.shape
     one = x_nc.dtype.type(1)
     outer = x_nc.dtype.type(GELU_SLOPE)
@@ -146,8 +151,8 @@ def gelu_backward(dx_nc: Array, slope_nc: Array, dbias_c: Array) -> None:
 def split_heads(x_nd: Array, bias_d: Array, heads_sbhtd: Array) -> None:
     kinds, batch, heads, length, width = heads_sbhtd.shape
     for b in range(batch):
-        for h in range(heads):
-            for t in range(length):
+        for t in range(length):  # before the heads: rows are then read from end to end
+            for h in range(heads):
                 for s in range(kinds):
                     column = (h * kinds + s) * width
                     row = x_nd[b * length + t, column : column + width]
@@ -161,8 +166,8 @@ def split_heads(x_nd: Array, bias_d: Array, heads_sbhtd: Array) -> None:
 def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, inner_sbht: Array) -> None:
     kinds, batch, heads, length, width = dy_sbhtd.shape
     for b in range(batch):
-        for h in range(heads):
-            for t in range(length):
+        for t in range(length):
+            for h in range(heads):
                 for s in range(kinds):
                     column = (h * kinds + s) * width
                     dy = dy_nc[b * length + t, column : column + width]
@@ -177,7 +182,9 @@ def split_with_products(dy_nc: Array, y_nc: Array, dy_sbhtd: Array, inner_sbht: 
 
 @GROUP.kernel
 def causal_softmax(scores_gkq: Array, logsum_gt: Array, total_t: Array, offset: int, scale: float) -> None:
+    wide_vectors()
     group, keys, queries = scores_gkq.shape
+    zero = scores_gkq.dtype.type(0)
     factor = scores_gkq.dtype.type(scale)
     for g in range(group):
         logsum = logsum_gt[g, offset : offset + queries]
@@ -193,12 +200,15 @@ def causal_softmax(scores_gkq: Array, logsum_gt: Array, total_t: Array, offset: 
                 tops[i] = row[i] if row[i] > tops[i] else tops[i]
         for j in range(keys):
             first = j - offset if j > offset else 0
-            scores_gkq[g, j, :first] = 0
-            row = scores_gkq[g, j, first:]
-            tops = logsum[first:]
-            totals = total_t[first:]
+            start = first // LANES * LANES
+            future = np.int32(first - start)
+            scores_gkq[g, j, :start] = 0
+            row = scores_gkq[g, j, start:]
+            tops = logsum[start:]
+            totals = total_t[start:]
             for i in range(row.size):
                 weight = exp((row[i] - tops[i]) * factor)
+                weight = weight if np.int32(i) >= future else zero
                 row[i] = weight
                 totals[i] += weight
         for i in range(queries):
@@ -214,21 +224,23 @@ def causal_softmax(scores_gkq: Array, logsum_gt: Array, total_t: Array, offset: 
 def causal_softmax_backward(
     scores_gkq: Array, dscores_gtt: Array, logsum_gt: Array, inner_gt: Array, scale: float
 ) -> None:
+    wide_vectors()
     group, keys, queries = scores_gkq.shape
     start = dscores_gtt.shape[2] - queries
     factor = scores_gkq.dtype.type(scale)
     for g in range(group):
         for j in range(keys):
-            scores_gkq[g, j, :j] = 0
-            dscores_gtt[g, start + j, start : start + j] = 0
-            row = scores_gkq[g, j, j:]
-            drow = dscores_gtt[g, start + j, start + j :]
-            logsum = logsum_gt[g, start + j :]
-            inner = inner_gt[g, start + j :]
+            begin = j // LANES * LANES
+            row = scores_gkq[g, j, begin:]
+            drow = dscores_gtt[g, start + j, start + begin :]
+            logsum = logsum_gt[g, start + begin :]
+            inner = inner_gt[g, start + begin :]
             for i in range(row.size):
                 weight = exp(row[i] * factor - logsum[i])
                 row[i] = weight
                 drow[i] = weight * (drow[i] - inner[i]) * factor
+            scores_gkq[g, j, :j] = 0
+            dscores_gtt[g, start + j, start : start + j] = 0
 
 
 @GROUP.kernel

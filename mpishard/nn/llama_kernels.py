@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.nn.compiling import Array, Indices, KernelGroup, exp, kernel_apart
+from mpishard.nn.compiling import Array, Indices, KernelGroup, exp, kernel_apart, wide_vectors
 from mpishard.nn.formulas import GOLDEN, MIX_1, MIX_2
 
 GROUP = KernelGroup()
@@ -49,6 +49,7 @@ def rms_norm_backward(
 
 @GROUP.kernel
 def swiglu(gate_nc: Array, up_nc: Array, y_nc: Array) -> None:
+    wide_vectors()
     rows, columns = gate_nc.shape
     one = gate_nc.dtype.type(1)
     for n in range(rows):

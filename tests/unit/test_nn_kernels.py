@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpishard.backend.compiled import HostFunction
 from mpishard.nn import formulas, kernels
+from mpishard.nn.compiling import Array, exp, wide_vectors
 
 TOLERANCE = {np.float32: 3e-6, np.float64: 1e-14}
 
@@ -180,3 +182,31 @@ def test_bad_numbers_are_not_hidden(dtype, bad):
     assert not np.isfinite(y[0, 3])
     kernels.layer_norm(x, np.ones(8, dtype), np.zeros(8, dtype), y, np.empty(1, dtype), np.empty(1, dtype), 1e-5)
     assert np.isnan(y).all()
+
+
+def plain_exponentials(x_n: Array) -> None:
+    for i in range(x_n.size):
+        x_n[i] = exp(x_n[i])
+
+
+def wide_exponentials(x_n: Array) -> None:
+    wide_vectors()
+    for i in range(x_n.size):
+        x_n[i] = exp(x_n[i])
+
+
+def test_wide_vectors_are_those_of_the_kernel_that_asks_and_change_no_bit() -> None:
+    import numba
+
+    x = np.linspace(-90, 90, 1003, dtype=np.float32)
+    HostFunction(plain_exponentials).dispatcher()  # exponential and width are known to Numba from now on
+    found = []
+    for function in (plain_exponentials, wide_exponentials):
+        compiled = numba.njit(function)
+        y = x.copy()
+        compiled(y)
+        (text,) = compiled.inspect_llvm().values()
+        found.append((y, '"prefer-vector-width"="512"' in text))
+    (plain, plain_is_wide), (wide, wide_is_wide) = found
+    assert (plain_is_wide, wide_is_wide) == (False, True)
+    np.testing.assert_array_equal(plain, wide)
