@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from mpishard.backend.garbage import no_garbage_collection
+from mpishard.backend.garbage import no_garbage_collection, objects_stay
 
 _before: list[Callable[[], None]] = []
 # Announced calls: by function and types of the arguments, arguments of these types.
@@ -98,10 +99,13 @@ def prepare() -> None:
     _jit().prepare()
 
 
+@functools.cache
 def _jit() -> ModuleType:
     """The module that imports Numba: imported at the first call."""
-    with no_garbage_collection():
+    with no_garbage_collection():  # collections among Numba's objects took a fifth of the time
         from mpishard.backend import jit
+
+        objects_stay()
     return jit
 
 
