@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_info
 
+from mpishard.backend.products.choice import in_force
+from mpishard.backend.products.libraries import load
+
 
 def arithmetic() -> dict[str, str]:
     """The facts of this process, at this moment, on which bits depend.
@@ -34,8 +37,16 @@ def arithmetic() -> dict[str, str]:
         # It decides where OpenBLAS cuts a product in blocks; the processor's own size is told by its name below.
         "OPENBLAS_L2_SIZE": os.environ.get("OPENBLAS_L2_SIZE", "unset"),
         "BLAS threads": str(blas.get("num_threads", "unknown")),
+        **_of_products(),
         **_of_processor(),
     }
+
+
+def _of_products() -> dict[str, str]:
+    """The libraries that multiply in place of NumPy's, and for what."""
+    choice = in_force()
+    versions = (f"{name} {load(name).version}" for name in sorted({*choice.libraries.values()}))
+    return {"products": str(choice), "libraries for products": ", ".join(versions) or "none"}
 
 
 def _numpys_blas() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from mpishard.comm.axis import Axis, allgather_values
 from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.capabilities import heals_in_place
 from mpishard.comm.ledger import Ledger
+from mpishard.comm.product_choice import agree_on_products
 from mpishard.comm.watchdog import Watchdog
 from mpishard.launch.detection import explain, explain_alone, foreign_launch, launch_of, launches
 from mpishard.layout.local_layout import ModelParallelRank
@@ -157,6 +158,7 @@ class Mesh:
         self.node = axis("node", *(world.Split_type(MPI.COMM_TYPE_SHARED, rank) for _ in range(2)))
         self.nodes: list[int] = allgather_values(world, min(self.node.members))
         self.blas_threads = limit_blas_threads(world, self.node.members)
+        agree_on_products(self.world, self.blas_threads)
         self._children: dict[tuple[int, int, int], Mesh] = {}
         self._freed = False
 

@@ -27,6 +27,7 @@ _WAY_ON = "ShardingConfiguration(..., allow_different_bits=True) goes on, and re
 _REMEDIES = {
     "BLAS kernels": "set OPENBLAS_CORETYPE={}",
     "BLAS threads": "set OPENBLAS_NUM_THREADS={}",
+    "products": "set MPISHARD_PRODUCTS={}",
     "XLA threads": "set NPROC={}",
     "shards": "make the model with shards={}",
     "micro_batch_size": "give the problem micro_batch_size={}",

@@ -7,19 +7,23 @@ rounded to half precision, and the terms of a product are summed in float32.
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from mpishard.backend import blas_threads
+from mpishard.backend import products
 from mpishard.comm.ledger import users_level
 from mpishard.comm.staging import is_half
+from mpishard.compression.kernels import to_bfloat16
+from mpishard.nn.workspace import Pool
 
 Array = Any
 # Called like ``numpy.matmul(a, b, out=out)``.
 Matmul = Callable[..., Array]
+_BITS, _NOTHING = np.dtype(np.uint16), np.empty(0, np.float32)
 
 
 def make_matmul(module: Any, compute_dtype: Any = None) -> Matmul:
@@ -30,14 +34,14 @@ def make_matmul(module: Any, compute_dtype: Any = None) -> Matmul:
     module : module
         ``numpy`` or ``cupy``.
     compute_dtype : dtype or None
-        float16, or bfloat16 of ml_dtypes.  What is too large for it becomes infinite, without a warning.  NumPy has
-        no fast half-precision products: the rounded operands are multiplied in the dtype of the arrays.  CuPy's sum
-        in float32 as well, and round the result to half precision, once, before it becomes float32 again.
+        float16, or bfloat16 of ml_dtypes.  What is too large for it becomes infinite, without a warning.  For NumPy's
+        arrays a library multiplies bfloat16 where one was chosen (see `mpishard.backend.products`); else the rounded
+        operands are multiplied in the dtype of the arrays.  CuPy's products sum in float32 as well, and round the
+        result to half precision, once, before it becomes float32 again.
     """
-    if compute_dtype is None:
-        return blas_threads.matmul if module is np else module.matmul
-    compute = _of_rounded if module is np else functools.partial(_of_halves, module)
-    return functools.partial(compute, np.dtype(compute_dtype))
+    if module is np:
+        return products.matmul if compute_dtype is None else functools.partial(_of_rounded, np.dtype(compute_dtype))
+    return module.matmul if compute_dtype is None else functools.partial(_of_halves, module, np.dtype(compute_dtype))
 
 
 def check_half(what: str, dtype: Any) -> np.dtype:
@@ -67,18 +71,36 @@ def check_compute_dtype(compute_dtype: Any, dtype: np.dtype, module: Any) -> Non
 
 def warn_if_slow(compute_dtype: Any, module: Any) -> None:
     """Warn where half precision costs time instead of saving it."""
-    if module is np:
+    half = np.dtype(compute_dtype)
+    if module is np and not (half.name == "bfloat16" and products.has_fast_bfloat16()):
         warnings.warn(
-            f"compute_dtype={np.dtype(compute_dtype)} on NumPy arrays rounds operands and is slower than float32; "
-            "it is for checking what half precision does. Fast half-precision products are CuPy's: pass module=cupy",
+            f"compute_dtype={half} on NumPy arrays rounds operands and is slower than float32; it is for checking what "
+            "half precision does. Fast products are CuPy's: pass module=cupy; and those of bfloat16 on processors with "
+            "AVX512_BF16 or AMX: pip install 'mpishard[mkl,onednn]' and give the model a mesh",
             UserWarning,
             stacklevel=users_level(),
         )
 
 
 def _of_rounded(half: np.dtype, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
+    if half.name == "bfloat16" and products.has_fast_bfloat16():
+        # Those of attention stay in float32; see `mpishard.backend.products.shapes`.
+        return products.matmul_bfloat16(_bits(a, 0), _bits(b, 1), out) if a.ndim == 2 else products.matmul(a, b, out)
     with np.errstate(over="ignore", invalid="ignore"):
-        return blas_threads.matmul(a.astype(half).astype(a.dtype), b.astype(half).astype(b.dtype), out=out)
+        return products.matmul(a.astype(half).astype(a.dtype), b.astype(half).astype(b.dtype), out=out)
+
+
+_rounded = threading.local()
+
+
+def _bits(array: np.ndarray, operand: int) -> np.ndarray:
+    """The bits of an array as bfloat16, in memory that the next product uses again."""
+    transposed = array.strides[-2] < array.strides[-1]
+    rows = np.ascontiguousarray(array.swapaxes(-1, -2) if transposed else array)
+    pools: list[Pool] = _rounded.__dict__.setdefault("pools", [Pool(), Pool()])
+    bits = pools[operand]("bits", rows.shape, _BITS)
+    to_bfloat16((rows.reshape(-1), bits.reshape(-1), _NOTHING))
+    return bits.swapaxes(-1, -2) if transposed else bits
 
 
 def _of_halves(module: Any, half: np.dtype, a: Array, b: Array, out: Array) -> Array:

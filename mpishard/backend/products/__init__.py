@@ -1,0 +1,122 @@
+"""Matrix products of NumPy arrays: by NumPy's BLAS, or by a library that is faster on the processor at hand.
+
+`choice` has which library multiplies what, `timing` finds the fastest, and the ranks of a mesh agree on them when the
+mesh is made.  `libraries` finds those that are installed, and `calls` calls one with several threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import numpy as np
+
+from mpishard.backend import blas_threads
+from mpishard.backend.products.choice import Choice, in_force
+
+# A thread forgets the products that it has met when there are so many: generated texts have new shapes all the time.
+_MOST_PLANS = 4096
+
+
+class _Plans(threading.local):
+    """The functions for products that a thread has met, most of which it meets in every step again."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Any, ...], Any] = {}
+        self.choice: Choice | None = None
+
+
+_plans = _Plans()
+
+
+def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """``numpy.matmul``, by the library that was chosen for such a product.
+
+    Not collective.  The bits depend on shapes, transpositions, library and threads, not on where the arrays lie.
+
+    Parameters
+    ----------
+    a, b : array
+        As for ``numpy.matmul``.
+    out : array
+        Overwritten; it shares no memory with the others.
+
+    Returns
+    -------
+    array
+        `out`.
+    """
+    choice = in_force()
+    call = _planned(choice, a, b, out) if choice.libraries else None
+    if call is None:
+        return blas_threads.matmul(a, b, out=out)
+    call(a.ctypes.data, b.ctypes.data, out.ctypes.data)
+    return out
+
+
+def matmul_bfloat16(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """The product of arrays of bfloat16, summed in float32.
+
+    Not collective.
+
+    Parameters
+    ----------
+    a, b : uint16 array
+        The bits of the numbers; of 2 dimensions.
+    out : float32 array
+        Overwritten.
+
+    Returns
+    -------
+    float32 array
+        `out`.
+    """
+    call = _planned(in_force(), a, b, out)
+    if call is None:
+        return blas_threads.matmul(widened(a), widened(b), out=out)
+    call(a.ctypes.data, b.ctypes.data, out.ctypes.data)
+    return out
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """The float32 values of bits of bfloat16.  Not collective."""
+    return np.left_shift(bits, 16, dtype=np.uint32).view(np.float32)
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether a library multiplies bfloat16 faster than float32 in this process.  Not collective."""
+    return any(name.startswith("bfloat16.") for name in in_force().libraries)
+
+
+def threads() -> int:
+    """The threads that a product may use in this process.  Not collective."""
+    found = blas_threads.blas_threads()
+    if found is None and (chosen := blas_threads.chosen_by_user()):
+        return int(os.environ[chosen])
+    return found or 1
+
+
+def _planned(choice: Choice, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> Any:
+    """The function for a product; None: NumPy's."""
+    if _plans.choice is not choice or len(_plans.known) > _MOST_PLANS:
+        _plans.choice, _plans.known = choice, {}
+    kinds = a.dtype.char, b.dtype.char, out.dtype.char
+    key = (a.shape, a.strides, b.shape, b.strides, out.shape, out.strides, kinds, threads())
+    try:
+        return _plans.known[key]
+    except KeyError:
+        found = _plans.known[key] = _plan(choice, a, b, out, key[-1])
+        return found
+
+
+def _plan(choice: Choice, a: np.ndarray, b: np.ndarray, out: np.ndarray, count: int) -> Any:
+    from mpishard.backend.products.calls import callable_for
+    from mpishard.backend.products.libraries import load
+    from mpishard.backend.products.shapes import product_of
+
+    product = product_of(a, b, out)
+    if product is None or not product.worth_a_call:
+        return None
+    library = choice.libraries.get(f"{product.dtype}.{product.kind}")
+    return None if library is None else callable_for(product, load(library), count)

@@ -1,0 +1,81 @@
+"""Calls of the libraries for matrix products, by one thread or by several."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from mpishard.backend.products.libraries import Call, Library
+from mpishard.backend.products.shapes import Product
+
+# Multiplications for each thread from which a second one pays.
+_LARGE = 2**24
+
+
+def callable_for(product: Product, library: Library, threads: int) -> Call | None:
+    """The function that computes a product with so many threads, at most.  Not collective.
+
+    Each thread computes some rows, or columns where there are more of these, or some matrices of a batch.  The number
+    of parts depends on the sizes and on `threads` alone, so that the bits do not vary.
+
+    Parameters
+    ----------
+    product : Product
+        All but the addresses.
+    library : Library
+        That does it.
+    threads : int
+        At least 1.
+
+    Returns
+    -------
+    callable or None
+        Of the addresses of `a`, `b` and `out`; not to be called by two threads at once.  None: the library cannot.
+    """
+    count = min(threads, product.multiplications // _LARGE)
+    if count < 2:
+        return library.call(product)
+    parts = []
+    for part, offsets in _parts(product, count):
+        call = library.call(part)
+        if call is None:
+            return None
+        parts.append((call, offsets))
+
+    def in_parts(a: int, b: int, out: int) -> None:
+        pool = _pool(os.getpid(), count)
+        (first, _), *others = parts
+        waiting = [pool.submit(call, a + i, b + j, out + k) for call, (i, j, k) in others]
+        first(a, b, out)
+        for each in waiting:
+            each.result()
+
+    return in_parts
+
+
+def _parts(product: Product, count: int) -> Iterator[tuple[Product, tuple[int, int, int]]]:
+    """The parts of a product, and the bytes from its arrays to those of the part."""
+    bytes_in, bytes_out = product.bytes
+    a, b, out = product.a, product.b, product.out
+    along = "count" if product.count >= count else "m" if product.m >= product.n else "n"
+    size = getattr(product, along)
+    step = math.ceil(size / count)
+    for first in range(0, size, step):
+        elements = {
+            "count": (a.batch, b.batch, out.batch),
+            "m": (1 if a.transposed else a.leading, 0, out.leading),
+            "n": (0, b.leading if b.transposed else 1, 1),
+        }[along]
+        one, other, result = (first * each for each in elements)
+        part = replace(product, **{along: min(step, size - first)})
+        yield part, (one * bytes_in, other * bytes_in, result * bytes_out)
+
+
+@functools.cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """The threads that compute parts of products, besides the one that asks; a child process has its own."""
+    return ThreadPoolExecutor(threads - 1, thread_name_prefix="mpishard-product")

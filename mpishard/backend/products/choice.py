@@ -1,0 +1,118 @@
+"""Which library multiplies what in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from mpishard.backend.products.libraries import NUMPY, TAKES
+from mpishard.backend.products.shapes import KINDS
+
+VARIABLE = "MPISHARD_PRODUCTS"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Libraries by what they multiply.
+
+    Parameters
+    ----------
+    libraries : mapping of str to str
+        By dtype and kind, such as ``"float32.plain"``, the name of a library; for all others NumPy's.
+    """
+
+    libraries: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        """The choice that a text tells: a library for all, or as `str` gives it.
+
+        Not collective.
+
+        Parameters
+        ----------
+        text : str
+            Such as ``"mkl"`` or ``"float32.plain=mkl,bfloat16.plain=onednn"``.
+
+        Returns
+        -------
+        Choice
+            Of libraries that need not be there.
+
+        Raises
+        ------
+        ValueError
+            If the text cannot be read.
+        """
+        names = [f"{dtype}.{kind}" for dtype, kinds in KINDS.items() for kind in kinds]
+        if "=" in text:
+            pairs = [each.partition("=") for each in text.split(",")]
+            found = {name.strip(): library.strip() for name, _, library in pairs}
+        else:
+            found = {name: text for name in names if name.partition(".")[0] in TAKES.get(text, KINDS)}
+        for name, library in found.items():
+            if name not in names:
+                raise ValueError(f"{VARIABLE}={text}: {name!r} is none of {', '.join(names)}")
+            if library not in (NUMPY, *TAKES):
+                raise ValueError(
+                    f"{VARIABLE}={text}: there is no library {library!r}; choose from {', '.join((NUMPY, *TAKES))}"
+                )
+            if library != NUMPY and name.partition(".")[0] not in TAKES[library]:
+                raise ValueError(f"{VARIABLE}={text}: {library} multiplies {' and '.join(TAKES[library])} only")
+        return cls({name: library for name, library in found.items() if library != NUMPY})
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={library}" for name, library in sorted(self.libraries.items())) or NUMPY
+
+    def limited_to(self, libraries: Collection[str], *, bfloat16: bool = True) -> Choice:
+        """This choice, with NumPy's library in place of others.
+
+        Not collective.
+
+        Parameters
+        ----------
+        libraries : collection of str
+            The names of those that may stay.
+        bfloat16 : bool
+            Whether they may stay for products of bfloat16.
+
+        Returns
+        -------
+        Choice
+            For no more products than this one.
+        """
+        return Choice(
+            {
+                name: library
+                for name, library in self.libraries.items()
+                if library in libraries and (bfloat16 or not name.startswith("bfloat16."))
+            }
+        )
+
+
+_in_force: list[Choice] = []
+
+
+def in_force() -> Choice:
+    """The choice of this process; NumPy's library for all, before a mesh was made.  Not collective."""
+    return _in_force[0] if _in_force else _ALL_NUMPY
+
+
+def is_made() -> bool:
+    """Whether `put_in_force` was called.  Not collective."""
+    return bool(_in_force)
+
+
+def put_in_force(choice: Choice) -> None:
+    """Multiply by these libraries from now on.  Not collective; all ranks of a mesh do it.
+
+    Parameters
+    ----------
+    choice : Choice
+        Of libraries that can be loaded.
+    """
+    if not _in_force or _in_force[0] != choice:
+        _in_force[:] = [choice]
+
+
+_ALL_NUMPY = Choice()

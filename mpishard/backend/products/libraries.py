@@ -1,0 +1,122 @@
+"""The libraries for matrix products besides NumPy's that are installed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from mpishard.backend.products.shapes import Product
+
+# Called with the addresses of a, b and out.
+Call = Callable[[int, int, int], None]
+NUMPY, MKL, ONEDNN = "numpy", "mkl", "onednn"
+# By library the dtypes that it multiplies; see `onednn` for why that one has no more.
+TAKES = {MKL: ("float32", "float64", "bfloat16"), ONEDNN: ("bfloat16",)}
+# By name: the file, without its version, and the variable that names the folder of an installation by other means.
+_FILES = {MKL: ("libmkl_rt.so", "MKLROOT"), ONEDNN: ("libdnnl.so", "DNNLROOT")}
+
+
+class Library(Protocol):
+    """A library that multiplies matrices with one thread.
+
+    Attributes
+    ----------
+    version : str
+        As the library tells it.
+    """
+
+    version: str
+
+    def call(self, product: Product) -> Call | None:
+        """The function that computes a product.  Not collective.
+
+        Parameters
+        ----------
+        product : Product
+            All but the addresses.
+
+        Returns
+        -------
+        callable or None
+            Of the addresses of `a`, `b` and `out`; not to be called by two threads at once.  None: the library cannot.
+        """
+
+
+@functools.cache
+def installed() -> dict[str, Path]:
+    """The files of the libraries that are there, by name; nothing is loaded.  Not collective."""
+    found = {}
+    for name, (file, variable) in _FILES.items():
+        folders = [Path(sys.prefix, "lib")]
+        if root := os.environ.get(variable):
+            folders += [Path(root, "lib"), Path(root, "lib", "intel64")]
+        for folder in folders:
+            if paths := sorted(folder.glob(f"{file}*")):
+                found[name] = paths[0]
+                break
+    return found
+
+
+@functools.cache
+def load(name: str) -> Library:
+    """The library of that name, loaded.
+
+    Not collective.
+
+    Raises
+    ------
+    OSError
+        If it cannot be loaded.
+    """
+    path = installed()[name]
+    if name == MKL:
+        from mpishard.backend.products.mkl import Mkl
+
+        return Mkl(path)
+    from mpishard.backend.products.onednn import OneDnn
+
+    return OneDnn(path)
+
+
+@functools.cache
+def loadable() -> dict[str, str]:
+    """The versions of the libraries that are there and can be loaded, by name.  Not collective.
+
+    A library that is there and cannot be loaded is told in a warning.
+    """
+    found = {}
+    for name, path in installed().items():
+        try:
+            found[name] = load(name).version
+        except (OSError, AttributeError, RuntimeError) as error:  # a file that is no library, or lacks a function
+            warnings.warn(f"{path} cannot be used for matrix products: {error}", UserWarning, stacklevel=2)
+    return found
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for products of bfloat16.  Not collective."""
+    return bool({"avx512_bf16", "amx_bf16"}.intersection(_described("flags").split()))
+
+
+def processor() -> str:
+    """The name of the processor, and a mark of its instructions.  Not collective."""
+    mark = hashlib.blake2b(_described("flags").encode(), digest_size=4).hexdigest()
+    return f"{_described('model name')} ({mark})"
+
+
+@functools.cache
+def _described(what: str) -> str:
+    """A line of Linux's description of the first core; empty where there is none."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == what:
+                return value.strip()
+    return ""

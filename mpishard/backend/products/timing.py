@@ -1,0 +1,133 @@
+"""The fastest libraries for matrix products on this machine: measured once, and kept."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from mpishard.backend import blas_threads
+from mpishard.backend.products.calls import callable_for
+from mpishard.backend.products.choice import Choice
+from mpishard.backend.products.libraries import NUMPY, load, multiplies_bfloat16, processor
+from mpishard.backend.products.shapes import BATCHED, KINDS, PLAIN, SCORES, TRANSPOSED, product_of
+
+# Sizes of products: (count, m, k, n), with count 0 for matrices.
+_TIMED = {
+    PLAIN: [(0, 256, 256, 1024), (0, 256, 1024, 256)],
+    TRANSPOSED: [(0, 256, 512, 1024)],
+    BATCHED: [(8, 96, 256, 32), (8, 96, 128, 64)],
+    SCORES: [(8, 192, 32, 96), (8, 96, 64, 256)],
+}
+_KEPT_AS = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16}
+_REPEATS = 8
+# A library that is not that much faster than NumPy's is not taken, so that a noisy measurement changes little.
+_FASTER = 1.05
+# Products of bfloat16 must be that much faster than those of float32, since operands are rounded before.
+_FASTER_WITH_ROUNDING = 1.5
+_FORMAT = 1  # of the kept file
+
+
+def fastest(libraries: Collection[str], threads: int) -> Choice:
+    """The fastest on this machine for each kind of product, of NumPy's and some other libraries.
+
+    The first call on a machine measures for some tenths of a second, and keeps the result in the user's cache folder.
+    Not collective.
+
+    Parameters
+    ----------
+    libraries : collection of str
+        The names of those that can be loaded.
+    threads : int
+        That products have.
+    """
+    facts = {
+        "processor": processor(),
+        NUMPY: np.__version__,
+        "OpenBLAS kernels": os.environ.get("OPENBLAS_CORETYPE", "its own choice"),
+        **{name: load(name).version for name in sorted(libraries)},
+        "threads": threads,
+        "format": _FORMAT,
+    }
+    mark = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
+    path = _cache_folder() / f"products-{mark}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Choice.parse(json.loads(path.read_text())["libraries"]).limited_to(libraries)
+    rates = dict(_rates(libraries, threads))
+    choice = _of_rates(rates)
+    _keep(path, {"libraries": str(choice), "GFLOP/s": rates, "of": facts})
+    return choice
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "mpishard")
+
+
+def _keep(path: Path, found: Mapping[str, object]) -> None:
+    """Write a file at once, if that is possible; without it the next start measures again."""
+    own = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text(json.dumps(found, indent=1))
+        os.replace(own, path)
+
+
+def _rates(libraries: Collection[str], threads: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """GFLOP/s of each library by dtype and kind, each product in turn with all libraries."""
+    random = np.random.default_rng(0)
+    for dtype, kind in ((dtype, kind) for dtype, kinds in KINDS.items() for kind in kinds):
+        if dtype == "bfloat16" and not multiplies_bfloat16():
+            continue
+        seconds: dict[str, list[float]] = {}
+        work = 0
+        for count, m, k, n in _TIMED[kind]:
+            batch = (count,) if count else ()
+            a, b = ((random.random(shape) * 8).astype(_KEPT_AS[dtype]) for shape in ((*batch, m, k), (*batch, k, n)))
+            if kind == TRANSPOSED:
+                a = np.ascontiguousarray(a.T).T
+            work += 2 * max(1, count) * m * k * n
+            for name, best in _seconds(a, b, libraries, threads).items():
+                seconds.setdefault(name, []).append(best)
+        all_of = {name: times for name, times in seconds.items() if len(times) == len(_TIMED[kind])}
+        yield f"{dtype}.{kind}", {name: round(work / sum(times) / 1e9, 1) for name, times in all_of.items()}
+
+
+def _seconds(a: np.ndarray, b: np.ndarray, libraries: Collection[str], threads: int) -> dict[str, float]:
+    """The shortest time of a product, by library."""
+    half = a.dtype == np.uint16
+    out = np.empty((*a.shape[:-1], b.shape[-1]), np.float32 if half else a.dtype)
+    product = product_of(a, b, out)
+    assert product is not None
+    calls = {name: callable_for(product, load(name), threads) for name in libraries}
+    best: dict[str, float] = {}
+    for _ in range(_REPEATS):
+        for name in ([] if half else [NUMPY]) + [name for name, call in calls.items() if call is not None]:
+            call = calls.get(name)
+            began = time.perf_counter()
+            if call is None:
+                blas_threads.matmul(a, b, out=out)
+            else:
+                call(a.ctypes.data, b.ctypes.data, out.ctypes.data)
+            took = time.perf_counter() - began
+            best[name] = min(best.get(name, took), took)
+    return best
+
+
+def _of_rates(rates: Mapping[str, Mapping[str, float]]) -> Choice:
+    chosen = {}
+    for name, by_library in rates.items():
+        dtype, _, kind = name.partition(".")
+        if dtype == "bfloat16":
+            least = _FASTER_WITH_ROUNDING * max(rates[f"float32.{kind}"].values())
+        else:
+            least = _FASTER * by_library[NUMPY]
+        library = max(by_library, key=by_library.__getitem__, default=NUMPY)
+        if library != NUMPY and by_library[library] >= least:
+            chosen[name] = library
+    return Choice(chosen)

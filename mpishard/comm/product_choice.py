@@ -1,0 +1,82 @@
+"""The agreement of ranks on the libraries that multiply matrices."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zlib
+
+import numpy as np
+from mpi4py import MPI
+
+from mpishard.backend.products import choice
+from mpishard.backend.products.choice import VARIABLE, Choice
+from mpishard.backend.products.libraries import NUMPY, TAKES, loadable, multiplies_bfloat16
+from mpishard.comm.axis import Axis
+
+
+def agree_on_products(world: Axis, threads: int) -> None:
+    """Multiply by the same libraries on all ranks from now on.  Collective over `world`.
+
+    Only libraries of which all ranks have the same version are taken.  The environment variable MPISHARD_PRODUCTS
+    decides which; without it a choice that a rank already follows stays, so that ranks that join do as the others do,
+    and else rank 0 takes the fastest.
+
+    Parameters
+    ----------
+    world : Axis
+        All ranks of a mesh.
+    threads : int
+        That a product has on this rank.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if the variable differs between ranks, cannot be read, or names a library that some rank lacks.
+    """
+    forced, versions = os.environ.get(VARIABLE, "").strip(), loadable()
+    marks = [_mark(f"{name} {versions[name]}") if name in versions else 0 for name in TAKES]
+    facts = np.array([*marks, multiplies_bfloat16(), _mark(forced)], np.int64)
+    follows = world.rank if choice.is_made() else world.size
+    shared = np.array([follows, *facts, *-facts])
+    world.comm.Allreduce(MPI.IN_PLACE, shared, MPI.MIN)
+    least, most = shared[1 : 1 + facts.size], -shared[1 + facts.size :]
+    if least[-1] != most[-1]:
+        texts = world.allgather_object(forced)
+        other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+        raise ValueError(
+            f"{VARIABLE} is {texts[0] or 'unset'} on rank 0 and {texts[other] or 'unset'} on rank {other}; "
+            "set it alike on all ranks, with the launcher's option for environment variables"
+        )
+    common = [name for name, low, high in zip(TAKES, least, most, strict=False) if low == high != 0]
+    if forced:
+        found = Choice.parse(forced)
+        if lacking := {*found.libraries.values()}.difference(common):
+            name = min(lacking)
+            raise ValueError(
+                f"{VARIABLE}={forced} wants {name}, but not every rank has the same version of it; "
+                f"pip install 'mpishard[{name}]' in the environment of all ranks, or unset {VARIABLE}"
+            )
+    elif common:
+        source = int(shared[0]) if shared[0] < world.size else 0
+        found = Choice.parse(world.comm.bcast(_own_text(common, threads) if world.rank == source else "", source))
+    else:
+        found = Choice()
+    choice.put_in_force(found.limited_to(common, bfloat16=bool(least[-2])))
+
+
+def _own_text(common: list[str], threads: int) -> str:
+    """The choice that this rank follows, or else the fastest."""
+    if choice.is_made():
+        return str(choice.in_force())
+    from mpishard.backend.products.timing import fastest
+
+    try:
+        return str(fastest(common, threads))
+    except RuntimeError as error:  # the other ranks wait for an answer
+        warnings.warn(f"matrix products are NumPy's: {error}", UserWarning, stacklevel=2)
+        return NUMPY
+
+
+def _mark(text: str) -> int:
+    return zlib.crc32(text.encode()) + 1 if text else 0
