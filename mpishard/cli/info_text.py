@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
+from mpishard.backend.products.libraries import NUMPY
 from mpishard.cli.estimate_text import size
 from mpishard.environment import Facts, Finding, launch_of
 from mpishard.environment.findings import cores_of, count, limit_of, nodes
@@ -47,6 +48,7 @@ def rows(facts: Sequence[Facts]) -> list[tuple[str, str]]:
         ("GPUs", _gpus(first)),
         ("HDF5", f"{first.versions['HDF5']}, h5py {first.versions['h5py']}, {_h5py(first)}"),
         ("BLAS", _blas(first)),
+        ("products", _products(first)),
         ("memory", _memory(first)),
     ]
     every = nodes(facts)
@@ -97,6 +99,18 @@ def _blas(first: Facts) -> str:
         f"by {processor.blas_chosen}" if processor.blas_chosen else "a mesh limits them to a rank's share of the cores"
     )
     return f"{blas.library} {blas.version}{kernels}, {count(blas.threads, 'thread')}: {limit}"
+
+
+def _products(first: Facts) -> str:
+    """The libraries for matrix products: by library the kinds that it does."""
+    text = first.processor.products
+    if text in ("", NUMPY):
+        return "by BLAS; the extras mkl and onednn bring libraries that are faster on some processors"
+    kinds: dict[str, list[str]] = {}
+    for pair in text.split(","):
+        kind, _, library = pair.partition("=")
+        kinds.setdefault(library or kind, []).append(kind if library else "all")
+    return "; ".join(f"{library}: {', '.join(of)}" for library, of in sorted(kinds.items()))
 
 
 def _memory(first: Facts) -> str:

@@ -18,6 +18,8 @@ from threadpoolctl import threadpool_info
 
 from mpishard.backend.array import can_pin, device_count
 from mpishard.backend.blas_threads import chosen_by_user, cpu_quota, own_cores
+from mpishard.backend.products.choice import VARIABLE
+from mpishard.backend.products.libraries import NUMPY, loadable
 from mpishard.comm.capabilities import Capabilities, could_heal_in_place, heals_in_place, probe
 from mpishard.deprecated import warn_renamed
 from mpishard.launch.detection import Launch, launches
@@ -134,12 +136,16 @@ class Processor:
         Numbers of the cores on which the process may run.
     cpu_quota : float or None
         CPU time, as a number of cores, that the process may use together with its control group; None: no limit.
+    products : str
+        The libraries that a mesh of ranks with one thread takes for matrix products on this machine, see
+        `mpishard.backend.products.choice`; empty on other ranks than 0.
     """
 
     blas: tuple[Blas, ...]
     blas_chosen: str
     cores: tuple[int, ...]
     cpu_quota: float | None
+    products: str = ""
 
 
 @dataclass(frozen=True)
@@ -298,6 +304,7 @@ def collect(comm: MPI.Intracomm) -> Facts:
             blas_chosen=chosen_by_user() or "",
             cores=tuple(sorted(own_cores())),
             cpu_quota=None if math.isinf(quota) else quota,
+            products=_products() if comm.rank == 0 else "",
         ),
         memory=Memory(
             gpus=gpus,
@@ -345,6 +352,15 @@ def _blas() -> tuple[Blas, ...]:
         for each in threadpool_info()
         if each["user_api"] == "blas"
     )
+
+
+def _products() -> str:
+    libraries = loadable()
+    if not libraries:
+        return NUMPY
+    from mpishard.backend.products.timing import fastest
+
+    return os.environ.get(VARIABLE, "").strip() or str(fastest(libraries, threads=1))
 
 
 def _shared_memory() -> tuple[int | None, int | None]:

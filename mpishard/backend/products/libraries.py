@@ -6,11 +6,14 @@ import contextlib
 import functools
 import hashlib
 import os
+import site
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
+
+from threadpoolctl import threadpool_info
 
 from mpishard.backend.products.shapes import Product
 
@@ -54,7 +57,9 @@ def installed() -> dict[str, Path]:
     """The files of the libraries that are there, by name; nothing is loaded.  Not collective."""
     found = {}
     for name, (file, variable) in _FILES.items():
-        folders = [Path(sys.prefix, "lib")]
+        if name == MKL and any(pool["internal_api"] == "mkl" for pool in threadpool_info()):
+            continue  # NumPy multiplies by it already, with its own settings
+        folders = [Path(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix, site.getuserbase())]
         if root := os.environ.get(variable):
             folders += [Path(root, "lib"), Path(root, "lib", "intel64")]
         for folder in folders:
