@@ -2,16 +2,18 @@
 
     python benchmarks/gpt_step.py [ddp] [zero3] [layouts] [llama] [--steps N] [--repeats R]
 
-ddp: against PyTorch DistributedDataParallel.  zero3: ZeRO-3 against PyTorch FSDP2 (fully_shard).  layouts: tensor and
-pipeline parallelism on two ranks against data parallelism on two ranks, with the same sequences a step.  llama: a Llama
-(4 heads of keys and values, 688 hidden channels) against that of `transformers` under DistributedDataParallel.
+ddp: against PyTorch DistributedDataParallel, in float32 and in bfloat16.  zero3: ZeRO-3 against PyTorch FSDP2
+(fully_shard).  layouts: tensor and pipeline parallelism on two ranks against data parallelism on two ranks, with the
+same sequences a step.  llama: a Llama (4 heads of keys and values, 688 hidden channels) against that of `transformers`
+under DistributedDataParallel.
 
 4 layers, width 256, 8 heads, sequence 256, 16 sequences a step, vocabulary 256, float32, AdamW; 2 ranks of one thread
 each.  All kinds run in turns, so that a machine that slows down slows all; the figure that counts is the median of the
 ratios.  OpenBLAS chooses its kernels by itself: OPENBLAS_CORETYPE is taken out of the environment.
 
 Of mpishard DDP the bound is shown too: the arithmetic of the products of a step, causal attention counted by half, at
-the best rate that NumPy's product reached for the shapes of the step, on all ranks at once, right after the steps.
+the best rate that products of these shapes reached with the libraries of the run, on all ranks at once, right after
+the steps.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ WARM_UP = 3
 TIME_LIMIT = 300
 KINDS = {
     "ddp": "mpishard DDP",
+    "bfloat16": "mpishard DDP, compute_dtype=bfloat16",
     "zero3": "mpishard ZeRO-3",
     "tensor": "mpishard, tensor=2",
     "sequence": "mpishard, tensor=2, sequence-parallel",
@@ -49,7 +52,7 @@ KINDS = {
     "torch-llama": "PyTorch DDP (gloo), Llama of transformers",
 }
 COMPARISONS = {
-    "ddp": [("ddp", "torch-ddp"), ("ddp", "torch-bfloat16")],
+    "ddp": [("ddp", "torch-ddp"), ("ddp", "torch-bfloat16"), ("bfloat16", "torch-bfloat16")],
     "zero3": [("zero3", "torch-fsdp2")],
     "layouts": [("tensor", "ddp"), ("sequence", "ddp"), ("pipeline", "ddp")],
     "llama": [("llama", "torch-llama")],
@@ -83,6 +86,8 @@ def bound_s(sequences: int, barrier: Callable[[], Any]) -> float:
     """Seconds of a rank's products in one step of the GPT, at the best rate of products of these shapes."""
     import numpy as np
 
+    from mpishard.backend import products
+
     rows = sequences * CONTEXT
     linear = 2 * rows * (12 * LAYERS * WIDTH**2 + VOCABULARY * WIDTH)
     attention = 2 * LAYERS * rows * CONTEXT * WIDTH  # two products, by half
@@ -94,19 +99,25 @@ def bound_s(sequences: int, barrier: Callable[[], Any]) -> float:
         barrier()
         for _ in range(20):
             began = time.perf_counter()
-            np.matmul(one, other, out=out)
+            products.matmul(one, other, out)
             rate = max(rate, 2 * n * k * m / (time.perf_counter() - began))
     return 3 * (linear + attention) / rate
 
 
 def run_ours(kind: str, steps: int) -> dict[str, Any] | None:
+    import ml_dtypes
     import threadpoolctl
 
     import mpishard
+    from mpishard.backend.products.choice import in_force
 
     sizes = {"tensor": {"tensor": 2}, "sequence": {"tensor": 2}, "pipeline": {"pipeline": 2}}.get(kind, {})
     mesh = mpishard.Mesh(**sizes)
-    options: dict[str, Any] = {"pipeline": {"microbatches": 8}, "sequence": {"sequence_parallel": True}}.get(kind, {})
+    options: dict[str, Any] = {
+        "pipeline": {"microbatches": 8},
+        "sequence": {"sequence_parallel": True},
+        "bfloat16": {"compute_dtype": ml_dtypes.bfloat16},
+    }.get(kind, {})
     model: Any
     if kind == "llama":
         options = {"key_value_heads": KEY_VALUE_HEADS, "hidden": HIDDEN}
@@ -127,8 +138,9 @@ def run_ours(kind: str, steps: int) -> dict[str, Any] | None:
     pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
     # SciPy, where it is there, brings an OpenBLAS of its own.
     result["blas"] = "; ".join(
-        sorted({f"{b['internal_api']} {b['architecture']}, {b['num_threads']} thread(s)" for b in pools})
+        sorted({f"{b['internal_api']} {b.get('architecture', '')}, {b['num_threads']} thread(s)" for b in pools})
     )
+    result["blas"] += f"; products: {in_force()}"
     if kind == "ddp":
         result["bound"] = bound_s(SEQUENCES // mesh.data.size, mesh.world.barrier)
     total = sum(entry.seconds for entry in mesh.ledger.totals.values())

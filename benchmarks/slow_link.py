@@ -100,7 +100,9 @@ def blas() -> str:
 
     pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
     # SciPy, where it is there, brings an OpenBLAS of its own.
-    found = {f"{pool['internal_api']} {pool['architecture']}, {pool['num_threads']} thread(s)" for pool in pools}
+    found = {
+        f"{pool['internal_api']} {pool.get('architecture', '')}, {pool['num_threads']} thread(s)" for pool in pools
+    }
     return "; ".join(sorted(found))
 
 

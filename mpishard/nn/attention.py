@@ -207,9 +207,10 @@ class CausalSelfAttention(Layer):
             self._before_rotation(dheads_lsbhtd, work)
             for dqkv, dheads in zip(dqkv_lnd, dheads_lsbhtd, strict=True):
                 self.ops.merge_heads(dqkv, dheads)
-        dx_nc = self.qkv.input_gradient(dqkv_nd, work)
+        shared_nd = self.qkv.shared(dqkv_nd, work)
+        dx_nc = self.qkv.input_gradient(shared_nd, work)
         self.qkv.bias_gradient(dqkv_nd, work)
-        self.qkv.weight_gradient(x_nc, dqkv_nd, work)
+        self.qkv.weight_gradient(x_nc, shared_nd, work)
         return dx_nc
 
     def _before_rotation(self, dheads_lsbhtd: Array, work: Workspace) -> None:

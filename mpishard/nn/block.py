@@ -81,6 +81,7 @@ class MLP(Layer):
         assert bias_name is not None
         self.activation.backward(dhidden_nd, work, self._gradient_to_add_to(bias_name))
         self._finished(bias_name, work)
+        dhidden_nd = self.expand.shared(dhidden_nd, work)
         dx_nc = self.expand.input_gradient(dhidden_nd, work)
         self.expand.weight_gradient(work.kept[self.role], dhidden_nd, work)
         return dx_nc

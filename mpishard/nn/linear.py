@@ -11,7 +11,7 @@ from typing import Any
 
 from mpishard.layout.specs import ParameterSpec
 from mpishard.nn.layers import Layer
-from mpishard.nn.products import Matmul, make_matmul
+from mpishard.nn.products import Matmul, make_matmul, shared_operand
 from mpishard.nn.tensor_parallel import Memory
 from mpishard.nn.workspace import Workspace
 
@@ -204,10 +204,29 @@ class Linear(Layer):
         all_no = dy_no
         if self.split == 0:
             all_no = self.tensor.leave.backward(dy_no, work.rows, functools.partial(work.borrow, "all rows"))
-        dx_ni = self.input_gradient(all_no, work)
+        shared_no = self.shared(all_no, work)
+        dx_ni = self.input_gradient(shared_no, work)
         self.bias_gradient(dy_no, work)
-        self.weight_gradient(work.kept[self.role], all_no, work)
+        self.weight_gradient(work.kept[self.role], shared_no, work)
         return dx_ni
+
+    def shared(self, dy_no: Array, work: Workspace) -> Array:
+        """`dy` as both `input_gradient` and `weight_gradient` may take it, rounded once for both if they round it.
+
+        Parameters
+        ----------
+        dy_no : array, shape (n, local_outputs)
+            All rows.
+        work : Workspace
+            That of the forward pass.
+
+        Returns
+        -------
+        array, shape (n, local_outputs)
+            Until another layer shares its own.
+        """
+        # A product that is done later takes it from other memory.
+        return shared_operand(self.matmul, dy_no) if work.deferred is None else dy_no
 
     def input_gradient(self, dy_no: Array, work: Workspace) -> Array:
         """``dy W^T``.

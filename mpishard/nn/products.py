@@ -40,7 +40,7 @@ def make_matmul(module: Any, compute_dtype: Any = None) -> Matmul:
         result to half precision, once, before it becomes float32 again.
     """
     if module is np:
-        return products.matmul if compute_dtype is None else functools.partial(_of_rounded, np.dtype(compute_dtype))
+        return products.matmul if compute_dtype is None else _OfRounded(np.dtype(compute_dtype))
     return module.matmul if compute_dtype is None else functools.partial(_of_halves, module, np.dtype(compute_dtype))
 
 
@@ -82,25 +82,64 @@ def warn_if_slow(compute_dtype: Any, module: Any) -> None:
         )
 
 
-def _of_rounded(half: np.dtype, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
-    if half.name == "bfloat16" and products.has_fast_bfloat16():
-        # Those of attention stay in float32; see `mpishard.backend.products.shapes`.
-        return products.matmul_bfloat16(_bits(a, 0), _bits(b, 1), out) if a.ndim == 2 else products.matmul(a, b, out)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return products.matmul(a.astype(half).astype(a.dtype), b.astype(half).astype(b.dtype), out=out)
+class _OfRounded:
+    """The product of NumPy arrays of which each is rounded to half precision."""
+
+    def __init__(self, half: np.dtype) -> None:
+        self._half = half
+        self._is_bfloat16 = half.name == "bfloat16"
+
+    def __call__(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
+        if self._by_library:
+            if a.ndim == 2:
+                return products.matmul_bfloat16(_bits(a, 0), _bits(b, 1), out)
+            return products.matmul(a, b, out)  # of attention: see `mpishard.backend.products.shapes`
+        with np.errstate(over="ignore", invalid="ignore"):
+            one, other = (each.astype(self._half).astype(each.dtype) for each in (a, b))
+            return products.matmul(one, other, out)
+
+    def shared(self, array: np.ndarray) -> np.ndarray:
+        """See `shared_operand`."""
+        return _bits(array, 2) if self._by_library and array.ndim == 2 else array
+
+    @property
+    def _by_library(self) -> bool:
+        return self._is_bfloat16 and products.has_fast_bfloat16()
+
+
+def shared_operand(matmul: Matmul, array: Array) -> Array:
+    """An operand of the next products, rounded once for all of them if they would round it.
+
+    Not collective.
+
+    Parameters
+    ----------
+    matmul : callable
+        As `make_matmul` gives it.
+    array : array, shape (n, c)
+        The operand.
+
+    Returns
+    -------
+    array
+        For products by `matmul` only; overwritten when the next operand is shared.
+    """
+    return matmul.shared(array) if isinstance(matmul, _OfRounded) else array
 
 
 _rounded = threading.local()
 
 
-def _bits(array: np.ndarray, operand: int) -> np.ndarray:
-    """The bits of an array as bfloat16, in memory that the next product uses again."""
+def _bits(array: np.ndarray, place: int) -> np.ndarray:
+    """The bits of an array as bfloat16, in memory that is used again when the next array is rounded for that place."""
     transposed = array.strides[-2] < array.strides[-1]
-    rows = np.ascontiguousarray(array.swapaxes(-1, -2) if transposed else array)
-    pools: list[Pool] = _rounded.__dict__.setdefault("pools", [Pool(), Pool()])
-    bits = pools[operand]("bits", rows.shape, _BITS)
-    to_bfloat16((rows.reshape(-1), bits.reshape(-1), _NOTHING))
-    return bits.swapaxes(-1, -2) if transposed else bits
+    rows = np.ascontiguousarray(array.T if transposed else array)
+    if rows.dtype != _BITS:
+        values = rows
+        pools: list[Pool] = _rounded.__dict__.setdefault("pools", [Pool(), Pool(), Pool()])
+        rows = pools[place]("bits", values.shape, _BITS)
+        to_bfloat16((values.reshape(-1), rows.reshape(-1), _NOTHING))
+    return rows.T if transposed else rows
 
 
 def _of_halves(module: Any, half: np.dtype, a: Array, b: Array, out: Array) -> Array:

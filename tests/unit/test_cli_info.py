@@ -54,8 +54,8 @@ PRINTED = (
     '"mpi_text": "Open MPI v5.0.11", "thread_level": "MPI_THREAD_MULTIPLE", "heals": true, "could_heal": true, '
     '"without_han": true, "mpirun": {"path": "/opt/bin/mpirun", "family": "Open MPI"}, "mpirun_on_path": null, '
     '"h5py_mpi": false, "h5py_lacks": [], "blas": [{"library": "openblas", "version": "0.3.31", "kernels": "Haswell", '
-    '"threads": 4}], "blas_chosen": "", "cores": [0, 1, 2, 3], "cpu_quota": null, "products": "", "gpus": 0, "pins_memory": false, '
-    '"locked_memory": 8388608, "shared_memory": 68719476736, "shared_memory_free": 34359738368}'
+    '"threads": 4}], "blas_chosen": "", "cores": [0, 1, 2, 3], "cpu_quota": null, "products": "", "gpus": 0, '
+    '"pins_memory": false, "locked_memory": 8388608, "shared_memory": 68719476736, "shared_memory_free": 34359738368}'
 )
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}
 PRTE = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}

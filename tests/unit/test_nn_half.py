@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mpishard import nn
-from mpishard.backend import blas_threads
+from mpishard.backend import products
+from mpishard.backend.products import choice, libraries
 from mpishard.nn.products import make_matmul
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
@@ -54,11 +55,21 @@ def test_sums_beyond_the_range_of_float16_are_finite_and_operands_beyond_it_are_
 
 
 def test_without_a_dtype_it_is_the_plain_product():
-    assert make_matmul(np) is blas_threads.matmul
+    assert make_matmul(np) is products.matmul
     gpt = nn.GPT(*SIZES)
-    assert all(layer.matmul is blas_threads.matmul for layer in (gpt.blocks[0].attention, gpt.blocks[0].mlp.expand))
+    assert all(layer.matmul is products.matmul for layer in (gpt.blocks[0].attention, gpt.blocks[0].mlp.expand))
 
 
+@pytest.fixture(params=["rounded", *(name for name in libraries.installed() if libraries.multiplies_bfloat16())])
+def library(request, monkeypatch):
+    """What multiplies bfloat16."""
+    monkeypatch.setattr(choice, "_in_force", [])
+    if request.param != "rounded":
+        choice.put_in_force(choice.Choice.parse(request.param))
+    return request.param
+
+
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("tied", [False, True])
 @CHECKING
@@ -163,3 +174,12 @@ def test_without_a_backward_pass_nothing_is_kept(options, share):
     assert evaluated.loss_and_gradient(tokens, tokens) == loss
     np.testing.assert_array_equal(evaluated.parameters.gradients.flat, gradient)
     assert evaluated.chunks[0].saved_bytes == trained.chunks[0].saved_bytes
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("library", sorted(libraries.installed()), indirect=True)
+def test_a_library_for_bfloat16_is_not_slow_and_gives_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gpt = nn.GPT(*SIZES, compute_dtype=ml_dtypes.bfloat16)
+        gpt.loss_and_gradient([[1, 2]], [[2, 3]])

@@ -63,7 +63,7 @@ def matmul_bfloat16(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray
     Parameters
     ----------
     a, b : uint16 array
-        The bits of the numbers; of 2 dimensions.
+        The bits of the numbers; of 2 dimensions, contiguous or the transposed of a contiguous array.
     out : float32 array
         Overwritten.
 
@@ -72,6 +72,9 @@ def matmul_bfloat16(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray
     float32 array
         `out`.
     """
+    if not out.flags.c_contiguous:  # a slice of a wider matrix would have other bits, see `onednn`
+        out[...] = matmul_bfloat16(a, b, np.empty(out.shape, out.dtype))
+        return out
     call = _planned(in_force(), a, b, out)
     if call is None:
         return blas_threads.matmul(widened(a), widened(b), out=out)
@@ -86,7 +89,7 @@ def widened(bits: np.ndarray) -> np.ndarray:
 
 def has_fast_bfloat16() -> bool:
     """Whether a library multiplies bfloat16 faster than float32 in this process.  Not collective."""
-    return any(name.startswith("bfloat16.") for name in in_force().libraries)
+    return in_force().has_bfloat16
 
 
 def threads() -> int:

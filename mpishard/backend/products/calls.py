@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from mpishard.backend.products.libraries import Call, Library
-from mpishard.backend.products.shapes import Product
+from mpishard.backend.products.libraries import Library
+from mpishard.backend.products.shapes import Call, Product
 
 # Multiplications for each thread from which a second one pays.
 _LARGE = 2**24

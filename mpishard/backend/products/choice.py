@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -22,6 +23,11 @@ class Choice:
     """
 
     libraries: Mapping[str, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def has_bfloat16(self) -> bool:
+        """Whether a library multiplies bfloat16."""
+        return any(name.startswith("bfloat16.") for name in self.libraries)
 
     @classmethod
     def parse(cls, text: str) -> Choice:

@@ -9,16 +9,13 @@ import os
 import site
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from threadpoolctl import threadpool_info
 
-from mpishard.backend.products.shapes import Product
+from mpishard.backend.products.shapes import Call, Product
 
-# Called with the addresses of a, b and out.
-Call = Callable[[int, int, int], None]
 NUMPY, MKL, ONEDNN = "numpy", "mkl", "onednn"
 # By library the dtypes that it multiplies; see `onednn` for why that one has no more.
 TAKES = {MKL: ("float32", "float64", "bfloat16"), ONEDNN: ("bfloat16",)}

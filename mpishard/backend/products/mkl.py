@@ -6,8 +6,7 @@ import ctypes
 from ctypes import c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-from mpishard.backend.products.libraries import Call
-from mpishard.backend.products.shapes import Product
+from mpishard.backend.products.shapes import Call, Product
 
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
 _SEQUENTIAL = 1

@@ -1,7 +1,8 @@
-"""oneDNN, through the matrix products of its C interface; for bfloat16.
+"""oneDNN, through the matrix products of its C interface; for bfloat16 in contiguous arrays.
 
-Not for float32: 32 of 240 products were seen to have other bits where the operands lay otherwise (version 3.2, an Intel
-processor with AVX-512), which would let the layout decide results; products of bfloat16 had the same bits in all.
+It cuts sums into blocks by the strides of the arrays: of products of float32 in slices of wider matrices 32 of 240 were
+seen to have other bits than in contiguous arrays, of bfloat16 few (version 3.2, an Intel processor with AMX).  A layout
+would decide results that way, so float32 is left to other libraries.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from ctypes import byref, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
-from mpishard.backend.products.libraries import Call
-from mpishard.backend.products.shapes import Operand, Product
+from mpishard.backend.products.shapes import Call, Operand, Product
 
 # Numbers of oneDNN 3: dnnl_types.h and dnnl_common_types.h.
 _CPU, _IN_ORDER = 1, 1

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+# A function that computes a product, called with the addresses of a, b and out.
+Call = Callable[[int, int, int], None]
 
 # Kinds of products, for which libraries are chosen apart: most of a forward pass; weight gradients, whose `a` is
 # transposed; batches; batches of fewer terms than columns, such as the scores of attention.

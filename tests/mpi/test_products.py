@@ -1,0 +1,111 @@
+"""All ranks multiply by the same libraries."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpishard
+from mpishard.backend import arithmetic, products
+from mpishard.backend.products import choice, timing
+from mpishard.backend.products.choice import VARIABLE, Choice
+from mpishard.comm import product_choice
+
+VERSIONS = {"mkl": "2026.2", "onednn": "3.2.0"}
+
+
+@pytest.fixture(autouse=True)
+def made_up(monkeypatch, comm):
+    """Libraries on all ranks, which are the faster on a higher rank."""
+    monkeypatch.setattr(choice, "_in_force", [])
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(product_choice, "loadable", lambda: VERSIONS)
+    monkeypatch.setattr(product_choice, "multiplies_bfloat16", lambda: True)
+    fastest = ["float32.plain=mkl,bfloat16.plain=onednn", "float32.scores=mkl"][comm.rank % 2]
+    monkeypatch.setattr(timing, "fastest", lambda libraries, threads: Choice.parse(fastest).limited_to(libraries))
+
+
+def in_force(comm):
+    with mpishard.Mesh(comm):
+        texts = comm.allgather(str(choice.in_force()))
+    assert len(set(texts)) == 1
+    return texts[0]
+
+
+def test_all_ranks_do_as_rank_0_has_measured(comm):
+    assert in_force(comm) == "bfloat16.plain=onednn,float32.plain=mkl"
+
+
+def test_the_variable_decides(comm, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "float64.plain=mkl")
+    assert in_force(comm) == "float64.plain=mkl"
+    monkeypatch.setenv(VARIABLE, "numpy")
+    assert in_force(comm) == "numpy"
+
+
+def test_ranks_that_join_do_as_the_others_do(comm, monkeypatch):
+    last = comm.size - 1
+    if comm.rank == last:
+        choice.put_in_force(Choice.parse("float64.batched=mkl"))
+    assert in_force(comm) == "float64.batched=mkl"
+
+
+def test_a_library_that_one_rank_lacks_or_has_in_another_version_is_not_taken(comm, monkeypatch):
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(product_choice, "loadable", lambda: {"onednn": "3.2.0"})
+    assert in_force(comm) == "bfloat16.plain=onednn"
+    monkeypatch.setattr(choice, "_in_force", [])
+    if comm.rank == 0:
+        monkeypatch.setattr(product_choice, "loadable", lambda: {"mkl": "1", "onednn": "3.2.1"})
+    assert in_force(comm) == ("numpy" if comm.size > 1 else "bfloat16.plain=onednn,float32.plain=mkl")
+
+
+def test_bfloat16_needs_the_instructions_on_all_ranks(comm, monkeypatch):
+    monkeypatch.setattr(product_choice, "multiplies_bfloat16", lambda: comm.rank > 0)
+    assert in_force(comm) == "float32.plain=mkl"
+    assert not products.has_fast_bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("fast", "there is no library 'fast'"), ("mkl", "wants mkl, but not every rank has the same version of it")],
+)
+def test_a_variable_that_cannot_be_followed_is_an_error_on_all_ranks(comm, monkeypatch, text, message):
+    monkeypatch.setenv(VARIABLE, text)
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(product_choice, "loadable", dict)
+    with pytest.raises(ValueError, match=message):
+        mpishard.Mesh(comm)
+
+
+def test_a_variable_that_differs_is_an_error_on_all_ranks(comm, monkeypatch):
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    if comm.rank == comm.size - 1:
+        monkeypatch.setenv(VARIABLE, "mkl")
+    with pytest.raises(
+        ValueError, match=f"{VARIABLE} is unset on rank 0 and mkl on rank {comm.size - 1}; set it alike"
+    ):
+        mpishard.Mesh(comm)
+
+
+def test_a_measurement_that_fails_leaves_numpys(comm, monkeypatch):
+    def fail(libraries, threads):
+        raise RuntimeError("status 3")
+
+    monkeypatch.setattr(timing, "fastest", fail)
+    if comm.rank == 0:
+        with pytest.warns(UserWarning, match="matrix products are NumPy's: status 3"):
+            found = in_force(comm)
+    else:
+        found = in_force(comm)
+    assert found == "numpy"
+
+
+def test_a_reproducible_run_records_the_libraries(mesh, monkeypatch):
+    optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), mpishard.ShardingConfiguration(mesh, reproducible=True))
+    choice.put_in_force(Choice.parse("float32.plain=mkl"))
+    monkeypatch.setattr(arithmetic, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
+    optimizer.step(np.ones(3), np.ones(3))
+    facts = optimizer.state.binding.bits.own
+    assert facts["products"] == "float32.plain=mkl" and facts["libraries for products"] == "mkl 2026.2"

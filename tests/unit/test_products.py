@@ -1,0 +1,376 @@
+"""Matrix products by other libraries than NumPy's: which is chosen, and that each gives the product."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpishard.backend import products
+from mpishard.backend.products import calls, choice, libraries, timing
+from mpishard.backend.products.choice import Choice
+from mpishard.backend.products.libraries import MKL, NUMPY, ONEDNN
+from mpishard.backend.products.shapes import BATCHED, PLAIN, SCORES, TRANSPOSED, product_of
+
+REAL = sorted(libraries.installed())
+
+
+class Recorder:
+    """Multiplies by NumPy, as a library that is told addresses."""
+
+    version = "1.0"
+
+    def __init__(self) -> None:
+        self.products = []
+
+    def call(self, product):
+        self.products.append(product)
+
+        def view(address, rows, columns, operand, kind):
+            size = np.dtype(kind).itemsize
+            strides = (1, operand.leading) if operand.transposed else (operand.leading, 1)
+            strides = (operand.batch, *strides) if product.count else strides
+            shape = (product.count, rows, columns) if product.count else (rows, columns)
+            end = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+            memory = np.frombuffer((ctypes.c_char * (end * size)).from_address(address), kind)
+            return np.lib.stride_tricks.as_strided(memory, shape, [stride * size for stride in strides])
+
+        def multiply(a, b, out):
+            one = view(a, product.m, product.k, product.a, product.dtype)
+            other = view(b, product.k, product.n, product.b, product.dtype)
+            np.matmul(one, other, out=view(out, product.m, product.n, product.out, product.dtype))
+
+        return multiply
+
+
+@pytest.fixture(autouse=True)
+def choice_of_before(monkeypatch):
+    monkeypatch.setattr(choice, "_in_force", [])
+
+
+def placed(shape, dtype, random, *, transposed=False, interleaved=False, pad=0, shift=0):
+    """Random numbers in an array of that shape, which is a slice of another one."""
+    *batch, rows, columns = shape
+    inner = [columns, rows] if transposed else [rows, columns]
+    outer = [inner[0], *batch, inner[1] + pad] if interleaved else [*batch, inner[0], inner[1] + pad]
+    memory = np.empty(int(np.prod(outer)) + shift, dtype)[shift:].reshape(outer)
+    array = np.moveaxis(memory, 0, -2) if interleaved else memory
+    array = array[..., : inner[1]]
+    array = array.swapaxes(-1, -2) if transposed else array
+    array[...] = random.standard_normal(shape)
+    return array
+
+
+PLACES = st.fixed_dictionaries(
+    {"transposed": st.booleans(), "interleaved": st.booleans(), "pad": st.integers(0, 9), "shift": st.integers(0, 17)}
+)
+SIZES = st.integers(1, 70)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from([np.float32, np.float64]),
+    count=st.integers(0, 5),
+    m=SIZES,
+    k=SIZES,
+    n=SIZES,
+    a=PLACES,
+    b=PLACES,
+    out=PLACES,
+    threads=st.integers(1, 4),
+)
+def test_parts_of_a_product_are_the_product_wherever_the_arrays_lie(dtype, count, m, k, n, a, b, out, threads):
+    random = np.random.default_rng(0)
+    batch = (count,) if count else ()
+    one, other = placed((*batch, m, k), dtype, random, **a), placed((*batch, k, n), dtype, random, **b)
+    result = placed((*batch, m, n), dtype, random, **{**out, "transposed": False})
+    product = product_of(one, other, result)
+    assert product is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "_LARGE", 1)
+        calls.callable_for(product, Recorder(), threads)(one.ctypes.data, other.ctypes.data, result.ctypes.data)
+    np.testing.assert_allclose(result, one @ other, rtol=1e-4, atol=1e-4)
+
+
+def test_large_products_are_cut_into_as_many_parts_as_threads():
+    a, b = np.ones((1024, 1024), np.float32), np.ones((1024, 1024), np.float32)
+    library = Recorder()
+    calls.callable_for(product_of(a, b, np.empty_like(a)), library, 3)
+    assert [part.m for part in library.products] == [342, 342, 340]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kind"),
+    [
+        (((64, 64), (64, 64)), PLAIN),
+        (((3, 64, 64), (3, 64, 64)), BATCHED),
+        (((3, 64, 63), (3, 63, 64)), SCORES),
+    ],
+)
+def test_kinds(shapes, kind):
+    a, b = (np.ones(shape, np.float32) for shape in shapes)
+    assert product_of(a, b, a @ b).kind == kind
+    if kind == PLAIN:
+        assert product_of(a.T, b, a.T @ b).kind == TRANSPOSED
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out"),
+    [
+        (np.ones(3, np.float32), np.ones((3, 4), np.float32), np.ones(4, np.float32)),
+        (np.ones((2, 3), np.float32), np.ones((3, 4)), np.ones((2, 4))),
+        (np.ones((2, 0), np.float32), np.ones((0, 4), np.float32), np.ones((2, 4), np.float32)),
+        (np.ones((4, 6), np.float32)[:, ::2], np.ones((3, 4), np.float32), np.ones((4, 4), np.float32)),
+        (np.ones((4, 3), np.float32)[::-1], np.ones((3, 4), np.float32), np.ones((4, 4), np.float32)),
+        (np.ones((4, 3), np.float32), np.ones((3, 4), np.float32), np.ones((4, 4), np.float32).T),
+        (np.ones((2, 4, 3), np.float32), np.ones((1, 3, 4), np.float32), np.ones((2, 4, 4), np.float32)),
+        (np.ones((4, 3), np.int64), np.ones((3, 4), np.int64), np.ones((4, 4), np.int64)),
+    ],
+)
+def test_numpy_multiplies_what_no_library_takes(a, b, out):
+    assert product_of(a, b, out) is None
+    choice.put_in_force(Choice.parse(MKL))
+    np.testing.assert_array_equal(products.matmul(a, b, out), np.matmul(a, b))
+
+
+def test_a_choice_is_what_its_text_tells():
+    text = "bfloat16.plain=onednn,float32.plain=mkl,float64.scores=mkl"
+    assert str(Choice.parse(text)) == text
+    assert Choice.parse(text.replace(",", " , ")) == Choice.parse(text + ",float32.batched=numpy")
+    assert str(Choice.parse(NUMPY)) == str(Choice()) == NUMPY
+    assert len(Choice.parse(MKL).libraries) == 10
+    assert set(Choice.parse(ONEDNN).libraries) == {"bfloat16.plain", "bfloat16.transposed"}
+    assert str(Choice.parse(text).limited_to([MKL])) == "float32.plain=mkl,float64.scores=mkl"
+    assert "bfloat16" not in str(Choice.parse(MKL).limited_to([MKL], bfloat16=False))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fast", "there is no library 'fast'; choose from numpy, mkl, onednn"),
+        ("float32.plain=fast", "there is no library 'fast'"),
+        ("float16.plain=mkl", "'float16.plain' is none of float32.plain, "),
+        ("float32=mkl", "'float32' is none of"),
+        ("float32.plain=onednn", "onednn multiplies bfloat16 only"),
+        ("=", "'' is none of"),
+    ],
+)
+def test_a_text_that_is_no_choice_is_refused(text, message):
+    with pytest.raises(ValueError, match=f"MPISHARD_PRODUCTS={text}: .*{message}"):
+        Choice.parse(text)
+
+
+RATES = {
+    "float32.plain": {NUMPY: 100.0, MKL: 104.0},
+    "float32.transposed": {NUMPY: 100.0, MKL: 106.0},
+    "bfloat16.plain": {MKL: 155.0, ONEDNN: 157.0},
+    "bfloat16.transposed": {MKL: 158.0, ONEDNN: 140.0},
+}
+
+
+def test_a_library_is_taken_where_it_is_clearly_faster():
+    assert str(timing._of_rates(RATES)) == "bfloat16.plain=onednn,float32.transposed=mkl"
+
+
+class Clock:
+    """Time that only products take."""
+
+    def __init__(self, seconds) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def perf_counter(self):
+        return self.now
+
+    def passes(self, name, function):
+        def call(*arguments, **named):
+            self.now += self.seconds[name]
+            return function(*arguments, **named)
+
+        return call
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """The number of products that were timed; a made-up library is twice as fast as NumPy's."""
+    clock, library = Clock({NUMPY: 2**-10, MKL: 2**-11}), Recorder()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(timing, "load", lambda name: library)
+    monkeypatch.setattr(timing, "multiplies_bfloat16", lambda: False)
+    call = library.call
+    library.call = lambda product: clock.passes(MKL, call(product))
+    monkeypatch.setattr(timing.blas_threads, "matmul", clock.passes(NUMPY, np.matmul))
+    return library.products
+
+
+def test_the_fastest_are_measured_once_and_kept(measured, tmp_path):
+    found = timing.fastest([MKL], 1)
+    assert len(found.libraries) == 8 and set(found.libraries.values()) == {MKL}
+    count = len(measured)
+    assert count > 0 and timing.fastest([MKL], 1) == found and len(measured) == count
+    (kept,) = (tmp_path / "cache" / "mpishard").iterdir()
+    rates = json.loads(kept.read_text())["GFLOP/s"]["float32.plain"]
+    assert rates[MKL] == pytest.approx(2 * rates[NUMPY], rel=1e-2)
+    timing.fastest([MKL], 2)
+    assert len(measured) > count
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"libraries": 3}', '{"libraries": "float32.plain=fast"}', "\0"])
+def test_a_kept_file_that_cannot_be_read_is_measured_again(measured, tmp_path, text):
+    found = timing.fastest([MKL], 1)
+    (kept,) = (tmp_path / "cache" / "mpishard").iterdir()
+    kept.write_text(text)
+    assert timing.fastest([MKL], 1) == found
+    assert json.loads(kept.read_text())["libraries"] == str(found)
+
+
+def test_without_a_folder_to_keep_it_the_fastest_are_measured_each_time(measured, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    assert timing.fastest([MKL], 1) == timing.fastest([MKL], 1)
+
+
+def test_a_file_that_is_no_library_is_told_and_not_taken(monkeypatch, tmp_path):
+    (tmp_path / "libmkl_rt.so.3").write_text("no library")
+    for cached in (libraries.installed, libraries.load, libraries.loadable):
+        monkeypatch.setattr(libraries, cached.__name__, cached.__wrapped__)
+    monkeypatch.setattr(libraries, "installed", lambda: {MKL: tmp_path / "libmkl_rt.so.3"})
+    with pytest.warns(UserWarning, match=r"libmkl_rt\.so\.3 cannot be used for matrix products: "):
+        assert libraries.loadable() == {}
+
+
+def test_an_installation_by_other_means_is_found_by_its_variable(monkeypatch, tmp_path):
+    (tmp_path / "lib").mkdir()
+    library = tmp_path / "lib" / "libdnnl.so.3"
+    library.touch()
+    for folder in ("prefix", "base_prefix"):
+        monkeypatch.setattr(libraries.sys, folder, str(tmp_path / "none"))
+    monkeypatch.setattr(libraries.site, "getuserbase", lambda: str(tmp_path / "none"))
+    assert libraries.installed.__wrapped__() == {}
+    monkeypatch.setenv("DNNLROOT", str(tmp_path))
+    assert libraries.installed.__wrapped__() == {ONEDNN: library}
+
+
+# -- the libraries themselves -----------------------------------------------------------------------------------------
+
+FLOATS = [name for name in REAL if name == MKL]
+
+
+def halves(array):
+    """The bits of an array as bfloat16, in the same order of memory."""
+    return array.astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from([np.float32, np.float64]),
+    count=st.integers(0, 4),
+    m=SIZES,
+    k=SIZES,
+    n=SIZES,
+    a=PLACES,
+    b=PLACES,
+    out=PLACES,
+)
+def test_a_library_gives_the_product_wherever_the_arrays_lie(name, dtype, count, m, k, n, a, b, out):
+    random = np.random.default_rng(1)
+    batch = (count,) if count else ()
+    one, other = placed((*batch, m, k), dtype, random, **a), placed((*batch, k, n), dtype, random, **b)
+    result = placed((*batch, m, n), dtype, random, **{**out, "transposed": False})
+    call = libraries.load(name).call(product_of(one, other, result))
+    call(one.ctypes.data, other.ctypes.data, result.ctypes.data)
+    exact = one.astype(np.float64) @ other.astype(np.float64)
+    bound = np.abs(one).astype(np.float64) @ np.abs(other)
+    assert np.all(np.abs(result - exact) <= 4 * np.finfo(dtype).eps * (k + 1) * bound)
+
+
+@pytest.mark.parametrize("name", REAL)
+@settings(max_examples=40, deadline=None)
+@given(m=SIZES, k=SIZES, n=SIZES, a=PLACES, b=PLACES, out=PLACES)
+def test_a_library_sums_products_of_bfloat16_in_float32(name, m, k, n, a, b, out):
+    if not libraries.multiplies_bfloat16():
+        pytest.skip("this processor has no products of bfloat16")
+    random = np.random.default_rng(2)
+    flat = {"interleaved": False}
+    one, other = (
+        placed((m, k), np.float32, random, **{**a, **flat}),
+        placed((k, n), np.float32, random, **{**b, **flat}),
+    )
+    result = placed((m, n), np.float32, random, **{**out, **flat, "transposed": False})
+    one, other = halves(one), halves(other)
+    call = libraries.load(name).call(product_of(one, other, result))
+    call(one.ctypes.data, other.ctypes.data, result.ctypes.data)
+    one, other = (products.widened(each).astype(np.float64) for each in (one, other))
+    bound = np.abs(one) @ np.abs(other)
+    assert np.all(np.abs(result - one @ other) <= 4 * np.finfo(np.float32).eps * (k + 1) * bound)
+
+
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", [(2048, 256, 768), (96, 192, 32), (100, 96, 33), (33, 1024, 257), (200, 48, 24)])
+def test_the_bits_do_not_depend_on_where_the_arrays_lie(name, transposed, shape):
+    m, k, n = shape
+    choice.put_in_force(Choice.parse(name))
+    dtypes = [dtype for dtype in libraries.TAKES[name] if dtype != "bfloat16" or libraries.multiplies_bfloat16()]
+    for dtype in dtypes:
+        found = set()
+        for pad, shift in ((0, 0), (0, 1), (0, 3), (64, 0), (7, 5), (33, 2)):
+            random = np.random.default_rng(3)
+            kind = np.float32 if dtype == "bfloat16" else np.dtype(dtype)
+            place = {"transposed": transposed, "pad": pad, "shift": shift}
+            one, other = placed((m, k), kind, random, **place), placed((k, n), kind, random, pad=2 * pad, shift=shift)
+            result = placed((m, n), kind, random, pad=pad, shift=shift)
+            if dtype == "bfloat16":  # its operands are rounded copies, which are contiguous
+                one, other = (shifted(halves(each), shift) for each in (one, other))
+            multiply = products.matmul_bfloat16 if dtype == "bfloat16" else products.matmul
+            found.add(multiply(one, other, result).tobytes())
+        assert len(found) == 1
+
+
+def shifted(array, shift):
+    """A contiguous copy of an array, of its order, that begins so many elements after the beginning of memory."""
+    order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    copy = np.empty(array.size + shift, array.dtype)[shift:].reshape(array.shape, order=order)
+    copy[...] = array
+    return copy
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_layers_multiply_by_the_library_that_was_chosen(name, monkeypatch):
+    choice.put_in_force(Choice.parse(name))
+    library, asked = libraries.load(name), []
+    call = library.call
+    monkeypatch.setattr(library, "call", lambda product: asked.append(product.kind) or call(product))
+    a, b = np.ones((64, 96), np.float32), np.ones((96, 128), np.float32)
+    out = np.empty((64, 128), np.float32)
+    assert products.matmul(a, b, out) is out and np.all(out == 96)
+    products.matmul(a, b, out)
+    assert asked == [PLAIN]
+    assert products.matmul(a[:3], b, out[:3]) is not None and asked == [PLAIN]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_threads_of_openmp_are_as_before_after_a_product(name):
+    if not libraries.multiplies_bfloat16():
+        pytest.skip("this processor has no products of bfloat16")
+    openmp = pytest.importorskip("threadpoolctl").threadpool_info
+    libraries.load(name)
+    before = [pool["num_threads"] for pool in openmp() if pool["user_api"] == "openmp"]
+    choice.put_in_force(Choice.parse(name).limited_to([name]))
+    a = halves(np.ones((64, 64), np.float32))
+    out = np.empty((64, 64), np.float32)
+    assert np.all(products.matmul_bfloat16(a, a, out) == 64)
+    assert [pool["num_threads"] for pool in openmp() if pool["user_api"] == "openmp"] == before
+
+
+def test_no_path_of_a_library_is_asked_for_before_a_mesh_is_made(monkeypatch):
+    monkeypatch.setattr(libraries, "load", lambda name: pytest.fail(f"{name} was loaded"))
+    a = np.ones((256, 256), np.float32)
+    assert np.all(products.matmul(a, a, np.empty_like(a)) == 256)
+    assert Path(libraries.__file__).exists()
