@@ -50,8 +50,8 @@ class OneDnn:
         self._do("engine_create", byref(self._engine), _CPU, c_size_t(0))
         self._do("stream_create", byref(self._stream), self._engine, _IN_ORDER)
         # It takes threads from OpenMP's pool, unless told for each call that one is enough.
-        threads = (getattr(library, f"omp_{what}", None) for what in ("get_max_threads", "set_num_threads"))
-        self._get_threads, self._set_threads = threads
+        self._get_threads: Any = getattr(library, "omp_get_max_threads", lambda: 1)
+        self._set_threads: Any = getattr(library, "omp_set_num_threads", None)
 
     def call(self, product: Product) -> Call | None:
         if product.dtype != "bfloat16":
@@ -75,7 +75,7 @@ class OneDnn:
 
     def execute(self, primitive: c_void_p, arguments: Any) -> None:
         """Run a primitive in this thread alone.  Not collective."""
-        threads = self._get_threads() if self._get_threads else 1
+        threads = self._get_threads()
         if threads > 1:
             self._set_threads(1)
         try:
