@@ -37,13 +37,21 @@ def arithmetic() -> dict[str, str]:
         # It decides where OpenBLAS cuts a product in blocks; the processor's own size is told by its name below.
         "OPENBLAS_L2_SIZE": os.environ.get("OPENBLAS_L2_SIZE", "unset"),
         "BLAS threads": str(blas.get("num_threads", "unknown")),
-        **_of_products(),
+        **of_products(),
         **_of_processor(),
     }
 
 
-def _of_products() -> dict[str, str]:
-    """The libraries that multiply in place of NumPy's, and for what."""
+def of_products() -> dict[str, str]:
+    """The libraries that multiply in place of NumPy's, and for what, among the facts of `arithmetic`.
+
+    Not collective.
+
+    Returns
+    -------
+    dict of str to str
+        The choice, and the versions of its libraries.
+    """
     choice = in_force()
     versions = (f"{name} {load(name).version}" for name in sorted({*choice.libraries.values()}))
     return {"products": str(choice), "libraries for products": ", ".join(versions) or "none"}

@@ -158,7 +158,7 @@ class Mesh:
         self.node = axis("node", *(world.Split_type(MPI.COMM_TYPE_SHARED, rank) for _ in range(2)))
         self.nodes: list[int] = allgather_values(world, min(self.node.members))
         self.blas_threads = limit_blas_threads(world, self.node.members)
-        agree_on_products(self.world, self.blas_threads)
+        agree_on_products(self.world, spawned=self._parent is None and spawned_cell() is not None)
         self._children: dict[tuple[int, int, int], Mesh] = {}
         self._freed = False
 

@@ -15,19 +15,19 @@ from mpishard.backend.products.libraries import NUMPY, TAKES, loadable, multipli
 from mpishard.comm.axis import Axis
 
 
-def agree_on_products(world: Axis, threads: int) -> None:
+def agree_on_products(world: Axis, *, spawned: bool = False) -> None:
     """Multiply by the same libraries on all ranks from now on.  Collective over `world`.
 
     Only libraries of which all ranks have the same version are taken.  The environment variable MPISHARD_PRODUCTS
-    decides which; without it a choice that a rank already follows stays, so that ranks that join do as the others do,
-    and else rank 0 takes the fastest.
+    decides which; without it the choice that some rank already follows stays, so that ranks that join do as the others
+    do, and else rank 0 takes the fastest.
 
     Parameters
     ----------
     world : Axis
-        All ranks of a mesh.
-    threads : int
-        That a product has on this rank.
+        All ranks of a mesh, or those that are about to share one.
+    spawned : bool
+        Whether these ranks will join others, whose choice they will follow.
 
     Raises
     ------
@@ -59,20 +59,21 @@ def agree_on_products(world: Axis, threads: int) -> None:
             )
     elif common:
         source = int(shared[0]) if shared[0] < world.size else 0
-        found = Choice.parse(world.comm.bcast(_own_text(common, threads) if world.rank == source else "", source))
+        found = Choice.parse(world.comm.bcast(_own_text(common) if world.rank == source else "", source))
     else:
         found = Choice()
-    choice.put_in_force(found.limited_to(common, bfloat16=bool(least[-2])))
+    for_now = spawned and shared[0] == world.size
+    choice.put_in_force(found, common, bfloat16=bool(least[-2]), for_now=for_now)
 
 
-def _own_text(common: list[str], threads: int) -> str:
+def _own_text(common: list[str]) -> str:
     """The choice that this rank follows, or else the fastest."""
     if choice.is_made():
         return str(choice.in_force())
     from mpishard.backend.products.timing import fastest
 
     try:
-        return str(fastest(common, threads))
+        return str(fastest(common))
     except RuntimeError as error:  # the other ranks wait for an answer
         warnings.warn(f"matrix products are NumPy's: {error}", UserWarning, stacklevel=2)
         return NUMPY

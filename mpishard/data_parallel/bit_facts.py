@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpishard.backend import array as arrays
-from mpishard.backend.arithmetic import arithmetic
+from mpishard.backend.arithmetic import arithmetic, of_products
 from mpishard.backend.blas_threads import fix_blas_threads
+from mpishard.backend.products.choice import follow
+from mpishard.backend.products.libraries import NUMPY
 from mpishard.comm.agreement import agree_on_settings, differing, fingerprint
 from mpishard.comm.axis import Axis
 from mpishard.data_parallel.configuration import ShardingConfiguration
@@ -116,6 +118,7 @@ class BitFacts:
         """
         if not config.reproducible:
             return
+        self.own |= of_products()  # a rank that has joined has followed the others
         own = self.own if places else self.own | {"shards": self.own["shards"].partition(" on ")[0]}
         if not config.allow_different_bits:
             agree_on_settings(ranks, own, what=_PROMISE, way_out=f"use nodes of one kind; {_WAY_ON}")
@@ -136,7 +139,8 @@ class BitFacts:
     def check(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> None:
         """Raise unless a reproducible run goes on from saved facts with the same bits, or is allowed others.
 
-        Not collective.
+        It goes on with the saved libraries for matrix products where all ranks have them.  Not collective; all ranks
+        do it.
 
         Parameters
         ----------
@@ -150,7 +154,12 @@ class BitFacts:
         ValueError
             With both sides of what differs, and the ways out.
         """
-        if not config.reproducible or config.allow_different_bits or not _was_reproducible(saved):
+        if not config.reproducible or not _was_reproducible(saved):
+            return
+        if isinstance(theirs := saved.get(ARITHMETIC), Mapping):
+            follow(brief(theirs.get("products", NUMPY)))
+            self.own |= of_products()
+        if config.allow_different_bits:
             return
         found = self._differences(saved)
         if found:

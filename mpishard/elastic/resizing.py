@@ -8,6 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.comm.agreement import agree_on_settings
+from mpishard.comm.product_choice import agree_on_products
 from mpishard.comm.reshard import reshard_state
 from mpishard.elastic.membership import Order
 from mpishard.elastic.mesh_choice import MeshSizes
@@ -156,6 +157,7 @@ class Resizing:
             way_out="the script must come to the same whenever it is started, also from what it reads, draws, or "
             "measures (stage_costs)",
         )
+        agree_on_products(self._parts.membership.axis)
         training.optimizer.state.binding.bits.agree(
             training.optimizer.config, self._parts.membership.axis, places=not chooses
         )

@@ -360,7 +360,7 @@ def _products() -> str:
         return NUMPY
     from mpishard.backend.products.timing import fastest
 
-    return os.environ.get(VARIABLE, "").strip() or str(fastest(libraries, threads=1))
+    return os.environ.get(VARIABLE, "").strip() or str(fastest(libraries))
 
 
 def _shared_memory() -> tuple[int | None, int | None]:

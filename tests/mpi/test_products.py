@@ -10,6 +10,7 @@ from mpishard.backend import arithmetic, products
 from mpishard.backend.products import choice, timing
 from mpishard.backend.products.choice import VARIABLE, Choice
 from mpishard.comm import product_choice
+from mpishard.comm.product_choice import agree_on_products
 
 VERSIONS = {"mkl": "2026.2", "onednn": "3.2.0"}
 
@@ -17,12 +18,12 @@ VERSIONS = {"mkl": "2026.2", "onednn": "3.2.0"}
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch, comm):
     """Libraries on all ranks, which are the faster on a higher rank."""
-    monkeypatch.setattr(choice, "_in_force", [])
+    monkeypatch.setattr(choice, "_process", choice._Process())
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(product_choice, "loadable", lambda: VERSIONS)
     monkeypatch.setattr(product_choice, "multiplies_bfloat16", lambda: True)
     fastest = ["float32.plain=mkl,bfloat16.plain=onednn", "float32.scores=mkl"][comm.rank % 2]
-    monkeypatch.setattr(timing, "fastest", lambda libraries, threads: Choice.parse(fastest).limited_to(libraries))
+    monkeypatch.setattr(timing, "fastest", lambda libraries: Choice.parse(fastest).limited_to(libraries))
 
 
 def in_force(comm):
@@ -46,15 +47,26 @@ def test_the_variable_decides(comm, monkeypatch):
 def test_ranks_that_join_do_as_the_others_do(comm, monkeypatch):
     last = comm.size - 1
     if comm.rank == last:
-        choice.put_in_force(Choice.parse("float64.batched=mkl"))
+        choice.put_in_force(Choice.parse("float64.batched=mkl"), VERSIONS)
     assert in_force(comm) == "float64.batched=mkl"
+
+
+def test_ranks_that_were_spawned_follow_those_that_they_join(mesh, comm, monkeypatch):
+    monkeypatch.setattr(choice, "_process", choice._Process())
+    agree_on_products(mesh.world, spawned=True)
+    assert not choice.is_made() and str(choice.in_force()) == "bfloat16.plain=onednn,float32.plain=mkl"
+    if comm.rank == comm.size - 1:
+        choice.put_in_force(Choice.parse("float64.batched=mkl"), VERSIONS)
+    for _ in range(2):
+        agree_on_products(mesh.world, spawned=comm.rank == 0)
+        assert choice.is_made() and str(choice.in_force()) == "float64.batched=mkl"
 
 
 def test_a_library_that_one_rank_lacks_or_has_in_another_version_is_not_taken(comm, monkeypatch):
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(product_choice, "loadable", lambda: {"onednn": "3.2.0"})
     assert in_force(comm) == "bfloat16.plain=onednn"
-    monkeypatch.setattr(choice, "_in_force", [])
+    monkeypatch.setattr(choice, "_process", choice._Process())
     if comm.rank == 0:
         monkeypatch.setattr(product_choice, "loadable", lambda: {"mkl": "1", "onednn": "3.2.1"})
     assert in_force(comm) == ("numpy" if comm.size > 1 else "bfloat16.plain=onednn,float32.plain=mkl")
@@ -90,7 +102,7 @@ def test_a_variable_that_differs_is_an_error_on_all_ranks(comm, monkeypatch):
 
 
 def test_a_measurement_that_fails_leaves_numpys(comm, monkeypatch):
-    def fail(libraries, threads):
+    def fail(libraries):
         raise RuntimeError("status 3")
 
     monkeypatch.setattr(timing, "fastest", fail)
@@ -104,7 +116,7 @@ def test_a_measurement_that_fails_leaves_numpys(comm, monkeypatch):
 
 def test_a_reproducible_run_records_the_libraries(mesh, monkeypatch):
     optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), mpishard.ShardingConfiguration(mesh, reproducible=True))
-    choice.put_in_force(Choice.parse("float32.plain=mkl"))
+    choice.put_in_force(Choice.parse("float32.plain=mkl"), VERSIONS)
     monkeypatch.setattr(arithmetic, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
     optimizer.step(np.ones(3), np.ones(3))
     facts = optimizer.state.binding.bits.own

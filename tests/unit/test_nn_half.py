@@ -63,9 +63,9 @@ def test_without_a_dtype_it_is_the_plain_product():
 @pytest.fixture(params=["rounded", *(name for name in libraries.installed() if libraries.multiplies_bfloat16())])
 def library(request, monkeypatch):
     """What multiplies bfloat16."""
-    monkeypatch.setattr(choice, "_in_force", [])
+    monkeypatch.setattr(choice, "_process", choice._Process())
     if request.param != "rounded":
-        choice.put_in_force(choice.Choice.parse(request.param))
+        choice.put_in_force(choice.Choice.parse(request.param), [request.param])
     return request.param
 
 

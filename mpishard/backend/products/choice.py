@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -96,29 +97,67 @@ class Choice:
         )
 
 
-_in_force: list[Choice] = []
+@dataclass
+class _Process:
+    """What this process does, and what it could do."""
+
+    choice: Choice = field(default_factory=Choice)
+    is_made: bool = False
+    libraries: frozenset[str] = frozenset()
+    bfloat16: bool = True
+
+
+_process = _Process()
 
 
 def in_force() -> Choice:
     """The choice of this process; NumPy's library for all, before a mesh was made.  Not collective."""
-    return _in_force[0] if _in_force else _ALL_NUMPY
+    return _process.choice
 
 
 def is_made() -> bool:
-    """Whether `put_in_force` was called.  Not collective."""
-    return bool(_in_force)
+    """Whether ranks that join this process are to follow its choice.  Not collective."""
+    return _process.is_made
 
 
-def put_in_force(choice: Choice) -> None:
-    """Multiply by these libraries from now on.  Not collective; all ranks of a mesh do it.
+def put_in_force(
+    choice: Choice, libraries: Collection[str] = (), *, bfloat16: bool = True, for_now: bool = False
+) -> None:
+    """Multiply by these libraries from now on.
+
+    Not collective; all ranks of a mesh do it.
 
     Parameters
     ----------
     choice : Choice
-        Of libraries that can be loaded.
+        What is not possible with `libraries` is left to NumPy's.
+    libraries : collection of str
+        Those that all ranks have.
+    bfloat16 : bool
+        Whether all have processors that multiply it.
+    for_now : bool
+        Until this process has joined others, whose choice it will follow.
     """
-    if not _in_force or _in_force[0] != choice:
-        _in_force[:] = [choice]
+    _process.choice = choice.limited_to(libraries, bfloat16=bfloat16)
+    _process.is_made = not for_now
+    _process.libraries, _process.bfloat16 = frozenset(libraries), bfloat16
 
 
-_ALL_NUMPY = Choice()
+def follow(text: str) -> None:
+    """Multiply as a saved run did, where all ranks can and the user has not chosen.
+
+    Not collective; all ranks of a mesh do it with the same text, and to the same effect.
+
+    Parameters
+    ----------
+    text : str
+        The saved choice.
+    """
+    if os.environ.get(VARIABLE):
+        return
+    try:
+        saved = Choice.parse(text)
+    except ValueError:  # of another release
+        return
+    if saved == saved.limited_to(_process.libraries, bfloat16=_process.bfloat16):
+        _process.choice = saved

@@ -6,14 +6,15 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from mpishard.backend import blas_threads
-from mpishard.backend.products.calls import callable_for
 from mpishard.backend.products.choice import Choice
 from mpishard.backend.products.libraries import NUMPY, load, multiplies_bfloat16, processor
 from mpishard.backend.products.shapes import BATCHED, KINDS, PLAIN, SCORES, TRANSPOSED, product_of
@@ -34,51 +35,69 @@ _FASTER_WITH_ROUNDING = 1.5
 _FORMAT = 1  # of the kept file
 
 
-def fastest(libraries: Collection[str], threads: int) -> Choice:
+def fastest(libraries: Collection[str]) -> Choice:
     """The fastest on this machine for each kind of product, of NumPy's and some other libraries.
 
     The first call on a machine measures for some tenths of a second, and keeps the result in the user's cache folder.
-    Not collective.
+    One thread is measured whatever a rank has, so that the number of ranks does not change the choice.  Not collective.
 
     Parameters
     ----------
     libraries : collection of str
         The names of those that can be loaded.
-    threads : int
-        That products have.
+
+    Returns
+    -------
+    Choice
+        The same for all processes that find the kept result.
     """
     facts = {
         "processor": processor(),
         NUMPY: np.__version__,
         "OpenBLAS kernels": os.environ.get("OPENBLAS_CORETYPE", "its own choice"),
         **{name: load(name).version for name in sorted(libraries)},
-        "threads": threads,
         "format": _FORMAT,
     }
     mark = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
     path = _cache_folder() / f"products-{mark}.json"
+    kept = _kept(path)
+    if kept is None:
+        with threadpool_limits(1):
+            rates = dict(_rates(libraries))
+        kept = _keep(path, {"libraries": str(_of_rates(rates)), "GFLOP/s": rates, "of": facts})
+    return kept.limited_to(libraries)
+
+
+def _kept(path: Path) -> Choice | None:
+    """The choice in a kept file; None if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        return Choice.parse(json.loads(path.read_text())["libraries"]).limited_to(libraries)
-    rates = dict(_rates(libraries, threads))
-    choice = _of_rates(rates)
-    _keep(path, {"libraries": str(choice), "GFLOP/s": rates, "of": facts})
-    return choice
+        return Choice.parse(json.loads(path.read_text())["libraries"])
+    return None
 
 
 def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "mpishard")
 
 
-def _keep(path: Path, found: Mapping[str, object]) -> None:
-    """Write a file at once, if that is possible; without it the next start measures again."""
-    own = path.with_suffix(f".{os.getpid()}")
+def _keep(path: Path, found: Mapping[str, object]) -> Choice:
+    """Write a file at once, unless another process was faster, and return the choice in the file.
+
+    Where no file can be written the next start measures again.
+    """
+    own = path.with_suffix(f".{platform.node()}.{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         own.write_text(json.dumps(found, indent=1))
-        os.replace(own, path)
+        if path.exists() and _kept(path) is None:
+            os.replace(own, path)
+        else:
+            with contextlib.suppress(FileExistsError):
+                os.link(own, path)
+            own.unlink()
+    return _kept(path) or Choice.parse(str(found["libraries"]))
 
 
-def _rates(libraries: Collection[str], threads: int) -> Iterator[tuple[str, dict[str, float]]]:
+def _rates(libraries: Collection[str]) -> Iterator[tuple[str, dict[str, float]]]:
     """GFLOP/s of each library by dtype and kind, each product in turn with all libraries."""
     random = np.random.default_rng(0)
     for dtype, kind in ((dtype, kind) for dtype, kinds in KINDS.items() for kind in kinds):
@@ -92,19 +111,19 @@ def _rates(libraries: Collection[str], threads: int) -> Iterator[tuple[str, dict
             if kind == TRANSPOSED:
                 a = np.ascontiguousarray(a.T).T
             work += 2 * max(1, count) * m * k * n
-            for name, best in _seconds(a, b, libraries, threads).items():
+            for name, best in _seconds(a, b, libraries).items():
                 seconds.setdefault(name, []).append(best)
         all_of = {name: times for name, times in seconds.items() if len(times) == len(_TIMED[kind])}
         yield f"{dtype}.{kind}", {name: round(work / sum(times) / 1e9, 1) for name, times in all_of.items()}
 
 
-def _seconds(a: np.ndarray, b: np.ndarray, libraries: Collection[str], threads: int) -> dict[str, float]:
+def _seconds(a: np.ndarray, b: np.ndarray, libraries: Collection[str]) -> dict[str, float]:
     """The shortest time of a product, by library."""
     half = a.dtype == np.uint16
     out = np.empty((*a.shape[:-1], b.shape[-1]), np.float32 if half else a.dtype)
     product = product_of(a, b, out)
     assert product is not None
-    calls = {name: callable_for(product, load(name), threads) for name in libraries}
+    calls = {name: load(name).call(product) for name in libraries}
     best: dict[str, float] = {}
     for _ in range(_REPEATS):
         for name in ([] if half else [NUMPY]) + [name for name, call in calls.items() if call is not None]:
