@@ -27,7 +27,7 @@ _COMMANDS = {
     "plot": ("plot", "Draw a run: loss and other series, speed, workers, time, bytes."),
     "top": ("top", "Show live how a run stands, and what its ranks spend time on."),
     "why": ("why", "Say why a run does not go on: who waits where, and for whom."),
-    "trace": ("trace", "Write a timeline of all ranks, draw it as a Gantt chart, and show how each rank spent its steps."),
+    "trace": ("trace", "Write a timeline of all ranks, and draw it as a Gantt chart."),
     "inspect": ("checkpoint", "Show what is in a checkpoint, or in the newest of a run."),
     "verify": ("checkpoint", "Check a checkpoint, or all of a run, for damage."),
     "convert": ("checkpoint", "Write a checkpoint as another number of files, or as one."),

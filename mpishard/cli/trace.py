@@ -26,7 +26,7 @@ def trace(
     upcoming: Annotated[int | None, typer.Option("--next", min=1, help="So many steps that a run takes next.")] = None,
     png: Annotated[bool, typer.Option("--png", help="A Gantt chart beside it, NAME.png.")] = False,
 ) -> None:
-    """Write a timeline of all ranks, draw it as a Gantt chart, and show how each rank spent its steps.
+    """Write a timeline of all ranks, and draw it as a Gantt chart; show how each rank spent its steps.
 
     The file is for ui.perfetto.dev or chrome://tracing, the chart comes with --png.  A table shows the milliseconds of
     a step, and its shares: matrix products of mpishard's layers on the host, communication, which is mostly waiting,
