@@ -124,7 +124,8 @@ def shared_operand(matmul: Matmul, array: Array) -> Array:
     array
         For products by `matmul` only; overwritten when the next operand is shared.
     """
-    return matmul.shared(array) if isinstance(matmul, _OfRounded) else array
+    plain = getattr(matmul, "__wrapped__", matmul)  # in a traced step it is wrapped
+    return plain.shared(array) if isinstance(plain, _OfRounded) else array
 
 
 _rounded = threading.local()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -57,6 +58,7 @@ class TracedProducts:
 def _noted(matmul: Matmul, ledger: Ledger) -> Matmul:
     """The product, which notes its time and the extents of its operands."""
 
+    @functools.wraps(matmul)
     def noted(a: Array, b: Array, out: Array) -> Array:
         began = time.perf_counter()
         product = matmul(a, b, out=out)

@@ -12,7 +12,10 @@ import pytest
 
 import mpishard
 from mpishard.cli import main
+from mpishard.comm.ledger import Ledger
 from mpishard.nn.layers import Layer
+from mpishard.nn.products import make_matmul, shared_operand
+from mpishard.nn.traced_products import TracedProducts
 from mpishard.record.time_split import TimeSplit, split_times
 from mpishard.record.trace import Traced, read_trace
 
@@ -103,3 +106,17 @@ def test_products_count_in_traced_steps_and_nothing_is_called_in_others(
     assert head.split() == ["rank", "ms/step", "products", "communication", "rest"]
     assert row.split()[:2] == ["0", f"{(count + 0.5) * 1e3:.2f}"]
     assert row.split()[-2:] == ["500.00", f"({0.5 / (count + 0.5):.0%})"]
+
+
+def test_an_operand_is_rounded_once_in_a_traced_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    monkeypatch.setattr("mpishard.backend.products.has_fast_bfloat16", lambda: True)
+    layer, ledger = Layer("layer"), Ledger()
+    layer.module, layer.matmul = np, make_matmul(np, ml_dtypes.bfloat16)
+    operand = np.linspace(0, 1, 6, dtype=np.float32).reshape(2, 3)
+    bits = shared_operand(layer.matmul, operand).copy()
+    assert bits.dtype == np.uint16
+    ledger.spans = []
+    TracedProducts([layer], ledger).follow_trace()
+    assert not hasattr(layer.matmul, "shared")
+    np.testing.assert_array_equal(shared_operand(layer.matmul, operand), bits)
