@@ -37,12 +37,12 @@ class Collectives:
     ----------
     channel : Channel
     nonblocking : bool
-        Whether a reduction may still be under way when its method returns.
+        Whether a reduction or an all-gather may still be under way when its method returns.
 
     Notes
     -----
-    A blocking all-reduce is MPI's blocking call, since `Communicator.all_reduce` has a fast path that makes it: each
-    rank chooses that path by its own buffer, and MPI does not match a blocking collective with a non-blocking one.
+    What is not non-blocking is MPI's blocking call, since `Communicator` has a fast path that makes it: each rank
+    chooses that path by its own arguments, and MPI does not match a blocking collective with a non-blocking one.
     """
 
     def __init__(self, channel: Channel, *, nonblocking: bool) -> None:
@@ -65,16 +65,7 @@ class Collectives:
             target = stage_out(out, reads=False, arithmetic=True)
             sources = channel.parts(stage_out(buffer, arithmetic=True))
         parts = list(zip(sources, channel.parts(target), strict=True))
-        requests = []
-        if self._nonblocking:
-            requests = [self._comm.Iallreduce(source, part, OPS[op]) for source, part in parts]
-        else:
-            ledger.active = call
-            try:
-                for source, part in parts:
-                    self._comm.Allreduce(source, part, OPS[op])
-            finally:
-                ledger.active = None
+        requests = self._calls(call, "allreduce", [(source, part, OPS[op]) for source, part in parts])
         sent = all_reduce_elements(buffer.size, self._size, self._rank) * buffer.itemsize
         return Request(ledger, call, sent, requests, lambda: stage_in(target, out), sources)
 
@@ -92,16 +83,15 @@ class Collectives:
         else:
             _check_piece(out, counts[rank], buffer)
             target = stage_out(out, reads=False, arithmetic=True)
-        requests = []
+        requests: list[MPI.Request] = []
         if not channel.fits(staged.size):
             self._reduce_pieces(call, staged, target, counts, op, in_place)
-        elif self._exchanges(staged, counts, op):
+        elif self.exchanges(staged, counts, op):
             exchange, add = self._start_exchange(staged, target, counts)
             return Request(self._ledger, call, sent, [exchange], lambda: stage_in(add(), out), [staged])
-        elif in_place:
-            requests.append(self._comm.Ireduce_scatter(MPI.IN_PLACE, staged, counts, OPS[op]))
         else:
-            requests.append(self._comm.Ireduce_scatter(staged, target, counts, OPS[op]))
+            source, into = (MPI.IN_PLACE, staged) if in_place else (staged, target)
+            requests = self._calls(call, "reduce_scatter", [(source, into, counts, OPS[op])])
         return Request(self._ledger, call, sent, requests, lambda: stage_in(target, out), [staged])
 
     def all_gather(self, buffer: Array, piece: Array | None, counts: Counts, label: str) -> Request:
@@ -116,7 +106,7 @@ class Collectives:
             _check_piece(piece, counts[rank], buffer)
             source = stage_out(piece)
         if channel.fits(staged.size):
-            requests = [self._comm.Iallgatherv(source, [staged, (counts, starts)])]
+            requests = self._calls(call, "allgatherv", [(source, [staged, (counts, starts)])])
         else:
             if piece is not None:
                 staged[starts[rank] : starts[rank] + counts[rank]] = source
@@ -165,8 +155,22 @@ class Collectives:
         sent = 0 if last else buffer.nbytes
         return Request(self._ledger, call, sent, requests, lambda: stage_in(staged, buffer))
 
-    def _exchanges(self, staged: Array, counts: Sequence[int], op: str) -> bool:
-        """Whether a reduce-scatter is an exchange of pieces; the same on all ranks."""
+    def _calls(self, call: Fields, name: str, calls: Sequence[tuple[Any, ...]]) -> list[MPI.Request]:
+        """Make MPI's calls of this name with these arguments; returns what is still under way."""
+        if self._nonblocking:
+            function = getattr(self._comm, f"I{name}")
+            return [function(*arguments) for arguments in calls]
+        function = getattr(self._comm, name.capitalize())
+        self._ledger.active = call
+        try:
+            for arguments in calls:
+                function(*arguments)
+        finally:
+            self._ledger.active = None
+        return []
+
+    def exchanges(self, staged: Array, counts: Sequence[int], op: str) -> bool:
+        """Whether a reduce-scatter is an exchange of pieces; the same on all ranks.  Not collective."""
         if self._size == 1 or op != "sum" or arrays.is_device(staged):
             return False
         # What arrives at the owner of the largest piece, which needs memory for it.

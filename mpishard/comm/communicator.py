@@ -8,7 +8,7 @@ own with the counts swapped, and the adjoint of broadcast is a reduce to the roo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from mpi4py import MPI
 from mpishard.comm.call_matching import CallMatching
 from mpishard.comm.channel import NOTHING, OPS, Channel
 from mpishard.comm.collectives import Collectives
-from mpishard.comm.ledger import Ledger, all_reduce_elements
+from mpishard.comm.ledger import Ledger, all_reduce_elements, ring_elements
 from mpishard.comm.messages import Messages
 from mpishard.comm.request import Request
 
@@ -32,17 +32,17 @@ class Communicator:
     bfloat16 (reduced in float32).  They are seen as flat: `counts` are elements by rank, and without them a buffer is
     cut as `mpishard.layout.boxes.split` does.
 
-    ================== ======================== =====================================
+    ================== ======================== =======================================
     blocking           started, a `Request`     MPI
-    ================== ======================== =====================================
+    ================== ======================== =======================================
     `all_reduce`       `start_all_reduce`       ``Allreduce``, ``Iallreduce``
-    `reduce_scatter`   `start_reduce_scatter`   ``Ireduce_scatter``
-    `all_gather`       `start_all_gather`       ``Iallgatherv``
+    `reduce_scatter`   `start_reduce_scatter`   ``Reduce_scatter``, ``Ireduce_scatter``
+    `all_gather`       `start_all_gather`       ``Allgatherv``, ``Iallgatherv``
     `all_to_all`       `start_all_to_all`       ``Ialltoallv``
     `broadcast`        `start_broadcast`        ``Ibcast``
     `barrier`                                   ``Ibarrier``
     `send`, `recv`     `start_send` ...         ``Isend``, ``Irecv``; not collective
-    ================== ======================== =====================================
+    ================== ======================== =======================================
 
     All but messages are collective: all ranks must call them in one order.  The started collectives have a
     communicator of their own, so that a blocking call may come before them on one rank and after them on another.  What
@@ -120,23 +120,10 @@ class Communicator:
         array
             `out`, or else `buffer`.
         """
-        channel, ledger = self._channel, self.ledger
-        limit = channel.largest_count
-        plain = out is None and type(buffer) is np.ndarray and buffer.itemsize != 2 and buffer.flags.carray
-        if not plain or op not in OPS or channel.matching is not None or (limit is not None and buffer.size > limit):
+        if out is not None or not self._is_plain(buffer, op):
             return self._blocking.all_reduce(buffer, out, op, label).wait()
-        # The fast path: a large buffer has evicted the interpreter from the caches, so that every function call here
-        # costs microseconds.
-        channel.calls += 1
-        ledger.active = call = ledger.begin(
-            self.name, channel.calls, "all_reduce", buffer.dtype, buffer.size, label, self.members
-        )
-        try:
-            self.comm.Allreduce(MPI.IN_PLACE, buffer, OPS[op])
-        finally:
-            ledger.active = None
-        sent = all_reduce_elements(buffer.size, self.size, self.rank) * buffer.itemsize
-        ledger.enter(call, sent, ledger.spend(call, call[0]))
+        sent = all_reduce_elements(buffer.size, self.size, self.rank)
+        self._call("all_reduce", buffer, sent, label, self.comm.Allreduce, MPI.IN_PLACE, buffer, OPS[op])
         return buffer
 
     def reduce_scatter(
@@ -162,7 +149,14 @@ class Communicator:
         array
             The piece: `out`, or else a flat view into `buffer`.
         """
-        return self._blocking.reduce_scatter(buffer, out, counts, op, label).wait()
+        blocking = self._blocking
+        plain = out is None and self._is_plain(buffer, op, counts)
+        if counts is None or not plain or blocking.exchanges(buffer, counts, op):
+            return blocking.reduce_scatter(buffer, out, counts, op, label).wait()
+        sent = ring_elements("reduce_scatter", counts, self.rank)
+        arguments = (MPI.IN_PLACE, buffer, counts, OPS[op])
+        self._call("reduce_scatter", buffer, sent, label, self.comm.Reduce_scatter, *arguments)
+        return buffer.reshape(-1)[: counts[self.rank]]
 
     def all_gather(self, buffer: Array, piece: Array | None = None, counts: Counts = None, *, label: str = "") -> Array:
         """Fill `buffer` with the pieces of all ranks, by rank.  Collective.
@@ -183,7 +177,11 @@ class Communicator:
         array
             `buffer`.
         """
-        return self._blocking.all_gather(buffer, piece, counts, label).wait()
+        if piece is not None or counts is None or not self._is_plain(buffer, "sum", counts):
+            return self._blocking.all_gather(buffer, piece, counts, label).wait()
+        sent = ring_elements("all_gather", counts, self.rank)
+        self._call("all_gather", buffer, sent, label, self.comm.Allgatherv, MPI.IN_PLACE, [buffer, (counts, None)])
+        return buffer
 
     def all_to_all(
         self,
@@ -238,6 +236,33 @@ class Communicator:
         """Wait until all ranks have called this.  Collective."""
         call = self._channel.begin("barrier", NOTHING, "")
         Request(self.ledger, call, 0, [self.comm.Ibarrier()], lambda: None).wait()
+
+    # The fast path of blocking collectives: a large buffer has evicted the interpreter from the caches, so that every
+    # function call costs microseconds.  A rank takes it by its own arguments; the other path makes the same MPI call.
+
+    def _is_plain(self, buffer: Array, op: str = "sum", counts: Counts = None) -> bool:
+        """Whether one call of MPI takes these arguments as they are, and no rank compares them."""
+        channel, limit = self._channel, self._channel.largest_count
+        if type(buffer) is not np.ndarray or buffer.itemsize == 2 or not buffer.flags.carray or op not in OPS:
+            return False
+        if channel.matching is not None or (limit is not None and buffer.size > limit):
+            return False
+        return counts is None or (len(counts) == self.size and sum(counts) == buffer.size and min(counts) >= 0)
+
+    def _call(
+        self, op: str, buffer: Array, sent: int, label: str, function: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Make a call of MPI by which this rank sends so many elements, and note it."""
+        channel, ledger = self._channel, self.ledger
+        channel.calls += 1
+        ledger.active = call = ledger.begin(
+            self.name, channel.calls, op, buffer.dtype, buffer.size, label, self.members
+        )
+        try:
+            function(*arguments)
+        finally:
+            ledger.active = None
+        ledger.enter(call, sent * buffer.itemsize, ledger.spend(call, call[0]))
 
     # -- the same, started: the buffers belong to the `Request` until its `wait` returns ------------------------------
 

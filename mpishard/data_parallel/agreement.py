@@ -55,6 +55,10 @@ def agree_on_step(
     ValueError
         On every rank, if something differs; a problem of any rank is raised as it is.
     """
+    if len(ranks.members) == 1:  # nothing to compare
+        if problem is not None:
+            raise problem
+        return
     model = -1 if parameters is None else parameters.fingerprint ^ parameters.model_fingerprint
     if settings is not None:
         model ^= settings.fingerprint

@@ -62,7 +62,9 @@ class DataParallel(Strategy):
         return self.mesh.size == self.axis.size and self.compressed is None and not self.workers_differ
 
     def start_plain(self, bucket: Bucket, gradient: Array) -> Request | None:
-        if self.parameters.lent and len(self.buckets) == 1:  # such as a caller's array: nothing to overlap with
+        if self.axis.size == 1:
+            return None
+        if self.blocks:
             self.axis.all_reduce(gradient, label="gradients")
             return None
         if self._is_in_parts(gradient):
@@ -138,8 +140,14 @@ class ShardedState(Strategy):
 
     divides_state = True
 
-    def start_plain(self, bucket: Bucket, gradient: Array) -> Request:
-        return self.axis.start_reduce_scatter(gradient, counts=self._counts[bucket.index], label="gradients")
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Request | None:
+        if self.axis.size == 1:
+            return None
+        counts = self._counts[bucket.index]
+        if self.blocks:
+            self.axis.reduce_scatter(gradient, counts=counts, label="gradients")
+            return None
+        return self.axis.start_reduce_scatter(gradient, counts=counts, label="gradients")
 
     def target(self, bucket: Bucket, gradient: Array) -> Array:
         return gradient[: self._counts[bucket.index][self.axis.rank]]
@@ -173,6 +181,11 @@ class ShardedState(Strategy):
 
     def _gather(self, flat: Array, label: str) -> None:
         """All-gather a flat array in which each data rank has filled its own ranges."""
+        if self.axis.size == 1:
+            return
+        if self.blocks:
+            self.axis.all_gather(flat, counts=self._counts[0], label=label)
+            return
         pending = [
             self.axis.start_all_gather(flat[bucket.start : bucket.stop], counts=pieces, label=label)
             for bucket, pieces in zip(self.buckets, self._counts, strict=False)
@@ -196,6 +209,12 @@ class ShardedGradients(ShardedState):
             size = self._counts[bucket.index][self.axis.rank]
             self._second[bucket.index] = arrays.zeros(size, parameters.dtype, like=parameters.like)
 
+    def start_plain(self, bucket: Bucket, gradient: Array) -> Request | None:
+        started = super().start_plain(bucket, gradient)
+        if started is None:
+            self._add(bucket, self.target(bucket, gradient))
+        return started
+
     def target(self, bucket: Bucket, gradient: Array) -> Array:
         return super().target(bucket, gradient) if self.ordered is None else self.owned(bucket)
 
@@ -206,14 +225,16 @@ class ShardedGradients(ShardedState):
         """Wait for the sums of buckets, and add this rank's part of each to those of earlier micro-batches."""
         for bucket, _, transfer in started:
             result = transfer.wait()
-            if self.ordered is not None:
-                continue
-            shard = self.gradients()[bucket.index]
-            if bucket.index in self._summed:
-                accumulate(shard, result)
-            else:
-                shard[...] = result
-            self._summed.add(bucket.index)
+            if self.ordered is None:
+                self._add(bucket, result)
+
+    def _add(self, bucket: Bucket, result: Array) -> None:
+        shard = self.gradients()[bucket.index]
+        if bucket.index in self._summed:
+            accumulate(shard, result)
+        else:
+            shard[...] = result
+        self._summed.add(bucket.index)
 
     def reset(self) -> None:
         super().reset()

@@ -160,7 +160,12 @@ class Strategy(ABC):
 
     @abstractmethod
     def start_plain(self, bucket: Bucket, gradient: Array) -> Request | None:
-        """Sum, or start to sum, with one MPI collective: neither ordered nor compressed."""
+        """Sum, or start to sum, with one MPI collective: neither ordered nor compressed; on one data rank with none."""
+
+    @property
+    def blocks(self) -> bool:
+        """Whether sums are blocking calls: a lent array, such as a caller's, leaves nothing to overlap them with."""
+        return self.parameters.lent and len(self.buckets) == 1
 
     @abstractmethod
     def target(self, bucket: Bucket, gradient: Array) -> Array:
@@ -214,7 +219,7 @@ class Strategy(ABC):
     @property
     def sums_are_everywhere(self) -> bool:
         """Whether every rank of the mesh has all sums of gradients of all tensors, with the same bits."""
-        return False
+        return self.mesh.size == 1
 
     @property
     def error_ranges(self) -> list[Range]:

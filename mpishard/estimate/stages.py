@@ -145,8 +145,9 @@ class Plan:
         buckets, units = self.buckets(parts), held.units()
         owned = sum(-(-size // layout.data) for size in (units if layout.zero_stage == 3 else buckets))
         blocks = _BLOCKS + any(tensor.tied or tensor.shared for tensor in held.tensors)
-        # With zb-h1 the first half of a backward pass begins all gradients, and the second half finishes them.
-        open_buckets = len(buckets) if layout.schedule == "zb-h1" else min(blocks, len(buckets))
+        # One of the blocks is of a sum under way; there is none on one data rank.  With zb-h1 the first half of a
+        # backward pass begins all gradients, and the second half finishes them.
+        open_buckets = min(blocks - (layout.data == 1), len(buckets)) if layout.schedule != "zb-h1" else len(buckets)
         activations = Activations(self.architecture, layout, self.shape.length)
         peaks = peak_in_flight(layout.schedule, layout.pipeline, microbatches, layout.chunks, rank)
         elements = dict(

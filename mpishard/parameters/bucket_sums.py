@@ -24,6 +24,8 @@ class BucketSums(Protocol):
     def start(self, bucket: Bucket, gradient: Array, earlier: Sequence[Array] = ()) -> Transfer | None:
         """Start the sum of a bucket over the data axis; None if there is nothing to wait for.
 
+        With None the result is stored already, and the memory of the gradient is free.
+
         `earlier` are the partial sums that belong to other terms of the sum than the gradient, oldest first.
         """
 

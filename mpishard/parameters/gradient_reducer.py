@@ -436,7 +436,9 @@ class GradientReducer:
         for _, _, transfer in self._pending:
             transfer.test()  # MPI moves data only while it is called
         started = sums.start(bucket, gradient, earlier)
-        if started is not None:
+        if started is None:
+            self.memory.release(bucket)
+        else:
             self._pending.append((bucket, gradient, started))
         if not self._overlap:
             self._wait_all()
