@@ -60,10 +60,15 @@ def test_without_a_dtype_it_is_the_plain_product():
     assert all(layer.matmul is products.matmul for layer in (gpt.blocks[0].attention, gpt.blocks[0].mlp.expand))
 
 
-@pytest.fixture(params=["rounded", *(name for name in libraries.installed() if libraries.multiplies_bfloat16())])
-def library(request, monkeypatch):
-    """What multiplies bfloat16."""
+@pytest.fixture(autouse=True)
+def numpys_library(monkeypatch):
+    """The choice before a mesh is made."""
     monkeypatch.setattr(choice, "_process", choice._Process())
+
+
+@pytest.fixture(params=["rounded", *(name for name in libraries.installed() if libraries.multiplies_bfloat16())])
+def library(request, numpys_library):
+    """What multiplies bfloat16."""
     if request.param != "rounded":
         choice.put_in_force(choice.Choice.parse(request.param), [request.param])
     return request.param

@@ -7,7 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # What is compared with other packages is skipped without them; the fixture `short` leaves cases out.
-IN_PART = re.compile(r'importorskip\("(torch|jax|optax|transformers)\b|def test_\w+\([^)]*\bshort\b')
+IN_PART = re.compile(
+    r'importorskip\("(torch|jax|optax|transformers)\b|libraries\.installed\(\)|def test_\w+\([^)]*\bshort\b'
+)
 
 
 def test_files_that_plain_tox_runs_in_part_run_again() -> None:
