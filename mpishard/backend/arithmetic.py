@@ -16,7 +16,7 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from mpishard.backend.products.choice import in_force
-from mpishard.backend.products.libraries import load
+from mpishard.backend.products.libraries import load, settings
 
 
 def arithmetic() -> dict[str, str]:
@@ -53,8 +53,10 @@ def of_products() -> dict[str, str]:
         The choice, and the versions of its libraries.
     """
     choice = in_force()
-    versions = (f"{name} {load(name).version}" for name in sorted({*choice.libraries.values()}))
-    return {"products": str(choice), "libraries for products": ", ".join(versions) or "none"}
+    found = [f"{name} {load(name).version}" for name in sorted({*choice.libraries.values()})]
+    if found:
+        found += [f"{name}={value}" for name, value in settings().items()]
+    return {"products": str(choice), "libraries for products": ", ".join(found) or "none"}
 
 
 def _numpys_blas() -> dict[str, Any]:

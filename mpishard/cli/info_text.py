@@ -107,9 +107,8 @@ def _products(first: Facts) -> str:
     if text in ("", NUMPY):
         return "by BLAS; the extras mkl and onednn bring libraries that are faster on some processors"
     kinds: dict[str, list[str]] = {}
-    for pair in text.split(","):
-        kind, _, library = pair.partition("=")
-        kinds.setdefault(library or kind, []).append(kind if library else "all")
+    for kind, _, library in (pair.partition("=") for pair in text.split(",")):
+        kinds.setdefault(library, []).append(kind)
     return "; ".join(f"{library}: {', '.join(of)}" for library, of in sorted(kinds.items()))
 
 

@@ -83,16 +83,26 @@ class Collectives:
         else:
             _check_piece(out, counts[rank], buffer)
             target = stage_out(out, reads=False, arithmetic=True)
-        requests: list[MPI.Request] = []
-        if not channel.fits(staged.size):
-            self._reduce_pieces(call, staged, target, counts, op, in_place)
-        elif self.exchanges(staged, counts, op):
+        if channel.fits(staged.size) and self.exchanges(staged, counts, op):
             exchange, add = self._start_exchange(staged, target, counts)
             return Request(self._ledger, call, sent, [exchange], lambda: stage_in(add(), out), [staged])
+        into = target
+        if not in_place and (not target.size or arrays.module_of(staged).may_share_memory(staged, target)):
+            # MPI takes no buffers that overlap, and MPICH none that begin at one address, be they empty.
+            into = arrays.module_of(staged).empty_like(target)
+
+        def finish() -> Array:
+            if into is not target:
+                target[...] = into
+            return stage_in(target, out)
+
+        requests: list[MPI.Request] = []
+        if not channel.fits(staged.size):
+            self._reduce_pieces(call, staged, into, counts, op, in_place)
         else:
-            source, into = (MPI.IN_PLACE, staged) if in_place else (staged, target)
-            requests = self._calls(call, "reduce_scatter", [(source, into, counts, OPS[op])])
-        return Request(self._ledger, call, sent, requests, lambda: stage_in(target, out), [staged])
+            arguments = (MPI.IN_PLACE, staged) if in_place else (staged, into)
+            requests = self._calls(call, "reduce_scatter", [(*arguments, counts, OPS[op])])
+        return Request(self._ledger, call, sent, requests, finish, [staged])
 
     def all_gather(self, buffer: Array, piece: Array | None, counts: Counts, label: str) -> Request:
         """Start an all-gather."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import zlib
 
 import numpy as np
@@ -11,7 +10,7 @@ from mpi4py import MPI
 
 from mpishard.backend.products import choice
 from mpishard.backend.products.choice import VARIABLE, Choice
-from mpishard.backend.products.libraries import NUMPY, TAKES, loadable, multiplies_bfloat16
+from mpishard.backend.products.libraries import TAKES, loadable, multiplies_bfloat16
 from mpishard.comm.axis import Axis
 
 
@@ -72,11 +71,7 @@ def _own_text(common: list[str]) -> str:
         return str(choice.in_force())
     from mpishard.backend.products.timing import fastest
 
-    try:
-        return str(fastest(common))
-    except RuntimeError as error:  # the other ranks wait for an answer
-        warnings.warn(f"matrix products are NumPy's: {error}", UserWarning, stacklevel=2)
-        return NUMPY
+    return str(fastest(common))
 
 
 def _mark(text: str) -> int:

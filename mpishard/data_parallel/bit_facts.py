@@ -97,6 +97,13 @@ class BitFacts:
         """
         self.own["micro_batch_size"] = "a 16th of the batch" if size is None else str(size)
 
+    def note_products(self) -> None:
+        """Note the libraries for matrix products, after this process has followed others.  Not collective.
+
+        Those that were there before do not: if one that joins lacks their library, they differ.
+        """
+        self.own |= of_products()
+
     def agree(self, config: ShardingConfiguration, ranks: Axis, *, places: bool = True) -> None:
         """Compare the facts of ranks of a reproducible run.
 
@@ -118,7 +125,6 @@ class BitFacts:
         """
         if not config.reproducible:
             return
-        self.own |= of_products()  # a rank that has joined has followed the others
         own = self.own if places else self.own | {"shards": self.own["shards"].partition(" on ")[0]}
         if not config.allow_different_bits:
             agree_on_settings(ranks, own, what=_PROMISE, way_out=f"use nodes of one kind; {_WAY_ON}")
@@ -158,7 +164,7 @@ class BitFacts:
             return
         if isinstance(theirs := saved.get(ARITHMETIC), Mapping):
             follow(brief(theirs.get("products", NUMPY)))
-            self.own |= of_products()
+            self.note_products()
         if config.allow_different_bits:
             return
         found = self._differences(saved)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from mpi4py import MPI
 
+from mpishard.backend.products import choice
 from mpishard.comm.agreement import agree_on_settings
 from mpishard.comm.product_choice import agree_on_products
 from mpishard.comm.reshard import reshard_state
@@ -157,10 +158,11 @@ class Resizing:
             way_out="the script must come to the same whenever it is started, also from what it reads, draws, or "
             "measures (stage_costs)",
         )
+        bits, joined = training.optimizer.state.binding.bits, not choice.is_made()
         agree_on_products(self._parts.membership.axis)
-        training.optimizer.state.binding.bits.agree(
-            training.optimizer.config, self._parts.membership.axis, places=not chooses
-        )
+        if joined:
+            bits.note_products()
+        bits.agree(training.optimizer.config, self._parts.membership.axis, places=not chooses)
 
     def _source(self) -> RunState | None:
         """What this process can give to the next workers; None if it has no state."""

@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_info
 
 from mpishard.backend.array import can_pin, device_count
 from mpishard.backend.blas_threads import chosen_by_user, cpu_quota, own_cores
-from mpishard.backend.products.choice import VARIABLE
+from mpishard.backend.products.choice import VARIABLE, Choice
 from mpishard.backend.products.libraries import NUMPY, loadable
 from mpishard.comm.capabilities import Capabilities, could_heal_in_place, heals_in_place, probe
 from mpishard.deprecated import warn_renamed
@@ -355,12 +355,14 @@ def _blas() -> tuple[Blas, ...]:
 
 
 def _products() -> str:
-    libraries = loadable()
+    libraries, forced = loadable(), os.environ.get(VARIABLE, "").strip()
+    if forced:
+        return str(Choice.parse(forced).limited_to(libraries))
     if not libraries:
         return NUMPY
     from mpishard.backend.products.timing import fastest
 
-    return os.environ.get(VARIABLE, "").strip() or str(fastest(libraries))
+    return str(fastest(libraries))
 
 
 def _shared_memory() -> tuple[int | None, int | None]:

@@ -223,7 +223,7 @@ class Linear(Layer):
         Returns
         -------
         array, shape (n, local_outputs)
-            Until another layer shares its own.
+            `dy`, or the bits of its numbers as bfloat16 (uint16), in memory that the next call overwrites.
         """
         # A product that is done later takes it from other memory.
         return shared_operand(self.matmul, dy_no) if work.deferred is None else dy_no

@@ -35,9 +35,9 @@ def make_matmul(module: Any, compute_dtype: Any = None) -> Matmul:
         ``numpy`` or ``cupy``.
     compute_dtype : dtype or None
         float16, or bfloat16 of ml_dtypes.  What is too large for it becomes infinite, without a warning.  For NumPy's
-        arrays a library multiplies bfloat16 where one was chosen (see `mpishard.backend.products`); else the rounded
-        operands are multiplied in the dtype of the arrays.  CuPy's products sum in float32 as well, and round the
-        result to half precision, once, before it becomes float32 again.
+        arrays a library multiplies bfloat16 where one was chosen (see `mpishard.backend.products`), and batches, which
+        are of attention, stay in float32; else the rounded operands are multiplied in the dtype of the arrays.  CuPy's
+        products sum in float32 as well, and round the result to half precision, once, before it becomes float32 again.
     """
     if module is np:
         return products.matmul if compute_dtype is None else _OfRounded(np.dtype(compute_dtype))

@@ -48,7 +48,7 @@ class TracedProducts:
                 self._trace(layer)
 
     def _trace(self, layer: Layer) -> None:
-        if layer.module is np:
+        if layer.module is np and layer not in self._plain:
             self._plain[layer] = layer.matmul
             layer.matmul = _noted(layer.matmul, self._ledger)
         for child in layer.children:

@@ -181,6 +181,22 @@ def test_pieces_too_uneven_to_exchange(shared_mesh, monkeypatch):
             assert bool(made) == (exchanged and bool(allowed))
 
 
+@pytest.mark.parametrize("limit", [None, 7])
+@pytest.mark.parametrize("exchanged", [range(0), range(2**62)])
+def test_a_piece_may_be_reduced_to_its_place_in_the_buffer(shared_mesh, monkeypatch, exchanged, limit):
+    axis = shared_mesh.data
+    monkeypatch.setattr(axis._channel, "largest_count", limit)
+    monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], exchanged)
+    counts = [0, 1] * (axis.size // 2) + [8] * (axis.size % 2)
+    size, start = sum(counts), sum(counts[: axis.rank])
+    expected = sum(numbers(rank, size) for rank in range(axis.size))[start : start + counts[axis.rank]]
+    for reduce in (axis.reduce_scatter, lambda *arguments: axis.start_reduce_scatter(*arguments).wait()):
+        buffer = numbers(axis.rank, size)
+        own = buffer[start : start + counts[axis.rank]]
+        assert np.array_equal(reduce(buffer, own, counts), expected)
+        assert np.array_equal(own, expected)
+
+
 def check_reduce_scatter_and_all_gather(axis, memory, size, cut, dtype):
     counts = None if cut == "even" else uneven(size, axis.size)
     lengths = counts or [len(part) for part in np.array_split(np.zeros(size), axis.size)]

@@ -101,19 +101,6 @@ def test_a_variable_that_differs_is_an_error_on_all_ranks(comm, monkeypatch):
         mpishard.Mesh(comm)
 
 
-def test_a_measurement_that_fails_leaves_numpys(comm, monkeypatch):
-    def fail(libraries):
-        raise RuntimeError("status 3")
-
-    monkeypatch.setattr(timing, "fastest", fail)
-    if comm.rank == 0:
-        with pytest.warns(UserWarning, match="matrix products are NumPy's: status 3"):
-            found = in_force(comm)
-    else:
-        found = in_force(comm)
-    assert found == "numpy"
-
-
 def test_a_reproducible_run_records_the_libraries(mesh, monkeypatch):
     optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), mpishard.ShardingConfiguration(mesh, reproducible=True))
     choice.put_in_force(Choice.parse("float32.plain=mkl"), VERSIONS)
@@ -121,3 +108,22 @@ def test_a_reproducible_run_records_the_libraries(mesh, monkeypatch):
     optimizer.step(np.ones(3), np.ones(3))
     facts = optimizer.state.binding.bits.own
     assert facts["products"] == "float32.plain=mkl" and facts["libraries for products"] == "mkl 2026.2"
+
+
+def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mesh, comm, monkeypatch):
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    config = mpishard.ShardingConfiguration(mesh, reproducible=True)
+    optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
+    monkeypatch.setattr(arithmetic, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
+    optimizer.step(np.ones(3), np.ones(3))
+    joined = comm.rank == comm.size - 1
+    if joined:
+        choice.put_in_force(Choice(), for_now=True)
+        monkeypatch.setattr(product_choice, "loadable", dict)
+    agree_on_products(mesh.world)
+    bits = optimizer.state.binding.bits
+    if joined:
+        bits.note_products()
+    with pytest.raises(ValueError, match=r"products is .*mkl on ranks? 0.*numpy on rank"):
+        bits.agree(config, mesh.world)

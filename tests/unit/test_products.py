@@ -190,7 +190,10 @@ RATES = {
 
 
 def test_a_library_is_taken_where_it_is_clearly_faster():
-    assert str(timing._of_rates(RATES)) == "bfloat16.plain=onednn,float32.transposed=mkl"
+    assert str(timing._of_rates(RATES)) == "float32.transposed=mkl"  # bfloat16 pays for one kind only
+    both = RATES | {"bfloat16.transposed": {MKL: 160.0, ONEDNN: 140.0}}
+    found = "bfloat16.plain=onednn,bfloat16.transposed=mkl,float32.transposed=mkl"
+    assert str(timing._of_rates(both)) == found
 
 
 class Clock:
@@ -255,6 +258,35 @@ def test_a_kept_file_that_cannot_be_read_is_measured_again(measured, tmp_path, t
     kept.write_text(text)
     assert timing.fastest([MKL]) == found
     assert json.loads(kept.read_text())["libraries"] == str(found)
+
+
+def test_a_file_system_without_links_keeps_them_too(measured, tmp_path, monkeypatch):
+    def refuse(*paths):
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(timing.os, "link", refuse)
+    found = timing.fastest([MKL])
+    assert [path.suffix for path in (tmp_path / "cache" / "mpishard").iterdir()] == [".json"]
+    count = len(measured)
+    assert timing.fastest([MKL]) == found and len(measured) == count
+
+
+def test_a_user_without_a_home_measures_each_time(measured, monkeypatch):
+    def fail():
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(timing.Path, "home", fail)
+    assert len(timing.fastest([MKL]).libraries) == 8
+
+
+def test_a_measurement_that_fails_leaves_numpys(measured, monkeypatch):
+    def fail(libraries):
+        raise RuntimeError("status 3")
+
+    monkeypatch.setattr(timing, "_rates", fail)
+    with pytest.warns(UserWarning, match="matrix products are NumPy's: status 3"):
+        assert timing.fastest([MKL]) == Choice()
 
 
 def test_without_a_folder_to_keep_it_the_fastest_are_measured_each_time(measured, tmp_path):
@@ -380,6 +412,26 @@ def test_layers_multiply_by_the_library_that_was_chosen(name, monkeypatch):
     products.matmul(a, b, out)
     assert asked == [PLAIN]
     assert products.matmul(a[:3], b, out[:3]) is not None and asked == [PLAIN]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_several_threads_multiply_parts(name, monkeypatch):
+    monkeypatch.setattr(calls, "_LARGE", 1)
+    random = np.random.default_rng(4)
+    for dtype in libraries.TAKES[name]:
+        if dtype == "bfloat16" and not libraries.multiplies_bfloat16():
+            continue
+        a, b = (
+            random.standard_normal((512, 512)).astype(np.float64 if dtype == "float64" else np.float32) for _ in "ab"
+        )
+        out = np.empty((512, 512), a.dtype)
+        one, other = (halves(each) if dtype == "bfloat16" else each for each in (a, b))
+        call = calls.callable_for(product_of(one, other, out), libraries.load(name), 3)
+        exact = (products.widened(one) @ products.widened(other)) if dtype == "bfloat16" else a @ b
+        for _ in range(5):  # parts and threads meet in any way
+            out.fill(0)
+            call(one.ctypes.data, other.ctypes.data, out.ctypes.data)
+            np.testing.assert_allclose(out, exact, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -77,7 +77,7 @@ def matmul_bfloat16(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray
         return out
     call = _planned(in_force(), a, b, out)
     if call is None:
-        return blas_threads.matmul(widened(a), widened(b), out=out)
+        return matmul(widened(a), widened(b), out)
     call(a.ctypes.data, b.ctypes.data, out.ctypes.data)
     return out
 

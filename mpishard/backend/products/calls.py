@@ -6,9 +6,10 @@ import functools
 import math
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
+from mpishard.backend.blas_threads import own_cores
 from mpishard.backend.products.libraries import Library
 from mpishard.backend.products.shapes import Call, Product
 
@@ -47,10 +48,13 @@ def callable_for(product: Product, library: Library, threads: int) -> Call | Non
         parts.append((call, offsets))
 
     def in_parts(a: int, b: int, out: int) -> None:
-        pool = _pool(os.getpid(), count)
+        pool = _pool(os.getpid())
         (first, _), *others = parts
         waiting = [pool.submit(call, a + i, b + j, out + k) for call, (i, j, k) in others]
-        first(a, b, out)
+        try:
+            first(a, b, out)
+        finally:
+            wait(waiting)  # they write into memory of the caller
         for each in waiting:
             each.result()
 
@@ -76,6 +80,6 @@ def _parts(product: Product, count: int) -> Iterator[tuple[Product, tuple[int, i
 
 
 @functools.cache
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+def _pool(process: int) -> ThreadPoolExecutor:
     """The threads that compute parts of products, besides the one that asks; a child process has its own."""
-    return ThreadPoolExecutor(threads - 1, thread_name_prefix="mpishard-product")
+    return ThreadPoolExecutor(max(1, len(own_cores()) - 1), thread_name_prefix="mpishard-product")

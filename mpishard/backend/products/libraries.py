@@ -21,6 +21,7 @@ NUMPY, MKL, ONEDNN = "numpy", "mkl", "onednn"
 TAKES = {MKL: ("float32", "float64", "bfloat16"), ONEDNN: ("bfloat16",)}
 # By name: the file, without its version, and the variable that names the folder of an installation by other means.
 _FILES = {MKL: ("libmkl_rt.so", "MKLROOT"), ONEDNN: ("libdnnl.so", "DNNLROOT")}
+_SETTINGS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
 class Library(Protocol):
@@ -53,8 +54,9 @@ class Library(Protocol):
 def installed() -> dict[str, Path]:
     """The files of the libraries that are there, by name; nothing is loaded.  Not collective."""
     found = {}
+    loaded = {pool["internal_api"] for pool in threadpool_info() if pool["user_api"] == "blas"}
     for name, (file, variable) in _FILES.items():
-        if name == MKL and any(pool["internal_api"] == "mkl" for pool in threadpool_info()):
+        if name == MKL and loaded == {MKL}:
             continue  # NumPy multiplies by it already, with its own settings
         folders = [Path(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix, site.getuserbase())]
         if root := os.environ.get(variable):
@@ -93,13 +95,23 @@ def loadable() -> dict[str, str]:
 
     A library that is there and cannot be loaded is told in a warning.
     """
-    found = {}
-    for name, path in installed().items():
+    found: dict[str, str] = {}
+    try:
+        paths = installed()
+    except OSError as error:  # of the file system; the other ranks wait for this one
+        warnings.warn(f"no library for matrix products is looked for: {error}", UserWarning, stacklevel=2)
+        return found
+    for name, path in paths.items():
         try:
             found[name] = load(name).version
         except (OSError, AttributeError, RuntimeError) as error:  # a file that is no library, or lacks a function
             warnings.warn(f"{path} cannot be used for matrix products: {error}", UserWarning, stacklevel=2)
     return found
+
+
+def settings() -> dict[str, str]:
+    """The variables of the environment that change what the libraries do, those that are set.  Not collective."""
+    return {name: os.environ[name] for name in _SETTINGS if name in os.environ}
 
 
 def multiplies_bfloat16() -> bool:

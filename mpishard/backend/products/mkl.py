@@ -27,8 +27,8 @@ class Mkl:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        library.MKL_Set_Threading_Layer(_SEQUENTIAL)
-        library.MKL_CBWR_Set(_AUTO | _STRICT)
+        if library.MKL_Set_Threading_Layer(_SEQUENTIAL) != _SEQUENTIAL or library.MKL_CBWR_Set(_AUTO | _STRICT):
+            raise OSError("it is in use already, with threads or settings of its own")
         text = ctypes.create_string_buffer(256)
         library.MKL_Get_Version_String(text, len(text))
         words = text.value.decode(errors="replace").split()

@@ -8,6 +8,7 @@ would decide results that way, so float32 is left to other libraries.
 from __future__ import annotations
 
 import ctypes
+import threading
 from ctypes import byref, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
@@ -56,22 +57,50 @@ class OneDnn:
     def call(self, product: Product) -> Call | None:
         if product.dtype != "bfloat16":
             return None
+        found = _Call(self, product)
+        try:
+            found.prepare()
+        except RuntimeError:  # what this processor, or this build, does not do
+            return None
+        return found
+
+    def create(self, product: Product) -> tuple[c_void_p, list[c_void_p]]:
+        """The primitive of a product, for this thread alone, and memory objects without memory for its arrays.
+
+        Not collective.
+
+        Raises
+        ------
+        RuntimeError
+            If the library cannot do it.
+        """
         m, k, n = product.m, product.k, product.n
-        kinds = (
-            self._describe(m, k, product.a, _BFLOAT16),
-            self._describe(k, n, product.b, _BFLOAT16),
-            self._describe(m, n, product.out, _FLOAT32),
-        )
+        sides = ((m, k, product.a, _BFLOAT16), (k, n, product.b, _BFLOAT16), (m, n, product.out, _FLOAT32))
+        kinds = [self._describe(*side) for side in sides]
         plan, primitive = c_void_p(), c_void_p()
-        # Positions: of the bias, there is none; of attributes, these are the defaults.
-        self._do("matmul_primitive_desc_create", byref(plan), self._engine, *kinds[:2], None, kinds[2], None)
-        self._do("primitive_create", byref(primitive), plan)
         memories = [c_void_p() for _ in kinds]
-        for memory, kind in zip(memories, kinds, strict=True):
-            self._do("memory_create", byref(memory), kind, self._engine, c_void_p())
-        places = (_SOURCE, _WEIGHTS, _DESTINATION)
-        arguments = (_Argument * 3)(*(_Argument(place, each) for place, each in zip(places, memories, strict=True)))
-        return _Call(self, primitive, memories, arguments)
+        try:
+            # None: there is no bias; the attributes are the defaults.
+            self._do("matmul_primitive_desc_create", byref(plan), self._engine, *kinds[:2], None, kinds[2], None)
+            self._do("primitive_create", byref(primitive), plan)
+            for memory, kind in zip(memories, kinds, strict=True):
+                self._do("memory_create", byref(memory), kind, self._engine, c_void_p())
+        finally:
+            for kind in kinds:
+                self._do("memory_desc_destroy", kind)
+            if plan:
+                self._do("primitive_desc_destroy", plan)
+        return primitive, memories
+
+    def destroy(self, primitive: c_void_p, memories: list[c_void_p]) -> None:
+        """Free what `create` has given.  Not collective."""
+        for memory in memories:
+            self._do("memory_destroy", memory)
+        self._do("primitive_destroy", primitive)
+
+    def point(self, memory: c_void_p, address: int) -> None:
+        """Let a memory object be the array at an address.  Not collective."""
+        self._library.dnnl_memory_set_data_handle(memory, address)
 
     def execute(self, primitive: c_void_p, arguments: Any) -> None:
         """Run a primitive in this thread alone.  Not collective."""
@@ -97,20 +126,37 @@ class OneDnn:
             raise RuntimeError(f"oneDNN {self.version}: dnnl_{name} returned status {status}")
 
 
-class _Call:
-    """A primitive and its memory objects, which are destroyed with it."""
+class _Made:
+    """What one thread needs for a product; it is destroyed with this object."""
 
-    def __init__(self, owner: OneDnn, primitive: c_void_p, memories: list[c_void_p], arguments: Any) -> None:
-        self._owner, self._primitive, self._memories, self._arguments = owner, primitive, memories, arguments
-
-    def __call__(self, *addresses: int) -> None:
-        library = self._owner._library
-        for memory, address in zip(self._memories, addresses, strict=True):
-            library.dnnl_memory_set_data_handle(memory, address)
-        self._owner.execute(self._primitive, self._arguments)
+    def __init__(self, owner: OneDnn, product: Product) -> None:
+        self._owner = owner
+        self.primitive, self.memories = owner.create(product)
+        places = (_SOURCE, _WEIGHTS, _DESTINATION)
+        pairs = zip(places, self.memories, strict=True)
+        self.arguments = (_Argument * 3)(*(_Argument(place, memory) for place, memory in pairs))
 
     def __del__(self) -> None:
-        library = self._owner._library
-        for memory in self._memories:
-            library.dnnl_memory_destroy(memory)
-        library.dnnl_primitive_destroy(self._primitive)
+        if hasattr(self, "arguments"):
+            self._owner.destroy(self.primitive, self.memories)
+
+
+class _Call:
+    """A product, whose primitive each thread makes for itself: its scratch memory is that of the thread."""
+
+    def __init__(self, owner: OneDnn, product: Product) -> None:
+        self._owner, self._product = owner, product
+        self._of_thread = threading.local()
+
+    def prepare(self) -> _Made:
+        """What this thread needs."""
+        made: _Made | None = getattr(self._of_thread, "made", None)
+        if made is None:
+            made = self._of_thread.made = _Made(self._owner, self._product)
+        return made
+
+    def __call__(self, *addresses: int) -> None:
+        made = self.prepare()
+        for memory, address in zip(made.memories, addresses, strict=True):
+            self._owner.point(memory, address)
+        self._owner.execute(made.primitive, made.arguments)

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import time
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from threadpoolctl import threadpool_limits
 
 from mpishard.backend import blas_threads
 from mpishard.backend.products.choice import Choice
-from mpishard.backend.products.libraries import NUMPY, load, multiplies_bfloat16, processor
+from mpishard.backend.products.libraries import NUMPY, load, multiplies_bfloat16, processor, settings
 from mpishard.backend.products.shapes import BATCHED, KINDS, PLAIN, SCORES, TRANSPOSED, product_of
 
 # Sizes of products: (count, m, k, n), with count 0 for matrices.
@@ -26,7 +27,7 @@ _TIMED = {
     BATCHED: [(8, 96, 256, 32), (8, 96, 128, 64)],
     SCORES: [(8, 192, 32, 96), (8, 96, 64, 256)],
 }
-_KEPT_AS = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16}
+_KEPT_AS = {"float32": np.float32, "float64": np.float64, "bfloat16": np.float32}
 _REPEATS = 8
 # A library that is not that much faster than NumPy's is not taken, so that a noisy measurement changes little.
 _FASTER = 1.05
@@ -56,15 +57,23 @@ def fastest(libraries: Collection[str]) -> Choice:
         NUMPY: np.__version__,
         "OpenBLAS kernels": os.environ.get("OPENBLAS_CORETYPE", "its own choice"),
         **{name: load(name).version for name in sorted(libraries)},
+        **settings(),
         "format": _FORMAT,
     }
     mark = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
-    path = _cache_folder() / f"products-{mark}.json"
-    kept = _kept(path)
+    folder = _cache_folder()
+    path = None if folder is None else folder / f"products-{mark}.json"
+    kept = None if path is None else _kept(path)
     if kept is None:
-        with threadpool_limits(1):
-            rates = dict(_rates(libraries))
-        kept = _keep(path, {"libraries": str(_of_rates(rates)), "GFLOP/s": rates, "of": facts})
+        try:
+            with threadpool_limits(1):
+                rates = dict(_rates(libraries))
+        except RuntimeError as error:  # of a library; ranks wait for an answer
+            warnings.warn(f"matrix products are NumPy's: {error}", UserWarning, stacklevel=2)
+            return Choice()
+        kept = _of_rates(rates)
+        if path is not None:
+            kept = _keep(path, {"libraries": str(kept), "GFLOP/s": rates, "of": facts})
     return kept.limited_to(libraries)
 
 
@@ -75,8 +84,11 @@ def _kept(path: Path) -> Choice | None:
     return None
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "mpishard")
+def _cache_folder() -> Path | None:
+    """Where the result is kept; None for a user without a home."""
+    with contextlib.suppress(RuntimeError):
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mpishard")
+    return None
 
 
 def _keep(path: Path, found: Mapping[str, object]) -> Choice:
@@ -88,12 +100,16 @@ def _keep(path: Path, found: Mapping[str, object]) -> Choice:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         own.write_text(json.dumps(found, indent=1))
-        if path.exists() and _kept(path) is None:
-            os.replace(own, path)
-        else:
-            with contextlib.suppress(FileExistsError):
+        try:
+            if path.exists() and _kept(path) is None:
+                os.replace(own, path)
+            else:
                 os.link(own, path)
-            own.unlink()
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            os.replace(own, path)
+        own.unlink(missing_ok=True)
     return _kept(path) or Choice.parse(str(found["libraries"]))
 
 
@@ -107,7 +123,9 @@ def _rates(libraries: Collection[str]) -> Iterator[tuple[str, dict[str, float]]]
         work = 0
         for count, m, k, n in _TIMED[kind]:
             batch = (count,) if count else ()
-            a, b = ((random.random(shape) * 8).astype(_KEPT_AS[dtype]) for shape in ((*batch, m, k), (*batch, k, n)))
+            a, b = (random.random(shape).astype(_KEPT_AS[dtype]) for shape in ((*batch, m, k), (*batch, k, n)))
+            if dtype == "bfloat16":  # its bits are the upper half of those of float32
+                a, b = ((each.view(np.uint32) >> 16).astype(np.uint16) for each in (a, b))
             if kind == TRANSPOSED:
                 a = np.ascontiguousarray(a.T).T
             work += 2 * max(1, count) * m * k * n
@@ -149,4 +167,7 @@ def _of_rates(rates: Mapping[str, Mapping[str, float]]) -> Choice:
         library = max(by_library, key=by_library.__getitem__, default=NUMPY)
         if library != NUMPY and by_library[library] >= least:
             chosen[name] = library
+    halves = [name for name in chosen if name.startswith("bfloat16.")]
+    if len(halves) < len(KINDS["bfloat16"]):  # else a model in bfloat16 would be slower in the kind that is left
+        chosen = {name: library for name, library in chosen.items() if name not in halves}
     return Choice(chosen)
