@@ -148,10 +148,10 @@ def test_logits_and_gradients_equal_transformers(name, dtype, length):
         rope_parameters=rope or dict(rope_theta=ours.rotary.theta, rope_type="default"),
     )
     kind = getattr(transformers, f"{family}ForCausalLM")
-    network = kind(config).to(torch.float32 if dtype == np.float32 else torch.float64).eval()
+    # In float64 for both: in float32 theirs is up to 1.3e-5 away from it, twice as far as ours (measured, Qwen2).
+    network = kind(config).to(torch.float64).eval()
     network.ours = ours
-    if dtype == np.float64:
-        in_float64(torch, network)
+    in_float64(torch, network)
     values = theirs({each: llama.parameters[each] for each in llama.parameters}, ours)
     names = {each for each, _ in network.named_parameters()}
     assert set(values) == names
