@@ -1,7 +1,8 @@
 """What the bits of a computation depend on besides the program: libraries, the kernels that they chose, threads.
 
 OpenBLAS sums in another order under other kernels, and with another number of threads; NumPy and Numba use the vector
-instructions of the processor at hand, and the mathematical functions of the C library.
+instructions of the processor at hand, and the mathematical functions of the C library.  Of mpishard itself a release
+may change the compiled kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_info
 
+from mpishard.backend.compiled import KERNELS
 from mpishard.backend.products.choice import in_force
 from mpishard.backend.products.libraries import load, settings
 
@@ -37,6 +39,7 @@ def arithmetic() -> dict[str, str]:
         # It decides where OpenBLAS cuts a product in blocks; the processor's own size is told by its name below.
         "OPENBLAS_L2_SIZE": os.environ.get("OPENBLAS_L2_SIZE", "unset"),
         "BLAS threads": str(blas.get("num_threads", "unknown")),
+        "kernels": str(KERNELS),
         **of_products(),
         **_of_processor(),
     }

@@ -27,6 +27,7 @@ _PROMISE = "arithmetic for the same bits on any layout (reproducible=True)"
 _WAY_ON = "ShardingConfiguration(..., allow_different_bits=True) goes on, and records it"
 # By fact how to have the value that the saved run had; others are of the machine and its libraries.
 _REMEDIES = {
+    "kernels": "run it with the release of mpishard that made the state",
     "BLAS kernels": "set OPENBLAS_CORETYPE={}",
     "BLAS threads": "set OPENBLAS_NUM_THREADS={}",
     "products": "set MPISHARD_PRODUCTS={}",
@@ -35,6 +36,8 @@ _REMEDIES = {
     "micro_batch_size": "give the problem micro_batch_size={}",
     "dtype": "make the model with dtype={}",
 }
+# What holds for the states that were made before there were these facts.
+_EARLIER = {"kernels": "1", "products": NUMPY, "libraries for products": "none"}
 
 
 class BitFacts:
@@ -162,8 +165,8 @@ class BitFacts:
         """
         if not config.reproducible or not _was_reproducible(saved):
             return
-        if isinstance(theirs := saved.get(ARITHMETIC), Mapping):
-            follow(brief(theirs.get("products", NUMPY)))
+        if theirs := _arithmetic(saved):
+            follow(theirs["products"])
             self.note_products()
         if config.allow_different_bits:
             return
@@ -192,7 +195,7 @@ class BitFacts:
         step, text = saved.get("steps", 0), ""
         if not _was_reproducible(saved):
             text = "its earlier steps were without reproducible=True"
-        elif not isinstance(saved.get(ARITHMETIC), Mapping):
+        elif not _arithmetic(saved):
             text = "the checkpoint does not say with which BLAS kernels, shards and micro-batches it was made"
         elif found := self._differences(saved):
             self._change(f"from step {step} on other bits than in one run: {_both(found)}", rank)
@@ -213,10 +216,8 @@ class BitFacts:
 
     def _differences(self, saved: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         """The name, the saved and the own value of each fact that differs; a fact that one side lacks does not."""
-        theirs = saved.get(ARITHMETIC)
-        if not isinstance(theirs, Mapping):
-            return []
-        pairs = [(name, brief(theirs[name]), own) for name, own in self.own.items() if name in theirs]
+        theirs = _arithmetic(saved)
+        pairs = [(name, theirs[name], own) for name, own in self.own.items() if name in theirs]
         return [pair for pair in pairs if pair[1] != pair[2]]
 
     def _change(self, text: str, rank: int) -> None:
@@ -231,6 +232,12 @@ def _shards(parameters: FlatParameters) -> str:
     shards = max((spec.slices for spec in parameters.specs), default=1)
     tensor = parameters.place.tensor_size
     return f"1 on {tensor} tensor ranks" if parameters.sums_by_mpi and tensor > 1 else str(shards)
+
+
+def _arithmetic(saved: Mapping[str, Any]) -> dict[str, str]:
+    """The facts of a state on which bits depend, each as a short text; none if the state has no facts."""
+    theirs = saved.get(ARITHMETIC)
+    return _EARLIER | {name: brief(value) for name, value in theirs.items()} if isinstance(theirs, Mapping) else {}
 
 
 def _was_reproducible(saved: Mapping[str, Any]) -> bool:

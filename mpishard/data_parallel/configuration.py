@@ -86,7 +86,7 @@ class ShardingConfiguration:
         with two ranks.
     allow_different_bits : bool
         Let a reproducible run go on where its bits depend on more than the run: with ranks whose BLAS kernels differ,
-        from a checkpoint made with other BLAS kernels or threads, libraries, shards or micro-batches, or with a model
+        from a checkpoint made with other kernels, BLAS threads, libraries, shards or micro-batches, or with a model
         that rounds where stages meet.  A message says what differs, and later checkpoints keep it as the fact
         ``"different_bits.json"``.  Without it such a run raises ValueError on all ranks.
     enable_gradient_compression : bool

@@ -24,6 +24,7 @@ from mpishard import (
     nn,
 )
 from mpishard.backend import array as arrays
+from mpishard.backend.compiled import KERNELS
 from mpishard.comm.ledger import all_reduce_elements
 from mpishard.data_parallel import bit_facts
 from mpishard.layout.specs import ParameterSpec
@@ -289,6 +290,34 @@ def test_a_resume_with_other_micro_batches_is_refused_or_recorded(comm, mesh, ca
         assert optimizer.state.facts["different_bits.json"] == [
             "from step 3 on other bits than in one run: micro_batch_size is 3 there and 2 here"
         ]
+        comm.Barrier()
+
+
+def test_a_checkpoint_of_earlier_kernels_is_refused_or_recorded(comm, mesh, capsys):
+    """One without their number."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = comm.bcast(name)
+
+        def resumed(steps, **options):
+            optimizer = ZeRO1Optimizer(SGD(lr=0.01), ShardingConfiguration(mesh, reproducible=True, **options))
+            with mpishard.Checkpoints(folder, mesh) as checkpoints:
+                result = optimizer.optimize(
+                    own_problem(mesh, steps=steps), checkpoints=checkpoints, resume=True, progress=False
+                )
+            return optimizer, result
+
+        now = bit_facts.arithmetic
+        with pytest.MonkeyPatch.context() as before:
+            before.setattr(bit_facts, "arithmetic", lambda: {name: now()[name] for name in now() if name != "kernels"})
+            resumed(2)
+        with pytest.raises(ValueError, match=f"kernels is 1 there and {KERNELS} here; run it with the release of"):
+            resumed(4)
+        capsys.readouterr()
+        optimizer, result = resumed(4, allow_different_bits=True)
+        assert result.resumed_steps == 2
+        assert (f"kernels is 1 there and {KERNELS} here" in capsys.readouterr().err) == (mesh.rank == 0)
+        assert optimizer.state.facts["arithmetic.json"]["kernels"] == str(KERNELS)
+        assert resumed(5)[1].resumed_steps == 4
         comm.Barrier()
 
 

@@ -11,6 +11,8 @@ import threadpoolctl
 import mpishard
 from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, ShardingConfiguration, nn
 from mpishard.backend.arithmetic import arithmetic
+from mpishard.backend.compiled import KERNELS
+from mpishard.backend.products.choice import VARIABLE
 from mpishard.comm.agreement import fingerprint
 from mpishard.data_parallel.bit_facts import ARITHMETIC, DIFFERENT_BITS, BitFacts
 from mpishard.elastic.mesh_choice import MeshSizes
@@ -128,7 +130,34 @@ def test_they_are_allowed_and_recorded(mesh, capsys):
     assert len(bits.record["different_bits"]) == 2
 
 
-@pytest.mark.parametrize("facts", [{}, {ARITHMETIC: 3}, {ARITHMETIC: {"of a later version": "x"}}])
+EARLIER = {"kernels": "1", "products": "numpy", "libraries for products": "none"}
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_a_state_without_a_fact_counts_as_made_before_there_was_one(mesh, monkeypatch, capsys, name):
+    monkeypatch.setenv(VARIABLE, "chosen")  # so that the saved libraries are not taken
+    bits, config = taken(mesh)
+    old = saved(bits, **{name: "of this release"})
+    bits.own[name] = old[ARITHMETIC].pop(name)
+    monkeypatch.setattr(BitFacts, "note_products", lambda bits: None)
+    found = f"{name} is {EARLIER[name]} there and of this release here"
+    with pytest.raises(ValueError, match=found) as caught:
+        bits.check(old, config)
+    assert name != "kernels" or "run it with the release of mpishard that made the state" in str(caught.value)
+    assert str(caught.value).endswith("ShardingConfiguration(..., allow_different_bits=True) goes on, and records it")
+    config = ShardingConfiguration(mesh, reproducible=True, allow_different_bits=True)
+    bits.check(old, config)
+    bits.note(old, config, rank=0)
+    assert bits.changes == [f"from step 7 on other bits than in one run: {found}"]
+    assert found in capsys.readouterr().err
+    bits.own[name] = EARLIER[name]  # as when it was made
+    bits.check(old, ShardingConfiguration(mesh, reproducible=True))
+
+
+LATER = {"of a later version": "x", "kernels": str(KERNELS)}
+
+
+@pytest.mark.parametrize("facts", [{}, {ARITHMETIC: 3}, {ARITHMETIC: LATER}])
 def test_a_checkpoint_without_facts_goes_on_with_a_line(mesh, capsys, facts):
     bits, config = taken(mesh)
     facts = {"sharding.json": {"reproducible": True}, "steps": 7, **facts}
