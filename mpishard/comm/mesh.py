@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from mpishard.arguments import flag
 from mpishard.backend.blas_threads import limit_blas_threads
+from mpishard.backend.products.choice import Common
 from mpishard.comm.abort import abort_on_exception
 from mpishard.comm.axis import Axis, allgather_values
 from mpishard.comm.call_matching import CallMatching
@@ -69,6 +70,8 @@ class Mesh:
         Make it current with ``cupy.cuda.Device(mesh.device).use()``.
     blas_threads : int
         Threads that BLAS may use in this rank; see `mpishard.backend.blas_threads`.
+    product_libraries : Common
+        The libraries for matrix products that all ranks have; see `mpishard.backend.products.choice`.
     ledger : Ledger
         What this rank has communicated over all axes.
     initial_values : bool
@@ -93,6 +96,7 @@ class Mesh:
     pipeline: Axis
     node: Axis
     blas_threads: int
+    product_libraries: Common
     initial_values: bool = True
 
     def __init__(
@@ -158,7 +162,9 @@ class Mesh:
         self.node = axis("node", *(world.Split_type(MPI.COMM_TYPE_SHARED, rank) for _ in range(2)))
         self.nodes: list[int] = allgather_values(world, min(self.node.members))
         self.blas_threads = limit_blas_threads(world, self.node.members)
-        agree_on_products(self.world, spawned=self._parent is None and spawned_cell() is not None)
+        self.product_libraries = agree_on_products(
+            self.world, spawned=self._parent is None and spawned_cell() is not None
+        )
         self._children: dict[tuple[int, int, int], Mesh] = {}
         self._freed = False
 

@@ -9,24 +9,29 @@ import numpy as np
 from mpi4py import MPI
 
 from mpishard.backend.products import choice
-from mpishard.backend.products.choice import VARIABLE, Choice
+from mpishard.backend.products.choice import VARIABLE, Choice, Common, Status
 from mpishard.backend.products.libraries import TAKES, loadable, multiplies_bfloat16
 from mpishard.comm.axis import Axis
 
 
-def agree_on_products(world: Axis, *, spawned: bool = False) -> None:
+def agree_on_products(world: Axis, *, spawned: bool = False) -> Common:
     """Multiply by the same libraries on all ranks from now on.  Collective over `world`.
 
     Only libraries of which all ranks have the same version are taken.  The environment variable MPISHARD_PRODUCTS
-    decides which; without it the choice that some rank already follows stays, so that ranks that join do as the others
-    do, and else rank 0 takes the fastest.
+    decides which; without it the choice that was made on some rank stays, so that ranks that join do as the others do,
+    and else rank 0 takes the fastest.
 
     Parameters
     ----------
     world : Axis
         All ranks of a mesh, or those that are about to share one.
     spawned : bool
-        Whether these ranks will join others, whose choice they will follow.
+        Whether these ranks will join others, whose choice they will take.
+
+    Returns
+    -------
+    Common
+        What all ranks can multiply by.
 
     Raises
     ------
@@ -36,10 +41,10 @@ def agree_on_products(world: Axis, *, spawned: bool = False) -> None:
     forced, versions = os.environ.get(VARIABLE, "").strip(), loadable()
     marks = [_mark(f"{name} {versions[name]}") if name in versions else 0 for name in TAKES]
     facts = np.array([*marks, multiplies_bfloat16(), _mark(forced)], np.int64)
-    follows = world.rank if choice.is_made() else world.size
-    shared = np.array([follows, *facts, *-facts])
+    made = world.rank if choice.is_made() else world.size
+    shared = np.array([made, *facts, *-facts])
     world.comm.Allreduce(MPI.IN_PLACE, shared, MPI.MIN)
-    least, most = shared[1 : 1 + facts.size], -shared[1 + facts.size :]
+    first_made, least, most = int(shared[0]), shared[1 : 1 + facts.size], -shared[1 + facts.size :]
     if least[-1] != most[-1]:
         texts = world.allgather_object(forced)
         other = next(rank for rank, text in enumerate(texts) if text != texts[0])
@@ -57,16 +62,18 @@ def agree_on_products(world: Axis, *, spawned: bool = False) -> None:
                 f"pip install 'mpishard[{name}]' in the environment of all ranks, or unset {VARIABLE}"
             )
     elif common:
-        source = int(shared[0]) if shared[0] < world.size else 0
+        source = first_made if first_made < world.size else 0
         found = Choice.parse(world.comm.bcast(_own_text(common) if world.rank == source else "", source))
     else:
         found = Choice()
-    for_now = spawned and shared[0] == world.size
-    choice.put_in_force(found, common, bfloat16=bool(least[-2]), for_now=for_now)
+    shared_by_all = Common(frozenset(common), bool(least[-2]))
+    status = Status.FOR_NOW if spawned and first_made == world.size else Status.MADE
+    choice.put_in_force(found, common, bfloat16=shared_by_all.bfloat16, status=status)
+    return shared_by_all
 
 
 def _own_text(common: list[str]) -> str:
-    """The choice that this rank follows, or else the fastest."""
+    """The choice that was made on this rank, or else the fastest."""
     if choice.is_made():
         return str(choice.in_force())
     from mpishard.backend.products.timing import fastest

@@ -12,7 +12,7 @@ from typing import Any
 from mpishard.backend import array as arrays
 from mpishard.backend.arithmetic import arithmetic, of_products
 from mpishard.backend.blas_threads import fix_blas_threads
-from mpishard.backend.products.choice import follow
+from mpishard.backend.products.choice import take_saved
 from mpishard.backend.products.libraries import NUMPY
 from mpishard.comm.agreement import agree_on_settings, differing, fingerprint
 from mpishard.comm.axis import Axis
@@ -101,7 +101,7 @@ class BitFacts:
         self.own["micro_batch_size"] = "a 16th of the batch" if size is None else str(size)
 
     def note_products(self) -> None:
-        """Note the libraries for matrix products, after this process has followed others.  Not collective.
+        """Note the libraries for matrix products, after this process has taken a choice of others.  Not collective.
 
         Those that were there before do not: if one that joins lacks their library, they differ.
         """
@@ -166,7 +166,7 @@ class BitFacts:
         if not config.reproducible or not _was_reproducible(saved):
             return
         if theirs := _arithmetic(saved):
-            follow(theirs["products"])
+            take_saved(theirs["products"], config.mesh.product_libraries)
             self.note_products()
         if config.allow_different_bits:
             return

@@ -7,10 +7,11 @@ import pytest
 
 import mpishard
 from mpishard.backend import arithmetic, products
-from mpishard.backend.products import choice, timing
-from mpishard.backend.products.choice import VARIABLE, Choice
+from mpishard.backend.products import choice, libraries, timing
+from mpishard.backend.products.choice import VARIABLE, Choice, Status
 from mpishard.comm import product_choice
 from mpishard.comm.product_choice import agree_on_products
+from mpishard.data_parallel.bit_facts import ARITHMETIC
 
 VERSIONS = {"mkl": "2026.2", "onednn": "3.2.0"}
 
@@ -24,6 +25,17 @@ def made_up(monkeypatch, comm):
     monkeypatch.setattr(product_choice, "multiplies_bfloat16", lambda: True)
     fastest = ["float32.plain=mkl,bfloat16.plain=onednn", "float32.scores=mkl"][comm.rank % 2]
     monkeypatch.setattr(timing, "fastest", lambda libraries: Choice.parse(fastest).limited_to(libraries))
+
+
+@pytest.fixture
+def part_differs(comm, mesh, monkeypatch):
+    """Rank 0 multiplies by MKL, the others by NumPy's library since they resumed another run, on a mesh of theirs."""
+    monkeypatch.setattr(choice, "_process", choice._Process())
+    with mpishard.Mesh(comm), mpishard.Mesh(comm.Split(comm.rank > 0)) as part:
+        if comm.rank > 0:
+            choice.take_saved("numpy", part.product_libraries)
+    if comm.rank == 0:
+        choice.put_in_force(Choice.parse("mkl"), VERSIONS)
 
 
 def in_force(comm):
@@ -119,11 +131,69 @@ def test_a_rank_that_joins_a_reproducible_run_without_its_library_is_refused(mes
     optimizer.step(np.ones(3), np.ones(3))
     joined = comm.rank == comm.size - 1
     if joined:
-        choice.put_in_force(Choice(), for_now=True)
+        choice.put_in_force(Choice(), status=Status.FOR_NOW)
         monkeypatch.setattr(product_choice, "loadable", dict)
     agree_on_products(mesh.world)
     bits = optimizer.state.binding.bits
     if joined:
         bits.note_products()
     with pytest.raises(ValueError, match=r"products is .*mkl on ranks? 0.*numpy on rank"):
+        bits.agree(config, mesh.world)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("part_differs")
+def test_ranks_that_differ_are_told_in_a_reproducible_run_and_agree_in_the_next_mesh(comm, mesh, monkeypatch):
+    monkeypatch.setattr(arithmetic, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
+    config = mpishard.ShardingConfiguration(mesh, reproducible=True)
+    optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
+    with pytest.raises(ValueError, match=r"products is .*mkl on rank 0, numpy on rank"):
+        optimizer.step(np.ones(3), np.ones(3))
+    assert in_force(comm) == str(Choice.parse("mkl"))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.skipif("mkl" not in libraries.installed(), reason="needs MKL")
+@pytest.mark.usefixtures("part_differs")
+def test_ranks_that_differ_train_as_well(comm, mesh):
+    """Their copies of the parameters stay equal."""
+    data = np.random.default_rng(0).standard_normal((96, 600))
+    weights = np.random.default_rng(1).standard_normal((600, 600))
+
+    def function(parameters, samples, gradients):
+        rows = data[samples]
+        out = products.matmul(rows, parameters.reshape(600, 600), np.empty_like(rows))
+        gradients += products.matmul(rows.T, out, np.empty((600, 600))).reshape(-1)
+        return 0.5 * float((out * out).sum())
+
+    def trained():
+        optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=1e-4), mpishard.ShardingConfiguration(mesh))
+        problem = mpishard.OptimizationProblem(function, weights.flatten(), 96, 96, steps=3)
+        return optimizer.optimize(problem, progress=False).parameters
+
+    found = trained()
+    choice.put_in_force(Choice())
+    expected = trained()
+    assert not np.array_equal(found, expected)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+    assert len(set(comm.allgather(found.tobytes()))) == 1
+
+
+def test_a_run_goes_on_with_libraries_that_its_own_mesh_has(comm, monkeypatch):
+    """Whatever a later mesh of some of its ranks has."""
+    monkeypatch.setattr(arithmetic, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
+    with mpishard.Mesh(comm) as mesh:
+        config = mpishard.ShardingConfiguration(mesh, reproducible=True)
+        optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
+        optimizer.step(np.ones(3), np.ones(3))
+        bits = optimizer.state.binding.bits
+        saved = {"sharding.json": {"reproducible": True}, ARITHMETIC: dict(bits.own)}
+        with monkeypatch.context() as lacking:
+            if comm.rank == 0:
+                lacking.setattr(product_choice, "loadable", dict)
+            with mpishard.Mesh(comm.Split(comm.rank > 0)):
+                pass
+        assert comm.rank > 0 or str(choice.in_force()) == "numpy"
+        bits.check(saved, config)
+        assert str(choice.in_force()) == saved[ARITHMETIC]["products"] != "numpy"
         bits.agree(config, mesh.world)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mpishard.backend import products
 from mpishard.backend.products import calls, choice, libraries, timing
-from mpishard.backend.products.choice import Choice
+from mpishard.backend.products.choice import Choice, Common
 from mpishard.backend.products.libraries import MKL, NUMPY, ONEDNN
 from mpishard.backend.products.shapes import BATCHED, PLAIN, SCORES, TRANSPOSED, product_of
 
@@ -168,16 +168,17 @@ def test_a_text_that_is_no_choice_is_refused(text, message):
 
 def test_a_run_that_goes_on_multiplies_as_it_did_where_all_ranks_can(monkeypatch):
     choice.put_in_force(Choice.parse(MKL), [MKL], bfloat16=False)
-    choice.follow("float32.plain=mkl")
+    common = Common(frozenset([MKL]), bfloat16=False)
+    choice.take_saved("float32.plain=mkl", common)
     assert str(choice.in_force()) == "float32.plain=mkl"
     for impossible in ("bfloat16.plain=mkl", "bfloat16.plain=onednn", "float32.plain=other"):
-        choice.follow(impossible)
+        choice.take_saved(impossible, common)
         assert str(choice.in_force()) == "float32.plain=mkl"
     monkeypatch.setenv(choice.VARIABLE, "mkl")
-    choice.follow(NUMPY)
+    choice.take_saved(NUMPY, common)
     assert str(choice.in_force()) == "float32.plain=mkl"
     monkeypatch.delenv(choice.VARIABLE)
-    choice.follow(NUMPY)
+    choice.take_saved(NUMPY, common)
     assert str(choice.in_force()) == NUMPY
 
 

@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from mpishard.backend.products.libraries import NUMPY, TAKES
 from mpishard.backend.products.shapes import KINDS
@@ -97,14 +98,59 @@ class Choice:
         )
 
 
+@dataclass(frozen=True)
+class Common:
+    """What all ranks of a mesh can multiply by.
+
+    Parameters
+    ----------
+    libraries : frozenset of str
+        Those that all have, in one version.
+    bfloat16 : bool
+        Whether the processors of all have instructions for it.
+    """
+
+    libraries: frozenset[str] = frozenset()
+    bfloat16: bool = False
+
+    def allows(self, choice: Choice) -> bool:
+        """Whether all ranks can do as this choice says.
+
+        Not collective.
+
+        Parameters
+        ----------
+        choice : Choice
+            For any products.
+
+        Returns
+        -------
+        bool
+            The same on all ranks of the mesh.
+        """
+        return choice == choice.limited_to(self.libraries, bfloat16=self.bfloat16)
+
+
+class Status(Enum):
+    """How far the choice of this process is; a mesh brings it forward, never back."""
+
+    UNDECIDED = "no mesh was made yet: NumPy's library multiplies all"
+    FOR_NOW = "agreed with processes that will join a run, as this one will; the run's choice will take its place"
+    MADE = "agreed with all ranks of a mesh; ranks that join them take it"
+
+
 @dataclass
 class _Process:
-    """What this process does, and what it could do."""
+    """The choice of this process, and how far it is.
+
+    It is one for all meshes: functions without a mesh multiply, too.  So the ranks of a mesh may come to differ, where
+    another mesh that has only some of them brought those another choice.  That is as on nodes with different
+    processors, whose BLAS differs as well: products are rounded otherwise, and all ranks still exchange the same.  A
+    reproducible optimizer compares the choices of its ranks, and raises.
+    """
 
     choice: Choice = field(default_factory=Choice)
-    is_made: bool = False
-    libraries: frozenset[str] = frozenset()
-    bfloat16: bool = True
+    status: Status = Status.UNDECIDED
 
 
 _process = _Process()
@@ -116,12 +162,12 @@ def in_force() -> Choice:
 
 
 def is_made() -> bool:
-    """Whether ranks that join this process are to follow its choice.  Not collective."""
-    return _process.is_made
+    """Whether ranks that join this process are to take its choice.  Not collective."""
+    return _process.status is Status.MADE
 
 
 def put_in_force(
-    choice: Choice, libraries: Collection[str] = (), *, bfloat16: bool = True, for_now: bool = False
+    choice: Choice, libraries: Collection[str] = (), *, bfloat16: bool = True, status: Status = Status.MADE
 ) -> None:
     """Multiply by these libraries from now on.
 
@@ -135,15 +181,13 @@ def put_in_force(
         Those that all ranks have.
     bfloat16 : bool
         Whether all have processors that multiply it.
-    for_now : bool
-        Until this process has joined others, whose choice it will follow.
+    status : Status
+        Of the choice.
     """
-    _process.choice = choice.limited_to(libraries, bfloat16=bfloat16)
-    _process.is_made = not for_now
-    _process.libraries, _process.bfloat16 = frozenset(libraries), bfloat16
+    _process.choice, _process.status = choice.limited_to(libraries, bfloat16=bfloat16), status
 
 
-def follow(text: str) -> None:
+def take_saved(text: str, common: Common) -> None:
     """Multiply as a saved run did, where all ranks can and the user has not chosen.
 
     Not collective; all ranks of a mesh do it with the same text, and to the same effect.
@@ -152,6 +196,8 @@ def follow(text: str) -> None:
     ----------
     text : str
         The saved choice.
+    common : Common
+        What all ranks of the mesh can multiply by.
     """
     if os.environ.get(VARIABLE):
         return
@@ -159,5 +205,5 @@ def follow(text: str) -> None:
         saved = Choice.parse(text)
     except ValueError:  # of another release
         return
-    if saved == saved.limited_to(_process.libraries, bfloat16=_process.bfloat16):
+    if common.allows(saved):
         _process.choice = saved
