@@ -52,6 +52,19 @@ class Collectives:
         self._ledger = channel.ledger
         self._rank, self._size = channel.rank, channel.size
 
+    def is_plain(self, buffer: Array, op: str = "sum", counts: Counts = None) -> bool:
+        """Whether one call of MPI takes these arguments as they are, and no rank compares them.  Not collective."""
+        channel = self.channel
+        if type(buffer) is not np.ndarray or buffer.itemsize == 2 or not buffer.flags.carray or op not in OPS:
+            return False
+        if channel.matching is not None or not channel.fits(buffer.size):
+            return False
+        return counts is None or self._cuts(buffer, counts)
+
+    def is_plain_reduce_scatter(self, buffer: Array, op: str, counts: Sequence[int]) -> bool:
+        """Whether these arguments are plain, and MPI's own reduce-scatter takes them.  Not collective."""
+        return self.is_plain(buffer, op, counts) and not self._exchanges(buffer, op, counts)
+
     def all_reduce(self, buffer: Array, out: Array | None, op: str, label: str) -> Request:
         """Start an all-reduce."""
         channel, ledger = self.channel, self._ledger
@@ -83,7 +96,7 @@ class Collectives:
         else:
             _check_piece(out, counts[rank], buffer)
             target = stage_out(out, reads=False, arithmetic=True)
-        if channel.fits(staged.size) and self.exchanges(staged, counts, op):
+        if channel.fits(staged.size) and self._exchanges(staged, op, counts):
             exchange, add = self._start_exchange(staged, target, counts)
             return Request(self._ledger, call, sent, [exchange], lambda: stage_in(add(), out), [staged])
         into = target
@@ -179,8 +192,8 @@ class Collectives:
             self._ledger.active = None
         return []
 
-    def exchanges(self, staged: Array, counts: Sequence[int], op: str) -> bool:
-        """Whether a reduce-scatter is an exchange of pieces; the same on all ranks.  Not collective."""
+    def _exchanges(self, staged: Array, op: str, counts: Sequence[int]) -> bool:
+        """Whether a reduce-scatter is an exchange of pieces; the same on all ranks."""
         if self._size == 1 or op != "sum" or arrays.is_device(staged):
             return False
         # What arrives at the owner of the largest piece, which needs memory for it.
@@ -241,12 +254,15 @@ class Collectives:
     def _counts(self, buffer: Array, counts: Counts) -> list[int]:
         if counts is None:
             return run_lengths(split(buffer.size, self._size))
-        if len(counts) != self._size or sum(counts) != buffer.size or min(counts) < 0:
+        if not self._cuts(buffer, counts):
             raise ValueError(
                 f"counts {list(counts)} do not cut a buffer of {buffer.size} elements "
                 f"for the {self._size} ranks of axis {self.channel.name!r}"
             )
         return list(counts)
+
+    def _cuts(self, buffer: Array, counts: Sequence[int]) -> bool:
+        return len(counts) == self._size and sum(counts) == buffer.size and min(counts) >= 0
 
 
 def _starts(counts: Sequence[int]) -> list[int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from mpishard.comm.call_matching import CallMatching
@@ -120,7 +119,7 @@ class Communicator:
         array
             `out`, or else `buffer`.
         """
-        if out is not None or not self._is_plain(buffer, op):
+        if out is not None or not self._blocking.is_plain(buffer, op):
             return self._blocking.all_reduce(buffer, out, op, label).wait()
         sent = all_reduce_elements(buffer.size, self.size, self.rank)
         self._call("all_reduce", buffer, sent, label, self.comm.Allreduce, MPI.IN_PLACE, buffer, OPS[op])
@@ -149,10 +148,8 @@ class Communicator:
         array
             The piece: `out`, or else a flat view into `buffer`.
         """
-        blocking = self._blocking
-        plain = out is None and self._is_plain(buffer, op, counts)
-        if counts is None or not plain or blocking.exchanges(buffer, counts, op):
-            return blocking.reduce_scatter(buffer, out, counts, op, label).wait()
+        if out is not None or counts is None or not self._blocking.is_plain_reduce_scatter(buffer, op, counts):
+            return self._blocking.reduce_scatter(buffer, out, counts, op, label).wait()
         sent = ring_elements("reduce_scatter", counts, self.rank)
         arguments = (MPI.IN_PLACE, buffer, counts, OPS[op])
         self._call("reduce_scatter", buffer, sent, label, self.comm.Reduce_scatter, *arguments)
@@ -177,7 +174,7 @@ class Communicator:
         array
             `buffer`.
         """
-        if piece is not None or counts is None or not self._is_plain(buffer, "sum", counts):
+        if piece is not None or counts is None or not self._blocking.is_plain(buffer, counts=counts):
             return self._blocking.all_gather(buffer, piece, counts, label).wait()
         sent = ring_elements("all_gather", counts, self.rank)
         self._call("all_gather", buffer, sent, label, self.comm.Allgatherv, MPI.IN_PLACE, [buffer, (counts, None)])
@@ -238,16 +235,8 @@ class Communicator:
         Request(self.ledger, call, 0, [self.comm.Ibarrier()], lambda: None).wait()
 
     # The fast path of blocking collectives: a large buffer has evicted the interpreter from the caches, so that every
-    # function call costs microseconds.  A rank takes it by its own arguments; the other path makes the same MPI call.
-
-    def _is_plain(self, buffer: Array, op: str = "sum", counts: Counts = None) -> bool:
-        """Whether one call of MPI takes these arguments as they are, and no rank compares them."""
-        channel, limit = self._channel, self._channel.largest_count
-        if type(buffer) is not np.ndarray or buffer.itemsize == 2 or not buffer.flags.carray or op not in OPS:
-            return False
-        if channel.matching is not None or (limit is not None and buffer.size > limit):
-            return False
-        return counts is None or (len(counts) == self.size and sum(counts) == buffer.size and min(counts) >= 0)
+    # function call costs microseconds.  A rank takes it if its own arguments are plain (`Collectives.is_plain`); the
+    # other path makes the same MPI call.
 
     def _call(
         self, op: str, buffer: Array, sent: int, label: str, function: Callable[..., None], *arguments: Any

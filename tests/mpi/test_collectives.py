@@ -139,6 +139,53 @@ def test_one_rank_has_another_kind_of_buffer(shared_mesh, odd):
     assert np.array_equal(axis.all_reduce(mine, out), sum(numbers(rank, 5) for rank in range(axis.size)))
 
 
+ODD = {
+    "unaligned": lambda values: np.frombuffer(bytearray(b" " + values.tobytes()), np.uint8)[1:].view(values.dtype),
+    "a part of another": lambda values: np.append(7.0, values)[1:],
+    "a subclass": lambda values: values.view(np.recarray),
+    "not in place": lambda values: values,
+    "cut by default": lambda values: values,
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("exchanged", [range(0), range(2**62)])
+@pytest.mark.parametrize("each_has, odd_has", [(4, 4), (4, 0), (0, 9)])
+@pytest.mark.parametrize("odd", ODD)
+def test_one_rank_has_another_kind_of_buffer_of_pieces(shared_mesh, monkeypatch, odd, each_has, odd_has, exchanged):
+    """Ranks in one reduce_scatter or all_gather need not prepare it alike, nor all take its fast path."""
+    if odd == "cut by default" and each_has != odd_has:
+        pytest.skip("cut otherwise")
+    axis, ranks, slow = shared_mesh.data, shared_mesh.data.size, []
+    monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], exchanged)
+    for name in ("reduce_scatter", "all_gather"):
+        usual = getattr(collectives.Collectives, name)
+        monkeypatch.setattr(
+            collectives.Collectives, name, lambda *given, usual=usual, name=name: slow.append(name) or usual(*given)
+        )
+    for one in range(ranks):
+        is_odd = axis.rank == one
+        counts = [odd_has if rank == one else each_has for rank in range(ranks)]
+        size, start = sum(counts), sum(counts[: axis.rank])
+        own = slice(start, start + counts[axis.rank])
+        total, slow[:] = sum(numbers(rank, size) for rank in range(ranks)), []
+        cuts = None if is_odd and odd == "cut by default" else counts
+        made = ODD[odd] if is_odd else np.copy
+
+        mine = made(numbers(axis.rank, size))
+        out = np.zeros(counts[axis.rank]) if is_odd and odd == "not in place" else None
+        assert np.array_equal(axis.reduce_scatter(mine, out, cuts), total[own])
+
+        whole = np.full(size, 99.0)
+        whole[own] = total[own]
+        piece = total[own].copy() if is_odd and odd == "not in place" else None
+        assert np.array_equal(axis.all_gather(made(whole), piece, cuts), total)
+
+        fast = not is_odd or odd == "a part of another"
+        exchanges = bool(exchanged) and max(counts) * (ranks - 1) <= 2 * size
+        assert slow == ["reduce_scatter"] * (exchanges or not fast) + ["all_gather"] * (not fast)
+
+
 @pytest.mark.parametrize(("op", "function"), [("max", np.max), ("min", np.min), ("prod", np.prod)])
 def test_other_operations(axis, op, function):
     parts = [numbers(rank, 7) for rank in range(axis.size)]
