@@ -151,6 +151,27 @@ def test_gpt_on_any_mesh(comm, same_on_all, large_gpt_alone, zero_stage, micro_b
             assert (result.steps, result.samples) == (5, 13 + 13 + 13 + 6 + 13)
 
 
+@pytest.mark.parametrize("strategy", [ZeRO1Optimizer, ZeRO2Optimizer, ZeRO3Optimizer])
+@pytest.mark.parametrize("micro_batch_size", [None, 4, 5])
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_one_rank_sums_micro_batches_of_a_tied_model_as_ddp_does(strategy, micro_batch_size, reproducible):
+    """Nothing is sent; what is sharded on more ranks is written to the same sums."""
+    results = []
+    for each in (DDPOptimizer, strategy):
+        with mpishard.Mesh(MPI.COMM_SELF) as mesh:
+            config = ShardingConfiguration(mesh, minimum_parameter_group_size=200, reproducible=reproducible)
+            task = large_gpt_problem(mesh, micro_batch_size, sharded_parameters=each is ZeRO3Optimizer)
+            result = each(AdamW(lr=3e-3), config).optimize(task, progress=False)
+            assert not mesh.ledger.sent()
+            results.append((np.array(result.loss_history), result.parameters.gather()))
+    (expected_losses, expected), (losses, parameters) = results
+    if reproducible or (micro_batch_size is None and strategy is not ZeRO3Optimizer):
+        assert np.array_equal(losses, expected_losses) and np.array_equal(parameters, expected)
+    else:  # what a pass adds up by itself, it adds to the earlier passes or to zero
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-12, atol=0)
+        np.testing.assert_allclose(parameters, expected, rtol=1e-12, atol=1e-12)
+
+
 def namespace(parameters):
     return SimpleNamespace(parameters=parameters)
 

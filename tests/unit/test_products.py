@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing
 from pathlib import Path
 
 import ml_dtypes
@@ -433,6 +434,30 @@ def test_several_threads_multiply_parts(name, monkeypatch):
             out.fill(0)
             call(one.ctypes.data, other.ctypes.data, out.ctypes.data)
             np.testing.assert_allclose(out, exact, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["NumPy by addresses", *FLOATS])
+def test_a_forked_process_has_threads_of_its_own(name, monkeypatch):
+    """Those of its parent are not there, and are not waited for when it ends."""
+    monkeypatch.setattr(calls, "_LARGE", 1)
+    library = libraries.load(name) if name in FLOATS else Recorder()
+    a, b = np.random.default_rng(4).standard_normal((2, 512, 512)).astype(np.float32)
+    expected = np.empty((512, 512), np.float32)
+    call = calls.callable_for(product_of(a, b, expected), library, 3)
+    call(a.ctypes.data, b.ctypes.data, expected.ctypes.data)
+
+    def multiply():
+        out = np.empty_like(expected)
+        call(a.ctypes.data, b.ctypes.data, out.ctypes.data)
+        assert np.array_equal(out, expected)
+
+    child = multiprocessing.get_context("fork").Process(target=multiply)
+    child.start()
+    child.join(60)
+    if child.exitcode is None:
+        child.kill()
+    assert child.exitcode == 0
+    multiply()  # the parent still has its own
 
 
 @pytest.mark.parametrize("name", REAL)
