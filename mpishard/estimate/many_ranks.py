@@ -1,4 +1,4 @@
-"""What start, step, checkpoint and healing take on very many ranks, by formulas, and which of them breaks first.
+"""What start, step, checkpoint and healing take on very many ranks, by formulas.
 
 Measured parts of one rank (`StartParts`) and of the links (`MachineProfile`) meet assumptions about the cluster
 (`Cluster`).  With more ranks nothing becomes faster but the copy of a rank's state, which becomes smaller.
@@ -27,15 +27,6 @@ _COLLECTIVES = 22
 _ITEM_BYTES = 4
 _STATE_BYTES = 12
 _DAY_S = 86400.0
-_MOST_RANKS = 10**7
-# What may cost how much, in the words of a message, and in `Costs.burdens`.
-LIMITS = {
-    "start": "takes more than ten minutes",
-    "step": "communicates longer than it computes",
-    "checkpoint": "takes more than six minutes, a tenth of the time if there is one an hour",
-    "heal": "takes more than a tenth of the time, as nodes die so often",
-}
-THINGS = tuple(LIMITS)
 
 
 @dataclass(frozen=True)
@@ -106,46 +97,6 @@ class Costs:
     checkpoint: dict[str, float]
     heal: dict[str, float]
     deaths_per_second: float
-
-    def burdens(self) -> dict[str, float]:
-        """How near each thing is to its limit in `LIMITS`; it breaks above 1.
-
-        Not collective.
-
-        Returns
-        -------
-        dict of str to float
-            By the name of the thing.
-        """
-        computing = self.step["computing"]
-        return {
-            "start": sum(self.start.values()) / 600,
-            "step": (sum(self.step.values()) - computing) / computing,
-            "checkpoint": sum(self.checkpoint.values()) / 360,
-            "heal": sum(self.heal.values()) * self.deaths_per_second / 0.1,
-        }
-
-
-@dataclass(frozen=True)
-class Break:
-    """What breaks at how many ranks.
-
-    Parameters
-    ----------
-    what : str
-        One of `LIMITS`.
-    ranks : int or None
-        The least number of ranks above its limit; None: it holds for ten million.
-    part : str
-        The part that takes longest at that number of ranks, or at ten million.
-    share : float
-        Of this part, from 0 to 1, of the time of all parts that grow.
-    """
-
-    what: str
-    ranks: int | None
-    part: str
-    share: float
 
 
 def costs(ranks: int, parts: StartParts, cluster: Cluster, machine: MachineProfile) -> Costs:
@@ -222,47 +173,3 @@ def costs(ranks: int, parts: StartParts, cluster: Cluster, machine: MachineProfi
         },
         deaths_per_second=nodes / (cluster.days_between_failures * _DAY_S),
     )
-
-
-def breaks(parts: StartParts, cluster: Cluster, machine: MachineProfile) -> list[Break]:
-    """Where start, step, checkpoint and healing break (`LIMITS`), the first first.
-
-    Not collective.
-
-    Parameters
-    ----------
-    parts : StartParts
-        Measured.
-    cluster : Cluster
-        Assumed.
-    machine : MachineProfile
-        Its links.
-
-    Returns
-    -------
-    list of Break
-        In the order of their numbers of ranks; what holds comes last.
-
-    Raises
-    ------
-    ValueError
-        For a profile without links.
-    """
-
-    def broken(what: str, ranks: int) -> bool:
-        return costs(ranks, parts, cluster, machine).burdens()[what] > 1
-
-    found = []
-    for what in LIMITS:
-        below, above = 0, 1
-        while above < _MOST_RANKS and not broken(what, above):
-            below, above = above, min(2 * above, _MOST_RANKS)
-        ranks = above if broken(what, above) else None
-        while ranks is not None and ranks - below > 1:
-            middle = (below + ranks) // 2
-            below, ranks = (below, middle) if broken(what, middle) else (middle, ranks)
-        times: dict[str, float] = dict(getattr(costs(ranks or _MOST_RANKS, parts, cluster, machine), what))
-        times.pop("computing", None)  # what a step's communication is compared with
-        part = max(times, key=lambda name: times[name])
-        found.append(Break(what, ranks, part, times[part] / sum(times.values()) if times[part] else 0.0))
-    return sorted(found, key=lambda each: math.inf if each.ranks is None else each.ranks)

@@ -10,7 +10,8 @@ from mpi4py import MPI
 
 from mpishard import Mesh
 from mpishard.estimate import Cluster, MachineProfile, StartParts, breaks, costs, measure_start
-from mpishard.estimate.many_ranks import COMMUNICATORS, LIMITS
+from mpishard.estimate.limits import LIMITS, burdens
+from mpishard.estimate.many_ranks import COMMUNICATORS
 
 PARTS = StartParts(processor_seconds=0.5, opens=600, lookups=400, bytes_read=10**8, object_seconds=1e-6)
 CLUSTER = Cluster(
@@ -109,17 +110,17 @@ def test_each_limit_is_crossed_at_the_number_found(what: str) -> None:
     slow = replace(CLUSTER, parameters=4e6, file_bandwidth=1e8, opens_per_second=100.0, days_between_failures=1.0)
     (found,) = (each for each in breaks(PARTS, slow, MACHINE) if each.what == what)
     assert found.ranks is not None
-    assert costs(found.ranks, PARTS, slow, MACHINE).burdens()[what] > 1
-    assert found.ranks == 1 or costs(found.ranks - 1, PARTS, slow, MACHINE).burdens()[what] <= 1
+    assert burdens(costs(found.ranks, PARTS, slow, MACHINE))[what] > 1
+    assert found.ranks == 1 or burdens(costs(found.ranks - 1, PARTS, slow, MACHINE))[what] <= 1
 
 
 def test_limits_in_numbers() -> None:
     found = costs(16, PARTS, CLUSTER, MACHINE)
-    burdens = found.burdens()
-    assert burdens["start"] == pytest.approx(sum(found.start.values()) / 600)
-    assert burdens["step"] == pytest.approx((sum(found.step.values()) - 2) / 2)
-    assert burdens["checkpoint"] == pytest.approx(sum(found.checkpoint.values()) / 360)
-    assert burdens["heal"] == pytest.approx(sum(found.heal.values()) * found.deaths_per_second * 10)
+    near = burdens(found)
+    assert near["start"] == pytest.approx(sum(found.start.values()) / 600)
+    assert near["step"] == pytest.approx((sum(found.step.values()) - 2) / 2)
+    assert near["checkpoint"] == pytest.approx(sum(found.checkpoint.values()) / 360)
+    assert near["heal"] == pytest.approx(sum(found.heal.values()) * found.deaths_per_second * 10)
 
 
 @pytest.mark.parametrize("ranks", [0, -1])
