@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numba
+import numpy as np
 from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
@@ -21,16 +26,49 @@ Function = tuple[Any, tuple[Any, ...]]
 class _Cache(FunctionCache):
     """Numba's cache, which here loads without the imports that only compiling needs (a third of a second per process).
 
-    The compiler itself refreshes the context before it compiles.
+    The compiler itself refreshes the context before it compiles.  Numba finds a function again as long as its own file
+    is the same; here what else is compiled with it, and the options, must be the same too.
     """
+
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        super().__init__(function)
+        settings = sorted((name, sorted(each) if isinstance(each, set) else each) for name, each in options.items())
+        self._mark = hashlib.sha256(repr((settings, _compiled_with(function))).encode()).hexdigest()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         with self._guard_against_spurious_io_errors():
             return self._load_overload(sig, target_context)
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        # Not what older versions of mpishard have cached at the same place: that needs the runtime.
-        return (*super()._index_key(sig, codegen), "_nrt=False")
+        return (*super()._index_key(sig, codegen), self._mark)
+
+
+def _compiled_with(function: Any) -> list[str]:
+    """The numbers that a function takes from its module, and the content of the files of the functions that it calls.
+
+    An overload stands in the file of the function that it is for.
+    """
+    found, files, left, seen = set(), set(), [function], {function}
+    while left:
+        caller = left.pop()
+        for name in caller.__code__.co_names:
+            value = caller.__globals__.get(name)
+            if isinstance(value, FunctionType) and value not in seen:
+                seen.add(value)
+                left.append(value)
+                files.add(value.__code__.co_filename)
+            elif isinstance(value, int | float | np.generic):
+                found.add(f"{caller.__module__}.{name} = {value!r}")
+    return [*sorted(found), *(_content(file) for file in sorted(files))]
+
+
+@functools.cache
+def _content(file: str) -> str:
+    """A hash of a file; of nothing, where there is no such file: then only Numba's own check is left."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
@@ -47,7 +85,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
     dispatcher = numba.njit(**options)(function)
     # RuntimeError: neither the folder of the source nor the user's cache folder is writable.
     with contextlib.suppress(RuntimeError):
-        dispatcher._cache = _Cache(function)
+        dispatcher._cache = _Cache(function, options)
     return dispatcher
 
 

@@ -30,6 +30,37 @@ for dtype in sys.argv[1:]:
     print(value, hits, used)
 """
 
+# It calls a function of another file, by one that it calls itself, and takes a number from there; sys.argv[1] is an
+# option of the compiler.
+CALLER = """
+import sys
+import numpy as np
+from mpishard.backend.compiled import HostFunction, inner
+from helper import ADDED, scaled
+
+@inner
+def moved(x):
+    return scaled(x) + ADDED
+
+def total(array):
+    found = 0.0
+    for i in range(array.size):
+        found += moved(array[i])
+    return found
+
+function = HostFunction(total, error_model=sys.argv[1])
+print(function((np.ones(2),)), sum(function._dispatcher.stats.cache_hits.values()))
+"""
+HELPER = """
+from mpishard.backend.compiled import inner
+
+ADDED = {}
+
+@inner
+def scaled(x):
+    return {} * x
+"""
+
 # A step of a model; then whether kernels had arguments of the types that were expected, those of the model, and others.
 MODEL = """
 import numpy as np
@@ -68,6 +99,26 @@ def test_what_is_cached_is_loaded_without_compiler_and_runtime(tmp_path):
     assert run([script], cache, "float64") == ["5.0 0 compiler"]
     assert run([script], cache, "float64", "int64", "float64") == ["5.0 1 loaded", "5.0 1 compiler", "5.0 1 compiler"]
     assert run([script], cache, "int64", "float64") == ["5.0 1 loaded", "5.0 2 loaded"]
+
+
+def test_what_calls_a_function_that_has_changed_is_compiled_again(tmp_path):
+    """Also with another number of another file, or another option; what was cached before is still there."""
+    script, cache = tmp_path / "script.py", tmp_path / "cache"
+    script.write_text(CALLER)
+
+    def runs(added, factor, option="numpy"):
+        # Each text has another length, by which Python knows that its own cache of the file is old.
+        (tmp_path / "helper.py").write_text(HELPER.format(added, factor))
+        return run([script], cache, option)
+
+    assert runs("1.0", "2.0") == ["6.0 0"]
+    assert runs("1.0", "2.0") == ["6.0 1"]
+    assert runs("1.0", "12.0") == ["26.0 0"]
+    assert runs("10.00", "2.00") == ["24.0 0"]
+    assert runs("10.00", "2.00", "python") == ["24.0 0"]
+    assert runs("1.0", "2.0") == ["6.0 1"]
+    script.write_text(CALLER.replace("found = 0.0", "found = 1.0"))
+    assert runs("1.0", "2.0") == ["7.0 0"]
 
 
 def test_what_was_cached_with_the_runtime_is_compiled_again(tmp_path):
