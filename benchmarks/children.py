@@ -90,7 +90,7 @@ def run_on_ranks(what: str, command: Sequence[str], ranks: int, limit: float, *,
 
 def result(what: str, texts: Sequence[str]) -> dict[str, Any]:
     """The line of JSON that one of the commands has printed."""
-    lines = [line for text in texts for line in text.splitlines() if line.startswith('{"')]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith(('{"', "{}"))]
     if not lines:
         sys.exit(f"{what} printed no result:\n" + "\n".join(texts))
     found: dict[str, Any] = json.loads(lines[0])

@@ -81,6 +81,11 @@ class _Recording(Workspace):
         self.recorded[name] = array, True
         return array
 
+    def save_bits(self, name: str, *shape: int) -> Array:
+        array = super().save_bits(name, *shape)
+        self.recorded[name] = array, True
+        return array
+
 
 class ActivationCheckpointing:
     """Blocks run in a shared workspace, and few of their activations are kept for each micro-batch.
@@ -124,9 +129,9 @@ class ActivationCheckpointing:
         inner.begin(work)
         y_nc = block.forward(x_nc, inner, length)
         if self.keeps and not self._recompute:
-            for name, (array, is_statistics) in inner.recorded.items():
+            for name, (array, exact) in inner.recorded.items():
                 if array is not y_nc:
-                    packed.append((array, self._pack(name, array, part, exact=is_statistics)))
+                    packed.append((array, self._pack(name, array, part, exact)))
             part.kept["inside"] = dict(inner.kept)
         part.kept["input"], part.kept["packed"] = x_nc, packed
         if not spot.before_block or (self.keeps and self._storage_dtype is None):

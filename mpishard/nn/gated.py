@@ -7,6 +7,7 @@ from typing import Any
 
 from mpishard.nn.layers import Layer
 from mpishard.nn.linear import Linear
+from mpishard.nn.products import shared_operand
 from mpishard.nn.workspace import Workspace
 
 Array = Any
@@ -63,14 +64,15 @@ class GatedMLP(Layer):
         array, shape (n, width)
             The rows that this rank holds, in the memory of `work`.
         """
-        rows_nc = self._all_rows(x_nc, work)
+        rows_nc = shared_operand(self.matmul, self._all_rows(x_nc, work))
         shape = len(rows_nc), self.gate.local_outputs
-        gate_nd, up_nd, y_nd = (work.save(f"{self.role}.{name}", *shape) for name in ("gate", "up", "y"))
+        gate_nd, up_nd = (work.save(f"{self.role}.{name}", *shape) for name in ("gate", "up"))
+        y_nd = self._memory_of_result(work, *shape)
         work.kept[self.role] = x_nc, gate_nd, up_nd
         self.gate.apply(rows_nc, gate_nd)
         self.up.apply(rows_nc, up_nd)
         self.ops.swiglu(gate_nd, up_nd, y_nd)
-        return self.down.forward(y_nd, work, residual_nc)
+        return self.down.forward(self._for_products(y_nd, work), work, residual_nc)
 
     def backward(self, dy_nc: Array, work: Workspace) -> Array:
         """Gradient by `x`.
@@ -90,10 +92,11 @@ class GatedMLP(Layer):
         # The forward pass left the derivatives in the memory of gate and up, which is this micro-batch's own.
         x_nc, dgate_nd, dup_nd = work.kept[self.role]
         self.ops.swiglu_backward(dgate_nd, dup_nd, self.down.backward(dy_nc, work))
-        dx_nc = self._input_gradient(dgate_nd, dup_nd, work)
+        shared = shared_operand(self.matmul, dgate_nd, "dgate"), shared_operand(self.matmul, dup_nd, "dup")
+        dx_nc = self._input_gradient(*shared, work)
         if work.deferred is None or not work.defers_products:
-            self._add_products(x_nc, dgate_nd, dup_nd, work)
-        else:
+            self._add_products(x_nc, *shared, work)
+        else:  # not in the memory that others share
             work.deferred.append(functools.partial(self._add_products, x_nc, dgate_nd, dup_nd, work))
         for part in (self.up, self.gate):
             self._finished(part.weight_name, work)
@@ -120,7 +123,7 @@ class GatedMLP(Layer):
 
     def _add_products(self, x_nc: Array, dgate_nd: Array, dup_nd: Array, work: Workspace) -> None:
         """The gradients of gate and up."""
-        rows_nc = self._all_rows(x_nc, work)
+        rows_nc = shared_operand(self.matmul, self._all_rows(x_nc, work))
         for part, dy_nd in ((self.up, dup_nd), (self.gate, dgate_nd)):
             part._add_product_of_rows(rows_nc, dy_nd, work)
 

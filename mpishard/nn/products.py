@@ -18,12 +18,12 @@ from mpishard.backend import products
 from mpishard.comm.ledger import users_level
 from mpishard.comm.staging import is_half
 from mpishard.compression.kernels import to_bfloat16
-from mpishard.nn.workspace import Pool
+from mpishard.nn.workspace import BITS, Pool
 
 Array = Any
 # Called like ``numpy.matmul(a, b, out=out)``.
 Matmul = Callable[..., Array]
-_BITS, _NOTHING = np.dtype(np.uint16), np.empty(0, np.float32)
+_NOTHING = np.empty(0, np.float32)
 
 
 def make_matmul(module: Any, compute_dtype: Any = None) -> Matmul:
@@ -90,24 +90,40 @@ class _OfRounded:
         self._is_bfloat16 = half.name == "bfloat16"
 
     def __call__(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
-        if self._by_library:
+        if self.by_library:
             if a.ndim == 2:
-                return products.matmul_bfloat16(_bits(a, 0), _bits(b, 1), out)
+                return products.matmul_bfloat16(_bits(a, "left operand"), _bits(b, "right operand"), out)
             return products.matmul(a, b, out)  # of attention: see `mpishard.backend.products.shapes`
         with np.errstate(over="ignore", invalid="ignore"):
             one, other = (each.astype(self._half).astype(each.dtype) for each in (a, b))
             return products.matmul(one, other, out)
 
-    def shared(self, array: np.ndarray) -> np.ndarray:
-        """See `shared_operand`."""
-        return _bits(array, 2) if self._by_library and array.ndim == 2 else array
-
     @property
-    def _by_library(self) -> bool:
+    def by_library(self) -> bool:
+        """Whether a library multiplies the bits of the rounded operands."""
         return self._is_bfloat16 and products.has_fast_bfloat16()
 
 
-def shared_operand(matmul: Matmul, array: Array) -> Array:
+def takes_bits(matmul: Matmul) -> bool:
+    """Whether products by `matmul` round operands, and take the bits of a rounded matrix in its place.
+
+    Not collective.
+
+    Parameters
+    ----------
+    matmul : callable
+        As `make_matmul` gives it.
+
+    Returns
+    -------
+    bool
+        False for all but bfloat16 of NumPy's arrays by a library.
+    """
+    plain = getattr(matmul, "__wrapped__", matmul)  # in a traced step it is wrapped
+    return isinstance(plain, _OfRounded) and plain.by_library
+
+
+def shared_operand(matmul: Matmul, array: Array, name: str = "shared operand") -> Array:
     """An operand of the next products, rounded once for all of them if they would round it.
 
     Not collective.
@@ -118,28 +134,42 @@ def shared_operand(matmul: Matmul, array: Array) -> Array:
         As `make_matmul` gives it.
     array : array, shape (n, c)
         The operand.
+    name : str
+        Of the memory for the rounded operand.
 
     Returns
     -------
     array
-        For products by `matmul` only; overwritten when the next operand is shared.
+        For products by `matmul` only; overwritten when the next operand of that name is shared.
     """
-    plain = getattr(matmul, "__wrapped__", matmul)  # in a traced step it is wrapped
-    return plain.shared(array) if isinstance(plain, _OfRounded) else array
+    return _bits(array, name) if takes_bits(matmul) else array
 
 
 _rounded = threading.local()
 
 
-def _bits(array: np.ndarray, place: int) -> np.ndarray:
-    """The bits of an array as bfloat16, in memory that is used again when the next array is rounded for that place."""
+def write_bits(array: np.ndarray, bits: np.ndarray) -> None:
+    """Round an array to bfloat16.  Not collective.
+
+    Parameters
+    ----------
+    array : float32 array
+        Contiguous.
+    bits : uint16 array
+        Of its shape; overwritten.
+    """
+    to_bfloat16((array.reshape(-1), bits.reshape(-1), _NOTHING))
+
+
+def _bits(array: np.ndarray, name: str) -> np.ndarray:
+    """The bits of a matrix as bfloat16, in memory that is used again when the next one of that name is rounded."""
     transposed = array.strides[-2] < array.strides[-1]
     rows = np.ascontiguousarray(array.T if transposed else array)
-    if rows.dtype != _BITS:
-        values = rows
-        pools: list[Pool] = _rounded.__dict__.setdefault("pools", [Pool(), Pool(), Pool()])
-        rows = pools[place]("bits", values.shape, _BITS)
-        to_bfloat16((values.reshape(-1), rows.reshape(-1), _NOTHING))
+    if rows.dtype != BITS:
+        pool: Pool = _rounded.__dict__.setdefault("pool", Pool())
+        bits = pool(name, rows.shape, BITS)
+        write_bits(rows, bits)
+        rows = bits
     return rows.T if transposed else rows
 
 

@@ -13,6 +13,8 @@ from mpishard.nn.cache import KeyValueCache
 
 Array = Any
 
+# Of the bits of numbers in bfloat16.
+BITS = np.dtype(np.uint16)
 # Views are small, but text generation asks for a new shape with every token.
 MOST_VIEWS = 10_000
 
@@ -145,6 +147,23 @@ class Workspace:
             C-contiguous; new memory is not initialised.
         """
         return self.saved(name, shape, self.dtype)
+
+    def save_bits(self, name: str, *shape: int) -> Array:
+        """Like `save`, for the bits of numbers in bfloat16.
+
+        Parameters
+        ----------
+        name : str
+            The same name and shape give the same array again.
+        *shape : int
+            Its extents.
+
+        Returns
+        -------
+        uint16 array
+            C-contiguous; new memory is not initialised.
+        """
+        return self.saved(name, shape, BITS)
 
     def borrow(self, name: str, *shape: int) -> Array:
         """A scratch array in the dtype of the activations.

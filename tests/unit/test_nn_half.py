@@ -188,3 +188,37 @@ def test_a_library_for_bfloat16_is_not_slow_and_gives_no_warning():
         warnings.simplefilter("error")
         gpt = nn.GPT(*SIZES, compute_dtype=ml_dtypes.bfloat16)
         gpt.loss_and_gradient([[1, 2]], [[2, 3]])
+
+
+def gradients(**options):
+    gpt = nn.GPT(*SIZES, compute_dtype=ml_dtypes.bfloat16, **options)
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (4, CONTEXT))
+    for _ in range(2):  # the second pass finds the memory of the first
+        gpt.parameters.reset_gradients()
+        gpt.loss_and_gradient(tokens, tokens)
+    return gpt, gpt.parameters.gradients.flat.copy()
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("options", [dict(recompute=True), dict(schedule="zb-h1"), dict(storage_dtype=np.float16)])
+@CHECKING
+def test_rounded_results_are_found_again_however_activations_are_kept(options):
+    _, expected = gradients(microbatches=2)
+    _, found = gradients(microbatches=2, **options)
+    if "storage_dtype" in options:
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        assert 0 < error < 10 * epsilon(np.float16)
+    else:
+        np.testing.assert_array_equal(found, expected)
+
+
+@CHECKING
+def test_results_that_only_products_take_need_half_the_memory(library):
+    gpt, _ = gradients()
+    kept = gpt.chunks[0].saved_bytes
+    choice.put_in_force(choice.Choice())
+    plain, _ = gradients()
+    *_, width, layers, _ = SIZES
+    # Two norms and the wide result of GELU in each layer, and the last norm.
+    halves = 2 * 4 * CONTEXT * width * (6 * layers + 1)
+    assert plain.chunks[0].saved_bytes - kept == (0 if library == "rounded" else halves)
