@@ -83,7 +83,7 @@ def _from_float16(values: np.ndarray, halves: np.ndarray, add: bool) -> None:
 
 
 @inner
-def _upper(x):  # type: ignore[no-untyped-def]
+def upper_half(x):  # type: ignore[no-untyped-def]
     """The bits of a float32 as bfloat16, rounded to nearest even."""
     bits = _int32(x)
     odd = np.int32(np.int32(bits >> np.int32(16)) & np.int32(1))
@@ -103,7 +103,7 @@ def _to_bfloat16(values: np.ndarray, halves: np.ndarray, rest: np.ndarray) -> No
         count = min(_RUN, values.size - begin)
         run, out, left = values[begin : begin + count], halves[begin : begin + count], rest[begin : begin + count]
         for i in range(count):
-            out[i] = _upper(run[i])
+            out[i] = upper_half(run[i])
         for i in range(left.size):
             left[i] = run[i] - values.dtype.type(_of_upper(out[i]))
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.backend.compiled import HostFunction, before_compiling
+from mpishard.compression.kernels import upper_half
 
 # The letters after the underscore in an array's name are its dimensions.
 Array = Any
@@ -112,6 +113,27 @@ def _overload_exp() -> None:
             return math.exp(x)
 
         return exp32 if x == numba.float32 else exp64
+
+
+def element(x: Any, array: Any) -> Any:
+    """In a kernel: a number as an element of `array`; if that has bits of bfloat16 (uint16), those of `x`."""
+    return upper_half(x) if array.dtype == np.uint16 else x
+
+
+@before_compiling
+def _overload_element() -> None:
+    import numba
+    from numba.extending import overload
+
+    @overload(element)
+    def element_overload(x: Any, array: Any) -> Any:
+        def bits(x: Any, array: Any) -> Any:
+            return np.uint16(upper_half(x))
+
+        def same(x: Any, array: Any) -> Any:
+            return x
+
+        return bits if array.dtype == numba.uint16 else same
 
 
 def wide_vectors() -> None:

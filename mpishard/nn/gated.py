@@ -67,12 +67,12 @@ class GatedMLP(Layer):
         rows_nc = shared_operand(self.matmul, self._all_rows(x_nc, work))
         shape = len(rows_nc), self.gate.local_outputs
         gate_nd, up_nd = (work.save(f"{self.role}.{name}", *shape) for name in ("gate", "up"))
-        y_nd = self._memory_of_result(work, *shape)
+        y_nd = self._save_for_products(work, *shape)
         work.kept[self.role] = x_nc, gate_nd, up_nd
         self.gate.apply(rows_nc, gate_nd)
         self.up.apply(rows_nc, up_nd)
         self.ops.swiglu(gate_nd, up_nd, y_nd)
-        return self.down.forward(self._for_products(y_nd, work), work, residual_nc)
+        return self.down.forward(y_nd, work, residual_nc)
 
     def backward(self, dy_nc: Array, work: Workspace) -> Array:
         """Gradient by `x`.

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from mpishard.nn.compiling import Array, Indices, KernelGroup, exp, kernel_apart, wide_vectors
+from mpishard.nn.compiling import Array, Indices, KernelGroup, element, exp, kernel_apart, wide_vectors
 from mpishard.nn.formulas import GELU_CUBIC, GELU_SLOPE
 from mpishard.nn.llama_kernels import (  # noqa: F401 - all functions of ``formulas`` are found here
     drop,
@@ -78,7 +78,7 @@ def layer_norm(
             total += centered * centered
         scale = one / np.sqrt(total * share + small)
         for c in range(columns):
-            y_nc[n, c] = (x_nc[n, c] - mean) * scale * weight_c[c] + bias_c[c]
+            y_nc[n, c] = element((x_nc[n, c] - mean) * scale * weight_c[c] + bias_c[c], y_nc)
         mean_n[n] = mean
         scale_n[n] = scale
 
@@ -131,7 +131,7 @@ def gelu(x_nc: Array, bias_c: Array, y_nc: Array) -> None:
             e = exp(-outer * h * (one + cubic * square))
             s = one / (one + e)
             y = h * s
-            y_nc[n, c] = y
+            y_nc[n, c] = element(y, y_nc)
             # 1 - s, where s is close to 1 without its cancellation.
             rest = e * s if h > 0 else one - s
             x_nc[n, c] = s + y * rest * outer * (one + cubic3 * square)

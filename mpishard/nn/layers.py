@@ -29,7 +29,7 @@ from mpishard.backend.random import normal
 from mpishard.layout.boxes import box_shape
 from mpishard.layout.specs import ParameterSpec
 from mpishard.nn import formulas, kernels
-from mpishard.nn.products import Matmul, make_matmul, takes_bits, write_bits
+from mpishard.nn.products import Matmul, make_matmul, takes_bits
 from mpishard.nn.tensor_parallel import ALONE, TensorParallel
 from mpishard.nn.workspace import Workspace
 from mpishard.parameters.flat import FlatParameters
@@ -147,26 +147,11 @@ class Layer:
         else:
             view[...] = term
 
-    def _memory_of_result(self, work: Workspace, *shape: int) -> Array:
-        """Memory for a result that only products take; see `_for_products`."""
-        name = f"{self.role}.y"
-        return work.borrow(name, *shape) if self._rounds_result else work.save(name, *shape)
-
-    def _for_products(self, y_nc: Array, work: Workspace) -> Array:
-        """The result in `_memory_of_result`, kept: as it is, or rounded once for all products of both passes.
-
-        The second halves the memory, and the backward pass has nothing to round.
-        """
-        if not self._rounds_result:
-            return y_nc
-        bits_nc = work.save_bits(f"{self.role}.bits", *y_nc.shape)
-        write_bits(y_nc, bits_nc)
-        return bits_nc
-
-    @property
-    def _rounds_result(self) -> bool:
+    def _save_for_products(self, work: Workspace, *shape: int) -> Array:
+        """Memory for a result that only products take; for its bits if they would round it, in either pass."""
         # Rows that ranks exchange before the product are exchanged as they are.
-        return takes_bits(self.matmul) and not self.tensor.splits_rows
+        rounded = takes_bits(self.matmul) and not self.tensor.splits_rows
+        return (work.save_bits if rounded else work.save)(f"{self.role}.y", *shape)
 
     def _finished(self, name: str, work: Workspace) -> None:
         """Mark the gradient of `name` ready, now or with the deferred work of `work`."""
@@ -209,11 +194,11 @@ class GELU(Layer):
         if bias_c is None:
             bias_c = work.scratch("no bias", (x_nc.shape[1],), work.dtype)
             bias_c.fill(0)
-        y_nc = self._memory_of_result(work, *x_nc.shape)
+        y_nc = self._save_for_products(work, *x_nc.shape)
         work.kept[self.role] = x_nc
         for x, bias, y in zip(self._apart(x_nc), self._cut(bias_c), self._apart(y_nc), strict=True):
             self.ops.gelu(x, bias, y)
-        return self._for_products(y_nc, work)
+        return y_nc
 
     def backward(self, dy_nc: Array, work: Workspace, dbias_c: Array | None = None) -> Array:
         """Gradient by `x`.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpishard.nn.compiling import Array, Indices, KernelGroup, exp, kernel_apart, wide_vectors
+from mpishard.nn.compiling import Array, Indices, KernelGroup, element, exp, kernel_apart, wide_vectors
 from mpishard.nn.formulas import GOLDEN, MIX_1, MIX_2
 
 GROUP = KernelGroup()
@@ -25,7 +25,7 @@ def rms_norm(x_nc: Array, weight_c: Array, y_nc: Array, scale_n: Array, epsilon:
             total += x_nc[n, c] * x_nc[n, c]
         scale = one / np.sqrt(total * share + small)
         for c in range(columns):
-            y_nc[n, c] = x_nc[n, c] * scale * weight_c[c]
+            y_nc[n, c] = element(x_nc[n, c] * scale * weight_c[c], y_nc)
         scale_n[n] = scale
 
 
@@ -61,7 +61,7 @@ def swiglu(gate_nc: Array, up_nc: Array, y_nc: Array) -> None:
             silu = h * s
             # 1 - s, where s is close to 1 without its cancellation.
             rest = e * s if h > 0 else one - s
-            y_nc[n, c] = silu * up
+            y_nc[n, c] = element(silu * up, y_nc)
             gate_nc[n, c] = up * (s + silu * rest)
             up_nc[n, c] = silu
 

@@ -62,13 +62,13 @@ class LayerNorm(Layer):
             In the memory of `work`.
         """
         rows = len(x_nc)
-        y_nc = self._memory_of_result(work, rows, self.width)
+        y_nc = self._save_for_products(work, rows, self.width)
         mean_n = work.save_statistics(f"{self.role}.mean", rows)
         scale_n = work.save_statistics(f"{self.role}.scale", rows)
         work.kept[self.role] = x_nc, mean_n, scale_n
         weight, bias = self.parameters[self.weight_name], self.parameters[self.bias_name]
         self.ops.layer_norm(x_nc, weight, bias, y_nc, mean_n, scale_n, self.epsilon)
-        return self._for_products(y_nc, work)
+        return y_nc
 
     def backward(self, dy_nc: Array, work: Workspace, residual_nc: Array | None = None) -> Array:
         """Gradient by `x`, plus `residual` where given: the gradient that reaches `x` around the norm.
@@ -158,11 +158,11 @@ class RMSNorm(Layer):
         array, shape (n, width)
             In the memory of `work`.
         """
-        y_nc = self._memory_of_result(work, len(x_nc), self.width)
+        y_nc = self._save_for_products(work, len(x_nc), self.width)
         scale_n = work.save_statistics(f"{self.role}.scale", len(x_nc))
         work.kept[self.role] = x_nc, scale_n
         self.ops.rms_norm(x_nc, self.parameters[self.weight_name], y_nc, scale_n, self.epsilon)
-        return self._for_products(y_nc, work)
+        return y_nc
 
     def backward(self, dy_nc: Array, work: Workspace, residual_nc: Array | None = None) -> Array:
         """Gradient by `x`, plus `residual` where given: the gradient that reaches `x` around the norm.

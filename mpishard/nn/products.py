@@ -148,28 +148,14 @@ def shared_operand(matmul: Matmul, array: Array, name: str = "shared operand") -
 _rounded = threading.local()
 
 
-def write_bits(array: np.ndarray, bits: np.ndarray) -> None:
-    """Round an array to bfloat16.  Not collective.
-
-    Parameters
-    ----------
-    array : float32 array
-        Contiguous.
-    bits : uint16 array
-        Of its shape; overwritten.
-    """
-    to_bfloat16((array.reshape(-1), bits.reshape(-1), _NOTHING))
-
-
 def _bits(array: np.ndarray, name: str) -> np.ndarray:
     """The bits of a matrix as bfloat16, in memory that is used again when the next one of that name is rounded."""
     transposed = array.strides[-2] < array.strides[-1]
     rows = np.ascontiguousarray(array.T if transposed else array)
     if rows.dtype != BITS:
         pool: Pool = _rounded.__dict__.setdefault("pool", Pool())
-        bits = pool(name, rows.shape, BITS)
-        write_bits(rows, bits)
-        rows = bits
+        values, rows = rows, pool(name, rows.shape, BITS)
+        to_bfloat16((values.reshape(-1), rows.reshape(-1), _NOTHING))
     return rows.T if transposed else rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -29,6 +30,29 @@ def compare(name, arguments, scratch=()):
     for expected, actual in zip(*outcomes, strict=True):
         scale = np.abs(expected, where=np.isfinite(expected), out=np.zeros_like(expected)).max(initial=1)
         np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE[dtype] * scale)
+
+
+@pytest.mark.parametrize(
+    "name, shapes, place, scalars",
+    [
+        ("layer_norm", ["nc", "c", "c", "nc", "n", "n"], 3, [1e-5]),
+        ("rms_norm", ["nc", "c", "nc", "n"], 2, [1e-5]),
+        ("gelu", ["nc", "c", "nc"], 2, []),
+        ("swiglu", ["nc", "nc", "nc"], 2, []),
+    ],
+)
+def test_results_may_be_written_as_bits_of_bfloat16(name, shapes, place, scalars):
+    extents = {"n": 37, "c": 130}
+    given = arrays(np.float32, *([extents[letter] for letter in shape] for shape in shapes))
+    given[0][:2, :3] = [[np.nan, np.inf, -np.inf], [0, -0.0, 1e-42]]
+    plain, rounded = ([each.copy() for each in given] for _ in range(2))
+    getattr(kernels, name)(*plain, *scalars)
+    rounded[place] = np.empty(given[place].shape, np.uint16)
+    getattr(kernels, name)(*rounded, *scalars)
+    found, expected = rounded[place].view(ml_dtypes.bfloat16), plain[place].astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
+    for i, (one, other) in enumerate(zip(plain, rounded, strict=True)):
+        assert i == place or np.array_equal(one, other, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
