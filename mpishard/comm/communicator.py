@@ -148,8 +148,9 @@ class Communicator:
         array
             The piece: `out`, or else a flat view into `buffer`.
         """
-        if out is not None or counts is None or not self._blocking.is_plain_reduce_scatter(buffer, op, counts):
+        if out is not None or not self._blocking.is_plain_reduce_scatter(buffer, op, counts):
             return self._blocking.reduce_scatter(buffer, out, counts, op, label).wait()
+        counts = self._blocking.counts(buffer, counts)
         sent = ring_elements("reduce_scatter", counts, self.rank)
         arguments = (MPI.IN_PLACE, buffer, counts, OPS[op])
         self._call("reduce_scatter", buffer, sent, label, self.comm.Reduce_scatter, *arguments)
@@ -174,10 +175,11 @@ class Communicator:
         array
             `buffer`.
         """
-        if piece is not None or counts is None or not self._blocking.is_plain(buffer, counts=counts):
+        if piece is not None or not self._blocking.is_plain(buffer, counts=counts):
             return self._blocking.all_gather(buffer, piece, counts, label).wait()
+        counts = self._blocking.counts(buffer, counts)
         sent = ring_elements("all_gather", counts, self.rank)
-        self._call("all_gather", buffer, sent, label, self.comm.Allgatherv, MPI.IN_PLACE, [buffer, (counts, None)])
+        self._call("all_gather", buffer, sent, label, self._gather_pieces, [buffer, (counts, None)])
         return buffer
 
     def all_to_all(
@@ -252,6 +254,9 @@ class Communicator:
         finally:
             ledger.active = None
         ledger.enter(call, sent * buffer.itemsize, ledger.spend(call, call[0]))
+
+    def _gather_pieces(self, buffer: list[Any]) -> None:
+        self.comm.Iallgatherv(MPI.IN_PLACE, buffer).Wait()
 
     # -- the same, started: the buffers belong to the `Request` until its `wait` returns ------------------------------
 
