@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from grid_cases import SCHEDULES
 from mpi4py import MPI
@@ -50,6 +51,7 @@ SHAPES = {
     "6-wide": Shape(6, 12, 96, 53, 16),
     "1": Shape(1, 8, 24),
 }
+COMPUTE_DTYPES = {"": None, "bfloat16": ml_dtypes.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class BitsCase:
     seed: int = 3
     dtype: str = "float32"
     storage: str = ""
+    compute: str = ""
 
     @property
     def ranks(self) -> int:
@@ -85,15 +88,14 @@ class BitsCase:
     @property
     def model(self) -> tuple[Any, ...]:
         """All cases with this value train the same model."""
-        return self.shape, self.layers, self.tied, self.seed, self.dtype, self.storage, self.alone.recompute
+        return self.layers, self.alone
 
     @property
     def alone(self) -> BitsCase:
         """The same training on one rank.  What is computed again is what was stored, but for rounding in storage."""
         again = self.recompute and bool(self.storage)
-        return BitsCase(
-            self.shape, recompute=again, tied=self.tied, seed=self.seed, dtype=self.dtype, storage=self.storage
-        )
+        kinds = {"dtype": self.dtype, "storage": self.storage, "compute": self.compute}
+        return BitsCase(self.shape, recompute=again, tied=self.tied, seed=self.seed, **kinds)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -102,7 +104,7 @@ class BitsCase:
     def __str__(self) -> str:
         flags = ("-tied" * self.tied) + ("-sequence" * self.sequence_parallel) + ("-recompute" * self.recompute)
         size = f"{self.data}x{self.tensor}x{self.pipeline}"
-        kind = ("" if self.dtype == "float32" else f"-{self.dtype}") + (f"-{self.storage}" if self.storage else "")
+        kind = "".join(f"-{each}" for each in (self.dtype, self.storage, self.compute) if each not in ("", "float32"))
         return f"{self.shape}:{size}-zero{self.zero}-{self.schedule}{flags}{kind}-seed{self.seed}"
 
 
@@ -167,6 +169,7 @@ def train(
         chunks=case.chunks,
         sharded_parameters=case.zero == 3,
         storage_dtype=case.storage or None,
+        compute_dtype=COMPUTE_DTYPES[case.compute],
     )
     config = mpishard.ShardingConfiguration(mesh, reproducible=True, max_gradient_norm=clip)
     optimizer = STRATEGIES[case.zero](rule, config)

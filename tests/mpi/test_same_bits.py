@@ -11,6 +11,7 @@ from grid_cases import every_pair
 from mpi4py import MPI
 
 import mpishard
+from mpishard.backend.products import choice, libraries
 from mpishard.pipeline.schedule import SCHEDULES
 
 SIZE = MPI.COMM_WORLD.size
@@ -64,6 +65,35 @@ def test_half_precision_storage_rounds_in_the_same_places(axis, recompute, comm)
     case = grid_bits.BitsCase(SHAPE, recompute=recompute, storage="float16", **{axis: comm.size})
     with mpishard.Mesh(comm, **case.sizes) as mesh:
         assert grid_bits.run(case, mesh, steps=STEPS) == expected(case, comm)
+
+
+LAYOUTS = [
+    {"data": SIZE, "zero": 2},
+    {"tensor": SIZE},
+    {"tensor": SIZE, "sequence_parallel": True, "recompute": True, "tied": True},
+    {"pipeline": SIZE, "schedule": "zb-h1"},
+    {"pipeline": SIZE, "schedule": "zb-h1", "recompute": True, "tied": True},
+]
+WIDE = {1: "6-wide", 2: "6-wide", 3: "6-wide", 4: "4-large"}
+
+
+@pytest.mark.skipif(SIZE not in WIDE, reason="no shape with large products has so many shards")
+@pytest.mark.skipif(not libraries.multiplies_bfloat16(), reason="the processor has no products of bfloat16")
+@pytest.mark.filterwarnings("ignore:.*micro-batches for .* pipeline stages", "ignore:compute_dtype=bfloat16 on NumPy")
+@pytest.mark.parametrize("library", libraries.installed())
+def test_products_of_bfloat16_by_a_library_have_the_bits_of_one_rank(library, comm, monkeypatch):
+    monkeypatch.setattr(choice, "_process", choice._Process())
+    alone = {}
+    for each, tied in (("numpy", False), (library, False), (library, True)):
+        monkeypatch.setenv(choice.VARIABLE, each)
+        case = grid_bits.BitsCase(WIDE[SIZE], compute="bfloat16", tied=tied)
+        alone[each, tied] = comm.bcast(grid_bits.run_alone(case, steps=2) if comm.rank == 0 else None)
+    assert alone[library, False] != alone["numpy", False]
+    for layout in LAYOUTS:
+        case = grid_bits.BitsCase(WIDE[SIZE], compute="bfloat16", **layout)
+        with mpishard.Mesh(comm, **case.sizes) as mesh:
+            assert choice.in_force().has_bfloat16
+            assert grid_bits.run(case, mesh, steps=2) == alone[library, case.tied], case
 
 
 @pytest.mark.mpi(min_size=2)
