@@ -84,7 +84,18 @@ def _from_float16(values: np.ndarray, halves: np.ndarray, add: bool) -> None:
 
 @inner
 def upper_half(x):  # type: ignore[no-untyped-def]
-    """The bits of a float32 as bfloat16, rounded to nearest even."""
+    """In a compiled function: the bits of a float32 as bfloat16, rounded to nearest even.
+
+    Parameters
+    ----------
+    x : float32
+        Any; NaN stays NaN.
+
+    Returns
+    -------
+    int32
+        With the bits in its lower half; the sign fills the upper one.
+    """
     bits = _int32(x)
     odd = np.int32(np.int32(bits >> np.int32(16)) & np.int32(1))
     rounded = np.int32(np.int32(bits + np.int32(0x7FFF)) + odd)
