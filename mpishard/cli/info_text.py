@@ -103,13 +103,14 @@ def _blas(first: Facts) -> str:
 
 def _products(first: Facts) -> str:
     """The libraries for matrix products: by library the kinds that it does."""
-    text = first.processor.products
+    text, chosen = first.processor.products, first.processor.products_chosen
+    by = f", chosen by {chosen}" if chosen else ""
     if text in ("", NUMPY):
-        return "by BLAS; the extras mkl and onednn bring libraries that are faster on some processors"
+        return f"by BLAS{by or '; the extras mkl and onednn bring libraries that are faster on some processors'}"
     kinds: dict[str, list[str]] = {}
     for kind, _, library in (pair.partition("=") for pair in text.split(",")):
         kinds.setdefault(library, []).append(kind)
-    return "; ".join(f"{library}: {', '.join(of)}" for library, of in sorted(kinds.items()))
+    return "; ".join(f"{library}: {', '.join(of)}" for library, of in sorted(kinds.items())) + by
 
 
 def _memory(first: Facts) -> str:

@@ -139,6 +139,8 @@ class Processor:
     products : str
         The libraries that a mesh of ranks with one thread takes for matrix products on this machine, see
         `mpishard.backend.products.choice`; empty on other ranks than 0.
+    products_chosen : str
+        The variable by which the user chose them; else empty.
     """
 
     blas: tuple[Blas, ...]
@@ -146,6 +148,7 @@ class Processor:
     cores: tuple[int, ...]
     cpu_quota: float | None
     products: str = ""
+    products_chosen: str = ""
 
 
 @dataclass(frozen=True)
@@ -305,6 +308,7 @@ def collect(comm: MPI.Intracomm) -> Facts:
             cores=tuple(sorted(own_cores())),
             cpu_quota=None if math.isinf(quota) else quota,
             products=_products() if comm.rank == 0 else "",
+            products_chosen=VARIABLE if os.environ.get(VARIABLE, "").strip() else "",
         ),
         memory=Memory(
             gpus=gpus,

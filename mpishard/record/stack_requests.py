@@ -137,7 +137,7 @@ def ask_for_trace(folder: Path, count: int) -> tuple[int, int]:
             return first, last
         run.update()
         if run.ending:
-            raise ValueError(f"{folder} takes no step {last} any more: {run.ending}")
+            raise ValueError(f"{folder} takes no {count} more steps: {run.ending}")
         time.sleep(_POLL_S)
     raise ValueError(f"{folder} has no trace of the steps {first} to {last} yet; see mpishard why {folder}")
 

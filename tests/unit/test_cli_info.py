@@ -11,7 +11,7 @@ import pytest
 
 from mpishard import deprecated
 from mpishard.cli import main
-from mpishard.cli.info_text import show
+from mpishard.cli.info_text import rows, show
 from mpishard.comm.capabilities import Capabilities
 from mpishard.environment import Blas, Facts, Finding, findings, launch_of, launches
 from mpishard.environment.facts import H5py, Memory, MpiSetup, Process, Processor
@@ -54,8 +54,9 @@ PRINTED = (
     '"mpi_text": "Open MPI v5.0.11", "thread_level": "MPI_THREAD_MULTIPLE", "heals": true, "could_heal": true, '
     '"without_han": true, "mpirun": {"path": "/opt/bin/mpirun", "family": "Open MPI"}, "mpirun_on_path": null, '
     '"h5py_mpi": false, "h5py_lacks": [], "blas": [{"library": "openblas", "version": "0.3.31", "kernels": "Haswell", '
-    '"threads": 4}], "blas_chosen": "", "cores": [0, 1, 2, 3], "cpu_quota": null, "products": "", "gpus": 0, '
-    '"pins_memory": false, "locked_memory": 8388608, "shared_memory": 68719476736, "shared_memory_free": 34359738368}'
+    '"threads": 4}], "blas_chosen": "", "cores": [0, 1, 2, 3], "cpu_quota": null, "products": "", '
+    '"products_chosen": "", "gpus": 0, "pins_memory": false, "locked_memory": 8388608, '
+    '"shared_memory": 68719476736, "shared_memory_free": 34359738368}'
 )
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}
 PRTE = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
@@ -213,6 +214,20 @@ def test_more_blas_threads_than_cores() -> None:
     assert findings(job(1, blas_chosen="OMP_NUM_THREADS")) == []
     one_each = job(8, blas_chosen="OMP_NUM_THREADS", blas=(replace(GOOD.processor.blas[0], threads=1),))
     assert only(one_each).about == "cores"
+
+
+@pytest.mark.parametrize(
+    ("products", "chosen", "shown"),
+    [
+        ("numpy", "", "by BLAS; the extras mkl and onednn bring libraries that are faster on some processors"),
+        ("numpy", "MPISHARD_PRODUCTS", "by BLAS, chosen by MPISHARD_PRODUCTS"),
+        ("float32.plain=mkl,bfloat16.plain=onednn", "", "mkl: float32.plain; onednn: bfloat16.plain"),
+        ("float32.plain=mkl", "MPISHARD_PRODUCTS", "mkl: float32.plain, chosen by MPISHARD_PRODUCTS"),
+    ],
+)
+def test_libraries_for_products(products: str, chosen: str, shown: str) -> None:
+    facts = replace(GOOD, processor=replace(GOOD.processor, products=products, products_chosen=chosen))
+    assert dict(rows([facts]))["products"] == shown
 
 
 def test_h5py() -> None:

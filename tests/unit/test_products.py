@@ -149,12 +149,14 @@ def test_a_choice_is_what_its_text_tells():
     assert set(Choice.parse(ONEDNN).libraries) == {"bfloat16.plain", "bfloat16.transposed"}
     assert str(Choice.parse(text).limited_to([MKL])) == "float32.plain=mkl,float64.scores=mkl"
     assert "bfloat16" not in str(Choice.parse(MKL).limited_to([MKL], bfloat16=False))
+    assert Choice.parse(ONEDNN).has_bfloat16 and not Choice.parse("bfloat16.plain=onednn").has_bfloat16
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fast", "there is no library 'fast'; choose from numpy, mkl, onednn"),
+        ("fast", "there is no library 'fast'; choose from numpy, mkl, onednn, or kind by kind, as float32.plain=mkl"),
+        ("float32.plain=mkl,float32.plain=numpy", "a kind of product is named twice"),
         ("float32.plain=fast", "there is no library 'fast'"),
         ("float16.plain=mkl", "'float16.plain' is none of float32.plain, "),
         ("float32=mkl", "'float32' is none of"),

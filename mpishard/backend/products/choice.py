@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mpishard.backend.products.libraries import NUMPY, TAKES
+from mpishard.backend.products.libraries import MKL, NUMPY, TAKES
 from mpishard.backend.products.shapes import KINDS
 
 VARIABLE = "MPISHARD_PRODUCTS"
@@ -28,8 +28,8 @@ class Choice:
 
     @functools.cached_property
     def has_bfloat16(self) -> bool:
-        """Whether a library multiplies bfloat16."""
-        return any(name.startswith("bfloat16.") for name in self.libraries)
+        """Whether libraries multiply all matrices of bfloat16; a model would be slower in a kind that is left."""
+        return all(f"bfloat16.{kind}" in self.libraries for kind in KINDS["bfloat16"])
 
     @classmethod
     def parse(cls, text: str) -> Choice:
@@ -56,6 +56,8 @@ class Choice:
         if "=" in text:
             pairs = [each.partition("=") for each in text.split(",")]
             found = {name.strip(): library.strip() for name, _, library in pairs}
+            if len(found) < len(pairs):
+                raise ValueError(f"{VARIABLE}={text}: a kind of product is named twice")
         else:
             found = {name: text for name in names if name.partition(".")[0] in TAKES.get(text, KINDS)}
         for name, library in found.items():
@@ -63,7 +65,8 @@ class Choice:
                 raise ValueError(f"{VARIABLE}={text}: {name!r} is none of {', '.join(names)}")
             if library not in (NUMPY, *TAKES):
                 raise ValueError(
-                    f"{VARIABLE}={text}: there is no library {library!r}; choose from {', '.join((NUMPY, *TAKES))}"
+                    f"{VARIABLE}={text}: there is no library {library!r}; choose from {', '.join((NUMPY, *TAKES))}, or "
+                    f"kind by kind, as float32.plain={MKL}"
                 )
             if library != NUMPY and name.partition(".")[0] not in TAKES[library]:
                 raise ValueError(f"{VARIABLE}={text}: {library} multiplies {' and '.join(TAKES[library])} only")
