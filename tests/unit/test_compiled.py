@@ -89,6 +89,8 @@ def run(script, cache, *dtypes):
     """Lines that it prints: value, functions found in the cache, and what of Numba the process needed."""
     # With a lock file of its own, or a function that another process compiles now would not be compiled here.
     environment = os.environ | {"NUMBA_CACHE_DIR": str(cache), "TMPDIR": str(cache.parent)}
+    # Modules beside the script are found with PYTHONSAFEPATH too.
+    environment["PYTHONPATH"] = os.pathsep.join([str(cache.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, *script, *dtypes]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
