@@ -3,8 +3,8 @@
     python benchmarks/reduce_scatter.py [--ranks 2 4] [--kilobytes 64 1000 8000 64000] [--repeats R] [--wire]
 
 Bare mpi4py is the faster of the blocking and the started form of the same call, on the same buffer and communicator,
-all in turn; times are of the slowest rank, figures are medians.  --wire, under Open MPI: over TCP on the loopback
-device in place of shared memory; then the bytes that the device sent are beside those of the ledger.
+all in turn; times are of the slowest rank, figures are medians.  --wire: over TCP on the loopback device in place of
+shared memory; then the bytes that the device sent are beside those of the ledger.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from typing import Any
 import children
 
 TIME_LIMIT = 400
-TCP = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self", "OMPI_MCA_btl_tcp_if_include": "lo"}
+# For Open MPI, and for MPICH with UCX.
+TCP = {
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "tcp,self",
+    "OMPI_MCA_btl_tcp_if_include": "lo",
+    "MPIR_CVAR_NOLOCAL": "1",
+    "UCX_TLS": "tcp,self",
+}
 SENT = Path("/sys/class/net/lo/statistics/tx_bytes")
 WIRE_CALLS = 10
 
