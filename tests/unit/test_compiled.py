@@ -90,7 +90,7 @@ def run(script, cache, *dtypes):
     # With a lock file of its own, or a function that another process compiles now would not be compiled here.
     environment = os.environ | {"NUMBA_CACHE_DIR": str(cache), "TMPDIR": str(cache.parent)}
     # Modules beside the script are found with PYTHONSAFEPATH too.
-    environment["PYTHONPATH"] = os.pathsep.join([str(cache.parent), os.environ.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(cache.parent), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, *script, *dtypes]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
