@@ -36,7 +36,7 @@ class Communicator:
     ================== ======================== =======================================
     `all_reduce`       `start_all_reduce`       ``Allreduce``, ``Iallreduce``
     `reduce_scatter`   `start_reduce_scatter`   ``Reduce_scatter``, ``Ireduce_scatter``
-    `all_gather`       `start_all_gather`       ``Allgatherv``, ``Iallgatherv``
+    `all_gather`       `start_all_gather`       ``Iallgatherv``
     `all_to_all`       `start_all_to_all`       ``Ialltoallv``
     `broadcast`        `start_broadcast`        ``Ibcast``
     `barrier`                                   ``Ibarrier``
