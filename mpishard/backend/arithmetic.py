@@ -17,7 +17,7 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from mpishard.backend.compiled import KERNELS
-from mpishard.backend.products.choice import in_force
+from mpishard.backend.products.choice import Choice, in_force
 from mpishard.backend.products.libraries import load, settings
 
 
@@ -40,22 +40,26 @@ def arithmetic() -> dict[str, str]:
         "OPENBLAS_L2_SIZE": os.environ.get("OPENBLAS_L2_SIZE", "unset"),
         "BLAS threads": str(blas.get("num_threads", "unknown")),
         "kernels": str(KERNELS),
-        **of_products(),
+        **of_products(in_force()),
         **_of_processor(),
     }
 
 
-def of_products() -> dict[str, str]:
+def of_products(choice: Choice) -> dict[str, str]:
     """The libraries that multiply in place of NumPy's, and for what, among the facts of `arithmetic`.
 
     Not collective.
+
+    Parameters
+    ----------
+    choice : Choice
+        That in force, or one that could be.
 
     Returns
     -------
     dict of str to str
         The choice, and the versions of its libraries.
     """
-    choice = in_force()
     found = [f"{name} {load(name).version}" for name in sorted({*choice.libraries.values()})]
     if found:
         found += [f"{name}={value}" for name, value in settings().items()]

@@ -125,6 +125,8 @@ def _links(machine: MachineProfile) -> str:
 
 def _break(found: Break) -> str:
     where = (
-        f"{found.what}, on {found.ranks:,} ranks" if found.ranks else f"nothing below ten million ranks; {found.what}"
+        f"{found.what}, on {found.ranks:,} rank{'s' * (found.ranks > 1)}"
+        if found.ranks
+        else f"nothing below ten million ranks; {found.what}"
     )
     return f"{where}: it {LIMITS[found.what]}; {found.share:.0%} of that is {found.part}"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
+from mpishard.backend.products.choice import VARIABLE
 from mpishard.backend.products.libraries import NUMPY
 from mpishard.cli.estimate_text import size
 from mpishard.environment import Facts, Finding, launch_of
@@ -102,9 +103,9 @@ def _blas(first: Facts) -> str:
 
 
 def _products(first: Facts) -> str:
-    """The libraries for matrix products: by library the kinds that it does."""
+    """The libraries for matrix products: by library the dtypes or kinds that it does."""
     text, chosen = first.processor.products, first.processor.products_chosen
-    by = f", chosen by {chosen}" if chosen else ""
+    by = f", chosen by {VARIABLE}" if chosen else ""
     if text in ("", NUMPY):
         return f"by BLAS{by or '; the extras mkl and onednn bring libraries that are faster on some processors'}"
     kinds: dict[str, list[str]] = {}

@@ -12,7 +12,7 @@ from typing import Any
 from mpishard.backend import array as arrays
 from mpishard.backend.arithmetic import arithmetic, of_products
 from mpishard.backend.blas_threads import fix_blas_threads
-from mpishard.backend.products.choice import take_saved
+from mpishard.backend.products.choice import go_on_with, going_on_from, in_force
 from mpishard.backend.products.libraries import NUMPY
 from mpishard.comm.agreement import agree_on_settings, differing, fingerprint
 from mpishard.comm.axis import Axis
@@ -106,7 +106,7 @@ class BitFacts:
 
         Those that were there before do not: if one that joins lacks their library, they differ.
         """
-        self.own |= of_products()
+        self.own |= of_products(in_force())
 
     def agree(self, config: ShardingConfiguration, ranks: Axis, *, places: bool = True) -> None:
         """Compare the facts of ranks of a reproducible run.
@@ -149,8 +149,7 @@ class BitFacts:
     def check(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> None:
         """Raise unless a reproducible run goes on from saved facts with the same bits, or is allowed others.
 
-        It goes on with the saved libraries for matrix products where all ranks have them.  Not collective; all ranks
-        do it.
+        Not collective.
 
         Parameters
         ----------
@@ -164,15 +163,9 @@ class BitFacts:
         ValueError
             With both sides of what differs, and the ways out.
         """
-        if not config.reproducible or not _was_reproducible(saved):
+        if not config.reproducible or config.allow_different_bits or not _was_reproducible(saved):
             return
-        if theirs := _arithmetic(saved):
-            take_saved(theirs["products"], config.mesh.product_libraries)
-            self.note_products()
-        if config.allow_different_bits:
-            return
-        found = self._differences(saved)
-        if found:
+        if found := self._differences(saved, config):
             remedies = [_REMEDIES.get(name, f"run it where {name} is {{}}").format(then) for name, then, _ in found]
             raise ValueError(
                 f"with reproducible=True the saved run must go on with what its bits depend on, but {_both(found)}; "
@@ -198,27 +191,35 @@ class BitFacts:
             text = "its earlier steps were without reproducible=True"
         elif not _arithmetic(saved):
             text = "the checkpoint does not say with which BLAS kernels, shards and micro-batches it was made"
-        elif found := self._differences(saved):
+        elif found := self._differences(saved, config):
             self._change(f"from step {step} on other bits than in one run: {_both(found)}", rank)
         if text and rank == 0:
             log.inform(f"reproducible=True holds from step {step} on: {text}")
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Continue the list of changes of saved facts.  Not collective.
+    def restore(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> None:
+        """Continue from saved facts: with their list of changes, and their libraries where all ranks have them.
+
+        Not collective; all ranks do it.
 
         Parameters
         ----------
         saved : mapping
-            The facts of the state.
+            The facts of the state, which have passed `check`.
+        config : ShardingConfiguration
+            Of the optimizer that goes on.
         """
+        if config.reproducible and _was_reproducible(saved) and (theirs := _arithmetic(saved)):
+            go_on_with(going_on_from(theirs["products"], config.mesh.product_libraries))
+            self.note_products()
         earlier = saved.get(DIFFERENT_BITS, [])
         if isinstance(earlier, list | tuple):
             self.changes = list(dict.fromkeys([*map(brief, earlier), *self.changes]))
 
-    def _differences(self, saved: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-        """The name, the saved and the own value of each fact that differs; a fact that one side lacks does not."""
+    def _differences(self, saved: Mapping[str, Any], config: ShardingConfiguration) -> list[tuple[str, str, str]]:
+        """The name, the saved and the own value of each fact that would differ; a fact that one side lacks does not."""
         theirs = _arithmetic(saved)
-        pairs = [(name, theirs[name], own) for name, own in self.own.items() if name in theirs]
+        products = of_products(going_on_from(theirs["products"], config.mesh.product_libraries)) if theirs else {}
+        pairs = [(name, theirs[name], own) for name, own in (self.own | products).items() if name in theirs]
         return [pair for pair in pairs if pair[1] != pair[2]]
 
     def _change(self, text: str, rank: int) -> None:

@@ -204,7 +204,7 @@ class OptimizerState:
         if self._carried is not None:
             self._carried.restore(facts)
         self.binding.counters.restore(facts)
-        self.binding.bits.restore(facts)
+        self.binding.bits.restore(facts, self._optimizer.config)
         on_rank.resume(self.binding.counters, float(facts.get("loss_scale", 1.0)))
 
     def rebuild(self, parameters: FlatParameters) -> None:

@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_info
 from mpishard.backend.array import can_pin, device_count
 from mpishard.backend.blas_threads import chosen_by_user, cpu_quota, own_cores
 from mpishard.backend.products.choice import VARIABLE, Choice
-from mpishard.backend.products.libraries import NUMPY, loadable
+from mpishard.backend.products.libraries import NUMPY, installed, loadable
 from mpishard.comm.capabilities import Capabilities, could_heal_in_place, heals_in_place, probe
 from mpishard.deprecated import warn_renamed
 from mpishard.launch.detection import Launch, launches
@@ -140,7 +140,7 @@ class Processor:
         The libraries that a mesh of ranks with one thread takes for matrix products on this machine, see
         `mpishard.backend.products.choice`; empty on other ranks than 0.
     products_chosen : str
-        The variable by which the user chose them; else empty.
+        What the user chose by MPISHARD_PRODUCTS; empty without a choice.
     """
 
     blas: tuple[Blas, ...]
@@ -290,7 +290,7 @@ def collect(comm: MPI.Intracomm) -> Facts:
             node=node,
             launches=launches(os.environ),
         ),
-        versions={**versions(), "HDF5": h5py.version.hdf5_version},
+        versions={**versions(), "HDF5": h5py.version.hdf5_version, **loadable()},
         mpi=probe(device=True),
         mpi_setup=MpiSetup(
             mpi_text=MPI.Get_library_version().strip("\0\n "),
@@ -308,7 +308,7 @@ def collect(comm: MPI.Intracomm) -> Facts:
             cores=tuple(sorted(own_cores())),
             cpu_quota=None if math.isinf(quota) else quota,
             products=_products() if comm.rank == 0 else "",
-            products_chosen=VARIABLE if os.environ.get(VARIABLE, "").strip() else "",
+            products_chosen=os.environ.get(VARIABLE, "").strip(),
         ),
         memory=Memory(
             gpus=gpus,
@@ -351,10 +351,12 @@ def _h5py_lacks() -> tuple[str, ...]:
 
 
 def _blas() -> tuple[Blas, ...]:
+    """Those that NumPy and other packages brought; libraries for products get their threads from mpishard."""
+    own = {os.path.realpath(path) for path in installed().values()}
     return tuple(
         Blas(str(each["internal_api"]), str(each["version"]), str(each.get("architecture") or ""), each["num_threads"])
         for each in threadpool_info()
-        if each["user_api"] == "blas"
+        if each["user_api"] == "blas" and os.path.realpath(each["filepath"]) not in own
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mpishard.backend.products.choice import VARIABLE
 from mpishard.environment.facts import Facts
 from mpishard.launch.detection import OPEN_MPI, SLURM, Launch, launch_of
 from mpishard.launch.launchers import Launcher
@@ -29,8 +30,8 @@ class Finding:
     level : {"wrong", "warning", "note"}
         Runs will fail; runs will be slow or less safe; a possible improvement.
     about : str
-        The topic, in one word: ``launch``, ``versions``, ``threads``, ``cores``, ``blas``, ``hdf5``, ``memory``,
-        ``gpu`` or ``death``.
+        The topic, in one word: ``launch``, ``versions``, ``threads``, ``cores``, ``blas``, ``products``, ``hdf5``,
+        ``memory``, ``gpu`` or ``death``.
     what : str
         The problem in one sentence, without the point.
     way_out : str
@@ -63,7 +64,7 @@ def findings(facts: Sequence[Facts]) -> list[Finding]:
     """
     found = [
         finding
-        for look in (_launch, _versions, _threads, _cores, _blas, _hdf5, _memory, _gpus, _deaths)
+        for look in (_launch, _versions, _threads, _cores, _blas, _products, _hdf5, _memory, _gpus, _deaths)
         for finding in look(facts)
     ]
     return sorted(found, key=lambda finding: (WRONG, WARNING, NOTE).index(finding.level))
@@ -248,6 +249,14 @@ def _blas(facts: Sequence[Facts]) -> Iterator[Finding]:
             what += f" on {count(cores_of(node), 'core')}"
             yield Finding(WARNING, "blas", what, "unset it, and a mesh gives each rank its share of the cores")
             return
+
+
+def _products(facts: Sequence[Facts]) -> Iterator[Finding]:
+    chosen = [each.processor.products_chosen for each in facts]
+    other = next((rank for rank, text in enumerate(chosen) if text != chosen[0]), None)
+    if other is not None:
+        what = f"{VARIABLE} is {chosen[0] or 'unset'} on rank 0 and {chosen[other] or 'unset'} on rank {other}"
+        yield Finding(WRONG, "products", what, "set it alike on all ranks, with the launcher's option for variables")
 
 
 def _hdf5(facts: Sequence[Facts]) -> Iterator[Finding]:

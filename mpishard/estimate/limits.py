@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mpishard.estimate.many_ranks import Cluster, Costs, costs
+from mpishard.estimate.many_ranks import MOST_RANKS, Cluster, Costs, costs
 from mpishard.estimate.profile import MachineProfile
 from mpishard.estimate.start_parts import StartParts
 
@@ -17,7 +17,6 @@ LIMITS = {
     "heal": "takes more than a tenth of the time, as nodes die so often",
 }
 THINGS = tuple(LIMITS)
-_MOST_RANKS = 10**7
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,13 @@ def breaks(parts: StartParts, cluster: Cluster, machine: MachineProfile) -> list
     found = []
     for what in LIMITS:
         below, above = 0, 1
-        while above < _MOST_RANKS and not broken(what, above):
-            below, above = above, min(2 * above, _MOST_RANKS)
+        while above < MOST_RANKS and not broken(what, above):
+            below, above = above, min(2 * above, MOST_RANKS)
         ranks = above if broken(what, above) else None
         while ranks is not None and ranks - below > 1:
             middle = (below + ranks) // 2
             below, ranks = (below, middle) if broken(what, middle) else (middle, ranks)
-        times: dict[str, float] = dict(getattr(costs(ranks or _MOST_RANKS, parts, cluster, machine), what))
+        times: dict[str, float] = dict(getattr(costs(ranks or MOST_RANKS, parts, cluster, machine), what))
         times.pop("computing", None)  # what a step's communication is compared with
         part = max(times, key=lambda name: times[name])
         found.append(Break(what, ranks, part, times[part] / sum(times.values()) if times[part] else 0.0))

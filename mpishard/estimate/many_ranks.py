@@ -27,6 +27,8 @@ _COLLECTIVES = 22
 _ITEM_BYTES = 4
 _STATE_BYTES = 12
 _DAY_S = 86400.0
+# More than any machine has had, and than the formulas were compared with.
+MOST_RANKS = 10**7
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,11 @@ def costs(ranks: int, parts: StartParts, cluster: Cluster, machine: MachineProfi
     TypeError
         If `ranks` is no whole number.
     ValueError
-        For fewer than 1, or for a profile without links.
+        For fewer than 1, more than `MOST_RANKS`, or for a profile without links.
     """
     ranks = integer("ranks", ranks, least=1)
+    if ranks > MOST_RANKS:
+        raise ValueError(f"ranks={ranks} is more than the {MOST_RANKS:,} that this can say something about")
     nodes = math.ceil(ranks / cluster.ranks_per_node)
     machine = replace(machine, ranks_per_node=cluster.ranks_per_node)
     gather, reduce = machine.link("all_gather", ranks), machine.link("all_reduce", ranks)

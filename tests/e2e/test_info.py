@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
+from mpishard.backend.products.libraries import installed
 from mpishard.environment import launches
 
 LIBRARY = MPI.get_vendor()[0]
@@ -43,6 +44,8 @@ def test_json_of_all_ranks(mpirun: Callable[..., Any]) -> None:
     assert [rank["launches"][0]["rank"] for rank in report["ranks"]] == [0, 1, 2]
     assert report["ranks"][0]["mpirun"]["family"] == LIBRARY and report["ranks"][1]["mpirun"] is None
     assert {rank["mpi"]["library"] for rank in report["ranks"]} == {LIBRARY}
+    # Libraries for products, which it times, are not NumPy's BLAS.
+    assert not {blas["library"] for rank in report["ranks"] for blas in rank["blas"]} & {*installed()}
 
 
 def test_threads_that_mpi4py_was_set_not_to_have(mpirun: Callable[..., Any]) -> None:

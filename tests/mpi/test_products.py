@@ -33,7 +33,7 @@ def part_differs(comm, mesh, monkeypatch):
     monkeypatch.setattr(choice, "_process", choice._Process())
     with mpishard.Mesh(comm), mpishard.Mesh(comm.Split(comm.rank > 0)) as part:
         if comm.rank > 0:
-            choice.take_saved("numpy", part.product_libraries)
+            choice.go_on_with(choice.going_on_from("numpy", part.product_libraries))
     if comm.rank == 0:
         choice.put_in_force(Choice.parse("mkl"), VERSIONS)
 
@@ -197,5 +197,6 @@ def test_a_run_goes_on_with_libraries_that_its_own_mesh_has(comm, monkeypatch):
                 pass
         assert comm.rank > 0 or str(choice.in_force()) == "numpy"
         bits.check(saved, config)
+        bits.restore(saved, config)
         assert str(choice.in_force()) == saved[ARITHMETIC]["products"] != "numpy"
         bits.agree(config, mesh.world)

@@ -12,8 +12,10 @@ import mpishard
 from mpishard import SGD, DDPOptimizer, Mesh, OptimizationProblem, ShardingConfiguration, nn
 from mpishard.backend.arithmetic import arithmetic
 from mpishard.backend.compiled import KERNELS
-from mpishard.backend.products.choice import VARIABLE
+from mpishard.backend.products import choice
+from mpishard.backend.products.choice import VARIABLE, Choice
 from mpishard.comm.agreement import fingerprint
+from mpishard.data_parallel import bit_facts
 from mpishard.data_parallel.bit_facts import ARITHMETIC, DIFFERENT_BITS, BitFacts
 from mpishard.elastic.mesh_choice import MeshSizes
 from mpishard.elastic.mesh_limits import MeshLimits
@@ -122,7 +124,7 @@ def test_they_are_allowed_and_recorded(mesh, capsys):
     facts = saved(bits, shards="4") | {DIFFERENT_BITS: ["from step 3 on something"]}
     bits.check(facts, config)
     bits.note(facts, config, rank=0)
-    bits.restore(facts)
+    bits.restore(facts, config)
     assert "shards is 4 there and 1 here" in capsys.readouterr().err
     assert bits.facts[DIFFERENT_BITS][0] == "from step 3 on something"
     assert bits.facts[DIFFERENT_BITS][1].startswith("from step 7 on")
@@ -139,7 +141,7 @@ def test_a_state_without_a_fact_counts_as_made_before_there_was_one(mesh, monkey
     bits, config = taken(mesh)
     old = saved(bits, **{name: "of this release"})
     bits.own[name] = old[ARITHMETIC].pop(name)
-    monkeypatch.setattr(BitFacts, "note_products", lambda bits: None)
+    monkeypatch.setattr(bit_facts, "of_products", lambda choice: {})
     found = f"{name} is {EARLIER[name]} there and of this release here"
     with pytest.raises(ValueError, match=found) as caught:
         bits.check(old, config)
@@ -152,6 +154,20 @@ def test_a_state_without_a_fact_counts_as_made_before_there_was_one(mesh, monkey
     assert found in capsys.readouterr().err
     bits.own[name] = EARLIER[name]  # as when it was made
     bits.check(old, ShardingConfiguration(mesh, reproducible=True))
+
+
+def test_a_refused_state_leaves_the_libraries_as_they_are(mesh):
+    bits, config = taken(mesh)
+    before = choice.in_force()
+    choice.go_on_with(Choice({"float32.plain": "mkl"}))
+    try:
+        with pytest.raises(ValueError, match="shards is 4 there"):
+            bits.check(saved(bits, products="numpy", shards="4"), config)
+        assert str(choice.in_force()) == "float32.plain=mkl"
+        bits.restore(saved(bits, products="numpy"), config)
+        assert str(choice.in_force()) == bits.own["products"] == "numpy"
+    finally:
+        choice.go_on_with(before)
 
 
 LATER = {"of a later version": "x", "kernels": str(KERNELS)}

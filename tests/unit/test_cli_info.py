@@ -220,14 +220,22 @@ def test_more_blas_threads_than_cores() -> None:
     ("products", "chosen", "shown"),
     [
         ("numpy", "", "by BLAS; the extras mkl and onednn bring libraries that are faster on some processors"),
-        ("numpy", "MPISHARD_PRODUCTS", "by BLAS, chosen by MPISHARD_PRODUCTS"),
+        ("numpy", "numpy", "by BLAS, chosen by MPISHARD_PRODUCTS"),
         ("float32.plain=mkl,bfloat16.plain=onednn", "", "mkl: float32.plain; onednn: bfloat16.plain"),
-        ("float32.plain=mkl", "MPISHARD_PRODUCTS", "mkl: float32.plain, chosen by MPISHARD_PRODUCTS"),
+        ("float32=mkl", "float32=mkl", "mkl: float32, chosen by MPISHARD_PRODUCTS"),
     ],
 )
 def test_libraries_for_products(products: str, chosen: str, shown: str) -> None:
     facts = replace(GOOD, processor=replace(GOOD.processor, products=products, products_chosen=chosen))
     assert dict(rows([facts]))["products"] == shown
+
+
+def test_libraries_for_products_that_ranks_chose_otherwise() -> None:
+    ranks = job(3, products_chosen="mkl")
+    assert findings(ranks) == []
+    finding = only([*ranks[:2], changed(ranks[2], products_chosen="")])
+    assert (finding.level, finding.about) == ("wrong", "products")
+    assert finding.what == "MPISHARD_PRODUCTS is mkl on rank 0 and unset on rank 2"
 
 
 def test_h5py() -> None:

@@ -69,6 +69,11 @@ def test_one_rank_communicates_with_nobody() -> None:
     assert found.start["processor time"] == 0.5
 
 
+def test_more_ranks_than_any_machine_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="ranks=10000001 is more than the 10,000,000"):
+        costs(10**7 + 1, PARTS, CLUSTER, MACHINE)
+
+
 def test_within_a_node_nothing_goes_over_the_network() -> None:
     assert costs(8, PARTS, CLUSTER, MACHINE).start["communicators"] == 0
     assert costs(9, PARTS, CLUSTER, MACHINE).start["communicators"] > 0

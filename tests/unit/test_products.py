@@ -146,6 +146,8 @@ def test_a_choice_is_what_its_text_tells():
     assert Choice.parse(text.replace(",", " , ")) == Choice.parse(text + ",float32.batched=numpy")
     assert str(Choice.parse(NUMPY)) == str(Choice()) == NUMPY
     assert len(Choice.parse(MKL).libraries) == 10
+    assert str(Choice.parse(MKL)) == "bfloat16=mkl,float32=mkl,float64=mkl"
+    assert Choice.parse(str(Choice.parse(MKL))) == Choice.parse(MKL)
     assert set(Choice.parse(ONEDNN).libraries) == {"bfloat16.plain", "bfloat16.transposed"}
     assert str(Choice.parse(text).limited_to([MKL])) == "float32.plain=mkl,float64.scores=mkl"
     assert "bfloat16" not in str(Choice.parse(MKL).limited_to([MKL], bfloat16=False))
@@ -158,8 +160,9 @@ def test_a_choice_is_what_its_text_tells():
         ("fast", "there is no library 'fast'; choose from numpy, mkl, onednn, or kind by kind, as float32.plain=mkl"),
         ("float32.plain=mkl,float32.plain=numpy", "a kind of product is named twice"),
         ("float32.plain=fast", "there is no library 'fast'"),
-        ("float16.plain=mkl", "'float16.plain' is none of float32.plain, "),
-        ("float32=mkl", "'float32' is none of"),
+        ("float16.plain=mkl", "'float16.plain' is none of bfloat16, "),
+        ("float32=mkl,float32.plain=mkl", "a kind of product is named twice"),
+        ("float16=mkl", "'float16' is none of bfloat16, float32, float64, bfloat16.plain"),
         ("float32.plain=onednn", "onednn multiplies bfloat16 only"),
         ("=", "'' is none of"),
     ],
@@ -172,17 +175,15 @@ def test_a_text_that_is_no_choice_is_refused(text, message):
 def test_a_run_that_goes_on_multiplies_as_it_did_where_all_ranks_can(monkeypatch):
     choice.put_in_force(Choice.parse(MKL), [MKL], bfloat16=False)
     common = Common(frozenset([MKL]), bfloat16=False)
-    choice.take_saved("float32.plain=mkl", common)
+    choice.go_on_with(choice.going_on_from("float32.plain=mkl", common))
     assert str(choice.in_force()) == "float32.plain=mkl"
     for impossible in ("bfloat16.plain=mkl", "bfloat16.plain=onednn", "float32.plain=other"):
-        choice.take_saved(impossible, common)
-        assert str(choice.in_force()) == "float32.plain=mkl"
+        assert choice.going_on_from(impossible, common) == choice.in_force()
     monkeypatch.setenv(choice.VARIABLE, "mkl")
-    choice.take_saved(NUMPY, common)
-    assert str(choice.in_force()) == "float32.plain=mkl"
+    assert choice.going_on_from(NUMPY, common) == choice.in_force()
     monkeypatch.delenv(choice.VARIABLE)
-    choice.take_saved(NUMPY, common)
-    assert str(choice.in_force()) == NUMPY
+    assert str(choice.going_on_from(NUMPY, common)) == NUMPY
+    assert str(choice.in_force()) == "float32.plain=mkl"
 
 
 RATES = {

@@ -12,6 +12,8 @@ from mpishard.backend.products.libraries import MKL, NUMPY, TAKES
 from mpishard.backend.products.shapes import KINDS
 
 VARIABLE = "MPISHARD_PRODUCTS"
+# By dtype the names of what libraries are chosen for.
+_NAMES = {dtype: [f"{dtype}.{kind}" for kind in sorted(KINDS[dtype])] for dtype in sorted(KINDS)}
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,14 @@ class Choice:
 
     @classmethod
     def parse(cls, text: str) -> Choice:
-        """The choice that a text tells: a library for all, or as `str` gives it.
+        """The choice that a text tells: a library for all, or libraries by dtype or kind.
 
         Not collective.
 
         Parameters
         ----------
         text : str
-            Such as ``"mkl"`` or ``"float32.plain=mkl,bfloat16.plain=onednn"``.
+            Such as ``"mkl"`` or ``"float32=mkl,bfloat16.plain=onednn"``; what `str` gives, too.
 
         Returns
         -------
@@ -52,17 +54,18 @@ class Choice:
         ValueError
             If the text cannot be read.
         """
-        names = [f"{dtype}.{kind}" for dtype, kinds in KINDS.items() for kind in kinds]
+        names = [name for of in _NAMES.values() for name in of]
         if "=" in text:
-            pairs = [each.partition("=") for each in text.split(",")]
-            found = {name.strip(): library.strip() for name, _, library in pairs}
+            sides = [[side.strip() for side in each.partition("=")] for each in text.split(",")]
+            pairs = [(name, library) for of, _, library in sides for name in _NAMES.get(of, [of])]
+            found = dict(pairs)
             if len(found) < len(pairs):
                 raise ValueError(f"{VARIABLE}={text}: a kind of product is named twice")
         else:
             found = {name: text for name in names if name.partition(".")[0] in TAKES.get(text, KINDS)}
         for name, library in found.items():
             if name not in names:
-                raise ValueError(f"{VARIABLE}={text}: {name!r} is none of {', '.join(names)}")
+                raise ValueError(f"{VARIABLE}={text}: {name!r} is none of {', '.join((*_NAMES, *names))}")
             if library not in (NUMPY, *TAKES):
                 raise ValueError(
                     f"{VARIABLE}={text}: there is no library {library!r}; choose from {', '.join((NUMPY, *TAKES))}, or "
@@ -73,7 +76,12 @@ class Choice:
         return cls({name: library for name, library in found.items() if library != NUMPY})
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={library}" for name, library in sorted(self.libraries.items())) or NUMPY
+        found = []
+        for dtype, names in _NAMES.items():
+            of = {name: self.libraries[name] for name in names if name in self.libraries}
+            whole = len(of) == len(names) and len(set(of.values())) == 1
+            found += [f"{dtype}={of[names[0]]}"] if whole else [f"{name}={library}" for name, library in of.items()]
+        return ",".join(found) or NUMPY
 
     def limited_to(self, libraries: Collection[str], *, bfloat16: bool = True) -> Choice:
         """This choice, with NumPy's library in place of others.
@@ -190,10 +198,10 @@ def put_in_force(
     _process.choice, _process.status = choice.limited_to(libraries, bfloat16=bfloat16), status
 
 
-def take_saved(text: str, common: Common) -> None:
-    """Multiply as a saved run did, where all ranks can and the user has not chosen.
+def going_on_from(text: str, common: Common) -> Choice:
+    """The choice with which a saved run goes on: its own, where all ranks can and the user has not chosen.
 
-    Not collective; all ranks of a mesh do it with the same text, and to the same effect.
+    Not collective; the same on all ranks of a mesh that ask with the same text.
 
     Parameters
     ----------
@@ -201,12 +209,27 @@ def take_saved(text: str, common: Common) -> None:
         The saved choice.
     common : Common
         What all ranks of the mesh can multiply by.
+
+    Returns
+    -------
+    Choice
+        The saved one, or that in force.
     """
     if os.environ.get(VARIABLE):
-        return
+        return in_force()
     try:
         saved = Choice.parse(text)
     except ValueError:  # of another release
-        return
-    if common.allows(saved):
-        _process.choice = saved
+        return in_force()
+    return saved if common.allows(saved) else in_force()
+
+
+def go_on_with(choice: Choice) -> None:
+    """Multiply by what `going_on_from` gave from now on.  Not collective; all ranks of a mesh do it.
+
+    Parameters
+    ----------
+    choice : Choice
+        That all ranks can follow.
+    """
+    _process.choice = choice
