@@ -36,7 +36,7 @@ class Communicator:
     ================== ======================== =======================================
     `all_reduce`       `start_all_reduce`       ``Allreduce``, ``Iallreduce``
     `reduce_scatter`   `start_reduce_scatter`   ``Reduce_scatter``, ``Ireduce_scatter``
-    `all_gather`       `start_all_gather`       ``Iallgatherv``
+    `all_gather`       `start_all_gather`       ``Iallgather``, ``Iallgatherv``
     `all_to_all`       `start_all_to_all`       ``Ialltoallv``
     `broadcast`        `start_broadcast`        ``Ibcast``
     `barrier`                                   ``Ibarrier``
@@ -179,7 +179,7 @@ class Communicator:
             return self._blocking.all_gather(buffer, piece, counts, label).wait()
         counts = self._blocking.counts(buffer, counts)
         sent = ring_elements("all_gather", counts, self.rank)
-        self._call("all_gather", buffer, sent, label, self._gather_pieces, [buffer, (counts, None)])
+        self._call("all_gather", buffer, sent, label, self._gather_pieces, buffer, counts)
         return buffer
 
     def all_to_all(
@@ -255,8 +255,8 @@ class Communicator:
             ledger.active = None
         ledger.enter(call, sent * buffer.itemsize, ledger.spend(call, call[0]))
 
-    def _gather_pieces(self, buffer: list[Any]) -> None:
-        self.comm.Iallgatherv(MPI.IN_PLACE, buffer).Wait()
+    def _gather_pieces(self, buffer: Array, counts: list[int]) -> None:
+        self._blocking.gather(MPI.IN_PLACE, buffer, counts).Wait()
 
     # -- the same, started: the buffers belong to the `Request` until its `wait` returns ------------------------------
 

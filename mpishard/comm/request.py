@@ -53,7 +53,7 @@ class Request:
         self._requests = requests
         self._statuses: Sequence[MPI.Status | None] = statuses or [None] * len(requests)
         self._finish = finish
-        # Kept alive here: mpi4py 4.1 drops send buffers of Iallreduce, Ireduce_scatter and Iallgatherv while they run.
+        # Kept alive here: mpi4py 4.1 drops send buffers of Iallreduce, Ireduce_scatter and Iallgather while they run.
         self._read = read
         self._result: Array = None
         self._started_s = ledger.spend(call, call[0])

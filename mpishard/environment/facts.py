@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_info
 
 from mpishard.backend.array import can_pin, device_count
 from mpishard.backend.blas_threads import chosen_by_user, cpu_quota, own_cores
-from mpishard.backend.products.choice import VARIABLE, Choice
+from mpishard.backend.products.choice import Choice, chosen_by_variable
 from mpishard.backend.products.libraries import NUMPY, installed, loadable
 from mpishard.comm.capabilities import Capabilities, could_heal_in_place, heals_in_place, probe
 from mpishard.deprecated import warn_renamed
@@ -308,7 +308,7 @@ def collect(comm: MPI.Intracomm) -> Facts:
             cores=tuple(sorted(own_cores())),
             cpu_quota=None if math.isinf(quota) else quota,
             products=_products() if comm.rank == 0 else "",
-            products_chosen=os.environ.get(VARIABLE, "").strip(),
+            products_chosen=chosen_by_variable(),
         ),
         memory=Memory(
             gpus=gpus,
@@ -361,7 +361,7 @@ def _blas() -> tuple[Blas, ...]:
 
 
 def _products() -> str:
-    libraries, forced = loadable(), os.environ.get(VARIABLE, "").strip()
+    libraries, forced = loadable(), chosen_by_variable()
     if forced:
         return str(Choice.parse(forced).limited_to(libraries))
     if not libraries:

@@ -82,6 +82,8 @@ class CausalSelfAttention(Layer):
         do not suit the width of a head.
     """
 
+    only_multiplies = True
+
     def __init__(
         self,
         name: str,

@@ -32,9 +32,12 @@ class MLP(Layer):
         Whether tensor ranks hold some rows each outside of it.
     """
 
+    only_multiplies = True
+
     def __init__(self, name: str, width: int, *, output_scale: float = 0.02, sequence_parallel: bool = False) -> None:
         self.expand: Linear = Linear(f"{name}.expand", width, 4 * width, split=1)
         self.activation: GELU = GELU(f"{name}.activation")
+        self.activation.gives_bits = True
         self.contract: Linear = Linear(
             f"{name}.contract", 4 * width, width, scale=output_scale, split=0, sequence_parallel=sequence_parallel
         )
@@ -117,6 +120,7 @@ class TransformerBlock(Layer):
         mlp: MLP | GatedMLP,
         dropout: float = 0.0,
     ) -> None:
+        attention_norm.gives_bits, mlp_norm.gives_bits = attention.only_multiplies, mlp.only_multiplies
         self.attention_norm: Norm = attention_norm
         self.attention: CausalSelfAttention = attention
         self.mlp_norm: Norm = mlp_norm

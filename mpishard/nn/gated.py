@@ -31,6 +31,8 @@ class GatedMLP(Layer):
         Whether tensor ranks hold some rows each outside of it.
     """
 
+    only_multiplies = True
+
     def __init__(
         self, name: str, width: int, hidden: int, *, output_scale: float = 0.02, sequence_parallel: bool = False
     ) -> None:

@@ -13,7 +13,8 @@ split tensors, and layers compute with these slices, one by one (`mpishard.nn.sl
 those of this rank: all of them, or with sequence parallelism some.
 
 Arrays that a layer returns belong to the workspace and are overwritten by the next pass.  What only products take, such
-as the result of a norm, may be the bits of numbers rounded to bfloat16 (uint16).
+as the result of a norm, may be the bits of numbers rounded to bfloat16 (uint16): where the layer that takes it says so
+(`Layer.only_multiplies`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,20 @@ class Layer:
     role : str
         Names its memory in a workspace.  Layers of one role share scratch memory, and so must not be neighbours; what
         they save goes to different workspaces.
+    only_multiplies : bool
+        Of the class: `forward` does nothing with its rows but multiply them by `matmul`, so that they may come as the
+        bits of bfloat16.  False for a class that has a `forward` of its own and does not say it.
+    gives_bits : bool
+        Whether `forward` may return the bits of bfloat16, since the layer that takes them only multiplies.
     """
+
+    only_multiplies = False
+    gives_bits = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "forward" in vars(cls):
+            cls.only_multiplies = vars(cls).get("only_multiplies", False)
 
     def __init__(self, name: str, children: Sequence[Layer] = ()) -> None:
         self.role: str
@@ -147,6 +161,10 @@ class Layer:
         else:
             view[...] = term
 
+    def _save_result(self, work: Workspace, *shape: int) -> Array:
+        """Memory for the result of `forward`."""
+        return self._save_for_products(work, *shape) if self.gives_bits else work.save(f"{self.role}.y", *shape)
+
     def _save_for_products(self, work: Workspace, *shape: int) -> Array:
         """Memory for a result that only products take; for its bits if they would round it, in either pass."""
         # Rows that ranks exchange before the product are exchanged as they are.
@@ -189,12 +207,12 @@ class GELU(Layer):
         Returns
         -------
         array, shape (n, c)
-            In the memory of `work`.
+            In the memory of `work`; uint16, the bits of bfloat16, if products round it and `gives_bits` is set.
         """
         if bias_c is None:
             bias_c = work.scratch("no bias", (x_nc.shape[1],), work.dtype)
             bias_c.fill(0)
-        y_nc = self._save_for_products(work, *x_nc.shape)
+        y_nc = self._save_result(work, *x_nc.shape)
         work.kept[self.role] = x_nc
         for x, bias, y in zip(self._apart(x_nc), self._cut(bias_c), self._apart(y_nc), strict=True):
             self.ops.gelu(x, bias, y)

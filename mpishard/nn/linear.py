@@ -43,6 +43,8 @@ class Linear(Layer):
         has partial gradients.  False for several shards, of which `bias_gradient` takes the sums.
     """
 
+    only_multiplies = True
+
     # Longer than other classes: half of it is docstrings with shapes, and whole, column- and row-parallel products are
     # one class since they differ only in what they exchange before and after the same product.
 

@@ -59,10 +59,10 @@ class LayerNorm(Layer):
         Returns
         -------
         array, shape (n, width)
-            In the memory of `work`.
+            In the memory of `work`; uint16, the bits of bfloat16, if products round it and `gives_bits` is set.
         """
         rows = len(x_nc)
-        y_nc = self._save_for_products(work, rows, self.width)
+        y_nc = self._save_result(work, rows, self.width)
         mean_n = work.save_statistics(f"{self.role}.mean", rows)
         scale_n = work.save_statistics(f"{self.role}.scale", rows)
         work.kept[self.role] = x_nc, mean_n, scale_n
@@ -156,9 +156,9 @@ class RMSNorm(Layer):
         Returns
         -------
         array, shape (n, width)
-            In the memory of `work`.
+            In the memory of `work`; uint16, the bits of bfloat16, if products round it and `gives_bits` is set.
         """
-        y_nc = self._save_for_products(work, len(x_nc), self.width)
+        y_nc = self._save_result(work, len(x_nc), self.width)
         scale_n = work.save_statistics(f"{self.role}.scale", len(x_nc))
         work.kept[self.role] = x_nc, scale_n
         self.ops.rms_norm(x_nc, self.parameters[self.weight_name], y_nc, scale_n, self.epsilon)

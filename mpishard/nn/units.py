@@ -169,6 +169,7 @@ class OutputHead(Layer):
             if tied
             else Linear("head", width, vocabulary_size, bias=False, split=1)
         )
+        self.final_norm.gives_bits = self.head.only_multiplies
         super().__init__(OUTPUT_HEAD, [self.final_norm, self.head])
         self.width: int = width
         self.vocabulary_size: int = vocabulary_size

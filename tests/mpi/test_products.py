@@ -74,6 +74,25 @@ def test_ranks_that_were_spawned_follow_those_that_they_join(mesh, comm, monkeyp
         assert choice.is_made() and str(choice.in_force()) == "float64.batched=mkl"
 
 
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_were_spawned_need_not_have_the_variable(mesh, comm, monkeypatch):
+    """Launchers do not pass it on."""
+    monkeypatch.setattr(choice, "_process", choice._Process())
+    joins = comm.rank == comm.size - 1
+    monkeypatch.setenv(VARIABLE, "" if joins else "float64=mkl")
+    if joins:
+        choice.put_in_force(Choice.parse("mkl"), VERSIONS, status=Status.FOR_NOW)
+    else:
+        choice.put_in_force(Choice.parse("float64=mkl"), VERSIONS)
+    for _ in range(2):
+        agree_on_products(mesh.world)
+        assert choice.is_made() and str(choice.in_force()) == "float64=mkl"
+    monkeypatch.setattr(choice, "_process", choice._Process())
+    monkeypatch.setenv(VARIABLE, "" if joins else "float64=mkl")
+    with pytest.raises(ValueError, match=f"{VARIABLE} is float64=mkl on rank 0 and unset on rank {comm.size - 1}"):
+        agree_on_products(mesh.world)
+
+
 def test_a_library_that_one_rank_lacks_or_has_in_another_version_is_not_taken(comm, monkeypatch):
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(product_choice, "loadable", lambda: {"onednn": "3.2.0"})

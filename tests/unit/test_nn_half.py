@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 import warnings
 
@@ -210,6 +211,44 @@ def test_rounded_results_are_found_again_however_activations_are_kept(options):
         assert 0 < error < 10 * epsilon(np.float16)
     else:
         np.testing.assert_array_equal(found, expected)
+
+
+class Squashed(nn.MLP):
+    """A layer of a user's own, which does more with its rows than to multiply them."""
+
+    def forward(self, x_nc, work, residual_nc=None):
+        return super().forward(np.tanh(x_nc), work, residual_nc)
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(nn.DecoderArchitecture):
+    vocabulary_size: int = VOCABULARY
+    context_length: int = CONTEXT
+    width: int = 32
+    heads: int = 4
+    layers: int = 1
+    tied: bool = True
+    shards: int = 1
+
+    def build_embeddings(self):
+        return nn.EmbeddingUnit(self.vocabulary_size, self.context_length, self.width)
+
+    def build_block(self, name, sequence_parallel):
+        norms = [nn.LayerNorm(f"{name}.{part}_norm", self.width) for part in ("attention", "mlp")]
+        attention = nn.CausalSelfAttention(f"{name}.attention", self.width, self.heads)
+        return nn.TransformerBlock(name, norms[0], attention, norms[1], Squashed(f"{name}.mlp", self.width))
+
+
+@pytest.mark.usefixtures("library")
+@CHECKING
+def test_a_layer_of_ones_own_gets_numbers_not_bits():
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (4, CONTEXT))
+    losses = []
+    for dtype in (None, ml_dtypes.bfloat16):
+        model = nn.Decoder(Own(), compute_dtype=dtype)
+        model.parameters.flat[:] += 0.1 * np.random.default_rng(5).standard_normal(model.parameters.size)
+        losses.append(model.loss(tokens, tokens))
+    assert losses[1] == pytest.approx(losses[0], rel=epsilon(ml_dtypes.bfloat16))
 
 
 @CHECKING

@@ -177,6 +177,16 @@ def is_made() -> bool:
     return _process.status is Status.MADE
 
 
+def is_for_now() -> bool:
+    """Whether this process is to take the choice of a run that it joins.  Not collective."""
+    return _process.status is Status.FOR_NOW
+
+
+def chosen_by_variable() -> str:
+    """What MPISHARD_PRODUCTS says; empty if it is not set.  Not collective."""
+    return os.environ.get(VARIABLE, "").strip()
+
+
 def put_in_force(
     choice: Choice, libraries: Collection[str] = (), *, bfloat16: bool = True, status: Status = Status.MADE
 ) -> None:
@@ -215,7 +225,7 @@ def going_on_from(text: str, common: Common) -> Choice:
     Choice
         The saved one, or that in force.
     """
-    if os.environ.get(VARIABLE):
+    if chosen_by_variable():
         return in_force()
     try:
         saved = Choice.parse(text)
