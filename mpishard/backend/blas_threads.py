@@ -19,7 +19,8 @@ if TYPE_CHECKING:  # the import would start MPI
 
 # Number of ranks of the job on this node, set by Open MPI, MPICH and Slurm.
 _RANKS_ON_NODE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
-_CHOSEN_BY_USER = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+# The library's own comes first, as libraries do.
+_CHOSEN_BY_USER = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 _OF_XLA = "NPROC"
 # Multiplications in a matrix product from which a second thread pays: about half a millisecond.
 _LARGE_PRODUCT = 2**25

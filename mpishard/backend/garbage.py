@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
+
+
+class _Pauses:
+    """How many pauses there are at this moment, by any threads, and whether collection was on before the first."""
+
+    lock = threading.Lock()
+    count = 0
+    was_enabled = False
 
 
 @contextlib.contextmanager
@@ -17,13 +26,18 @@ def no_garbage_collection() -> Iterator[None]:
     ------
     None
     """
-    enabled = gc.isenabled()
-    gc.disable()
+    with _Pauses.lock:
+        if not _Pauses.count:
+            _Pauses.was_enabled = gc.isenabled()
+            gc.disable()
+        _Pauses.count += 1
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        with _Pauses.lock:
+            _Pauses.count -= 1
+            if not _Pauses.count and _Pauses.was_enabled:
+                gc.enable()
 
 
 def objects_stay() -> None:

@@ -119,6 +119,8 @@ class Binding:
             self.bits.take(parameters, self._optimizer.config, self._optimizer.world)
         elif problem is not None:
             raise problem
+        if self._optimizer.config.reproducible:
+            self.bits.keep_products()
         on_rank = self._on_rank
         if on_rank is not None and on_rank.parameters is parameters:
             return on_rank.strategy

@@ -12,7 +12,7 @@ from typing import Any
 from mpishard.backend import array as arrays
 from mpishard.backend.arithmetic import arithmetic, of_products
 from mpishard.backend.blas_threads import fix_blas_threads
-from mpishard.backend.products.choice import go_on_with, going_on_from, in_force
+from mpishard.backend.products.choice import Choice, go_on_with, going_on_from, in_force
 from mpishard.backend.products.libraries import NUMPY
 from mpishard.comm.agreement import agree_on_settings, differing, fingerprint
 from mpishard.comm.axis import Axis
@@ -55,6 +55,7 @@ class BitFacts:
     def __init__(self) -> None:
         self.own: dict[str, str] = {}
         self.changes: list[str] = []
+        self._products = Choice()
 
     def take(self, parameters: FlatParameters, config: ShardingConfiguration, world: Axis) -> None:
         """Note the facts of this process, and compare those of all ranks of a reproducible run.
@@ -77,7 +78,7 @@ class BitFacts:
         """
         if config.reproducible:
             fix_blas_threads()  # a mesh created after the optimizer has changed their number
-        before = self.own.get("shards")
+        before, self._products = self.own.get("shards"), in_force()
         self.own |= {
             **arithmetic(),
             **({} if parameters.carried is None else parameters.carried.arithmetic),
@@ -106,7 +107,16 @@ class BitFacts:
 
         Those that were there before do not: if one that joins lacks their library, they differ.
         """
-        self.own |= of_products(in_force())
+        self._products = in_force()
+        self.own |= of_products(self._products)
+
+    def keep_products(self) -> None:
+        """Go on with the noted libraries for matrix products, if another mesh has changed them since.
+
+        Not collective: the ranks of a reproducible run have agreed on them.
+        """
+        if in_force() is not self._products:
+            go_on_with(self._products)
 
     def agree(self, config: ShardingConfiguration, ranks: Axis, *, places: bool = True) -> None:
         """Compare the facts of ranks of a reproducible run.

@@ -216,6 +216,8 @@ class ShardedOptimizer:
             tell_of_other_starts(self.mesh, named)
         # Checked with the other arguments where it is bound already.
         strategy = binding.strategy if named is binding.parameters else self.bind(named)
+        if self.config.reproducible:
+            binding.bits.keep_products()
         if automatic or synchronized:
             if gradients is not None:
                 strategy.reducer.memory.use_external(gradients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -363,7 +364,9 @@ def _blas() -> tuple[Blas, ...]:
 def _products() -> str:
     libraries, forced = loadable(), chosen_by_variable()
     if forced:
-        return str(Choice.parse(forced).limited_to(libraries))
+        with contextlib.suppress(ValueError):  # it is among the findings
+            return str(Choice.parse(forced).limited_to(libraries))
+        return ""
     if not libraries:
         return NUMPY
     from mpishard.backend.products.timing import fastest

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mpishard.backend.products.choice import VARIABLE
+from mpishard.backend.products.choice import VARIABLE, Choice
+from mpishard.backend.products.libraries import NUMPY
 from mpishard.environment.facts import Facts
 from mpishard.launch.detection import OPEN_MPI, SLURM, Launch, launch_of
 from mpishard.launch.launchers import Launcher
@@ -257,6 +258,16 @@ def _products(facts: Sequence[Facts]) -> Iterator[Finding]:
     if other is not None:
         what = f"{VARIABLE} is {chosen[0] or 'unset'} on rank 0 and {chosen[other] or 'unset'} on rank {other}"
         yield Finding(WRONG, "products", what, "set it alike on all ranks, with the launcher's option for variables")
+        return
+    try:
+        wanted = {*Choice.parse(chosen[0] or NUMPY).libraries.values()}
+    except ValueError as error:
+        yield Finding(WRONG, "products", str(error), f"or unset {VARIABLE}")
+        return
+    for name in sorted(wanted):
+        if lacking := [each for each in facts if name not in each.versions]:
+            what = f"{VARIABLE}={chosen[0]} wants {name}, which {lacking[0].process.host} lacks"
+            yield Finding(WRONG, "products", what, f"pip install 'mpishard[{name}]' there, or unset {VARIABLE}")
 
 
 def _hdf5(facts: Sequence[Facts]) -> Iterator[Finding]:

@@ -200,6 +200,22 @@ def test_ranks_that_differ_train_as_well(comm, mesh):
     assert len(set(comm.allgather(found.tobytes()))) == 1
 
 
+def test_a_reproducible_run_keeps_its_libraries_whatever_a_later_mesh_has(comm, monkeypatch):
+    monkeypatch.setattr(arithmetic, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))
+    with mpishard.Mesh(comm) as mesh:
+        config = mpishard.ShardingConfiguration(mesh, reproducible=True)
+        optimizer = mpishard.DDPOptimizer(mpishard.SGD(lr=0.1), config)
+        parameters = np.ones(3)
+        optimizer.step(parameters, np.ones(3))
+        ours = str(choice.in_force())
+        with monkeypatch.context() as lacking:
+            lacking.setattr(product_choice, "loadable", dict)
+            with mpishard.Mesh(comm):
+                assert str(choice.in_force()) == "numpy" != ours
+        optimizer.step(parameters, np.ones(3))
+        assert str(choice.in_force()) == ours == optimizer.state.binding.bits.own["products"]
+
+
 def test_a_run_goes_on_with_libraries_that_its_own_mesh_has(comm, monkeypatch):
     """Whatever a later mesh of some of its ranks has."""
     monkeypatch.setattr(arithmetic, "load", lambda name: type("Library", (), {"version": VERSIONS[name]}))

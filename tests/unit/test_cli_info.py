@@ -231,11 +231,19 @@ def test_libraries_for_products(products: str, chosen: str, shown: str) -> None:
 
 
 def test_libraries_for_products_that_ranks_chose_otherwise() -> None:
-    ranks = job(3, products_chosen="mkl")
+    ranks = job(3, products_chosen="mkl", versions={**VERSIONS, "mkl": "2026.2"})
     assert findings(ranks) == []
     finding = only([*ranks[:2], changed(ranks[2], products_chosen="")])
     assert (finding.level, finding.about) == ("wrong", "products")
     assert finding.what == "MPISHARD_PRODUCTS is mkl on rank 0 and unset on rank 2"
+
+
+def test_libraries_for_products_that_cannot_be_had() -> None:
+    finding = only(job(3, products_chosen="fast"))
+    assert finding.level == "wrong" and "there is no library 'fast'" in str(finding)
+    ranks = job(1, 1, products_chosen="mkl", versions={**VERSIONS, "mkl": "2026.2"})
+    wrong = findings([ranks[0], changed(ranks[1], versions=VERSIONS)])
+    assert "MPISHARD_PRODUCTS=mkl wants mkl, which n2 lacks" in [finding.what for finding in wrong]
 
 
 def test_h5py() -> None:

@@ -37,6 +37,17 @@ def test_collection_is_as_before_after_a_pause(enabled: bool) -> None:
     assert gc.isenabled() == enabled
 
 
+def test_pauses_of_several_threads_end_with_the_last() -> None:
+    gc.enable()
+    one, other = no_garbage_collection(), no_garbage_collection()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert not gc.isenabled()
+    other.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
 def test_young_collections_pass_over_what_stays_and_a_full_one_does_not() -> None:
     ring = Ring()
     found = weakref.ref(ring)

@@ -15,8 +15,9 @@ import numpy as np
 from mpishard.backend import blas_threads
 from mpishard.backend.products.choice import Choice, in_force
 
-# A thread forgets the products that it has met when there are so many: generated texts have new shapes all the time.
-_MOST_PLANS = 4096
+# A thread forgets the products that it has met when there are so many: generated texts have new shapes all the time,
+# and one of oneDNN takes some 150 kB.
+_MOST_PLANS = 512
 
 
 class _Plans(threading.local):

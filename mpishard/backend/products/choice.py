@@ -157,7 +157,8 @@ class _Process:
     It is one for all meshes: functions without a mesh multiply, too.  So the ranks of a mesh may come to differ, where
     another mesh that has only some of them brought those another choice.  That is as on nodes with different
     processors, whose BLAS differs as well: products are rounded otherwise, and all ranks still exchange the same.  A
-    reproducible optimizer compares the choices of its ranks, and raises.
+    reproducible optimizer compares the choices of its ranks when it gets its parameters, and raises; at each later step
+    it goes back to what they agreed on.
     """
 
     choice: Choice = field(default_factory=Choice)

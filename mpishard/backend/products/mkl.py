@@ -27,8 +27,13 @@ class Mkl:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        if library.MKL_Set_Threading_Layer(_SEQUENTIAL) != _SEQUENTIAL or library.MKL_CBWR_Set(_AUTO | _STRICT):
-            raise OSError("it is in use already, with threads or settings of its own")
+        if library.MKL_Set_Threading_Layer(_SEQUENTIAL) != _SEQUENTIAL:
+            raise OSError("it is in use already, with threads of its own")
+        if status := library.MKL_CBWR_Set(_AUTO | _STRICT):
+            raise OSError(
+                f"it is in use already, or does not give results that depend on sizes alone on this processor: "
+                f"MKL_CBWR_Set returned {status}"
+            )
         text = ctypes.create_string_buffer(256)
         library.MKL_Get_Version_String(text, len(text))
         words = text.value.decode(errors="replace").split()
