@@ -46,6 +46,7 @@ class Agreement:
     """A pytest plugin for runs on several ranks: each phase of a test has one outcome, the worst of all."""
 
     def __init__(self, config: pytest.Config, world: Any) -> None:
+        from mpishard.comm import abort
         from mpishard.comm.death_monitor import DeathMonitor
 
         self.world = world.Dup()  # a communicator of its own: a test's leftovers cannot match its messages
@@ -55,10 +56,16 @@ class Agreement:
         self.death_monitor = DeathMonitor.over(world)  # one for all meshes of these ranks
         # The true stderr; later, pytest captures file descriptor 2.
         self.stderr = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")
+        abort._print = self.say_last
 
     def say(self, text: str) -> None:
         self.stderr.write("".join(f"[rank {self.rank}] {line}\n" for line in text.splitlines()))
         self.stderr.flush()
+
+    def say_last(self, text: str) -> None:
+        """Say why mpishard ends the job, which would be lost with all that pytest has captured."""
+        self.say(text)
+        time.sleep(0.2)  # launchers drop what is still in the pipe
 
     def exchange(self, where: str, failure: str | None) -> dict[int, str]:
         """Failures by rank; ends the job if the others stay away.
