@@ -124,6 +124,26 @@ def in_float64(torch, network):
             module.ours, module.head_width = network.ours.rotary, network.ours.head_width
 
 
+def furthest(found, expected):
+    """The largest difference between two tensors, in parts of the largest number there, or of 1."""
+    return np.abs(found - expected).max() / max(1, np.abs(expected).max())
+
+
+def effect_of_rounding(name, *pair):
+    """How far gradients move, in the middle of 5 draws, where weights move by up to half a last place of float32."""
+    llama = model(name)
+    weights = {each: llama.parameters[each].copy() for each in llama.parameters}
+    _, exact = run(llama, *pair)
+    effects = []
+    for seed in range(5):
+        draws = np.random.default_rng(seed)
+        for each, weight in weights.items():
+            llama.parameters[each][...] = weight * (1 + 2.0**-24 * draws.uniform(-1, 1, weight.shape))
+        _, moved = run(llama, *pair)
+        effects.append(max(furthest(moved[each], exact[each]) for each in exact))
+    return np.median(effects)
+
+
 @pytest.mark.parametrize("length", [10, 20])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", MODELS)
@@ -161,12 +181,15 @@ def test_logits_and_gradients_equal_transformers(name, dtype, length):
     loss.backward()
     tolerance = 1e-5 if dtype == np.float32 else 1e-11
     expected = logits.detach().numpy()
-    assert np.abs(llama.logits(tokens) - expected).max() <= tolerance * max(1, np.abs(expected).max())
+    assert furthest(llama.logits(tokens), expected) <= tolerance
     found_loss, gradients = run(llama, tokens, targets)
     assert found_loss == pytest.approx(loss.item(), rel=tolerance)
+    if dtype == np.float32:
+        # Rounding the weights alone moves gradients by 5e-7 (Qwen3) to 5e-6 (Qwen2). A run in float32 rounds all it
+        # computes: its gradients are 1 to 4.5 times as far away (measured with OpenBLAS for four processors).
+        tolerance = 10 * effect_of_rounding(name, tokens, targets)
     for each, gradient in theirs(gradients, ours).items():
-        reference = network.get_parameter(each).grad.numpy()
-        assert np.abs(gradient - reference).max() <= tolerance * max(1, np.abs(reference).max()), each
+        assert furthest(gradient, network.get_parameter(each).grad.numpy()) <= tolerance, each
 
 
 def test_pairings_are_one_model_with_channels_in_another_order():
