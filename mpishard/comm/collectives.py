@@ -28,6 +28,9 @@ Counts = Sequence[int] | None
 # buffer does not fit the caches.  MPICH 5 takes 1.3 to 3.7 times as long for 200 to 400 kB, longer than for 1 MB; with
 # the largest buffers it is as fast (`python benchmarks/reduce_scatter.py`).
 EXCHANGED_BYTES: dict[str, range] = {"Open MPI": range(2**15, 2**62), "MPICH": range(2**17, 2**24)}
+# Memory for arriving pieces is kept up to this sum: new pages from the kernel can take longer than the exchange itself,
+# and the C library asks for them each time.
+_KEPT_BYTES = 2**24
 
 
 class Collectives:
@@ -54,6 +57,7 @@ class Collectives:
         self._nonblocking = nonblocking
         self._ledger = channel.ledger
         self._rank, self._size = channel.rank, channel.size
+        self._spare: list[np.ndarray] = []  # memory for arriving pieces that no exchange is using, in bytes
 
     def is_plain(self, buffer: Array, op: str = "sum", counts: Counts = None) -> bool:
         """Whether one call of MPI takes these arguments as they are, and no rank compares them.  Not collective."""
@@ -222,16 +226,25 @@ class Collectives:
         own = staged[starts[rank] : starts[rank] + count]
         sent, arriving = list(counts), [count] * self._size
         sent[rank] = arriving[rank] = 0
-        received = arrays.empty(count * (self._size - 1), staged.dtype, like=staged)
+        size = count * (self._size - 1) * staged.itemsize
+        memory = self._memory(size)
+        received = memory[:size].view(staged.dtype)
         exchange = self._comm.Ialltoallv([staged, (sent, starts)], [received, (arriving, _starts(arriving))])
 
         def add() -> Array:
             total = own
             for start in range(0, received.size, max(count, 1)):
                 total = np.add(total, received[start : start + count], out=target)
+            if memory.size + sum(each.size for each in self._spare) <= _KEPT_BYTES:
+                self._spare.append(memory)
             return target
 
         return exchange, add
+
+    def _memory(self, size: int) -> np.ndarray:
+        """At least so many bytes, that no other exchange is using."""
+        memory = self._spare.pop() if self._spare else np.empty(0, np.uint8)
+        return memory if memory.size >= size else np.empty(size, np.uint8)
 
     def _reduce_pieces(
         self, call: Fields, staged: Array, target: Array, counts: Sequence[int], op: str, in_place: bool

@@ -228,6 +228,26 @@ def test_pieces_too_uneven_to_exchange(shared_mesh, monkeypatch):
             assert bool(made) == (exchanged and bool(allowed))
 
 
+@pytest.mark.mpi(min_size=2)
+def test_exchanges_under_way_share_no_memory_and_what_they_leave_is_used_again(shared_mesh, monkeypatch):
+    axis = shared_mesh.data
+    others, spare = axis.size - 1, []
+    monkeypatch.setattr(axis._started, "_spare", spare)
+    monkeypatch.setitem(collectives.EXCHANGED_BYTES, MPI.get_vendor()[0], range(2**62))
+    monkeypatch.setattr(collectives, "_KEPT_BYTES", 3 * 50 * 8 * others)
+    kept = []
+    for count, dtype in [(50, np.float64), (50, np.float64), (20, np.float32), (60, np.float64)]:
+        parts = [numbers(rank, count * axis.size, dtype) for rank in range(axis.size)]
+        requests = [axis.start_reduce_scatter(factor * parts[axis.rank]) for factor in (1, 2, 3)]
+        own = slice(axis.rank * count, (axis.rank + 1) * count)
+        for factor in (3, 1, 2):
+            assert np.array_equal(requests[factor - 1].wait(), factor * sum(parts)[own])
+        kept.append({id(memory) for memory in spare})
+    assert len(kept[0]) == 3
+    assert kept[0] == kept[1] == kept[2]
+    assert [memory.size for memory in spare] == [60 * 8 * others] * 2  # three are more than the limit
+
+
 @pytest.mark.parametrize("limit", [None, 7])
 @pytest.mark.parametrize("exchanged", [range(0), range(2**62)])
 def test_a_piece_may_be_reduced_to_its_place_in_the_buffer(shared_mesh, monkeypatch, exchanged, limit):
