@@ -42,8 +42,8 @@ class Channel:
     Attributes
     ----------
     rank, size : int
-    calls : int
-        How many calls this rank has made.
+    calls, messages : int
+        How many collectives this rank has begun, and how many messages.
     largest_count : int or None
         The most elements that one MPI call takes here; None: no limit.
     """
@@ -61,6 +61,7 @@ class Channel:
         self.ledger = ledger
         self.members = members
         self.calls = 0
+        self.messages = 0
         self._is_self = comm == MPI.COMM_SELF
         self.rank, self.size = (0, 1) if self._is_self else (comm.rank, comm.size)
         self.largest_count: int | None = _MOST if self._is_self or not probe().large_counts else None
@@ -118,9 +119,13 @@ class Channel:
             raise ValueError(f"{op} needs a contiguous buffer, got a strided one of shape {buffer.shape}")
         if op in ("all_reduce", "reduce_scatter") and detail not in OPS:
             raise ValueError(f"{op} knows the operations {', '.join(OPS)}, got {detail!r}")
-        self.calls += 1
+        if peer is None:
+            self.calls += 1
+        else:
+            self.messages += 1
         members = self.members if peer is None or peer < 0 else (self.members[self.rank], self.members[peer])
-        call = self.ledger.begin(self.name, self.calls, op, buffer.dtype, buffer.size, label, members)
+        number = self.calls if peer is None else self.messages
+        call = self.ledger.begin(self.name, number, op, buffer.dtype, buffer.size, label, members)
         if peer is None and self.matching is not None:
             self._compare(self.matching, call, detail, counts)
         return call

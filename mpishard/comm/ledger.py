@@ -33,7 +33,8 @@ class Call(NamedTuple):
     axis : str
         Its name.
     sequence : int
-        Number of the call on its communicator.
+        Its number among the collectives, or among the messages, on its communicator; the same on all ranks for a
+        collective.
     op : str
         The collective, such as ``"all_reduce"``.
     dtype : dtype
@@ -58,6 +59,12 @@ class Call(NamedTuple):
     code: CodeType | None
     line: int
     members: Sequence[int]
+
+    @property
+    def kind(self) -> str:
+        """A text that is the same on all ranks for the collectives of one purpose on one axis."""
+        members = self.members
+        return f"{self.axis} {self.op} {self.label} of {len(members)} ranks, {members[0]} to {members[-1]}"
 
     @property
     def site(self) -> str:
@@ -174,7 +181,7 @@ class Ledger:
         axis : str
             Its name.
         sequence : int
-            Its number among the calls on its communicator.
+            As in `Call`.
         op : str
             The collective, such as ``"all_reduce"``.
         dtype : dtype
@@ -277,6 +284,21 @@ class Ledger:
     def recent(self) -> list[Entry]:
         """The last thousand calls or more."""
         return [Entry(Call(*call), sent, seconds) for call, sent, seconds in self._entries]
+
+    def took_part(self, kind: str, sequence: int) -> bool:
+        """Whether this rank has finished a collective, or one after it.
+
+        Parameters
+        ----------
+        kind, sequence : str, int
+            Of its `Call`, on this rank or another.
+
+        Returns
+        -------
+        bool
+            Of those in `recent`.
+        """
+        return any(call.sequence >= sequence and call.kind == kind for call, _, _ in self.recent)
 
     @property
     def waiting(self) -> Call | None:

@@ -25,8 +25,9 @@ from mpishard.launch.tracebacks import innermost
 
 _ASK, _ASK_ALL, _ANSWER, _FAILED = 1, 2, 3, 4
 _POLL_S = 0.25
-# After this wait a rank asks its neighbour whether it is still in the script.
+# After this wait a rank asks its neighbour whether it is still in the script, and again each time it is over.
 _SUSPICION_S = 5.0
+_TOOK_PART = "took part"
 _ANSWER_S = 2.0
 # How often a rank asks, before the first step is over, whether any rank is at work, and after which wait.
 _LOOK_S, _IDLE_S = 15.0, LEAST_S
@@ -46,9 +47,10 @@ class _Reply(NamedTuple):
 class Watchdog:
     """Names the ranks to blame when a collective outlasts its time limit, or can never end, and aborts the job.
 
-    A collective can never end once a member of its axis has ended its script; the neighbours are asked after a few
-    seconds.  Needs an MPI that several threads may call (``MPI_THREAD_MULTIPLE``); without it there is no time limit.
-    Creation and `close` are collective over `comm`.
+    A collective can never end once a member of its axis has ended its script without it; the neighbours are asked after
+    a few seconds.  One that took part may have ended: the root of a broadcast does not wait for those who are late, nor
+    for those to whom they pass it on.  Needs an MPI that several threads may call (``MPI_THREAD_MULTIPLE``); without it
+    there is no time limit.  Creation and `close` are collective over `comm`.
     """
 
     def __init__(self, comm: MPI.Intracomm, ledger: Ledger, limit: float | None) -> None:
@@ -60,6 +62,8 @@ class Watchdog:
         self._leaving = ""
         self._stand_down = 0.0
         self._asked: Call | None = None
+        self._distance = 1
+        self._next_question = 0.0
         self._next_look = 0.0
         self._replies: dict[int, _Reply] = {}
         self._sends: list[Any] = []
@@ -142,20 +146,28 @@ class Watchdog:
                 self._next_look = now + _LOOK_S
                 self._report(f"and no rank has been at work for {_IDLE_S:g} s", if_all_idle=True)
             elif waited > _SUSPICION_S:
-                self._ask_neighbour(call)
+                self._ask_neighbour(call, now)
 
-    def _ask_neighbour(self, call: Call) -> None:
-        """Ask the next rank on the axis, once per call, whether it is still in the script; if not, report it."""
-        members = call.members
-        if self._comm.rank not in members:
+    def _ask_neighbour(self, call: Call, now: float) -> None:
+        """Ask the next rank on the axis whether it is still in the script; report it if it has left without `call`.
+
+        Of ranks that took part and left, the ones after them are asked.
+        """
+        members, rank = call.members, self._comm.rank
+        if rank not in members:
             return
-        neighbour = members[(members.index(self._comm.rank) + 1) % len(members)]
         if self._asked != call:
-            self._asked = call
+            self._asked, self._distance, self._next_question = call, 1, 0.0
+        neighbour = members[(members.index(rank) + self._distance) % len(members)]
+        reply = self._replies.pop(neighbour, None) if self._next_question else None
+        if reply is not None and reply.text.startswith("has "):
+            self._report(f"and can never end, since rank {neighbour} {reply.text}")
+        elif reply is not None and reply.text.startswith(_TOOK_PART):
+            self._distance, self._next_question = self._distance % (len(members) - 1) + 1, 0.0
+        elif now > self._next_question:
+            self._next_question = now + _SUSPICION_S
             self._replies.pop(neighbour, None)
-            self._send(neighbour, _ASK, b"?")
-        elif neighbour in self._replies and self._replies[neighbour].text.startswith("has "):
-            self._report(f"and can never end, since rank {neighbour} {self._replies[neighbour].text}")
+            self._send(neighbour, _ASK, f"{call.sequence} {call.kind}".encode())
 
     def _serve(self) -> None:
         """Answer the questions of other ranks and receive their answers."""
@@ -174,6 +186,10 @@ class Watchdog:
             if tag == _ASK_ALL and source < self._comm.rank:  # the report of the lowest rank is enough
                 self._stand_down = time.monotonic() + 3 * _ANSWER_S
             own = self._state()
+            if tag == _ASK and own.text == self._leaving:
+                sequence, _, kind = buffer.decode().partition(" ")
+                if self._ledger.took_part(kind, int(sequence)):
+                    own = _Reply(True, f"{_TOOK_PART}, and {own.text}")
             self._send(source, _ANSWER, f"{own.idle} {own.text}".encode()[:_ANSWER_BYTES])
 
     def _send(self, target: int, tag: int, data: bytes) -> None:

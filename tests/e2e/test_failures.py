@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mpi4py import MPI
 
 TIME_LIMIT = 4  # seconds that a collective may wait, given to the scripts as MPISHARD_TIMEOUT
 SOON = 30  # seconds from launch to end where no time limit has to expire first, on a busy machine
@@ -181,6 +182,44 @@ def test_rank_that_leaves_early_is_noticed_long_before_the_limit(tmp_path: Path,
     assert finished.code != 0
     assert "can never end, since rank 1 has ended its script" in finished.errors, finished.all
     assert finished.seconds < SOON + 10
+
+
+# Ranks ask others after half a second in place of five.
+LATE = """
+import sys, time
+import numpy as np
+import mpishard
+from mpishard.comm import watchdog
+
+watchdog._SUSPICION_S = 0.5
+with mpishard.Mesh() as mesh:
+    if mesh.rank == 2:
+        {late}
+    mesh.world.{collective}(np.ones(4))
+print("finished")
+"""
+
+
+def test_a_rank_that_leaves_while_others_wait_is_noticed(mpirun: Callable[..., Any]) -> None:
+    finished = mpirun(3, "-c", LATE.format(late="time.sleep(2); sys.exit('bad input')", collective="all_reduce"))
+    assert finished.code != 0
+    assert "can never end, since rank 2 has ended its script" in finished.errors, finished.all
+    assert finished.seconds < SOON
+
+
+def test_a_late_rank_is_waited_for_where_the_root_has_left(mpirun: Callable[..., Any]) -> None:
+    """MPICH sends to rank 3 through rank 2; ranks 0 and 1 are over long before."""
+    finished = mpirun(4, "-c", LATE.format(late="time.sleep(3)", collective="broadcast"))
+    assert finished.code == 0 and finished.output.count("finished") == 4, finished.all
+
+
+@pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="Open MPI sends from the root to each rank of a few")
+def test_a_rank_that_leaves_beside_others_that_took_part_is_noticed(mpirun: Callable[..., Any]) -> None:
+    finished = mpirun(4, "-c", LATE.format(late="sys.exit('bad input')", collective="broadcast"))
+    assert finished.code != 0
+    assert "can never end, since rank 2 has ended its script" in finished.errors, finished.all
+    assert "rank 0 has freed its mesh" in finished.errors and "rank 3 waits" in finished.errors, finished.all
+    assert finished.seconds < SOON
 
 
 def test_a_set_up_is_waited_for_unless_nobody_is_at_work(tmp_path: Path, mpirun: Callable[..., Any]) -> None:
