@@ -44,6 +44,11 @@ class _Reply(NamedTuple):
     text: str
 
 
+def _question(call: Call) -> bytes:
+    """What ranks are asked that may have left: whether they took part."""
+    return f"{call.sequence} {call.kind}".encode()
+
+
 class Watchdog:
     """Names the ranks to blame when a collective outlasts its time limit, or can never end, and aborts the job.
 
@@ -167,7 +172,7 @@ class Watchdog:
         elif now > self._next_question:
             self._next_question = now + _SUSPICION_S
             self._replies.pop(neighbour, None)
-            self._send(neighbour, _ASK, f"{call.sequence} {call.kind}".encode())
+            self._send(neighbour, _ASK, _question(call))
 
     def _serve(self) -> None:
         """Answer the questions of other ranks and receive their answers."""
@@ -186,7 +191,7 @@ class Watchdog:
             if tag == _ASK_ALL and source < self._comm.rank:  # the report of the lowest rank is enough
                 self._stand_down = time.monotonic() + 3 * _ANSWER_S
             own = self._state()
-            if tag == _ASK and own.text == self._leaving:
+            if own.text == self._leaving:
                 sequence, _, kind = buffer.decode().partition(" ")
                 if self._ledger.took_part(kind, int(sequence)):
                     own = _Reply(True, f"{_TOOK_PART}, and {own.text}")
@@ -214,15 +219,17 @@ class Watchdog:
         """Ask all ranks where they are, print it and abort, unless the call has ended or another rank reports."""
         comm = self._comm
         call = self._ledger.waiting
+        if call is None:
+            return
         self._replies = {comm.rank: self._state()}
         for rank in range(comm.size):
             if rank != comm.rank:
-                self._send(rank, _ASK_ALL, b"?")
+                self._send(rank, _ASK_ALL, _question(call))
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline and len(self._replies) < comm.size:
             self._serve()
             time.sleep(0.01)
-        if time.monotonic() <= self._stand_down or self._stop.is_set() or call is None or self._ledger.waiting != call:
+        if time.monotonic() <= self._stand_down or self._stop.is_set() or self._ledger.waiting != call:
             return
         if if_all_idle and not (len(self._replies) == comm.size and all(each.idle for each in self._replies.values())):
             return
