@@ -38,6 +38,8 @@ class Channel:
         Ranks of the whole mesh, by rank of `comm`.
     matching : CallMatching or None
         In debug mode: compares the calls of the ranks.
+    started : bool
+        Whether its calls are those that are started.
 
     Attributes
     ----------
@@ -55,11 +57,14 @@ class Channel:
         ledger: Ledger,
         members: Sequence[int],
         matching: CallMatching | None = None,
+        *,
+        started: bool = False,
     ) -> None:
         self.comm = comm
         self.name = name
         self.ledger = ledger
         self.members = members
+        self.started = started
         self.calls = 0
         self.messages = 0
         self._is_self = comm == MPI.COMM_SELF
@@ -125,7 +130,7 @@ class Channel:
             self.messages += 1
         members = self.members if peer is None or peer < 0 else (self.members[self.rank], self.members[peer])
         number = self.calls if peer is None else self.messages
-        call = self.ledger.begin(self.name, number, op, buffer.dtype, buffer.size, label, members)
+        call = self.ledger.begin(self.name, number, op, buffer.dtype, buffer.size, label, members, self.started)
         if peer is None and self.matching is not None:
             self._compare(self.matching, call, detail, counts)
         return call

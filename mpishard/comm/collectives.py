@@ -28,8 +28,8 @@ Counts = Sequence[int] | None
 # buffer does not fit the caches.  MPICH 5 takes 1.3 to 3.7 times as long for 200 to 400 kB, longer than for 1 MB; with
 # the largest buffers it is as fast (`python benchmarks/reduce_scatter.py`).
 EXCHANGED_BYTES: dict[str, range] = {"Open MPI": range(2**15, 2**62), "MPICH": range(2**17, 2**24)}
-# Memory for arriving pieces is kept up to this sum: new pages from the kernel can take longer than the exchange itself,
-# and the C library asks for them each time.
+# Each axis keeps memory for arriving pieces up to this sum, and as much for started calls: new pages from the kernel
+# can take longer than the exchange itself, and the C library asks for them each time.
 _KEPT_BYTES = 2**24
 
 
@@ -243,8 +243,13 @@ class Collectives:
 
     def _memory(self, size: int) -> np.ndarray:
         """At least so many bytes, that no other exchange is using."""
-        memory = self._spare.pop() if self._spare else np.empty(0, np.uint8)
-        return memory if memory.size >= size else np.empty(size, np.uint8)
+        self._spare.sort(key=len)
+        for index, memory in enumerate(self._spare):
+            if memory.size >= size:
+                return self._spare.pop(index)
+        if self._spare and size <= _KEPT_BYTES:
+            self._spare.pop()  # makes room
+        return np.empty(size, np.uint8)
 
     def _reduce_pieces(
         self, call: Fields, staged: Array, target: Array, counts: Sequence[int], op: str, in_place: bool

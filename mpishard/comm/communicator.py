@@ -94,7 +94,7 @@ class Communicator:
         self._matching = matching
         self.members: list[int] = list(range(comm.size) if members is None else members)
         self._channel = Channel(comm, self.name, self.ledger, self.members, matching)
-        self._channel_of_started = Channel(later, self.name, self.ledger, self.members, matching)
+        self._channel_of_started = Channel(later, self.name, self.ledger, self.members, matching, started=True)
         self.rank: int = self._channel.rank
         self.size: int = self._channel.size
         self._blocking = Collectives(self._channel, nonblocking=False)

@@ -33,8 +33,8 @@ class Call(NamedTuple):
     axis : str
         Its name.
     sequence : int
-        Its number among the collectives, or among the messages, on its communicator; the same on all ranks for a
-        collective.
+        Its number among the collectives, or among the messages, on its communicator.  Ranks number a collective alike
+        as long as none has raised an error before MPI's call.
     op : str
         The collective, such as ``"all_reduce"``.
     dtype : dtype
@@ -47,6 +47,8 @@ class Call(NamedTuple):
         Of the first caller outside mpishard; after the call they are unknown if that caller is many frames away.
     members : sequence of int
         Ranks of the whole mesh that take part.
+    started : bool
+        Whether it is on the communicator of calls that are started.
     """
 
     began: float
@@ -59,12 +61,16 @@ class Call(NamedTuple):
     code: CodeType | None
     line: int
     members: Sequence[int]
+    started: bool
 
     @property
     def kind(self) -> str:
-        """A text that is the same on all ranks for the collectives of one purpose on one axis."""
-        members = self.members
-        return f"{self.axis} {self.op} {self.label} of {len(members)} ranks, {members[0]} to {members[-1]}"
+        """A text that is the same on all ranks for the collectives of one purpose on one communicator.
+
+        A reshaped mesh has communicators that are not told from those of its parent.
+        """
+        form, members = "started" if self.started else "blocking", self.members
+        return f"{form} {self.axis} {self.op} {self.label} of {len(members)} ranks, {members[0]} to {members[-1]}"
 
     @property
     def site(self) -> str:
@@ -172,7 +178,15 @@ class Ledger:
         self._step = step
 
     def begin(
-        self, axis: str, sequence: int, op: str, dtype: np.dtype, count: int, label: str, members: Sequence[int]
+        self,
+        axis: str,
+        sequence: int,
+        op: str,
+        dtype: np.dtype,
+        count: int,
+        label: str,
+        members: Sequence[int],
+        started: bool = False,
     ) -> tuple[Any, ...]:
         """Note that a call begins now.
 
@@ -192,6 +206,8 @@ class Ledger:
             What is sent.
         members : sequence of int
             Ranks of the whole mesh that take part.
+        started : bool
+            As in `Call`.
 
         Returns
         -------
@@ -209,7 +225,7 @@ class Ledger:
         else:
             frame = None
         code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
-        return (time.perf_counter(), axis, sequence, op, dtype, count, label, code, line, members)
+        return (time.perf_counter(), axis, sequence, op, dtype, count, label, code, line, members, started)
 
     def spend(self, call: tuple[Any, ...], began: float) -> float:
         """Add the time from `began` until now, spent inside a call.
@@ -229,7 +245,7 @@ class Ledger:
         ended = time.perf_counter()
         self.seconds += ended - began
         if self.spans is not None:
-            _, axis, _, op, _, _, label, _, _, _ = call
+            _, axis, _, op, _, _, label, *_ = call
             self.spans.append(Span(f"{axis}.{op}{f' [{label}]' if label else ''}", axis, began, ended))
         return ended - began
 
@@ -264,7 +280,7 @@ class Ledger:
 
     def _sum_up(self) -> None:
         for call, sent, seconds in self._entries[self._summed :]:
-            _, axis, _, op, _, _, label, _, _, _ = call
+            _, axis, _, op, _, _, label, *_ = call
             total = self._totals.get((axis, op, label))
             if total is None:
                 total = self._totals[axis, op, label] = Total()
@@ -286,7 +302,7 @@ class Ledger:
         return [Entry(Call(*call), sent, seconds) for call, sent, seconds in self._entries]
 
     def took_part(self, kind: str, sequence: int) -> bool:
-        """Whether this rank has finished a collective, or one after it.
+        """Whether this rank has finished a collective, or a later one of its kind.
 
         Parameters
         ----------
@@ -296,7 +312,7 @@ class Ledger:
         Returns
         -------
         bool
-            Of those in `recent`.
+            False also if it was so long ago that it is not in `recent`.
         """
         return any(call.sequence >= sequence and call.kind == kind for call, _, _ in self.recent)
 

@@ -25,7 +25,7 @@ from mpishard.launch.tracebacks import innermost
 
 _ASK, _ASK_ALL, _ANSWER, _FAILED = 1, 2, 3, 4
 _POLL_S = 0.25
-# After this wait a rank asks its neighbour whether it is still in the script, and again each time it is over.
+# After this wait a rank asks its neighbour whether it is still in the script, and again after each further one.
 _SUSPICION_S = 5.0
 _TOOK_PART = "took part"
 _ANSWER_S = 2.0
@@ -45,7 +45,7 @@ class _Reply(NamedTuple):
 
 
 def _question(call: Call) -> bytes:
-    """What ranks are asked that may have left: whether they took part."""
+    """What other ranks are asked: where they are, and whether they took part in `call`."""
     return f"{call.sequence} {call.kind}".encode()
 
 
@@ -154,12 +154,11 @@ class Watchdog:
                 self._ask_neighbour(call, now)
 
     def _ask_neighbour(self, call: Call, now: float) -> None:
-        """Ask the next rank on the axis whether it is still in the script; report it if it has left without `call`.
-
-        Of ranks that took part and left, the ones after them are asked.
-        """
+        """Ask the next rank on the axis that did not take part in `call`; report it if it has ended its script."""
         members, rank = call.members, self._comm.rank
-        if rank not in members:
+        if rank not in members or len(members) == 1:
+            return
+        if call.op == "recv" and len(members) > 2:  # any of them may send
             return
         if self._asked != call:
             self._asked, self._distance, self._next_question = call, 1, 0.0
@@ -191,10 +190,9 @@ class Watchdog:
             if tag == _ASK_ALL and source < self._comm.rank:  # the report of the lowest rank is enough
                 self._stand_down = time.monotonic() + 3 * _ANSWER_S
             own = self._state()
-            if own.text == self._leaving:
-                sequence, _, kind = buffer.decode().partition(" ")
-                if self._ledger.took_part(kind, int(sequence)):
-                    own = _Reply(True, f"{_TOOK_PART}, and {own.text}")
+            sequence, _, kind = buffer.decode().partition(" ")
+            if self._ledger.took_part(kind, int(sequence)):
+                own = _Reply(own.idle, f"{_TOOK_PART}, and {own.text}")
             self._send(source, _ANSWER, f"{own.idle} {own.text}".encode()[:_ANSWER_BYTES])
 
     def _send(self, target: int, tag: int, data: bytes) -> None:

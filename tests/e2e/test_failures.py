@@ -193,15 +193,21 @@ from mpishard.comm import watchdog
 
 watchdog._SUSPICION_S = 0.5
 with mpishard.Mesh() as mesh:
+    for _ in range(3):  # numbered apart from what is not started
+        mesh.world.start_{collective}(np.ones(4)).wait()
+    mesh.world.barrier()
     if mesh.rank == 2:
         {late}
     mesh.world.{collective}(np.ones(4))
+    if mesh.rank == 1:
+        time.sleep({then})
 print("finished")
 """
 
 
 def test_a_rank_that_leaves_while_others_wait_is_noticed(mpirun: Callable[..., Any]) -> None:
-    finished = mpirun(3, "-c", LATE.format(late="time.sleep(2); sys.exit('bad input')", collective="all_reduce"))
+    late = "time.sleep(2); sys.exit('bad input')"
+    finished = mpirun(3, "-c", LATE.format(late=late, collective="all_reduce", then=0))
     assert finished.code != 0
     assert "can never end, since rank 2 has ended its script" in finished.errors, finished.all
     assert finished.seconds < SOON
@@ -209,16 +215,17 @@ def test_a_rank_that_leaves_while_others_wait_is_noticed(mpirun: Callable[..., A
 
 def test_a_late_rank_is_waited_for_where_the_root_has_left(mpirun: Callable[..., Any]) -> None:
     """MPICH sends to rank 3 through rank 2; ranks 0 and 1 are over long before."""
-    finished = mpirun(4, "-c", LATE.format(late="time.sleep(3)", collective="broadcast"))
+    finished = mpirun(4, "-c", LATE.format(late="time.sleep(3)", collective="broadcast", then=0))
     assert finished.code == 0 and finished.output.count("finished") == 4, finished.all
 
 
 @pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="Open MPI sends from the root to each rank of a few")
 def test_a_rank_that_leaves_beside_others_that_took_part_is_noticed(mpirun: Callable[..., Any]) -> None:
-    finished = mpirun(4, "-c", LATE.format(late="sys.exit('bad input')", collective="broadcast"))
+    finished = mpirun(4, "-c", LATE.format(late="sys.exit('bad input')", collective="broadcast", then=60))
     assert finished.code != 0
     assert "can never end, since rank 2 has ended its script" in finished.errors, finished.all
     assert "rank 0 took part, and has freed its mesh" in finished.errors, finished.all
+    assert "rank 1 took part, and is in no collective" in finished.errors
     assert "rank 3 waits" in finished.errors
     assert finished.seconds < SOON
 
