@@ -267,9 +267,9 @@ def test_many_resizes_leave_nothing_behind(mesh, short, tmp_path, monkeypatch):
     ranks, steps, noted, channels = mesh.size, 44 if short else 104, {}, Counter()
     make, free = Channel.__init__, Channel.free
 
-    def counted_make(channel, *arguments):
+    def counted_make(channel, *arguments, **options):
         channels["open"] += 1
-        make(channel, *arguments)
+        make(channel, *arguments, **options)
 
     def counted_free(channel):
         channels["open"] -= 1
