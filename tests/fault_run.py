@@ -180,8 +180,6 @@ def run(case: Case, folder: Path) -> None:
             return tokens[samples, :-1], tokens[samples, 1:]
 
         def resize(state: Any) -> None:
-            if case.moves and notes.has("fault-0"):
-                return  # there is no spare: a process would be spawned, and perhaps be here before the end
             if state.step in (SHRUNK_AFTER, GROWN_AFTER):
                 notes.leave("resizes")
                 elastic.resize(case.workers - (state.step == SHRUNK_AFTER))

@@ -67,8 +67,8 @@ class Watchdog:
         self._leaving = ""
         self._stand_down = 0.0
         self._asked: Call | None = None
-        self._distance = 1
-        self._next_question = 0.0
+        self._distance = 1  # of the rank that is asked about it, among the members
+        self._next_question = 0.0  # 0: that rank has not been asked
         self._next_look = 0.0
         self._replies: dict[int, _Reply] = {}
         self._sends: list[Any] = []
